@@ -203,6 +203,7 @@ NB_MODULE(_kernels, module) {
     def_struct<QKNormOp>(module, "QKNormOp");
     def_struct<RotaryWriteOp>(module, "RotaryWriteOp");
     def_struct<AttentionOp>(module, "AttentionOp");
+    def_struct<PositionScaleOp>(module, "PositionScaleOp");
     def_struct<SumOp>(module, "SumOp");
     def_struct<GatherOp>(module, "GatherOp");
     def_struct<CountLayerOp>(module, "CountLayerOp");

@@ -6,7 +6,7 @@
 namespace quire {
 namespace {
 
-constexpr long TOKENS_AT_ONCE = 8;  // of which a thread normalizes the heads
+constexpr long TOKENS_AT_ONCE = 8;  // of which a thread normalizes or scales the heads
 
 template <template <typename> class Kernel, typename T>
 void call(const ForBoth<Kernel>& kernel, const Kernel<T>& arguments) {
@@ -93,6 +93,16 @@ public:
                           step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
                           step_.num_seqs, op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
                           op.scale, op.window, op.softcap, op.sinks});
+    }
+
+    void operator()(const PositionScaleOp& op) const {
+        const long width = program_.buffers_[op.x].width;
+        share_range(step_.num_tokens, TOKENS_AT_ONCE, [&](long begin, long end) {
+            for (long token = begin; token < end; token++) {
+                T* row = at(op.x) + token * stride(op.x);
+                call(chosen->sum, Sum<T>{row, nullptr, row, width, op.factors[step_.positions[token]]});
+            }
+        });
     }
 
     void operator()(const SumOp& op) const {

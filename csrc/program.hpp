@@ -66,6 +66,10 @@ struct AttentionOp {
     float softcap;       // 0: none
     const float* sinks;  // null: none
 };
+struct PositionScaleOp {  // rows times factors[their position], in place
+    long x;
+    const float* factors;
+};
 struct SumOp {  // out = x * factor + y, clipped; y -1: none, limit 0: not clipped
     long x, y, out;
     float factor, limit;
@@ -79,7 +83,7 @@ struct GatherOp {
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
-using ProgramOp = std::variant<NormOp, LinearOp, QKNormOp, RotaryWriteOp, AttentionOp, SumOp, GatherOp, CountLayerOp>;
+using ProgramOp = std::variant<NormOp, LinearOp, QKNormOp, RotaryWriteOp, AttentionOp, PositionScaleOp, SumOp, GatherOp, CountLayerOp>;
 
 // The inputs of a step beside its activations.
 struct ProgramStep {

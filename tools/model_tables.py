@@ -21,11 +21,13 @@ from quire.model.config_reader import ConfigReader
 from quire.model.families import FAMILIES
 
 TESTS = Path(__file__).parents[1] / "tests/model/test_families.py"
-CONFIG = {
+TEXT_CONFIG = {
     "vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "hidden_size": 64, "ffn_dim": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "max_position_embeddings": 32,
+    "num_key_value_heads": 2, "rotary_dim": 16,
 }  # fmt: skip
-SIZES = {*CONFIG, "num_key_value_heads", "head_dim", "n_inner", "architectures", "original_max_position_embeddings"}
+CONFIG: dict[str, object] = {**TEXT_CONFIG, "text_config": TEXT_CONFIG}  # of a model with vision
+SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"}
 
 
 class Recorded:
@@ -61,7 +63,12 @@ def recording() -> Iterator[Recorded]:
 class Cases:
     """Names of the cases in the tests, by architecture."""
 
-    NAMES: ClassVar[Mapping[str, str]] = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "GPT2": "GPT2LMHeadModel",
+        "Gemma3Text": "Gemma3ForCausalLM",
+        "Gemma3": "Gemma3ForConditionalGeneration",
+        "Mistral3": "Mistral3ForConditionalGeneration",
+    }
 
     def __init__(self) -> None:
         found = (node for node in ast.parse(TESTS.read_text(encoding="utf-8")).body if isinstance(node, ast.AnnAssign))

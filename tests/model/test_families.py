@@ -18,11 +18,14 @@ transformers = pytest.importorskip("transformers")
 VOCAB_SIZE = 160
 PROMPT_LEN = 40
 NUM_FORCED = 64
-NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}  # of classes that are not called as the rest
+NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
+    name: f"{name}ForConditionalGeneration" for name in ("Gemma3", "Mistral3")
+}  # of classes that are not called as the rest
 CHUNKS = [7, 1, 16, 16]  # of the prompt: borders inside and between blocks of 8
 TOLERANCE = 1e-4         # on logprobs, float32
 
 GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128}
+GPTJ = GPT2 | {"rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0}
 OPT = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -52,10 +55,25 @@ LLAMA3_ROPE = rope(
 )
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # within the small vocabulary
+MINISTRAL3_ROPE = rope(
+    "yarn", **YARN, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0
+)
 LONGROPE = rope(
     "longrope", short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.2, 1.9, 3.0, 4.0], partial_rotary_factor=1.0
 )
 GEMMA = LLAMA | {"head_dim": 16}
+NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
+    "num_attention_heads": 3, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+FALCON = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2, every option": (
@@ -72,6 +90,37 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         OPT | {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False},
     ),
     "opt, no final norm": ("OPT", OPT | {"_remove_final_layer_norm": True}),
+    "opt, norms without weights": ("OPT", OPT | {"layer_norm_elementwise_affine": False}),
+    "gptj": ("GPTJ", GPTJ),
+    "gptj, every option": (
+        "GPTJ",
+        GPTJ
+        | {"n_inner": 72, "activation_function": "gelu", "rotary_dim": 8, "layer_norm_epsilon": 1e-3}
+        | {"tie_word_embeddings": True},
+    ),
+    "gpt_neox": ("GPTNeoX", NEOX),
+    "gpt_neox, every option": (
+        "GPTNeoX",
+        NEOX
+        | {"use_parallel_residual": False, "attention_bias": False, "layer_norm_eps": 1e-3, "hidden_act": "gelu_fast"}
+        | {"tie_word_embeddings": True}
+        | rope("linear", factor=2.5, partial_rotary_factor=1.0),
+    ),
+    "falcon": ("Falcon", FALCON),
+    "falcon, a key per head, one sublayer after the other": (
+        "Falcon",
+        FALCON
+        | {"multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 72}
+        | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}
+        | rope("linear", factor=2.5),
+    ),
+    "falcon, new architecture": ("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, new architecture with one norm": (
+        "Falcon",
+        FALCON
+        | {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1, "bias": True}
+        | {"activation": "gelu_pytorch_tanh"},
+    ),
     "llama, one head per head": ("Llama", LLAMA | {"num_key_value_heads": 6}),
     "llama, grouped, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "llama, biases, own head width": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
@@ -109,6 +158,20 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         LLAMA
         | {"head_dim": 24, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "ministral3": ("Ministral3", LLAMA | {"head_dim": 16} | MINISTRAL3_ROPE),
+    "ministral3, window, plain rope, tied": (
+        "Ministral3",
+        LLAMA
+        | {"head_dim": 16, "sliding_window": 11, "tie_word_embeddings": True}
+        | rope("default", llama_4_scaling_beta=0.4, original_max_position_embeddings=20),
+    ),
+    "olmo": ("Olmo", LLAMA),
+    "olmo, clipped, biases, tied": (
+        "Olmo",
+        LLAMA
+        | {"clip_qkv": 0.7, "attention_bias": True, "tie_word_embeddings": True}
+        | rope("linear", factor=2.5),
     ),
     "olmo2": ("Olmo2", LLAMA),
     "olmo2, biases, own eps, llama3 rope": (
@@ -202,6 +265,40 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         }},
     ),
+    "gemma3, with vision": (
+        "Gemma3",
+        {
+            "text_config": GEMMA | {"sliding_window": 11, "query_pre_attn_scalar": 20, "num_hidden_layers": 6},
+            "vision_config": VISION, "mm_tokens_per_image": 4,
+        },
+    ),
+    "gemma3, with vision, untied, linear rope": (
+        "Gemma3",
+        {
+            "text_config": GEMMA
+            | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
+            | {"attention_bias": True, "tie_word_embeddings": False}
+            | {"rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            }},
+            "vision_config": VISION, "mm_tokens_per_image": 4, "tie_word_embeddings": False,
+        },
+    ),
+    "mistral3, with vision": (
+        "Mistral3",
+        {
+            "text_config": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": PIXTRAL, "tie_word_embeddings": False,
+        },
+    ),
+    "mistral3, ministral with vision, tied": (
+        "Mistral3",
+        {
+            "text_config": LLAMA | {"model_type": "ministral3", "head_dim": 16} | MINISTRAL3_ROPE,
+            "vision_config": PIXTRAL,
+        },
+    ),
 }
 
 
@@ -255,29 +352,20 @@ def test_logprobs_and_greedy_tokens_equal_transformers(
     assert greedy[PROMPT_LEN:] == chosen.tolist()
 
 
-@pytest.mark.parametrize("case", ["gpt2", "opt, as the 350m", "llama, llama3 rope", "mistral, no window", "qwen3"])
-def test_bfloat16_is_as_close_to_float32_as_transformers_is(
-    case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
-) -> None:
-    reference = make_reference(*CASES[case]).bfloat16()
-    reference.save_pretrained(tmp_path)
-    decoder = load_model(tmp_path, back_end=back_end)
-    tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
-    ours = paged_runner(decoder).run("a", tokens, CHUNKS).log_softmax(dim=-1)
-    theirs = logprobs_of(reference, tokens)
-    exact = logprobs_of(reference.float(), tokens)
-    assert decoder.dtype == torch.bfloat16
-    assert (ours - exact).square().mean().sqrt() <= 1.5 * (theirs - exact).square().mean().sqrt()
-
-
 NEWER = [
     "olmo2", "olmo3", "phi3, a part turned, window", "phi3, longrope, long", "granite, every option",
     "smollm3, every option", "gemma", "gemma2", "gemma2, low softcaps", "gemma3",
+    "gptj", "gptj, every option", "gpt_neox", "gpt_neox, every option", "falcon",
+    "falcon, a key per head, one sublayer after the other", "falcon, new architecture",
+    "falcon, new architecture with one norm", "ministral3", "olmo", "olmo, clipped, biases, tied",
     "glm4", "cohere, biases, untied, scaled", "cohere2", "stablelm", "stablelm, parallel, biases",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NEWER)
+OLDER = ["gpt2", "opt, as the 350m", "llama, llama3 rope", "mistral, no window", "qwen3"]
+
+
+@pytest.mark.parametrize("case", OLDER + NEWER)
 def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
     case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
 ) -> None:
@@ -285,9 +373,12 @@ def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
     reference.save_pretrained(tmp_path)
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
     decoder = load_model(tmp_path, back_end=back_end, max_positions=len(tokens))
+    assert decoder.dtype == torch.bfloat16
     ours = paged_runner(decoder).run("a", tokens, CHUNKS).log_softmax(dim=-1)
-    theirs = logprobs_of(reference, tokens)
-    exact = logprobs_of(reference.float(), tokens)
+    theirs, exact = (
+        logprobs_of(type(reference).from_pretrained(tmp_path, dtype=dtype).eval(), tokens)  # rotary tables in float32
+        for dtype in (torch.bfloat16, torch.float32)
+    )
     assert (ours - exact).square().mean().sqrt() <= 1.2 * (theirs - exact).square().mean().sqrt()
 
 

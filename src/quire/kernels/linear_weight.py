@@ -73,6 +73,15 @@ class LinearWeight:
             minimums=_rows([each.minimums for each in weights]),
         )
 
+    def take(self, rows: Tensor) -> "LinearWeight":
+        """Return the weight of these rows [num_rows] int64, in their order."""
+        taken = [None if each is None else each[rows] for each in (self.scales, self.minimums)]
+        zeros = self.zero_points[rows] if isinstance(self.zero_points, Tensor) else self.zero_points
+        return replace(
+            self, data=(self.elements()[rows],), out_features=len(rows), scales=taken[0], minimums=taken[1],
+            zero_points=zeros,
+        )  # fmt: skip
+
     @property
     def num_groups(self) -> int:
         """Scales of an output."""

@@ -222,6 +222,31 @@ class RotaryWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionScale:
+    """Queries multiplied by a factor of their position, in place."""
+
+    name: str
+    heads: Heads
+    factors: Tensor             # [positions] float32, rounded to the model's dtype
+    query: str = "query"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """query."""
+        return (self.query,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """query."""
+        return (self.query,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply."""
+        query = activations[self.query]
+        activations[self.query] = query * self.factors[inputs.positions].to(query.dtype)[:, None, None]
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """out [num_tokens, num_heads * head_dim] = causal attention of the queries over the paged cache."""
 

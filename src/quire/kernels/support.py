@@ -21,6 +21,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "Add": EVERYWHERE,
     "Scale": EVERYWHERE,
     "Clip": EVERYWHERE,
+    "PositionScale": EVERYWHERE,
     "interleaved rotary": CPU,
     "softcap on attention scores": CPU,
     "attention sinks": CPU,

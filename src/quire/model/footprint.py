@@ -122,7 +122,7 @@ def _num_elements(shape: Shape | None) -> int:
     if shape is None:
         return 0
     if isinstance(shape, NormShape):
-        return shape.width * (2 if shape.has_bias else 1)
+        return shape.width * (shape.has_weight + shape.has_bias)
     if isinstance(shape, TableShape):
         return shape.num_rows * shape.width
     if isinstance(shape, SinksShape):

@@ -8,6 +8,7 @@ named `layers.N.` and as below.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quire.kernels import program as ops
@@ -116,11 +117,21 @@ def _attention_ops(
         f"{stem}rotary_write", index, None if rotary is None else shared.cos_sin[rotary], heads, back_end.write_kv,
         kv_scales=scales, is_interleaved=rotary is not None and rotary.is_interleaved,
     )  # fmt: skip
+    if layer.position_scale is not None:
+        assert rotary is not None, "factors of positions without rotary positions"
+        factors = _position_factors(*layer.position_scale, shared.cos_sin[rotary]).to(weights.dtype).float()
+        yield ops.PositionScale(f"{stem}position_scale", heads, factors)
     yield ops.Attention(
         f"{stem}attention", index, heads, layer.scale, layer.window, back_end.paged_attention,
         kv_scales=scales, softcap=layer.softcap, sinks=None if shapes.sinks is None else weights.sinks(shapes.sinks),
     )  # fmt: skip
     yield ops.Linear(f"{stem}attention_out", weights.linear(shapes.attention_out), "attended", "x")
+
+
+def _position_factors(beta: float, length: int, cos_sin: Tensor) -> Tensor:
+    """Return the factors of all positions of a rotary table, [positions] float32. Llama 4 (Meta 2025)."""
+    positions = torch.arange(len(cos_sin), dtype=torch.float32, device=cos_sin.device)
+    return 1 + beta * torch.log(1 + torch.floor(positions / length))
 
 
 def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, out: str = "x") -> Op:

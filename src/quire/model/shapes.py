@@ -18,11 +18,12 @@ class TableShape(NamedTuple):
 
 
 class NormShape(NamedTuple):
-    """A norm over `width` dimensions: a weight, and in a LayerNorm a bias."""
+    """A norm over `width` dimensions: a weight, and in a LayerNorm a bias; either may be missing."""
 
     module: str
     width: int
     has_bias: bool
+    has_weight: bool = True
 
 
 class SinksShape(NamedTuple):
@@ -36,7 +37,8 @@ class LinearShape(NamedTuple):
     """A layer [sum(num_rows), width], the modules' rows on top of each other, then `activation`.
 
     One module for several row counts means that the checkpoint has them fused already. `is_split_by_row`: tensor
-    parallel ranks have some of the rows each; else they have all rows, of a part of the width.
+    parallel ranks have some of the rows each; else they have all rows, of a part of the width. `num_groups`: the rows
+    of the one module are stored in so many groups, each with rows of all counts in order; 1: they are not.
     """
 
     modules: tuple[str, ...]
@@ -45,6 +47,7 @@ class LinearShape(NamedTuple):
     has_bias: bool = False
     activation: Activation | None = None
     is_split_by_row: bool = True
+    num_groups: int = 1
 
     @property
     def num_weights(self) -> int:
@@ -75,10 +78,11 @@ class LayerShapes(NamedTuple):
         """Return the shapes of a layer of a model."""
         names, width, feed_forward = spec.weights, spec.hidden_size, layer.feed_forward
         rows = tuple(count * layer.head_dim for count in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads))
+        groups = layer.num_kv_heads if names.is_qkv_grouped else 1
         in_rows = (feed_forward.size,) * (2 if feed_forward.is_gated else 1)
         return cls(
             attention_norm=_norm(spec, names.attention_norm, width),
-            qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias),
+            qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias, num_groups=groups),
             query_norm=_head_norm(spec, layer, names.query_norm, layer.num_heads),
             key_norm=_head_norm(spec, layer, names.key_norm, layer.num_kv_heads),
             sinks=_sinks(names.sinks, layer.num_heads) if layer.has_sinks else None,
@@ -127,7 +131,8 @@ def _summed(module: str, num_rows: int, width: int, has_bias: bool) -> LinearSha
 
 
 def _norm(spec: DecoderSpec, module: str, width: int) -> NormShape:
-    return NormShape(module, width, has_bias=spec.norm == "layer" and spec.norm_has_bias)
+    has_bias = spec.norm == "layer" and spec.norm_has_bias
+    return NormShape(module, width, has_bias, spec.norm_has_weight)
 
 
 def _norm_or_none(spec: DecoderSpec, module: str | None, width: int) -> NormShape | None:

@@ -49,6 +49,9 @@ class WeightMap:
     project_in: str | None = None           # between embeddings and hidden states of another width
     project_out: str | None = None
     is_transposed: bool = False             # linear weights of layers are stored [in, out]
+    is_qkv_grouped: bool = False            # the fused rows are, for each KV head, those of its queries, key and value
+    other_heads: tuple[str, ...] = ()       # names of the head in other checkpoints, which count where they are found
+    skipped: tuple[str, ...] = ()           # in names of tensors of parts that are not served: vision
     harmless: tuple[str, ...] = ()          # ends of names that checkpoints have and no layer reads
 
 
@@ -117,6 +120,7 @@ class LayerSpec:
     softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: none
     has_sinks: bool = False                     # a score for each head, of one more key without values
     qkv_limit: float = 0.0                      # queries, keys and values are clipped to +- limit; 0: they are not
+    position_scale: tuple[float, int] | None = None  # b, n: queries times 1 + b * log(1 + position // n)
     has_rotary: bool = True                     # False: no positions in this layer
     rotary: Rotary | None = None                # of this layer alone; None: the decoder's
     parts: tuple[Part, ...] = ()
@@ -145,6 +149,7 @@ class DecoderSpec:
     rotary: Rotary | None = field(default=None, repr=False)  # None: learned positions
     position_offset: int = 0                    # rows of the position table before position 0
     embedding_size: int = 0                     # 0: hidden_size; else projected in and out
+    norm_has_weight: bool = True
     norm_has_bias: bool = True                  # of a LayerNorm
     has_final_norm: bool = True
     is_head_tied: bool = False                  # the head is the embedding table

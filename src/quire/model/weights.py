@@ -65,7 +65,10 @@ class WeightReader:
     def norm(self, shape: NormShape) -> tuple[Tensor, Tensor | None]:
         """Return a norm's weight and, if it has one, its bias, each [width]."""
         stem = self._prefix + shape.module
-        weight = self._read_kept([f"{stem}.weight"], [(shape.width,)])
+        if shape.has_weight:
+            weight = self._read_kept([f"{stem}.weight"], [(shape.width,)])
+        else:
+            weight = torch.ones(shape.width, dtype=self.dtype, device=self.device)
         return weight, self._read_kept([f"{stem}.bias"], [(shape.width,)]) if shape.has_bias else None
 
     def sinks(self, shape: SinksShape) -> Tensor:
@@ -80,6 +83,9 @@ class WeightReader:
         weight = self._format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed)
         biases = [f"{stem}.bias" for stem in stems]
         bias = self._read_kept(biases, [(count,) for count in num_rows]) if shape.has_bias else None
+        if shape.num_groups > 1:
+            order = _ungrouped(shape)
+            weight, bias = weight.take(order), None if bias is None else bias[order]
         layer = self.back_end.linear(weight, bias, activation=shape.activation or "none")
         self._tally_layer(layer, shape)
         return layer
@@ -94,10 +100,11 @@ class WeightReader:
 
         A tied head counts as no parameters of its own, unless the checkpoint has tensors of it.
         """
-        num_read = len(self._tensors.names_read)
-        module = ModuleRows.whole(shape.modules[0], shape.num_rows[0])
+        num_read, names = len(self._tensors.names_read), self._tensors.names
+        others = (stem for stem in self.names.other_heads if any(name.startswith(f"{stem}.") for name in names))
+        stem = next(others, shape.modules[0])
+        module = ModuleRows.whole(stem, shape.num_rows[0])
         weight = self._format.read_head(self._tensors, module, shape.width, embedding if is_tied else None)
-        stem = shape.modules[0]
         bias = self._read_kept([f"{stem}.bias"], [shape.num_rows]) if shape.has_bias else None
         layer = self.back_end.linear(weight, bias, dtype=torch.float32)
         is_counted = len(self._tensors.names_read) > num_read
@@ -110,6 +117,7 @@ class WeightReader:
             name
             for name in self._tensors.names
             if name not in self._tensors.names_read and not name.endswith(self.names.harmless)
+            and not any(part in name for part in self.names.skipped)
         )
         if unread:
             log.warning(
@@ -149,3 +157,10 @@ class WeightReader:
     def _tally_layer(self, layer: Linear, shape: LinearShape) -> None:
         self.tally.num_parameters += shape.num_weights
         self.tally.weight_bytes += layer.num_bytes
+
+
+def _ungrouped(shape: LinearShape) -> Tensor:
+    """Return the places in the file of a layer's rows, whose modules' rows are stored in groups."""
+    counts = [count // shape.num_groups for count in shape.num_rows]
+    places = torch.arange(sum(shape.num_rows)).view(shape.num_groups, -1)
+    return torch.cat([rows.flatten() for rows in torch.split(places, counts, dim=1)])

@@ -94,6 +94,7 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
         ops.SplitHeads(f"{stem}split", HEADS),
         ops.QKNorm(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
         ops.RotaryWrite(f"{stem}rotary", layer, table, HEADS, write_kv, is_interleaved=True),
+        ops.PositionScale(f"{stem}position_scale", HEADS, (torch.rand(64) + 1).to(dtype).float()),
         ops.Attention(f"{stem}attention", layer, HEADS, 0.3, None, paged_attention, softcap=0.8, sinks=torch.randn(4)),
         ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
         ops.Scale(f"{stem}multiplier", "x", WIDTH, 0.22),

@@ -177,6 +177,9 @@ class AttentionOp:
         self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads, softcap: float, sinks: int
     ) -> None: ...
 
+class PositionScaleOp:
+    def __init__(self, x: int, factors: int) -> None: ...
+
 class SumOp:
     def __init__(self, x: int, y: int, out: int, factor: float, limit: float) -> None: ...
 

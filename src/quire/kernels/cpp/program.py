@@ -296,6 +296,13 @@ def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
     return [_kernels.AttentionOp(query, out, op.layer, op.scale, window, heads, op.softcap, sinks)]
 
 
+def _position_scale(op: ops.PositionScale, buffers: Buffers) -> list[object]:
+    query = _read_heads(op.query, op.heads.num_heads, op.heads.head_dim, buffers)
+    assert op.factors.dtype == torch.float32
+    assert op.factors.is_contiguous()
+    return [_kernels.PositionScaleOp(query, op.factors.data_ptr())]
+
+
 def _scale(op: ops.Scale, buffers: Buffers) -> list[object]:
     x = buffers.read(op.x, op.width)
     return [_kernels.SumOp(x, -1, x, op.factor, 0.0)]
@@ -329,6 +336,7 @@ TRANSLATIONS: dict[type, Translation] = {
     ),
     ops.RotaryWrite: Translation(lambda op: op.write is kv_cache_write.write_kv, _rotary_write),
     ops.Attention: Translation(lambda op: op.attend is attention.paged_attention, _attention),
+    ops.PositionScale: Translation(lambda op: True, _position_scale),
     ops.Scale: Translation(lambda op: True, _scale),
     ops.Clip: Translation(lambda op: True, _clip),
     ops.Add: Translation(lambda op: True, _add),

@@ -7,20 +7,43 @@ counts where no architecture is named. docs/adding-a-model.md walks through one.
 from collections.abc import Callable
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families import cohere, gemma, glm, gpt2, granite, llama, olmo, opt, phi, smollm3, stablelm
+from quire.model.families import (
+    cohere,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    gptj,
+    granite,
+    llama,
+    multimodal,
+    olmo,
+    opt,
+    phi,
+    smollm3,
+    stablelm,
+)
 from quire.model.spec import DecoderSpec
 
 FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "CohereForCausalLM": cohere.cohere,
     "Cohere2ForCausalLM": cohere.cohere2,
+    "FalconForCausalLM": falcon.falcon,
     "GemmaForCausalLM": gemma.gemma,
     "Gemma2ForCausalLM": gemma.gemma2,
     "Gemma3ForCausalLM": gemma.gemma3_text,
+    "Gemma3ForConditionalGeneration": multimodal.gemma3,
     "Glm4ForCausalLM": glm.glm4,
     "GPT2LMHeadModel": gpt2.gpt2,
+    "GPTJForCausalLM": gptj.gptj,
+    "GPTNeoXForCausalLM": gpt_neox.gpt_neox,
     "GraniteForCausalLM": granite.granite,
     "LlamaForCausalLM": llama.llama,
+    "Ministral3ForCausalLM": llama.ministral3,
     "MistralForCausalLM": llama.mistral,
+    "Mistral3ForConditionalGeneration": multimodal.mistral3,
+    "OlmoForCausalLM": olmo.olmo,
     "Olmo2ForCausalLM": olmo.olmo2,
     "Olmo3ForCausalLM": olmo.olmo3,
     "OPTForCausalLM": opt.opt,

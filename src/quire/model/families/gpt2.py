@@ -8,6 +8,7 @@ from quire.model.spec import Activation, DecoderSpec, FeedForward, LayerSpec, We
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
 }

@@ -4,6 +4,7 @@ Mistral and Qwen are Llama with a few fields changed: biases, norms on query and
 """
 
 from dataclasses import replace
+from functools import partial
 
 from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.rope import rotary_from_config
@@ -12,6 +13,7 @@ from quire.model.spec import Activation, DecoderSpec, FeedForward, LayerSpec, We
 DEFAULT_WINDOW = 4096  # where config.json leaves the key out; null means no window
 DEFAULT_FIRST_WINDOWED_LAYER = 28
 QWEN3_HEAD_DIM = 128
+MINISTRAL3_HEAD_DIM = 128
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu_and_mul", "swish": "silu_and_mul"}
 WEIGHTS = WeightMap(
     prefixes=("model.", ""),
@@ -67,6 +69,18 @@ def mistral(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Mistral 7B: every layer has a window (Jiang et al. 2023)."""
     spec = _with_biases(llama(config), has_qkv_bias=False)
     return spec.with_windows((config.nullable_size("sliding_window", DEFAULT_WINDOW),) * spec.num_layers)
+
+
+def ministral3(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Ministral 3: queries grow with their position (Mistral AI 2025)."""
+    config = config.with_default("head_dim", MINISTRAL3_HEAD_DIM).with_default("rms_norm_eps", 1e-5)
+    spec = _with_biases(llama(config), has_qkv_bias=False)
+    rope = config.nested("rope_parameters", config.section("rope_parameters"))
+    if rope.has("llama_4_scaling_beta"):
+        beta, length = rope.number("llama_4_scaling_beta"), rope.size("original_max_position_embeddings")
+        spec = spec.with_layers(partial(replace, position_scale=(beta, length)))
+    window = config.size("sliding_window") if config.has("sliding_window") else None
+    return spec.with_windows((window,) * spec.num_layers)
 
 
 def qwen2(config: ConfigReader) -> DecoderSpec:

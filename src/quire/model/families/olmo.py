@@ -1,9 +1,11 @@
-"""OLMo 2 and 3: Llama with norms on the outputs of sublayers and on queries and keys, over all heads.
+"""OLMo 1 to 3: Llama with LayerNorm without weights (Groeneveld et al. 2024), and what came after.
 
-OLMo et al. 2024. OLMo 3 has windows in three of four layers.
+OLMo 2 has norms with weights on the outputs of sublayers and on queries and keys, over all heads (OLMo et al. 2024);
+OLMo 3 windows in three of four layers.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from quire.model.config_reader import ConfigReader
 from quire.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
@@ -18,6 +20,14 @@ WINDOWED_LAYERS = 3  # before each layer without a window
 WEIGHTS = replace(
     LLAMA_WEIGHTS, attention_norm="post_attention_layernorm", feed_forward_norm="post_feedforward_layernorm"
 )
+
+
+def olmo(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of an OLMo 1."""
+    config.reject("mlp_bias", False, why="its feed-forward has no biases")
+    limit = config.number("clip_qkv") if config.has("clip_qkv") else 0.0
+    spec = llama(config).with_layers(partial(replace, qkv_limit=limit))
+    return replace(spec, norm="layer", norm_eps=NORM_EPS, norm_has_weight=False, norm_has_bias=False)
 
 
 def olmo2(config: ConfigReader) -> DecoderSpec:

@@ -28,7 +28,7 @@ WEIGHTS = WeightMap(
 
 def opt(config: ConfigReader) -> DecoderSpec:
     """Return the spec of an OPT."""
-    config.reject("layer_norm_elementwise_affine", True, why="norms without weights")
+    has_norm_weights = config.flag("layer_norm_elementwise_affine", True)
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
     is_pre_norm = config.flag("do_layer_norm_before", True)
     has_bias = config.flag("enable_bias", True)
@@ -54,6 +54,8 @@ def opt(config: ConfigReader) -> DecoderSpec:
         embedding_size=config.size("word_embed_proj_dim", hidden_size),
         norm="layer",
         norm_eps=NORM_EPS,
+        norm_has_weight=has_norm_weights,
+        norm_has_bias=has_norm_weights,
         has_final_norm=is_pre_norm and not config.flag("_remove_final_layer_norm", False),
         is_head_tied=config.flag("tie_word_embeddings", True),
         weights=WEIGHTS,
