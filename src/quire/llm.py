@@ -62,7 +62,7 @@ except ModuleNotFoundError as error:
 
 T = TypeVar("T")
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-_SETTINGS = {option.name for option in declared_options(EngineOptions)}
+_SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}
 _NO_STATE = EngineState(0, 0, 0)  # of a step: `get_metrics` looks at the engine itself
 
 
@@ -93,9 +93,10 @@ class LLM:
         **settings: Any,  # noqa: ANN401
     ) -> None:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
-        self._grammar_config = parse_config(_as_json(structured_outputs_config))
+        settings["structured_outputs_config"] = structured_outputs_config
         if engine_settings is not None:
             settings = engine_settings(settings, _SETTINGS)
+        self._grammar_config = parse_config(_as_json(settings.pop("structured_outputs_config", None)))
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),

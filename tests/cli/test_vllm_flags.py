@@ -79,6 +79,13 @@ def test_flags_with_other_names_and_forms_set_options(serve: Serve) -> None:
     )  # fmt: skip
 
 
+def test_older_switches_of_grammars_are_options_of_their_config(serve: Serve) -> None:
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        flag = f"--guided-decoding-{name}".replace("_", "-")
+        assert serve(flag)[1].structured_outputs_config == f'{{"{name}": true}}'
+        assert serve(f"{flag}=false")[1].structured_outputs_config == ""
+
+
 @pytest.mark.parametrize("length", ["-1", "auto"])
 def test_length_may_be_left_to_the_engine(serve: Serve, length: str) -> None:
     assert serve(f"--max-model-len {length}")[0].max_model_len is None

@@ -85,6 +85,13 @@ def test_config_of_an_llm_sets_the_options_of_its_grammars(demo_model: Path) -> 
             texts = {answer.text for answer in llm.generate("x", asked, use_tqdm=False)[0].outputs}
             assert texts <= {'{"a":1}', '{"a":2}'}
     assert asked.structured_outputs == StructuredOutputsParams(json=schema)
+    with LLM(demo_model, max_model_len=160, guided_decoding_disable_any_whitespace=True) as llm:  # vLLM 0.10's
+        closed = StructuredOutputsParams(json=schema | {"additionalProperties": False})
+        asked.structured_outputs = closed
+        texts = {answer.text for answer in llm.generate("x", asked, use_tqdm=False)[0].outputs}
+        assert texts <= {'{"a":1}', '{"a":2}'}
+    with pytest.raises(ConfigError, match="guided_decoding_disable_any_whitespace must be true or false, got 2"):
+        LLM(demo_model, guided_decoding_disable_any_whitespace=2)
     with pytest.raises(ConfigError, match=r"structured_outputs_config.*no_blanks"):
         LLM(demo_model, structured_outputs_config={"no_blanks": True})
 

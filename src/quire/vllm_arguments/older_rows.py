@@ -26,8 +26,11 @@ _ENGINE = (
     ),
     *accepted("grammars have one back end; see `--structured-outputs-config`", text("guided_decoding_backend"),
               switch("guided_decoding_disable_fallback"), switch("enable_reasoning")),
-    *refused("see `--structured-outputs-config`", switch("guided_decoding_disable_any_whitespace"),
-             switch("guided_decoding_disable_additional_properties")),
+    *(
+        renamed(switch(f"guided_decoding_{option}"), "structured_outputs_config", f"its `{option}`; one of the two",
+                values.grammar_option(option))
+        for option in ("disable_any_whitespace", "disable_additional_properties")
+    ),
     *accepted("texts are tokenized in threads of the server", number("tokenizer_pool_size"),
               text("tokenizer_pool_type"), config("tokenizer_pool_extra_config")),
     *accepted("prompts are text: requests with images, audio or video are refused",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from quire.core.errors import ConfigError
@@ -62,6 +63,18 @@ def _real(given: str, shown: str) -> float:
 
 
 # --- values of options that Quire has, in vLLM's forms ---------------------------------------------------------------
+
+
+def grammar_option(name: str) -> Callable[[Any, str], str | None]:
+    """Return the conversion of a switch to a `structured_outputs_config` with this option."""
+
+    def convert(given: object, shown: str) -> str | None:
+        is_on = _SWITCHES.get(given.lower()) if isinstance(given, str) else given
+        if not isinstance(is_on, bool):
+            raise ConfigError(f"{shown} must be true or false, got {given!r}")
+        return json.dumps({name: True}) if is_on else None
+
+    return convert
 
 
 def json_text(given: object, _shown: str) -> str:
