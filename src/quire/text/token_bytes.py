@@ -30,6 +30,14 @@ def _byte_level_alphabet() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_level_alphabet()
 
 
+_CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
+
+
+def byte_level_text(token: bytes) -> str:
+    """Return bytes in GPT-2's alphabet."""
+    return "".join(map(_CHAR_OF_BYTE.__getitem__, token))
+
+
 def has_every_byte(tokens: Collection[str]) -> bool:
     """Return whether there is a token for each single byte, so that tokenizing drops no text."""
     return all(char in tokens for char in _BYTE_OF_CHAR)

@@ -1,6 +1,7 @@
-"""Tokenizer files of a model folder: tokenizer.json, tokenizer.model, or vocab.json with merges.txt.
+"""Tokenizer files of a model folder: tokenizer.json, tokenizer.model, vocab.json with merges.txt, or tekken.json.
 
-The first that is there wins. The latter two say nothing of special tokens around a text, so tokenizer_config.json does.
+The first that is there wins. All but tokenizer.json say nothing of special tokens around a text, so
+tokenizer_config.json does.
 """
 
 import logging
@@ -15,12 +16,13 @@ from quire.core.errors import ModelError
 from quire.core.model_files import read_text
 from quire.text.byte_level_bpe import VOCAB_FILE, has_byte_level_bpe, read_byte_level_bpe
 from quire.text.sentencepiece import MODEL_FILE, read_sentencepiece
+from quire.text.tekken import TEKKEN_FILE, read_tekken
 from quire.text.text_settings import CONFIG_FILE, TOKENIZER_FILE, object_if_any, token_text
 
 log = logging.getLogger(__name__)
 
 ADDED_TOKENS_FILE = "added_tokens.json"
-_OTHER_FILES = ("*.model", "*.tiktoken", "tekken.json", VOCAB_FILE, "merges.txt")  # what a folder may have instead
+_OTHER_FILES = ("*.model", "*.tiktoken", VOCAB_FILE, "merges.txt")  # what a folder may have instead
 
 
 def tokenizer_file(folder: Path) -> str | None:
@@ -28,7 +30,9 @@ def tokenizer_file(folder: Path) -> str | None:
     for name in (TOKENIZER_FILE, MODEL_FILE):
         if (folder / name).exists():
             return name
-    return VOCAB_FILE if has_byte_level_bpe(folder) else None
+    if has_byte_level_bpe(folder):
+        return VOCAB_FILE
+    return TEKKEN_FILE if (folder / TEKKEN_FILE).exists() else None
 
 
 def missing_tokenizer(folder: Path) -> str:
@@ -36,8 +40,8 @@ def missing_tokenizer(folder: Path) -> str:
     found = sorted({path.name for pattern in _OTHER_FILES for path in folder.glob(pattern)})
     instead = f"found only {', '.join(found)}" if found else "none of them is there"
     return (
-        f"{folder} has no tokenizer, and --tokenizer names none. Needed is tokenizer.json, tokenizer.model, or "
-        f"vocab.json with merges.txt; {instead}. "
+        f"{folder} has no tokenizer, and --tokenizer names none. Needed is tokenizer.json, tokenizer.model, "
+        f"vocab.json with merges.txt, or tekken.json; {instead}. "
         "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes tokenizer.json"
     )
 
@@ -55,12 +59,12 @@ def read_backend(folder: Path, name: str) -> Tokenizer:
     if name == TOKENIZER_FILE:
         return Tokenizer.from_str(read_text(folder, name))
     readers: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
-        MODEL_FILE: read_sentencepiece, VOCAB_FILE: read_byte_level_bpe
+        MODEL_FILE: read_sentencepiece, VOCAB_FILE: read_byte_level_bpe, TEKKEN_FILE: read_tekken
     }  # fmt: skip
     config = object_if_any(folder, CONFIG_FILE)
     tokenizer = readers[name](folder, config)
     _add_tokens(tokenizer, folder, config)
-    _set_template(tokenizer, folder, config, adds_bos=name == MODEL_FILE)
+    _set_template(tokenizer, folder, config, adds_bos=name != VOCAB_FILE)
     return tokenizer
 
 
