@@ -10,7 +10,7 @@ from pathlib import Path
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json_object
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
-from quire.model.families import FAMILIES, MODEL_TYPES
+from quire.model.families import FAMILIES, MODEL_TYPES, REFUSED
 from quire.model.spec import DecoderSpec, SpecError
 from quire.model.weight_formats.sizes import DTYPE_BYTES
 
@@ -78,10 +78,14 @@ def _architecture(config: ConfigReader) -> tuple[str, bool]:
     """
     named = config.raw("architectures")
     found = named[0] if isinstance(named, list) and named else MODEL_TYPES.get(str(config.raw("model_type")))
+    whole = found
     if isinstance(found, str) and found.endswith(BASE_MODEL):
         whole = found.removesuffix(BASE_MODEL) + WITH_HEAD
         if whole in FAMILIES:
             return whole, False
+    for name in (found, whole):
+        if isinstance(name, str) and name in REFUSED:
+            raise config.error(f"architecture {found!r} is not supported yet: {REFUSED[name]}")
     if not isinstance(found, str) or found not in FAMILIES:
         what = f"architecture {found!r:.80}" if found is not None else f"model_type {config.raw('model_type')!r:.80}"
         raise config.error(f"unknown {what}; known are {', '.join(FAMILIES)}")

@@ -54,3 +54,31 @@ FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "StableLmForCausalLM": stablelm.stablelm,
 }
 MODEL_TYPES = {family.__name__: architecture for architecture, family in FAMILIES.items()}
+ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
+LATENT = "multi-head latent attention is not computed"
+RECURRENT = "recurrent state is not kept"
+ENCODER = "only causal decoders are served, and its attention looks ahead"
+REFUSED: dict[str, str] = {
+    "BloomForCausalLM": ALIBI,
+    "MptForCausalLM": ALIBI,
+    "MPTForCausalLM": ALIBI,
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
+    "BambaForCausalLM": RECURRENT,
+    "FalconH1ForCausalLM": RECURRENT,
+    "FalconMambaForCausalLM": RECURRENT,
+    "GraniteMoeHybridForCausalLM": RECURRENT,
+    "JambaForCausalLM": RECURRENT,
+    "MambaForCausalLM": RECURRENT,
+    "Mamba2ForCausalLM": RECURRENT,
+    "NemotronHForCausalLM": RECURRENT,
+    "Qwen3NextForCausalLM": RECURRENT,
+    "RecurrentGemmaForCausalLM": RECURRENT,
+    "RwkvForCausalLM": RECURRENT,
+    "BertModel": ENCODER,
+    "BertForMaskedLM": ENCODER,
+    "ModernBertModel": ENCODER,
+    "RobertaModel": ENCODER,
+    "T5ForConditionalGeneration": ENCODER,
+    "XLMRobertaModel": ENCODER,
+}
