@@ -26,6 +26,27 @@ def test_table_and_json_say_the_same(run: Run, tmp_path: Path) -> None:
     assert plan["binds"] in " ".join(ran.out.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("Llama", {}, None),
+        ("Mistral", {}, "4,096 tokens in all layers: blocks before the last 4,096 tokens are freed early"),
+        (
+            "Qwen3",
+            {"use_sliding_window": True, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+            "20 tokens in 1 of 2 layers: no block is freed early, the others need all",
+        ),
+    ],
+)
+def test_windows_are_told(run: Run, tmp_path: Path, name: str, changes: dict[str, object], told: str | None) -> None:
+    folder, path = write_zero_model(tmp_path, name, "bfloat16", **changes), tmp_path / "plan.json"
+    ran = run("plan", folder, "--device-memory", "1GiB", "--json", path)
+    assert ran.code == 0, ran.err
+    assert json.loads(path.read_text())["windows"] == (told or "")
+    assert (told or "") in " ".join(ran.out.split())
+    assert ("\nwindows" in ran.out) == (told is not None)
+
+
 def test_quantization_is_told(run: Run, tmp_path: Path) -> None:
     folder, path = write_zero_model(tmp_path, "Llama", "bfloat16"), tmp_path / "plan.json"
     ran = run("plan", folder, "-q", "int8", "--device-memory", "1GiB", "--json", path)

@@ -27,6 +27,8 @@ FAMILIES = {
     "OPT": OPT,
     "OPT, narrow embeddings": OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
     "GPT2": GPT2,
+    "GPTNeoX": LLAMA | {"head_dim": None, "num_attention_heads": 3},
+    "Olmo": LLAMA | {"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3},
 }
 
 
@@ -63,7 +65,7 @@ def _write_weights(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
         if isinstance(shape, TableShape):
             tensors[f"{start}{shape.module}.weight"] = torch.zeros(shape.num_rows, shape.width, dtype=dtype)
         elif isinstance(shape, NormShape):
-            for kind in ("weight", "bias") if shape.has_bias else ("weight",):
+            for kind in ["weight"] * shape.has_weight + ["bias"] * shape.has_bias:
                 tensors[f"{start}{shape.module}.{kind}"] = torch.zeros(shape.width, dtype=dtype)
         elif shape is not shapes.head or not spec.is_head_tied:
             tensors |= _linear_tensors("" if shape is shapes.head else start, shape, spec, dtype)

@@ -110,6 +110,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
         ),
         "KV cache": f"{held}, {format_bytes(found.kv_cache_bytes)}{each}",
         "of each token": f"{format_bytes(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
+        **({"windows": found.windows} if found.windows else {}),
         "longest request": f"{found.scheduler.max_model_len:,} tokens",
         "at once": ", ".join(f"{num:,} of {length:,}" for length, num in found.num_fitting.items()) + " tokens",
         "what binds": found.binds,

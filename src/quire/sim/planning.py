@@ -6,6 +6,7 @@ estimate: the widest activations of a full step, and logits for every sequence.
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class MemoryPlan:
     scheduler: SchedulerConfig
     num_fitting: dict[int, int]  # requests at once, by their context length
     binds: str
+    windows: str                 # in words; empty: no layer has one
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -117,7 +119,20 @@ def plan_memory(
         scheduler=scheduler,
         num_fitting={at: min(num_seqs, cache.num_blocks // math.ceil(at / cache.block_size)) for at in lengths},
         binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
+        windows=describe_windows(spec.windows),
     )
+
+
+def describe_windows(windows: Sequence[int | None]) -> str:
+    """Return in words how many layers have a window, and whether blocks before it are freed; empty if none has."""
+    widths = sorted({window for window in windows if window is not None})
+    if not widths:
+        return ""
+    num_windowed = sum(window is not None for window in windows)
+    spans = " and ".join(f"{width:,}" for width in widths)
+    if num_windowed == len(windows):
+        return f"{spans} tokens in all layers: blocks before the last {widths[-1]:,} tokens are freed early"
+    return f"{spans} tokens in {num_windowed} of {len(windows)} layers: no block is freed early, the others need all"
 
 
 def _draft_bytes(
