@@ -9,6 +9,14 @@ inline Floats silu(Floats x) { return x / (exp(-x) + splat(1.0f)); }
 
 inline Floats relu(Floats x) { return choose((Words)(x < splat(0.0f)), Floats{}, x); }
 
+// gpt-oss's gate, at most 7, times its sigmoid at 1.702 times the gate, times an up of -7 to 7, plus 1.
+inline Floats clamped_silu_and_mul(Floats gate, Floats up) {
+    const Floats limit = splat(7.0f);
+    gate = choose((Words)(gate > limit), limit, gate);
+    up = choose((Words)(up > limit), limit, choose((Words)(up < -limit), -limit, up));
+    return gate / (exp(gate * splat(-1.702f)) + splat(1.0f)) * (up + splat(1.0f));
+}
+
 // (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)).
 inline Floats gelu_tanh(Floats x) {
     constexpr float twice_sqrt_2_over_pi = 1.59576912f;

@@ -19,6 +19,8 @@ template <typename T>
 void embedding(const Embedding<T>&);
 template <typename T>
 void sum(const Sum<T>&);
+template <typename T>
+void experts(const Experts<T>&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
@@ -31,6 +33,7 @@ const Kernels kernels = {
     {layer_norm<bf16>, layer_norm<float>},
     {embedding<bf16>, embedding<float>},
     {sum<bf16>, sum<float>},
+    {experts<bf16>, experts<float>},
 };
 
 }  // namespace quire::ISA

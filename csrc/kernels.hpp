@@ -15,8 +15,13 @@ using bf16 = std::uint16_t;  // the upper half of a float
 inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
 // Activation of a linear layer's sums: none, an activation, or silu(gate) * up or gelu_tanh(gate) * up of two sums
-// (Shazeer 2020).
-enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu, gelu_tanh_and_mul };
+// (Shazeer 2020), or gpt-oss's of two sums, clamped.
+enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu, gelu_tanh_and_mul, clamped_silu_and_mul };
+
+constexpr bool is_gated(Activation activation) {
+    return activation == Activation::silu_and_mul || activation == Activation::gelu_tanh_and_mul ||
+           activation == Activation::clamped_silu_and_mul;
+}
 
 // How the packed weight of a linear layer is stored, and how it is multiplied. dense: elements of T. int8_a8, int4_a8:
 // unsigned integers of 8 or 4 bits times activations rounded to int8, with exact sums (quantized_linear.cpp). The others:
@@ -59,7 +64,39 @@ struct Linear {
     long addend_stride = 0;
     const std::int32_t* addend_rows = nullptr;
 
-    bool is_gated() const { return activation == Activation::silu_and_mul || activation == Activation::gelu_tanh_and_mul; }
+    bool is_gated() const { return quire::is_gated(activation); }
+};
+
+// What a layer keeps between calls, as of Linear.
+struct LinearWeights {
+    const void* packed;
+    const float* bias;
+    long in_features, out_features;
+    Activation activation;
+    WeightFormat format;
+    Quantization quantization;
+};
+
+// A mixture of experts (Shazeer et al. 2017). The router has one score for each expert, of which a row uses `num_chosen`,
+// weighted by the softmax of its scores: over the chosen ones if is_normalized, else over all. With has_shared the last
+// expert is not chosen: all rows use it, weighted by the sigmoid of its score.
+struct ExpertWeights {
+    LinearWeights router;
+    std::vector<LinearWeights> in, out;  // of each expert: to its inner width, activated, and back
+    long num_chosen;
+    bool is_normalized, has_shared;
+};
+
+// out = sum of the results of a row's experts times their weights, in float32, the highest score first and the shared
+// expert last, rounded to T once. Of equal scores that of the lower number counts as higher. Rows `stride` elements apart;
+// out may be x's memory.
+template <typename T>
+struct Experts {
+    const T* x;
+    long num_rows, x_stride;
+    T* out;
+    long out_stride;
+    const ExpertWeights& weights;
 };
 
 // summed = x + residual (x itself where residual is null: summed is not written); out = norm(summed) * weight + bias.
@@ -171,6 +208,7 @@ struct Kernels {
     ForBoth<Norm> layer_norm;
     ForBoth<Embedding> embedding;
     ForBoth<Sum> sum;
+    ForBoth<Experts> experts;
 };
 
 namespace portable { extern const Kernels kernels; }

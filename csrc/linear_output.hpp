@@ -67,6 +67,7 @@ void finish(const Linear<T>& op, long row, long strip, Floats sums) {
 
 // Apart, like the addend: the other gated layers are to be as fast as without it.
 [[gnu::noinline]] inline Floats gelu_of_gate(Floats gate) { return gelu_tanh(gate); }
+[[gnu::noinline]] inline Floats clamped(Floats gate, Floats up) { return clamped_silu_and_mul(gate, up); }
 
 template <typename T>
 [[gnu::always_inline]] inline void finish_pair(const Linear<T>& op, long row, long strip, Floats left, Floats right) {
@@ -77,6 +78,7 @@ template <typename T>
     }
     const long first = strip / 2 * STRIP;
     const Floats gate = rounded<T>(with_bias(op, left, 0, first)), up = rounded<T>(with_bias(op, right, op.out_features, first));
+    if (op.activation == Activation::clamped_silu_and_mul) return store_outputs(op, row, first, clamped(gate, up));
     const Floats active = op.activation == Activation::silu_and_mul ? silu(gate) : gelu_of_gate(gate);
     store_outputs(op, row, first, rounded<T>(active) * up);
 }

@@ -99,6 +99,17 @@ void def_struct(nb::module_& module, const char* name) {
 }
 
 template <typename T>
+void def_experts(nb::module_& module, const char* name) {
+    module.def(name, [](Passed<T> x, long num_rows, long x_stride, Passed<T> out, long out_stride, const ExpertWeights& weights) {
+        const Experts<T> op{Argument{x}, num_rows, x_stride, Argument{out}, out_stride, weights};
+        if constexpr (sizeof(T) == sizeof(bf16))
+            chosen->experts.bf16(op);
+        else
+            chosen->experts.float32(op);
+    });
+}
+
+template <typename T>
 void def_program(nb::module_& module, const char* name) {
     using Addresses = std::vector<std::uintptr_t>;
     const auto pointers = [](const Addresses& addresses) {
@@ -178,7 +189,8 @@ NB_MODULE(_kernels, module) {
         .value("gelu_tanh", Activation::gelu_tanh)
         .value("gelu", Activation::gelu)
         .value("relu", Activation::relu)
-        .value("gelu_tanh_and_mul", Activation::gelu_tanh_and_mul);
+        .value("gelu_tanh_and_mul", Activation::gelu_tanh_and_mul)
+        .value("clamped_silu_and_mul", Activation::clamped_silu_and_mul);
     nb::dict kv_formats;
     kv_formats["same"] = static_cast<int>(KVFormat::same);
     kv_formats["int8_scaled"] = static_cast<int>(KVFormat::int8_scaled);
@@ -193,6 +205,7 @@ NB_MODULE(_kernels, module) {
     def_struct<Quantization>(module, "Quantization");
     def_struct<NormWeights>(module, "NormWeights");
     def_struct<LinearWeights>(module, "LinearWeights");
+    def_struct<ExpertWeights>(module, "ExpertWeights");
     def_struct<Heads>(module, "Heads");
     def_struct<Buffer>(module, "Buffer");
     def_struct<NormOp>(module, "NormOp");
@@ -200,6 +213,7 @@ NB_MODULE(_kernels, module) {
     def_struct<LowRankPart>(module, "LowRankPart");
     def_struct<LowRankFactors>(module, "LowRankFactors");
     def_struct<AdapterFactors>(module, "AdapterFactors");
+    def_struct<ExpertsOp>(module, "ExpertsOp");
     def_struct<QKNormOp>(module, "QKNormOp");
     def_struct<RotaryWriteOp>(module, "RotaryWriteOp");
     def_struct<AttentionOp>(module, "AttentionOp");
@@ -222,6 +236,8 @@ NB_MODULE(_kernels, module) {
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);
+    def_experts<bf16>(module, "experts_bf16");
+    def_experts<float>(module, "experts_float");
     def(module, "rms_norm", &Kernels::rms_norm);
     def(module, "layer_norm", &Kernels::layer_norm);
     def(module, "embedding", &Kernels::embedding);

@@ -66,6 +66,10 @@ public:
         call(chosen->linear, linear);
     }
 
+    void operator()(const ExpertsOp& op) const {
+        call(chosen->experts, Experts<T>{at(op.x), step_.num_tokens, stride(op.x), at(op.out), stride(op.out), op.weights});
+    }
+
     void operator()(const QKNormOp& op) const {
         const auto normalize = [&](const NormWeights& norm, long x, long token, long num_rows, long width) {
             T* rows = at(x) + token * stride(x);

@@ -17,15 +17,6 @@ struct NormWeights {
     float offset = 0;
 };
 
-struct LinearWeights {
-    const void* packed;
-    const float* bias;
-    long in_features, out_features;
-    Activation activation;
-    WeightFormat format;
-    Quantization quantization;
-};
-
 struct Heads {
     long num_heads, num_kv_heads, head_dim;
 };
@@ -45,6 +36,10 @@ struct NormOp {
 struct LinearOp {
     long x, out, number;  // `number`: by which adapters have its factors
     LinearWeights layer;
+};
+struct ExpertsOp {
+    long x, out;
+    ExpertWeights weights;
 };
 struct QKNormOp {  // over each head, or over all heads together, in place
     long query, key;
@@ -83,7 +78,7 @@ struct GatherOp {
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
-using ProgramOp = std::variant<NormOp, LinearOp, QKNormOp, RotaryWriteOp, AttentionOp, PositionScaleOp, SumOp, GatherOp, CountLayerOp>;
+using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, PositionScaleOp, SumOp, GatherOp, CountLayerOp>;
 
 // The inputs of a step beside its activations.
 struct ProgramStep {

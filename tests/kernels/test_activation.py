@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation import gelu, gelu_tanh, relu, silu_and_mul
+from quire.kernels.activation import clamped_silu_and_mul, gelu, gelu_tanh, relu, silu_and_mul
 
 Activation = Callable[[Tensor], Tensor]
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
@@ -43,6 +43,15 @@ def test_gate_multiplies_the_second_half(dtype: torch.dtype, tol: float) -> None
     gate_up = values(6 * 86, dtype).clamp(-50, 50).view(6, 86)
     gate, up = gate_up.double().chunk(2, dim=-1)
     torch.testing.assert_close(silu_and_mul(gate_up), (F.silu(gate) * up).to(dtype), rtol=2 * tol, atol=tol)
+
+
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
+def test_clamped_gate_is_at_most_7_and_the_second_half_from_minus_7_to_7(dtype: torch.dtype, tol: float) -> None:
+    gate_up = values(6 * 86, dtype).clamp(-50, 50).view(6, 86)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(clamped_silu_and_mul(gate_up), expected.to(dtype), rtol=2 * tol, atol=tol)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)

@@ -74,6 +74,7 @@ VISION = {
     "patch_size": 4,
 }  # fmt: skip
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
+MIXTURE = LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2, every option": (
@@ -241,6 +242,51 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"use_parallel_residual": True, "use_qkv_bias": True, "layer_norm_eps": 1e-3, "tie_word_embeddings": True}
         | rope("default", partial_rotary_factor=0.5),
     ),
+    "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 5}),
+    "mixtral, window, one expert each": (
+        "Mixtral",
+        LLAMA
+        | {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 11, "head_dim": 16}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    ),
+    "olmoe": ("Olmoe", LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe, normalized, biases": (
+        "Olmoe",
+        LLAMA
+        | SPECIAL
+        | {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True}
+        | {"num_key_value_heads": 6},
+    ),
+    "qwen2 moe": ("Qwen2Moe", MIXTURE | {"shared_expert_intermediate_size": 56}),
+    "qwen2 moe, every option": (
+        "Qwen2Moe",
+        MIXTURE
+        | {"shared_expert_intermediate_size": 24, "norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": [1]}
+        | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "tie_word_embeddings": True},
+    ),
+    "qwen3 moe": ("Qwen3Moe", MIXTURE | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3 moe, every option": (
+        "Qwen3Moe",
+        MIXTURE
+        | {"head_dim": 24, "num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True}
+        | {"use_sliding_window": True, "sliding_window": 9, "num_experts_per_tok": 6, "tie_word_embeddings": True},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        LLAMA
+        | SPECIAL
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 11, "rope_theta": 500.0}
+        | rope("yarn", **YARN, truncate=False),
+    ),
+    "gpt-oss, layer types, no biases of attention": (
+        "GptOss",
+        LLAMA
+        | SPECIAL
+        | {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 24, "sliding_window": 9}
+        | {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "attention_bias": False}
+        | {"tie_word_embeddings": True}
+        | rope("default"),
+    ),
     "gemma": ("Gemma", GEMMA),
     "gemma, biases, untied": ("Gemma", GEMMA | {"attention_bias": True, "tie_word_embeddings": False}),
     "gemma2": ("Gemma2", GEMMA | {"sliding_window": 11, "query_pre_attn_scalar": 20}),
@@ -302,11 +348,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def make_reference(family: str, config: dict[str, object]) -> "transformers.PreTrainedModel":
+def make_reference(family: str, config: dict[str, object], seed: int = 7) -> "transformers.PreTrainedModel":
     """Return a transformers model none of whose parameters is zero or one, so that each of them matters."""
     model_config = getattr(transformers, f"{family}Config")(**config)
     name = NAMES.get(family, f"{family}ForCausalLM")
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = getattr(transformers, name)(model_config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -382,8 +428,44 @@ def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
     assert (ours - exact).square().mean().sqrt() <= 1.2 * (theirs - exact).square().mean().sqrt()
 
 
+MIXTURES = ["mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss"]
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_bfloat16_error_of_ten_mixtures_is_at_most_1_2_times_that_of_transformers(
+    case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+) -> None:
+    """Another choice of an expert decides the error of a small model, so that of ten models is taken together."""
+    ours, theirs, tokens = 0.0, 0.0, random_tokens(PROMPT_LEN + NUM_FORCED)
+    for seed in range(10):
+        reference = make_reference(*CASES[case], seed).bfloat16()
+        reference.save_pretrained(tmp_path / str(seed))
+        decoder = load_model(tmp_path / str(seed), back_end=back_end, max_positions=len(tokens))
+        found = paged_runner(decoder).run("a", tokens, CHUNKS).log_softmax(dim=-1)
+        rounded, exact = logprobs_of(reference, tokens), logprobs_of(reference.float(), tokens)
+        ours += (found - exact).square().mean().item()
+        theirs += (rounded - exact).square().mean().item()
+    assert ours**0.5 <= 1.2 * theirs**0.5
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_stacked_experts_load_like_single_ones(
+    case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = make_reference(*CASES[case])
+    reference.save_pretrained(tmp_path / "single")
+    reference.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    tokens = random_tokens(20)
+    single, stacked = (
+        paged_runner(load_model(tmp_path / name, back_end=back_end)).run("a", tokens, [20])
+        for name in ("single", "stacked")
+    )
+    assert torch.equal(single, stacked)
+    assert "not used" not in caplog.text
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", NEWER)
+@pytest.mark.parametrize("case", [*NEWER, *MIXTURES, "qwen2 moe, every option"])
 def test_rows_have_the_same_bits_alone_batched_chunked_and_computed_again(
     case: str, dtype: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
 ) -> None:

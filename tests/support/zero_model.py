@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.model.config import spec_from_config
-from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape, TableShape
+from quire.model.shapes import DecoderShapes, LinearShape, NormShape, TableShape, layer_shapes
 from quire.model.spec import DecoderSpec
 
 LLAMA: dict[str, object] = {
@@ -29,6 +29,8 @@ FAMILIES = {
     "GPT2": GPT2,
     "GPTNeoX": LLAMA | {"head_dim": None, "num_attention_heads": 3},
     "Olmo": LLAMA | {"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "Mixtral": LLAMA | {"num_local_experts": 3},
+    "Qwen2Moe": LLAMA | {"num_experts": 5, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 70},
 }
 
 
@@ -56,7 +58,7 @@ def _write_weights(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
     placed = [("", shape) for shape in shapes] + [
         (spec.weights.layer.format(layer=i), shape)
         for i, layer in enumerate(spec.layers)
-        for shape in LayerShapes.of(spec, layer)
+        for shape in layer_shapes(spec, layer)
     ]
     for scope, shape in placed:
         if shape is None:

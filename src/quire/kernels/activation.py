@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+CLAMPED_SILU_GAIN, CLAMPED_SILU_LIMIT = 1.702, 7.0
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up for gate_up [..., 2 * width], gate in the first half. Shazeer 2020 (SwiGLU)."""
@@ -22,6 +23,17 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Return gelu_tanh(gate) * up for gate_up [..., 2 * width], gate in the first half. Shazeer 2020 (GEGLU)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu_tanh(gate).mul_(up)
+
+
+def clamped_silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1) for gate_up [..., 2 * width], gate in the first half.
+
+    The gate is at most 7, up is from -7 to 7. gpt-oss (OpenAI 2025).
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.float().clamp(max=CLAMPED_SILU_LIMIT)
+    active = wide / (wide * -CLAMPED_SILU_GAIN).exp_().add_(1.0)
+    return (active * (up.float().clamp(-CLAMPED_SILU_LIMIT, CLAMPED_SILU_LIMIT) + 1.0)).to(gate.dtype)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from quire.kernels import (
     block_copy,
     cache_layout,
     embedding,
+    experts,
     kv_cache_write,
     linear,
     paged_attention,
@@ -36,12 +37,14 @@ log = logging.getLogger(__name__)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `norm` makes one from its parameters,
-    as `norm.TorchNorm` does. `fuse` replaces those stretches of a layer program that the back end runs in one call.
+    `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `experts` makes a mixture of layers, as
+    `experts.TorchExperts` is one; `norm` makes one from its parameters, as `norm.TorchNorm` does. `fuse` replaces
+    those stretches of a layer program that the back end runs in one call.
     """
 
     name: str
     linear: Callable[..., linear.Linear]
+    experts: Callable[..., experts.ExpertLayer]
     fuse: Callable[[Program], Program]
     cache_layout: cache_layout.CacheLayout
     paged_attention: Callable[..., Tensor]
@@ -56,6 +59,7 @@ class BackEnd:
 TORCH = BackEnd(
     name="torch",
     linear=linear.make_linear,
+    experts=experts.TorchExperts,
     fuse=lambda program: program,
     cache_layout=cache_layout.PLAIN,
     paged_attention=paged_attention.paged_attention,

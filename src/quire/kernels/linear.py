@@ -25,12 +25,15 @@ FEWER_ROWS = (1, 4, 8, 16, 32)
 PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
 DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
 
-Activation = Literal["none", "silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "relu"]
-GATED: tuple[Activation, ...] = ("silu_and_mul", "gelu_tanh_and_mul")  # of two layers, gate and up
+Activation = Literal[
+    "none", "silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "relu"
+]  # fmt: skip
+GATED: tuple[Activation, ...] = ("silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul")  # of two layers, gate, up
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "silu_and_mul": activations.silu_and_mul,
     "gelu_tanh_and_mul": activations.gelu_tanh_and_mul,
+    "clamped_silu_and_mul": activations.clamped_silu_and_mul,
     "gelu_tanh": activations.gelu_tanh,
     "gelu": activations.gelu,
     "relu": activations.relu,

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels import experts as mixtures
 from quire.kernels import linear as linears
 from quire.kernels import norm as norms
 from quire.kernels.kv_quantization import ONES, KVScales
@@ -121,6 +122,30 @@ class Linear:
         x = activations[self.x]
         addend = None if inputs.adapters is None else inputs.adapters.addend(self.name, x)
         activations[self.out] = self.linear(x) if addend is None else self.linear(x, addend)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """out = the weighted results of each row's experts."""
+
+    name: str
+    experts: mixtures.ExpertLayer
+    x: str
+    out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """out."""
+        return (self.out,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Compute all rows."""
+        activations[self.out] = self.experts(activations[self.x])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ EVERYWHERE = CPU | {"cuda"}
 SUPPORT: dict[str, frozenset[str]] = {
     "Norm": EVERYWHERE,
     "Linear": EVERYWHERE,
+    "Experts": CPU,
     "SplitHeads": EVERYWHERE,
     "QKNorm": EVERYWHERE,
     "RotaryWrite": EVERYWHERE,

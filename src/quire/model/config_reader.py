@@ -103,6 +103,13 @@ class ConfigReader:
             raise self.error(f"{key} must be a list of {count} times 0 or 1, got {_short(value)}")
         return [bool(item) for item in value]
 
+    def indices(self, key: str, count: int) -> frozenset[int]:
+        """Return a list of integers from 0 to `count` - 1 as a set; empty when missing."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < count for item in value):
+            raise self.error(f"{key} must be a list of integers from 0 to {count - 1}, got {_short(value)}")
+        return frozenset(value)
+
     def layer_types(self, count: int, *, windowed: int = 0, default: Sequence[str] | None = None) -> Sequence[str]:
         """Return `layer_types`, one of LAYER_TYPES for each of `count` layers.
 

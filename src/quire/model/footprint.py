@@ -22,10 +22,11 @@ from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, 
 
 
 def num_layer_weights(spec: DecoderSpec) -> int:
-    """Return the elements that every token is multiplied with: those of linear layers, without the head."""
+    """Return the elements that a token is multiplied with: those of linear layers, without the head."""
     around = DecoderShapes.of(spec)
     shapes = (*_shapes_of_layers(spec), around.project_in, around.project_out)
-    return sum(shape.num_weights for shape in shapes if isinstance(shape, LinearShape))
+    linear = (shape for shape in shapes if isinstance(shape, LinearShape))
+    return int(sum(shape.num_weights * shape.share_of_tokens for shape in linear))
 
 
 def num_parameters(spec: DecoderSpec) -> int:
@@ -52,7 +53,7 @@ def weight_bytes(
 
     def kept(shape: Shape | None, prefix: str) -> int:
         scheme = UNQUANTIZED.layers
-        if isinstance(shape, LinearShape):
+        if isinstance(shape, LinearShape) and not shape.is_always_dense:
             scheme = quantization.scheme([prefix + module for module in shape.modules])
         return _kept_bytes(shape, dtype, packing, num_ranks, scheme)
 

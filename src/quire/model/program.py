@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.kernels import program as ops
+from quire.kernels.experts import Routing
 from quire.kernels.kv_quantization import ONES
 from quire.kernels.norm import Norm
 from quire.kernels.program import INPUT, GatherHook, Op, Program
 from quire.model.shapes import DecoderShapes, LayerShapes, NormShape
-from quire.model.spec import DecoderSpec, NormKind, NormPosition, Part, Rotary, SpecError
+from quire.model.spec import DecoderSpec, Experts, LayerSpec, NormKind, NormPosition, Part, Rotary, SpecError
 from quire.model.weights import WeightReader
 
 OFFSETS: dict[NormKind, float] = {"rms_float": 0.0, "rms_offset": 1.0}  # added to weights, in float32
@@ -34,7 +36,12 @@ class ProgramInputs:
 
 
 def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs) -> Program:
-    """Read the layers and the final norm; return their program, of single ops."""
+    """Read the layers and the final norm; return their program, of single ops.
+
+    Raises ConfigError for experts whose columns are split over ranks.
+    """
+    if shared.gather is not None and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
+        raise ConfigError("experts are not supported yet with tensor_parallel_size above 1")
     found: list[Op] = []
     is_summed = True  # whether the stream has the last sublayer's output; else it is in x, and the next norm adds it
     for index, layer in enumerate(spec.layers):
@@ -80,10 +87,7 @@ def _layer_ops(
         name = f"{stem}feed_forward_norm"
         second = [_norm_op(name, feed_forward_norm, position, is_summed=layer.is_parallel, out=source)]
     out = "y" if layer.is_parallel else "x"
-    feed_forward: list[Op] = [
-        ops.Linear(f"{stem}feed_forward_in", weights.linear(shapes.up), source, "inner"),
-        ops.Linear(f"{stem}feed_forward_out", weights.linear(shapes.down), "inner", out),
-    ]
+    feed_forward = list(_feed_forward_ops(layer, shapes, stem, weights, source, out))
     if layer.is_parallel:
         feed_forward.append(ops.Add(f"{stem}sublayers", "x", "y", "x", spec.hidden_size))
     in_order = [first, *attention, *second, *feed_forward]
@@ -134,6 +138,22 @@ def _position_factors(beta: float, length: int, cos_sin: Tensor) -> Tensor:
     return 1 + beta * torch.log(1 + torch.floor(positions / length))
 
 
+def _feed_forward_ops(
+    layer: LayerSpec, shapes: LayerShapes, stem: str, weights: WeightReader, source: str, out: str
+) -> Iterator[Op]:
+    """Yield the ops of a feed-forward: two projections, or a mixture of experts."""
+    mixture = layer.feed_forward
+    if isinstance(mixture, Experts):
+        assert shapes.experts is not None
+        routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
+        yield ops.Experts(f"{stem}feed_forward_out", weights.experts(shapes.experts, routing), source, out)
+        return
+    assert shapes.up is not None
+    assert shapes.down is not None
+    yield ops.Linear(f"{stem}feed_forward_in", weights.linear(shapes.up), source, "inner")
+    yield ops.Linear(f"{stem}feed_forward_out", weights.linear(shapes.down), "inner", out)
+
+
 def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, out: str = "x") -> Op:
     if position == "post":
         return ops.Norm(name, norm, "x", INPUT, residual=INPUT)
@@ -157,7 +177,7 @@ def _followed(
     widths = {
         "attention": layer.num_heads * layer.head_dim,
         "attention_out": spec.hidden_size,
-        "feed_forward_in": layer.feed_forward.size,
+        "feed_forward_in": layer.feed_forward.active_size,
         "feed_forward_out": spec.hidden_size,
     }
     norms = {"attention_out": shapes.attention_output_norm, "feed_forward_out": shapes.feed_forward_output_norm}

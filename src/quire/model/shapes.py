@@ -3,10 +3,11 @@
 The one source of shapes: weights are read by them, and `footprint.py` counts them, without torch.
 """
 
+from fractions import Fraction
 from typing import NamedTuple
 
 from quire.core.errors import ModelError
-from quire.model.spec import Activation, DecoderSpec, LayerSpec
+from quire.model.spec import Activation, DecoderSpec, ExpertNames, Experts, FeedForward, LayerSpec
 
 
 class TableShape(NamedTuple):
@@ -39,6 +40,8 @@ class LinearShape(NamedTuple):
     One module for several row counts means that the checkpoint has them fused already. `is_split_by_row`: tensor
     parallel ranks have some of the rows each; else they have all rows, of a part of the width. `num_groups`: the rows
     of the one module are stored in so many groups, each with rows of all counts in order; 1: they are not.
+    `share_of_tokens`: of those of a step, the ones that are multiplied with the weight. `is_always_dense`: not
+    quantized with the others.
     """
 
     modules: tuple[str, ...]
@@ -48,6 +51,8 @@ class LinearShape(NamedTuple):
     activation: Activation | None = None
     is_split_by_row: bool = True
     num_groups: int = 1
+    share_of_tokens: Fraction = Fraction(1)
+    is_always_dense: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -58,8 +63,38 @@ class LinearShape(NamedTuple):
 Shape = TableShape | NormShape | SinksShape | LinearShape
 
 
+class ExpertShapes(NamedTuple):
+    """A mixture of experts: the router's layer, and each expert's to its inner width and back; a shared one is last."""
+
+    router: LinearShape
+    experts: tuple[tuple[LinearShape, LinearShape], ...]
+
+    @classmethod
+    def of(cls, names: ExpertNames, width: int, mixture: Experts) -> "ExpertShapes":
+        """Return the shapes of a mixture of a model of a width."""
+        share = Fraction(mixture.num_active, mixture.num_experts)
+        experts = [
+            _feed_forward(
+                tuple(name.format(expert=number) for name in names.expert_in),
+                names.expert_out.format(expert=number), width, mixture.expert, share,
+            )
+            for number in range(mixture.num_experts)
+        ]  # fmt: skip
+        rows, has_bias = (mixture.num_experts,), mixture.has_router_bias
+        router = LinearShape((names.router,), rows, width, has_bias, is_always_dense=True)
+        if mixture.shared is not None:
+            router = router._replace(modules=(names.router, names.shared_gate), num_rows=(mixture.num_experts, 1))
+            experts.append(_feed_forward(names.shared_in, names.shared_out, width, mixture.shared))
+        return cls(router, tuple(experts))
+
+    @property
+    def layers(self) -> tuple[LinearShape, ...]:
+        """All layers."""
+        return (self.router, *(layer for expert in self.experts for layer in expert))
+
+
 class LayerShapes(NamedTuple):
-    """One layer."""
+    """One layer; `up` and `down` are those of a dense feed-forward, else there are `experts`."""
 
     attention_norm: NormShape
     qkv: LinearShape
@@ -68,8 +103,9 @@ class LayerShapes(NamedTuple):
     sinks: SinksShape | None
     attention_out: LinearShape
     feed_forward_norm: NormShape | None
-    up: LinearShape
-    down: LinearShape
+    up: LinearShape | None
+    down: LinearShape | None
+    experts: ExpertShapes | None
     attention_output_norm: NormShape | None
     feed_forward_output_norm: NormShape | None
 
@@ -79,7 +115,11 @@ class LayerShapes(NamedTuple):
         names, width, feed_forward = spec.weights, spec.hidden_size, layer.feed_forward
         rows = tuple(count * layer.head_dim for count in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads))
         groups = layer.num_kv_heads if names.is_qkv_grouped else 1
-        in_rows = (feed_forward.size,) * (2 if feed_forward.is_gated else 1)
+        up, down, experts = None, None, None
+        if isinstance(feed_forward, FeedForward):
+            up, down = _feed_forward(names.feed_forward_in, names.feed_forward_out, width, feed_forward)
+        else:
+            experts = ExpertShapes.of(names.experts or ExpertNames(), width, feed_forward)
         return cls(
             attention_norm=_norm(spec, names.attention_norm, width),
             qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias, num_groups=groups),
@@ -88,16 +128,20 @@ class LayerShapes(NamedTuple):
             sinks=_sinks(names.sinks, layer.num_heads) if layer.has_sinks else None,
             attention_out=_summed(names.attention_out, width, rows[0], layer.has_attention_out_bias),
             feed_forward_norm=_norm_or_none(spec, names.feed_forward_norm, width),
-            up=LinearShape(names.feed_forward_in, in_rows, width, feed_forward.has_bias, feed_forward.activation),
-            down=_summed(names.feed_forward_out, width, feed_forward.size, feed_forward.has_bias),
+            up=up,
+            down=down,
+            experts=experts,
             attention_output_norm=_norm_or_none(spec, names.attention_output_norm, width),
             feed_forward_output_norm=_norm_or_none(spec, names.feed_forward_output_norm, width),
         )
 
 
 def layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> tuple[Shape | None, ...]:
-    """Return the shapes of a layer, with those of the parts that its family adds."""
-    return (*LayerShapes.of(spec, layer), *(shape for part in layer.parts for shape in part.shapes))
+    """Return the shapes of a layer, with those of its experts and of the parts that its family adds."""
+    shapes = LayerShapes.of(spec, layer)
+    single = (shape for shape in shapes if not isinstance(shape, ExpertShapes))
+    experts = () if shapes.experts is None else shapes.experts.layers
+    return (*single, *experts, *(shape for part in layer.parts for shape in part.shapes))
 
 
 class DecoderShapes(NamedTuple):
@@ -123,6 +167,20 @@ class DecoderShapes(NamedTuple):
             project_out=_projection(names.project_out, width, hidden),
             head=LinearShape((names.head,), (spec.vocab_size,), width, spec.has_head_bias),
         )
+
+
+def _feed_forward(
+    modules_in: tuple[str, ...],
+    module_out: str,
+    width: int,
+    feed_forward: FeedForward,
+    share_of_tokens: Fraction = Fraction(1),
+) -> tuple[LinearShape, LinearShape]:
+    """Return a feed-forward's layers, to its inner width and back."""
+    size, has_bias = feed_forward.size, feed_forward.has_bias
+    rows = (size,) * (2 if feed_forward.is_gated else 1)
+    up = LinearShape(modules_in, rows, width, has_bias, feed_forward.activation, share_of_tokens=share_of_tokens)
+    return up, _summed(module_out, width, size, has_bias)._replace(share_of_tokens=share_of_tokens)
 
 
 def _summed(module: str, num_rows: int, width: int, has_bias: bool) -> LinearShape:

@@ -4,7 +4,7 @@ A family is two things: a function from config.json to a `DecoderSpec`, and a `W
 Sizes are checked here, once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,11 +14,55 @@ NormKind = Literal["rms", "rms_float", "rms_offset", "layer"]  # weights applied
 # Before each sublayer (GPT-2 and on); after its sum with the residual (the original transformer); around it, on its
 # input and on its output (Gemma 2); on its output alone (OLMo 2).
 NormPosition = Literal["pre", "post", "around", "output"]
-Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu", "gelu_tanh", "relu"]  # _and_mul: gated, two in
+Activation = Literal[  # _and_mul: gated, two in
+    "silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "gelu_tanh", "relu"
+]  # fmt: skip
+
+
+MAX_EXPERTS = 4096  # of a layer
 
 
 class SpecError(ModelError):
     """Sizes that do not fit together. Does not name the file that they are from: its reader adds that."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedTensor:
+    """A tensor of all experts of a layer, and the tensors, one of each expert, of which it has the rows.
+
+    [num_experts, rows of all of them, ...], or [num_experts, width, rows] if `is_transposed`. Rows of several tensors
+    come one after the other, or in turns if `is_interleaved`.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+
+GATE, UP, DOWN = (f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))
+STACKED = (
+    StackedTensor("mlp.experts.gate_up_proj", (f"{GATE}.weight", f"{UP}.weight")),
+    StackedTensor("mlp.experts.down_proj", (f"{DOWN}.weight",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of the modules of a mixture of experts; `{expert}` is an expert's number.
+
+    `stacked`: the tensors of checkpoints in which experts are stacked; `stacked_names`: other names there, of tensors
+    that are not.
+    """
+
+    router: str = "mlp.gate"
+    expert_in: tuple[str, ...] = (GATE, UP)
+    expert_out: str = DOWN
+    stacked: tuple[StackedTensor, ...] = STACKED
+    stacked_names: Mapping[str, str] = field(default_factory=dict)
+    shared_gate: str = "mlp.shared_expert_gate"
+    shared_in: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_out: str = "mlp.shared_expert.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +90,7 @@ class WeightMap:
     sinks: str | None = None                # a tensor, its whole name
     attention_output_norm: str | None = None     # of sublayers with norms around them
     feed_forward_output_norm: str | None = None
+    experts: ExpertNames | None = None      # of layers with experts in place of a dense feed-forward
     project_in: str | None = None           # between embeddings and hidden states of another width
     project_out: str | None = None
     is_transposed: bool = False             # linear weights of layers are stored [in, out]
@@ -85,6 +130,32 @@ class FeedForward:
         """The feed-forward multiplies an activated gate with a second projection."""
         return self.activation.endswith("_and_mul")
 
+    @property
+    def active_size(self) -> int:
+        """Inner dimensions that a token uses."""
+        return self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: a token uses the `num_active` ones that a router scores highest (Shazeer et al. 2017)."""
+
+    num_experts: int
+    num_active: int
+    expert: FeedForward
+    is_normalized: bool                # the weights of a token's experts sum to 1
+    has_router_bias: bool = False
+    shared: FeedForward | None = None  # of every token, times the sigmoid of a score of its own
+
+    def __post_init__(self) -> None:
+        if self.num_active > self.num_experts:
+            raise SpecError(f"{self.num_active} experts of each token are more than {self.num_experts} experts")
+
+    @property
+    def active_size(self) -> int:
+        """Inner dimensions that a token uses, over all of its experts."""
+        return self.num_active * self.expert.size + (0 if self.shared is None else self.shared.size)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -107,7 +178,7 @@ class LayerSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     attention_scale: float | None = None        # None: 1 / sqrt(head_dim)
     window: int | None = None                   # tokens looked back on, itself included
     norm_position: NormPosition = "pre"

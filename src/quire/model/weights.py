@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
+from quire.kernels.experts import Expert, ExpertLayer, Routing
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
 from quire.model.checkpoints.checkpoint import Checkpoint
+from quire.model.checkpoints.stacked import with_single_experts
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.shapes import LinearShape, NormShape, SinksShape, TableShape
+from quire.model.shapes import ExpertShapes, LinearShape, NormShape, SinksShape, TableShape
 from quire.model.spec import WeightMap
 from quire.model.weight_formats.dense import DenseFormat
 from quire.model.weight_formats.format import ModuleRows, WeightFormat
@@ -48,6 +50,7 @@ class WeightReader:
         self.dtype = dtype
         self.device = device
         self.tally = ReadTally()
+        checkpoint = with_single_experts(checkpoint, names)
         self._tensors = TensorReader(checkpoint, dtype, device, back_end.all_finite)
         self._format = weight_format or DenseFormat()
         self._prefix = self._find_prefix()
@@ -75,20 +78,35 @@ class WeightReader:
         """Return the attention sinks of a layer, [num_heads] float32."""
         return self._read_kept([self._prefix + shape.name], [(shape.num_heads,)], torch.float32)
 
-    def linear(self, shape: LinearShape) -> Linear:
-        """Return one layer, the modules' rows on top of each other."""
+    def linear(
+        self, shape: LinearShape, *, dtype: torch.dtype | None = None, weight_format: WeightFormat | None = None
+    ) -> Linear:
+        """Return one layer, the modules' rows on top of each other.
+
+        dtype: of its results; None: the model's. `weight_format`: None is the checkpoint's.
+        """
         num_rows = shape.num_rows if len(shape.modules) > 1 else [sum(shape.num_rows)]
         stems = [self._prefix + module for module in shape.modules]
         modules = [ModuleRows.whole(stem, count) for stem, count in zip(stems, num_rows, strict=True)]
-        weight = self._format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed)
+        weight_format = weight_format or self._format
+        weight = weight_format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed)
         biases = [f"{stem}.bias" for stem in stems]
         bias = self._read_kept(biases, [(count,) for count in num_rows]) if shape.has_bias else None
         if shape.num_groups > 1:
             order = _ungrouped(shape)
             weight, bias = weight.take(order), None if bias is None else bias[order]
-        layer = self.back_end.linear(weight, bias, activation=shape.activation or "none")
+        layer = self.back_end.linear(weight, bias, dtype=dtype, activation=shape.activation or "none")
         self._tally_layer(layer, shape)
         return layer
+
+    def experts(self, shapes: ExpertShapes, routing: Routing) -> ExpertLayer:
+        """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32."""
+        experts = [
+            Expert(self.linear(layer_in), self.linear(layer_out, dtype=torch.float32))
+            for layer_in, layer_out in shapes.experts
+        ]
+        router = self.linear(shapes.router, dtype=torch.float32, weight_format=DenseFormat())
+        return self.back_end.experts(router, experts, routing)
 
     def kv_scales(self, shape: LinearShape) -> KVScales:
         """Return the scales of a layer's keys and values that calibrated checkpoints have, else 1; `shape`: of qkv."""

@@ -75,7 +75,7 @@ def plan_memory(
     weights = weight_bytes(spec, model.dtype, packing, num_devices, model.quantization)
     draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
     token_bytes += draft_token_bytes
-    inner = max(layer.feed_forward.size for layer in spec.layers)
+    inner = max(layer.feed_forward.active_size for layer in spec.layers)
     widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
     workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
     share = 1.0 if hardware.device == "cpu" else options.gpu_memory_utilization

@@ -39,8 +39,18 @@ def test_layer_matches_the_plain_op(
     torch.testing.assert_close(activated(x, name, bias if has_bias else None), expected, rtol=tol, atol=tol)
 
 
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
+def test_clamped_gate_matches_the_plain_op(dtype: torch.dtype, tol: float) -> None:
+    """float16 sums are not rounded before they are activated, and the gate, of up to 7, multiplies the difference."""
+    x = torch.randn(70, 2 * 172, generator=torch.Generator().manual_seed(1)) * 6
+    expected = activation.clamped_silu_and_mul(x.to(dtype))
+    found = activated(x.to(dtype), "clamped_silu_and_mul")
+    torch.testing.assert_close(found, expected, rtol=tol, atol=7 * tol)
+    assert math.isnan(activated(torch.tensor([[math.nan, 1.0]]), "clamped_silu_and_mul").item())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu"])
 def test_rows_have_the_same_bits_among_any_others(name: Activation, dtype: torch.dtype) -> None:
     x = torch.randn(90, 2 * 77).to(dtype)
     alone = torch.cat([activated(row[None], name) for row in x])

@@ -11,10 +11,12 @@ from torch import Tensor
 from quire.kernels import program as ops
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
+from quire.kernels.cpp.experts import CppExperts
 from quire.kernels.cpp.kv_cache_write import write_kv
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.cpp.program import TRANSLATIONS, FusedOps, fuse
+from quire.kernels.experts import Expert, Routing
 from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import DENSE, LinearWeight
@@ -27,14 +29,15 @@ NUM_TOKENS = 7  # a chunk of 6 and a decode
 
 
 def linear(
-    in_features: int, out_features: int, dtype: torch.dtype, weight_format: str, activation: Activation = "none"
-) -> CppLinear:
+    in_features: int, out_features: int, dtype: torch.dtype, weight_format: str, activation: Activation = "none", *,
+    is_float: bool = False,
+) -> CppLinear:  # fmt: skip
     rows = out_features * (2 if activation in GATED else 1)
     values, bias = (torch.randn(rows, in_features) * in_features**-0.5).to(dtype), torch.randn(rows)
     weight = LinearWeight.dense(values)
     if weight_format != DENSE:
         weight = round_to_nearest(values, weight_format, 32, activation_group_size=32)
-    return CppLinear(weight, bias.to(dtype), activation=activation)
+    return CppLinear(weight, bias.to(dtype), dtype=torch.float32 if is_float else None, activation=activation)
 
 
 def norm(width: int, dtype: torch.dtype, *, centers: bool, offset: float | None = None) -> CppNorm:
@@ -78,7 +81,8 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
     """Return a layer with the parts that `layer_ops` has not.
 
     Sublayers that read the same stream, norms of their outputs, a multiplier; norms with weights in float32, those of
-    queries and keys over all heads; interleaved rotary over a part of each head, a softcap, and a gate of GELU.
+    queries and keys over all heads; interleaved rotary over a part of each head, a softcap, and a gate of GELU, in the
+    second layer experts.
     """
     stem = f"layers.{layer}."
     query_width, kv_width = HEADS.num_heads * HEADS.head_dim, HEADS.num_kv_heads * HEADS.head_dim
@@ -87,6 +91,19 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
         first = ops.Norm(first.name, first.norm, INPUT, "x")
     widths = norm(query_width, dtype, centers=False, offset=0.0), norm(kv_width, dtype, centers=False, offset=1.0)
     table = rotary_table(torch.rand(HEADS.head_dim // 4), 64)
+    feed_forward: list[Op] = [
+        ops.Linear(f"{stem}up", linear(WIDTH, INNER, dtype, DENSE, "gelu_tanh_and_mul"), "normed", "inner"),
+        ops.Linear(f"{stem}down", linear(INNER, WIDTH, dtype, DENSE), "inner", "y"),
+    ]
+    if layer:
+        experts = [
+            Expert(
+                linear(WIDTH, INNER, dtype, "int4", "silu_and_mul"), linear(INNER, WIDTH, dtype, "int8", is_float=True)
+            )
+            for _ in range(4)
+        ]
+        mixture = CppExperts(linear(WIDTH, 4, dtype, DENSE, is_float=True), experts, Routing(2, True))
+        feed_forward = [ops.Experts(f"{stem}experts", mixture, "normed", "y")]
     return [
         first,
         ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, DENSE), "x", "qkv"),
@@ -99,8 +116,7 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
         ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
         ops.Scale(f"{stem}multiplier", "x", WIDTH, 0.22),
         ops.Norm(f"{stem}norm_2", norm(WIDTH, dtype, centers=False), INPUT, "normed"),
-        ops.Linear(f"{stem}up", linear(WIDTH, INNER, dtype, DENSE, "gelu_tanh_and_mul"), "normed", "inner"),
-        ops.Linear(f"{stem}down", linear(INNER, WIDTH, dtype, DENSE), "inner", "y"),
+        *feed_forward,
         ops.Norm(f"{stem}norm_3", norm(WIDTH, dtype, centers=True), "y", "y"),
         ops.Add(f"{stem}sublayers", "x", "y", "x", WIDTH),
         ops.CountLayer(f"{stem}end", progress),

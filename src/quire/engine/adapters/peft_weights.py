@@ -140,6 +140,8 @@ def _targets(spec: DecoderSpec) -> list[tuple[str, Target]]:
             "feed_forward_out": shapes.down,
         }  # fmt: skip
         for name, shape in linears.items():
+            if shape is None:  # experts, which adapters do not change
+                continue
             all_rows, first = sum(shape.num_rows), 0
             counts = shape.num_rows if len(shape.modules) > 1 else (all_rows,)
             for module, count in zip(shape.modules, counts, strict=True):

@@ -94,6 +94,7 @@ class Activation:
     gelu: Activation
     relu: Activation
     gelu_tanh_and_mul: Activation
+    clamped_silu_and_mul: Activation
 
 class LayerCache:
     def __init__(self, keys: int, values: int, kv_format: int, key_scale: float, value_scale: float) -> None: ...
@@ -125,6 +126,17 @@ class LinearWeights:
         quantization: Quantization,
     ) -> None: ...
 
+class ExpertWeights:
+    def __init__(
+        self,
+        router: LinearWeights,
+        layers_in: list[LinearWeights],
+        layers_out: list[LinearWeights],
+        num_chosen: int,
+        is_normalized: bool,
+        has_shared: bool,
+    ) -> None: ...
+
 class Heads:
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None: ...
 
@@ -145,6 +157,9 @@ class LowRankFactors:
 
 class AdapterFactors:
     def __init__(self, layers: list[LowRankFactors]) -> None: ...
+
+class ExpertsOp:
+    def __init__(self, x: int, out: int, weights: ExpertWeights) -> None: ...
 
 class QKNormOp:
     def __init__(

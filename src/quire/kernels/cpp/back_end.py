@@ -25,6 +25,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         cache_layout,
         dtypes,
         embedding,
+        experts,
         huge_pages,
         kv_cache_write,
         linear,
@@ -36,6 +37,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     _kernels.use_isa(isa)
     return {
         "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
+        "experts": experts.CppExperts,
         "fuse": program.fuse,
         "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype, cache_layout.STORED),
         "paged_attention": attention.paged_attention,

@@ -64,6 +64,11 @@ class CppLinear:
         return self._addresses[0]
 
     @property
+    def kernel_dtype(self) -> torch.dtype:
+        """The dtype in which the kernel takes rows."""
+        return self._dtype
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Inputs and outputs of a row."""
         return self._in_features, self._out_features

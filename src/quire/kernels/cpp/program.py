@@ -18,6 +18,7 @@ from quire.kernels.cpp import _kernels, attention, kv_cache_write
 from quire.kernels.cpp.attention import metadata_arguments
 from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+from quire.kernels.cpp.experts import CppExperts
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.linear import Linear
@@ -246,6 +247,12 @@ def _linear(op: ops.Linear, buffers: Buffers) -> list[object]:
     return [_kernels.LinearOp(x, out, buffers.number_linear(op.name), op.linear.weights)]
 
 
+def _experts(op: ops.Experts, buffers: Buffers) -> list[object]:
+    assert isinstance(op.experts, CppExperts)
+    width = op.experts.width
+    return [_kernels.ExpertsOp(buffers.read(op.x, width), buffers.write(op.out, width), op.experts.weights)]
+
+
 def _split_heads(op: ops.SplitHeads, buffers: Buffers) -> list[object]:
     num_heads, num_kv_heads, head_dim = op.heads
     widths = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
@@ -330,6 +337,7 @@ def _count_layer(op: ops.CountLayer, buffers: Buffers) -> list[object]:
 TRANSLATIONS: dict[type, Translation] = {
     ops.Norm: Translation(lambda op: isinstance(op.norm, CppNorm), _norm),
     ops.Linear: Translation(lambda op: isinstance(op.linear, CppLinear), _linear),
+    ops.Experts: Translation(lambda op: isinstance(op.experts, CppExperts), _experts),
     ops.SplitHeads: Translation(lambda op: True, _split_heads),
     ops.QKNorm: Translation(
         lambda op: isinstance(op.query_norm, CppNorm) and isinstance(op.key_norm, CppNorm), _qk_norm

@@ -1,7 +1,7 @@
 """Model families: a function each from config.json to a `DecoderSpec`, and the names of its tensors.
 
 `FAMILIES` maps the architecture that config.json names to its function, which has the name of the model type: that
-counts where no architecture is named. docs/adding-a-model.md walks through one.
+counts where no architecture is named; `REFUSED` has reasons for others. docs/adding-a-model.md walks through one.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,11 @@ from quire.model.families import (
     glm,
     gpt2,
     gpt_neox,
+    gpt_oss,
     gptj,
     granite,
     llama,
+    mixture,
     multimodal,
     olmo,
     opt,
@@ -38,18 +40,23 @@ FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "GPT2LMHeadModel": gpt2.gpt2,
     "GPTJForCausalLM": gptj.gptj,
     "GPTNeoXForCausalLM": gpt_neox.gpt_neox,
+    "GptOssForCausalLM": gpt_oss.gpt_oss,
     "GraniteForCausalLM": granite.granite,
     "LlamaForCausalLM": llama.llama,
     "Ministral3ForCausalLM": llama.ministral3,
     "MistralForCausalLM": llama.mistral,
     "Mistral3ForConditionalGeneration": multimodal.mistral3,
     "OlmoForCausalLM": olmo.olmo,
+    "MixtralForCausalLM": mixture.mixtral,
     "Olmo2ForCausalLM": olmo.olmo2,
     "Olmo3ForCausalLM": olmo.olmo3,
+    "OlmoeForCausalLM": mixture.olmoe,
     "OPTForCausalLM": opt.opt,
     "Phi3ForCausalLM": phi.phi3,
     "Qwen2ForCausalLM": llama.qwen2,
+    "Qwen2MoeForCausalLM": mixture.qwen2_moe,
     "Qwen3ForCausalLM": llama.qwen3,
+    "Qwen3MoeForCausalLM": mixture.qwen3_moe,
     "SmolLM3ForCausalLM": smollm3.smollm3,
     "StableLmForCausalLM": stablelm.stablelm,
 }

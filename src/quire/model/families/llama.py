@@ -92,21 +92,19 @@ def qwen2(config: ConfigReader) -> DecoderSpec:
 def qwen3(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen3 (2025): norms on query and key, heads with a width of their own."""
     spec = llama(config.with_default("head_dim", QWEN3_HEAD_DIM))
-    feed_forward = replace(spec.layers[0].feed_forward, has_bias=False)
-    layer = replace(spec.layers[0], has_query_key_norm=True, feed_forward=feed_forward)
+    layer = replace(_without_mlp_bias(spec.layers[0]), has_query_key_norm=True)
     return replace(spec, layers=(layer,) * spec.num_layers).with_windows(_qwen_windows(config, spec.num_layers))
 
 
 def _with_biases(spec: DecoderSpec, *, has_qkv_bias: bool) -> DecoderSpec:
     """Return a spec of equal layers without biases, but for those of query, key and value."""
-    layer = spec.layers[0]
-    layer = replace(
-        layer,
-        has_qkv_bias=has_qkv_bias,
-        has_attention_out_bias=False,
-        feed_forward=replace(layer.feed_forward, has_bias=False),
-    )
+    layer = replace(_without_mlp_bias(spec.layers[0]), has_qkv_bias=has_qkv_bias, has_attention_out_bias=False)
     return replace(spec, layers=(layer,) * spec.num_layers)
+
+
+def _without_mlp_bias(layer: LayerSpec) -> LayerSpec:
+    assert isinstance(layer.feed_forward, FeedForward)
+    return replace(layer, feed_forward=replace(layer.feed_forward, has_bias=False))
 
 
 def _qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

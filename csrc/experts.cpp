@@ -1,0 +1,282 @@
+// Mixtures of experts: rows sorted by expert, and the linear layers of the experts that are used as one work list.
+//
+// A piece of work is some strips of one expert's layer times the rows of that expert, computed by the kernel of linear
+// layers, which finds all other threads at work and stays in its own. So one barrier, not one for each expert, is between
+// scores, inner activations and results; experts without a row are not read. An expert with many rows is a linear layer of
+// all threads. A row's results are added in the order of its scores, in float32, whatever rows are beside it.
+#include <algorithm>
+#include <cstring>
+
+#include "aligned.hpp"
+#include "exp.hpp"
+#include "expanded_packing.hpp"
+#include "packing.hpp"
+#include "thread_pool.hpp"
+#include "vec.hpp"
+
+namespace quire::ISA {
+
+template <typename T>
+void linear(const Linear<T>&);
+
+namespace {
+
+constexpr long SCRATCH_BYTES = 64 << 20;  // of the rows that are computed at once
+constexpr long PIECE_BYTES = 1 << 19;     // of weights that one row is multiplied with, some 40 us of reading
+constexpr long TURNS = 16;                // pieces for each thread, if rows are few
+constexpr long MANY_ROWS = 64;            // of an expert, that is computed by itself
+constexpr long ROWS_AT_ONCE = 16;         // that a thread chooses experts for, gathers or adds up
+
+// Bytes of a strip of sixteen outputs; of a gated layer there are two.
+template <typename T>
+long strip_bytes(const LinearWeights& layer) {
+    switch (layer.format) {
+        case WeightFormat::dense: return packed_size<T>(STRIP, layer.in_features) * static_cast<long>(sizeof(T));
+        case WeightFormat::int8_a8:
+        case WeightFormat::int4_a8: return QuantizedLayout(layer.format, layer.quantization, layer.in_features).strip_bytes;
+        default: return ExpandedLayout(layer.format, layer.quantization, layer.in_features).strip_bytes;
+    }
+}
+
+template <typename T>
+struct Rows {
+    const T* x;
+    long count, stride;
+};
+
+// Outputs [first, end) of a layer, multiples of sixteen but for the last. A gated layer's bias has the gates' and the ups'.
+template <typename T>
+void compute(const LinearWeights& layer, const Rows<T>& rows, long first, long end, void* out, long out_stride, bool out_is_float) {
+    const long each = is_gated(layer.activation) ? 2 : 1, count = end - first;
+    const float* bias = layer.bias ? layer.bias + first : nullptr;
+    if (bias && each == 2 && count < layer.out_features) {
+        static thread_local Aligned<float> scratch;
+        float* both = scratch.at_least(2 * count);
+        std::memcpy(both, bias, count * sizeof(float));
+        std::memcpy(both + count, bias + layer.out_features, count * sizeof(float));
+        bias = both;
+    }
+    const char* packed = static_cast<const char*>(layer.packed) + first / STRIP * each * strip_bytes<T>(layer);
+    char* to = static_cast<char*>(out) + first * static_cast<long>(out_is_float ? sizeof(float) : sizeof(T));
+    linear(Linear<T>{rows.x, rows.count, layer.in_features, rows.stride, reinterpret_cast<const T*>(packed), count, bias, to,
+                     out_stride, out_is_float, layer.activation, layer.format, layer.quantization});
+}
+
+// The experts with the highest scores, the highest first: of equal ones the lower number. Scores that are NaN give experts
+// that exist, and weights that are NaN.
+void choose(const float* scores, long num_experts, const ExpertWeights& experts, std::int32_t* ids, float* weights) {
+    long num_kept = 0;
+    for (long expert = 0; expert < num_experts; expert++) {
+        if (num_kept == experts.num_chosen && !(scores[expert] > scores[ids[num_kept - 1]])) continue;
+        long at = num_kept < experts.num_chosen ? num_kept++ : num_kept - 1;
+        for (; at > 0 && scores[expert] > scores[ids[at - 1]]; at--) ids[at] = ids[at - 1];
+        ids[at] = static_cast<std::int32_t>(expert);
+    }
+    const float highest = scores[ids[0]];
+    const auto power_of = [&](float score) { return exp(splat(score - highest))[0]; };
+    float sum = 0;
+    for (long i = 0; i < experts.num_chosen; i++) sum += weights[i] = power_of(scores[ids[i]]);
+    if (!experts.is_normalized) {
+        sum = 0;
+        for (long i = 0; i < num_experts; i += LANES) {
+            const long count = std::min<long>(LANES, num_experts - i);
+            const Floats powers = exp(load_some(scores + i, count) - splat(highest));
+            for (long lane = 0; lane < count; lane++) sum += powers[lane];
+        }
+    }
+    for (long i = 0; i < experts.num_chosen; i++) weights[i] /= sum;
+}
+
+// Some rows, through all steps.
+template <typename T>
+class SomeRows {
+public:
+    SomeRows(const Experts<T>& op, long first, long num_rows)
+        : weights_(op.weights), x_(op.x + first * op.x_stride), x_stride_(op.x_stride), out_(op.out + first * op.out_stride),
+          out_stride_(op.out_stride), num_rows_(num_rows), num_experts_(static_cast<long>(weights_.in.size())),
+          width_(weights_.router.in_features), num_places_(places_of(weights_)) {}
+
+    static long places_of(const ExpertWeights& weights) { return weights.num_chosen + weights.has_shared; }
+
+    void operator()() {
+        static thread_local Memory memory;
+        choose_experts(memory);
+        sort_rows(memory);
+        gather(memory);
+        T* inner = memory.inner.at_least(place_inner_rows());
+        float* results = memory.results.at_least(num_rows_ * num_places_ * width_);
+        multiply<false>([&](long expert) { return rows_of(expert); }, [&](long expert) { return inner + inner_at_[expert]; });
+        multiply<true>([&](long expert) { return inner_rows(expert, inner); },
+                       [&](long expert) { return results + first_[expert] * width_; });
+        add_up(results);
+    }
+
+private:
+    struct Memory {
+        Aligned<float> scores, shares, results;
+        Aligned<std::int32_t> ids;
+        Aligned<long> numbers;
+        Aligned<T> gathered, inner;
+    };
+    const ExpertWeights& weights_;
+    const T* x_;
+    long x_stride_;
+    T* out_;
+    long out_stride_, num_rows_, num_experts_, width_, num_places_;
+    // Of the choices of all rows, [row][place]: experts and their shares, and each one's place among the rows in their order
+    // by expert. The other way round: the row of each. Of the experts: their first one, how many, where their inner rows are,
+    // and those that are used, the ones with most rows first.
+    std::int32_t* ids_ = nullptr;
+    float* shares_ = nullptr;
+    long *sorted_ = nullptr, *row_of_ = nullptr, *first_ = nullptr, *count_ = nullptr, *inner_at_ = nullptr, *used_ = nullptr;
+    long num_used_ = 0;
+    long* piece_ = nullptr;  // of the used experts: each one's first piece of work
+    T* gathered_ = nullptr;
+
+    long inner_width(long expert) const { return weights_.in[expert].out_features; }
+    long num_choices() const { return num_rows_ * num_places_; }
+
+    void choose_experts(Memory& memory) {
+        float* scores = memory.scores.at_least(num_rows_ * num_experts_);
+        compute(weights_.router, Rows<T>{x_, num_rows_, x_stride_}, 0, num_experts_, scores, num_experts_, true);
+        ids_ = memory.ids.at_least(num_choices());
+        shares_ = memory.shares.at_least(num_choices());
+        const long num_routed = num_experts_ - weights_.has_shared;
+        share_range(num_rows_, ROWS_AT_ONCE, [&](long begin, long end) {
+            for (long row = begin; row < end; row++) {
+                const float* of_row = scores + row * num_experts_;
+                std::int32_t* ids = ids_ + row * num_places_;
+                float* shares = shares_ + row * num_places_;
+                choose(of_row, num_routed, weights_, ids, shares);
+                if (!weights_.has_shared) continue;
+                ids[weights_.num_chosen] = static_cast<std::int32_t>(num_routed);
+                shares[weights_.num_chosen] = (splat(1.0f) / (exp(-splat(of_row[num_routed])) + splat(1.0f)))[0];
+            }
+        });
+    }
+
+    // By counting: the rows of an expert stay in their order.
+    void sort_rows(Memory& memory) {
+        long* numbers = memory.numbers.at_least(2 * num_choices() + 5 * num_experts_ + 1);
+        for (long** each : {&first_, &count_, &inner_at_, &used_}) *each = numbers, numbers += num_experts_;
+        piece_ = numbers, numbers += num_experts_ + 1;
+        sorted_ = numbers, row_of_ = numbers + num_choices();
+        std::fill(count_, count_ + num_experts_, 0);
+        for (long i = 0; i < num_choices(); i++) count_[ids_[i]]++;
+        num_used_ = 0;
+        for (long expert = 0, sum = 0; expert < num_experts_; expert++) {
+            first_[expert] = sum, sum += count_[expert];
+            if (count_[expert] == 0) continue;
+            long at = num_used_++;
+            for (; at > 0 && count_[expert] > count_[used_[at - 1]]; at--) used_[at] = used_[at - 1];
+            used_[at] = expert;
+        }
+        for (long i = 0; i < num_choices(); i++) {
+            const long at = first_[ids_[i]]++;
+            sorted_[i] = at, row_of_[at] = i / num_places_;
+        }
+        for (long expert = 0; expert < num_experts_; expert++) first_[expert] -= count_[expert];
+    }
+
+    // Whether the rows of an expert are neighbours in x.
+    bool is_run(long expert) const {
+        const long first = first_[expert], last = first + count_[expert] - 1;
+        return row_of_[last] - row_of_[first] == last - first;
+    }
+
+    void gather(Memory& memory) {
+        const bool are_runs = std::all_of(used_, used_ + num_used_, [&](long expert) { return is_run(expert); });
+        gathered_ = are_runs ? nullptr : memory.gathered.at_least(num_choices() * width_);
+        if (are_runs) return;
+        share_range(num_used_, 1, [&](long begin, long end) {
+            for (long i = begin; i < end; i++) {
+                const long expert = used_[i], first = first_[expert];
+                for (long at = first; !is_run(expert) && at < first + count_[expert]; at++)
+                    std::memcpy(gathered_ + at * width_, x_ + row_of_[at] * x_stride_, width_ * sizeof(T));
+            }
+        });
+    }
+
+    Rows<T> rows_of(long expert) const {
+        if (is_run(expert)) return {x_ + row_of_[first_[expert]] * x_stride_, count_[expert], x_stride_};
+        return {gathered_ + first_[expert] * width_, count_[expert], width_};
+    }
+    Rows<T> inner_rows(long expert, const T* inner) const {
+        return {inner + inner_at_[expert], count_[expert], inner_width(expert)};
+    }
+
+    long place_inner_rows() {
+        long sum = 0;
+        for (long expert = 0; expert < num_experts_; expert++)
+            inner_at_[expert] = sum, sum += rounded_up(count_[expert] * inner_width(expert), 64 / sizeof(T));
+        return sum;
+    }
+
+    // One layer of all used experts, the one back or the one in. `rows` and `out` of an expert.
+    template <bool is_back, typename RowsOf, typename OutOf>
+    void multiply(RowsOf&& rows, OutOf&& out) {
+        const std::vector<LinearWeights>& layers = is_back ? weights_.out : weights_.in;
+        const auto outputs = [&](long expert, long first, long end) {
+            compute(layers[expert], rows(expert), first, end, out(expert), layers[expert].out_features, is_back);
+        };
+        long next = 0;
+        for (; next < num_used_ && count_[used_[next]] >= MANY_ROWS; next++)
+            outputs(used_[next], 0, layers[used_[next]].out_features);
+        const long num_small = num_used_ - next;
+        piece_[0] = 0;
+        for (long i = 0; i < num_small; i++) piece_[i + 1] = piece_[i] + num_pieces(layers[used_[next + i]], count_[used_[next + i]], num_small);
+        share(piece_[num_small], [&](Chunks& chunks) {
+            for (long piece; (piece = chunks.take()) < chunks.count();) {
+                const long* border_behind = std::partition_point(piece_, piece_ + num_small + 1, [&](long first) { return first <= piece; });
+                const long i = border_behind - piece_ - 1, expert = used_[next + i];
+                const long number = piece - piece_[i], count = piece_[i + 1] - piece_[i];
+                const long out_features = layers[expert].out_features, steps = (out_features + STEP - 1) / STEP;
+                const auto border = [&](long n) { return std::min(steps * n / count * STEP, out_features); };
+                outputs(expert, border(number), border(number + 1));
+            }
+        });
+    }
+
+    static constexpr long STEP = 2 * STRIP;  // of a piece's borders: kernels finish strips in pairs
+
+    // Enough for every thread to have several; but rounding or widening an expert's rows, which each piece does again, is to
+    // be little beside the products.
+    static long num_pieces(const LinearWeights& layer, long num_rows, long num_experts) {
+        const long threads = num_threads(), steps = (layer.out_features + STEP - 1) / STEP;
+        if (threads == 1) return 1;
+        const long bytes = num_strips(layer.out_features) * (is_gated(layer.activation) ? 2 : 1) * strip_bytes<T>(layer);
+        const long wanted = std::max((TURNS * threads + num_experts - 1) / num_experts, bytes / (PIECE_BYTES * num_rows));
+        return std::clamp(wanted, 1L, steps);
+    }
+
+    void add_up(const float* results) const {
+        share_range(num_rows_, ROWS_AT_ONCE, [&](long begin, long end) {
+            for (long row = begin; row < end; row++)
+                for (long i = 0; i < width_; i += LANES) {
+                    const long count = std::min<long>(LANES, width_ - i);
+                    Floats sum = {};
+                    for (long place = row * num_places_; place < (row + 1) * num_places_; place++)
+                        sum += load_some(results + sorted_[place] * width_ + i, count) * splat(shares_[place]);
+                    store_some(out_ + row * out_stride_ + i, sum, count);
+                }
+        });
+    }
+};
+
+}  // namespace
+
+template <typename T>
+void experts(const Experts<T>& op) {
+    const ExpertWeights& weights = op.weights;
+    const long widest = std::max_element(weights.in.begin(), weights.in.end(), [](const LinearWeights& a, const LinearWeights& b) {
+                            return a.out_features < b.out_features;
+                        })->out_features;
+    const long place_bytes = weights.router.in_features * static_cast<long>(sizeof(T) + sizeof(float)) + widest * static_cast<long>(sizeof(T));
+    const long at_once = std::max(1L, SCRATCH_BYTES / (place_bytes * SomeRows<T>::places_of(weights)));
+    for (long first = 0; first < op.num_rows; first += at_once) SomeRows<T>(op, first, std::min(at_once, op.num_rows - first))();
+}
+
+template void experts(const Experts<bf16>&);
+template void experts(const Experts<float>&);
+
+}  // namespace quire::ISA

@@ -1,0 +1,82 @@
+"""Mixtures of experts: feed-forwards of which each row uses the few that a router scores highest (Shazeer et al. 2017).
+
+The router's scores are float32, the highest come first, and of equal ones the lower number. A row's results are added
+in that order in float32, so that a row depends on itself alone. An expert without a row is not read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.kernels.linear import Linear
+
+
+class Expert(NamedTuple):
+    """Feed-forward of one expert: a layer to its inner width, activated, and one back, whose results are float32."""
+
+    layer_in: Linear
+    layer_out: Linear
+
+
+class ExpertLayer(Protocol):
+    """A mixture of experts; `num_bytes` is what all packed weights take."""
+
+    num_bytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the weighted results of each row's experts, of x's shape [num_rows, width] and dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Choice of a row's experts and their weights.
+
+    `num_chosen` experts, weighted by the softmax of their scores: over the chosen ones if `is_normalized`, else over
+    all. With `has_shared` the last expert is not chosen: every row uses it, weighted by the sigmoid of its score.
+    """
+
+    num_chosen: int
+    is_normalized: bool
+    has_shared: bool = False
+
+    def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return experts int64 and their weights float32, each [num_rows, num_places], the highest score first.
+
+        scores: float32 [num_rows, num_experts]. A shared expert has the last place.
+        """
+        routed = scores[:, :-1] if self.has_shared else scores
+        chosen = routed.sort(dim=1, descending=True, stable=True).indices[:, : self.num_chosen]
+        if self.is_normalized:
+            weights = routed.gather(1, chosen).softmax(dim=1)
+        else:
+            weights = routed.softmax(dim=1).gather(1, chosen)
+        if not self.has_shared:
+            return chosen, weights
+        shared = torch.full_like(chosen[:, :1], routed.shape[1])
+        return torch.cat([chosen, shared], dim=1), torch.cat([weights, scores[:, -1:].sigmoid()], dim=1)
+
+
+class TorchExperts:
+    """A mixture of experts in PyTorch, an expert at a time: the meaning that every other one must match.
+
+    router: a layer with float32 results, a score for each of `experts`.
+    """
+
+    def __init__(self, router: Linear, experts: Sequence[Expert], routing: Routing) -> None:
+        self._router, self._experts, self._routing = router, tuple(experts), routing
+        self.num_bytes = router.num_bytes + sum(layer.num_bytes for expert in experts for layer in expert)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute all rows of each expert that is used."""
+        chosen, weights = self._routing(self._router(x))
+        results = torch.empty(*chosen.shape, x.shape[1])  # [num_rows, num_places, width]
+        for number in sorted(set(chosen.flatten().tolist())):
+            expert, (rows, places) = self._experts[number], torch.where(chosen == number)
+            results[rows, places] = expert.layer_out(expert.layer_in(x[rows]))
+        out = torch.zeros_like(results[:, 0])
+        for place in range(chosen.shape[1]):
+            out += results[:, place] * weights[:, place, None]
+        return out.to(x.dtype)

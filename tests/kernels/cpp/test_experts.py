@@ -1,0 +1,147 @@
+"""Mixtures of experts in C++ against PyTorch's, and to the bit against themselves among other rows and threads."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.cpp.experts import CppExperts
+from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.experts import Expert, Routing, TorchExperts
+from quire.kernels.linear import GATED, Activation
+from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, INT8, LinearWeight
+from quire.kernels.quantized import round_to_nearest
+
+WIDTH = 80
+NUM_ROWS = (1, 2, 3, 7, 17, 64, 200)
+A8, A16 = "int8 activations", "expanded"
+FORMATS = [(DENSE, A16), (INT8, A8), (INT4, A8), (INT4, A16), (FP8, A16), (CODEBOOK4, A16)]
+
+
+def weight_of(values: Tensor, weight_format: str, arithmetic: str) -> LinearWeight:
+    """Return values [out_features, in_features] in a weight format, in groups of 32."""
+    if weight_format == DENSE:
+        return LinearWeight.dense(values)
+    if weight_format in (INT8, INT4):
+        return round_to_nearest(values, weight_format, 32, activation_group_size=32 if arithmetic == A8 else 0)
+    (num_rows, width), is_code = values.shape, weight_format == CODEBOOK4
+    elements = torch.randint(16, values.shape, dtype=torch.uint8) if is_code else values.to(torch.float8_e4m3fn)
+    return LinearWeight(
+        weight_format, (elements.view(torch.uint8),), num_rows, width, torch.rand(num_rows, -(-width // 32)),
+        group_size=32, codebook=torch.linspace(-0.2, 0.2, 16) if is_code else None, dtype=values.dtype,
+    )  # fmt: skip
+
+
+def layer(
+    in_features: int, out_features: int, kind: tuple[str, str], dtype: torch.dtype, activation: Activation = "none",
+    *, has_bias: bool = False, is_float: bool = False,
+) -> CppLinear:  # fmt: skip
+    rows = out_features * (2 if activation in GATED else 1)
+    values, bias = (torch.randn(rows, in_features) * in_features**-0.5).to(dtype), torch.randn(rows).to(dtype)
+    return CppLinear(
+        weight_of(values, *kind), bias if has_bias else None, dtype=torch.float32 if is_float else None,
+        activation=activation,
+    )  # fmt: skip
+
+
+def mixture(
+    routing: Routing, kind: tuple[str, str] = (DENSE, A16), dtype: torch.dtype = torch.bfloat16, *,
+    num_experts: int = 6, inner: int = 72, activation: Activation = "silu_and_mul", has_bias: bool = False,
+) -> tuple[CppLinear, list[Expert]]:  # fmt: skip
+    """Return the router and the experts; a shared one is wider than the others."""
+    sizes = [inner] * num_experts + [2 * inner + 8] * routing.has_shared
+    experts = [
+        Expert(
+            layer(WIDTH, size, kind, dtype, activation, has_bias=has_bias),
+            layer(size, WIDTH, kind, dtype, has_bias=has_bias, is_float=True),
+        )
+        for size in sizes
+    ]
+    return layer(WIDTH, len(sizes), (DENSE, A16), dtype, has_bias=has_bias, is_float=True), experts
+
+
+@pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True), Routing(6, True), Routing(1, False)])
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_layer_matches_the_experts_one_by_one(kind: tuple[str, str], routing: Routing) -> None:
+    router, experts = mixture(routing, kind)
+    x = torch.randn(90, WIDTH).bfloat16()
+    expected = TorchExperts(router, experts, routing)(x)
+    torch.testing.assert_close(CppExperts(router, experts, routing)(x), expected, rtol=8e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", GATED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_biases_of_pieces_are_those_of_their_outputs(
+    dtype: torch.dtype, activation: Activation
+) -> None:
+    routing = Routing(2, True)
+    router, experts = mixture(routing, dtype=dtype, inner=200, activation=activation, has_bias=True)
+    x = torch.randn(9, WIDTH).to(dtype)
+    torch.set_num_threads(3)  # layers are cut into pieces
+    tolerances = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (8e-3, 1e-5), torch.float16: (1e-3, 1e-3)}
+    rtol, atol = tolerances[dtype]  # of float16 inner activations stay float32 in one call
+    expected = TorchExperts(router, experts, routing)(x)
+    torch.testing.assert_close(CppExperts(router, experts, routing)(x), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [(DENSE, A16), (INT4, A8), (FP8, A16)], ids=str)
+def test_rows_have_the_same_bits_among_any_others(kind: tuple[str, str], dtype: torch.dtype, num_threads: int) -> None:
+    routing = Routing(2, False, True)
+    compute = CppExperts(*mixture(routing, kind, dtype), routing)
+    rows = torch.randn(max(NUM_ROWS), WIDTH).to(dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([compute(row[None]) for row in rows])
+    torch.set_num_threads(num_threads)
+    for count in NUM_ROWS:
+        assert torch.equal(compute(rows[:count]), alone[:count])
+    assert torch.equal(compute(rows.flip(0)), alone.flip(0))
+
+
+@pytest.mark.parametrize("chosen", [0, 4])
+def test_all_rows_to_one_expert(chosen: int) -> None:
+    """More rows than are computed at once with others, in no order and as neighbours; other experts have none."""
+    routing = Routing(1, True)
+    _, experts = mixture(routing)
+    towards = torch.zeros(6, WIDTH)
+    towards[chosen, 0] = 1.0
+    router = CppLinear(LinearWeight.dense(towards.bfloat16()), dtype=torch.float32)
+    x = torch.randn(150, WIDTH).bfloat16()
+    x[:, 0] = 2.0
+    expected = experts[chosen].layer_out(experts[chosen].layer_in(x)).bfloat16()
+    assert torch.equal(CppExperts(router, experts, routing)(x), expected)
+
+
+def test_equal_scores_choose_the_lower_numbers() -> None:
+    routing = Routing(2, True)
+    _, experts = mixture(routing)
+    scores = torch.zeros(6, WIDTH)
+    scores[torch.tensor([1, 3, 5]), 0] = 1.0
+    router = CppLinear(LinearWeight.dense(scores.bfloat16()), dtype=torch.float32)
+    x = torch.randn(5, WIDTH).bfloat16()
+    x[:, 0] = torch.tensor([1.0, 1.0, 0.0, 1.0, -1.0])
+    results = [(expert.layer_out(expert.layer_in(x)) * 0.5) for expert in experts]
+    expected = torch.stack([(results[a] + results[b])[row] for row, (a, b) in
+                            enumerate([(1, 3), (1, 3), (0, 1), (1, 3), (0, 2)])])  # fmt: skip
+    assert torch.equal(CppExperts(router, experts, routing)(x), expected.bfloat16())
+
+
+def test_rows_that_are_no_numbers_stay_their_own() -> None:
+    routing = Routing(2, True, True)
+    compute = CppExperts(*mixture(routing), routing)
+    x = torch.randn(20, WIDTH).bfloat16()
+    clean = compute(x)
+    x[3], x[11, 5] = torch.nan, torch.inf
+    found, others = compute(x), torch.tensor([row for row in range(20) if row not in (3, 11)])
+    assert found[3].isnan().all()
+    assert torch.equal(found[others], clean[others])
+
+
+def test_rows_beyond_the_scratch_are_computed_in_parts() -> None:
+    """64 MiB of scratch hold some thousands of rows of this width."""
+    routing = Routing(2, True)
+    router, experts = mixture(routing, num_experts=2, inner=16)
+    compute = CppExperts(router, experts, routing)
+    x = torch.randn(300, WIDTH).bfloat16()
+    many = x.repeat(250, 1)
+    assert torch.equal(compute(many), compute(x).repeat(250, 1))

@@ -1,0 +1,92 @@
+"""Mixtures of experts in PyTorch against the sum that defines them, in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.experts import Expert, Routing, TorchExperts
+from quire.kernels.linear import make_linear
+from quire.kernels.linear_weight import LinearWeight
+
+WIDTH, INNER = 24, 40
+ROUTINGS = [Routing(2, True), Routing(3, False), Routing(2, False, True), Routing(5, True, True), Routing(1, True)]
+
+
+def dense(weight: Tensor) -> LinearWeight:
+    return LinearWeight.dense(weight)
+
+
+def random_mixture(routing: Routing, num_experts: int = 5) -> tuple[TorchExperts, Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return a mixture with the router's weight and the experts' weights."""
+    generator = torch.Generator().manual_seed(3)
+    count = num_experts + routing.has_shared
+    router = torch.randn(count, WIDTH, generator=generator) * 0.4
+    weights = [
+        (torch.randn(2 * INNER, WIDTH, generator=generator) * 0.2, torch.randn(WIDTH, INNER, generator=generator) * 0.2)
+        for _ in range(count)
+    ]
+    experts = [
+        Expert(make_linear(dense(up), activation="silu_and_mul"), make_linear(dense(down))) for up, down in weights
+    ]
+    return TorchExperts(make_linear(dense(router)), experts, routing), router, weights
+
+
+def expected_row(x: Tensor, router: Tensor, weights: list[tuple[Tensor, Tensor]], routing: Routing) -> Tensor:
+    """Return one row's result, from the definition."""
+    scores = router.double() @ x.double()
+    routed = scores[:-1] if routing.has_shared else scores
+    chosen = sorted(range(len(routed)), key=lambda expert: (-routed[expert].item(), expert))[: routing.num_chosen]
+    powers = (routed - routed.max()).exp()
+    total = powers[chosen].sum() if routing.is_normalized else powers.sum()
+    shares = {expert: powers[expert] / total for expert in chosen}
+    if routing.has_shared:
+        shares[len(routed)] = scores[-1].sigmoid()
+    result = torch.zeros(WIDTH, dtype=torch.float64)
+    for expert, share in shares.items():
+        gate, up = (weights[expert][0].double() @ x.double()).chunk(2)
+        result += share * (weights[expert][1].double() @ (gate * gate.sigmoid() * up))
+    return result
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_rows_are_the_weighted_results_of_their_experts(routing: Routing) -> None:
+    mixture, router, weights = random_mixture(routing)
+    x = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(4))
+    expected = torch.stack([expected_row(row, router, weights, routing) for row in x])
+    torch.testing.assert_close(mixture(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert mixture(x[:0]).shape == (0, WIDTH)
+
+
+def test_of_equal_scores_the_lower_number_counts_as_higher() -> None:
+    scores = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0]])
+    chosen, weights = Routing(3, True)(scores)
+    assert chosen.tolist() == [[1, 3, 0], [0, 1, 2], [0, 1, 2]]
+    assert weights[1].tolist() == pytest.approx([1 / 3] * 3)
+    assert Routing(3, False)(scores)[1][1].tolist() == pytest.approx([1 / 5] * 3)
+
+
+def test_shared_expert_comes_last_with_the_sigmoid_of_its_score() -> None:
+    chosen, weights = Routing(1, True, has_shared=True)(torch.tensor([[0.5, 0.7, 40.0], [0.7, 0.5, 0.0]]))
+    assert chosen.tolist() == [[1, 2], [0, 2]]
+    assert weights.tolist() == [[1.0, 1.0], [1.0, 0.5]]
+
+
+def test_experts_without_a_row_are_not_used() -> None:
+    class Counted:
+        """A layer that counts its rows."""
+
+        num_bytes = 0
+        num_rows = 0
+
+        def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+            self.num_rows += len(x)
+            return x
+
+    layers = [Counted() for _ in range(4)]
+    router = make_linear(dense(torch.eye(4, WIDTH)))
+    mixture = TorchExperts(router, [Expert(layer, Counted()) for layer in layers], Routing(1, True))
+    x = torch.zeros(7, WIDTH)
+    x[:, 2] = 1.0
+    x[3] = 0.0
+    assert torch.equal(mixture(x), x)
+    assert [layer.num_rows for layer in layers] == [1, 0, 6, 0]
