@@ -1,5 +1,7 @@
 """Random valid blocks of every quantized GGUF type, as rows of bytes and as tensors of a file."""
 
+import re
+
 import numpy as np
 from torch import Tensor
 
@@ -33,7 +35,10 @@ def random_blocks(kinds: dict[str, str], default: str) -> Quantize:
     def quantize(name: str, tensor: Tensor) -> Stored:
         if tensor.dim() == 1:
             return as_is(name, tensor)
-        kind = next((kind for end, kind in kinds.items() if name.endswith(end)), default)
+        if ".ffn_gate_inp" in name:  # routers stay floats
+            return as_is(name, tensor.float())
+        stem = re.sub(r"\.\d+\.weight$", ".weight", name)  # of all experts
+        kind = next((kind for end, kind in kinds.items() if stem.endswith(end)), default)
         if kind == "BF16":
             return as_is(name, tensor.bfloat16())
         rows = random_rows(kind, *tensor.shape, seed=sum(name.encode()), least=-4, most=-2)

@@ -1,6 +1,7 @@
 """GGUF files for tests: a writer of the container, and model folders rewritten as llama.cpp's converter does it."""
 
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -73,18 +74,25 @@ def converted(
 ) -> tuple[dict[str, Any], dict[str, Stored]]:
     """Return the metadata and the tensors that `convert` writes."""
     config = json.loads((folder / "config.json").read_text())
-    architecture = {"GPT2LMHeadModel": "gpt2", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(
-        config["architectures"][0], "llama"
-    )
+    architecture = ARCHITECTURES.get(config["architectures"][0], "llama")
     make = _gpt2_metadata if architecture == "gpt2" else _llama_metadata
     metadata = {"general.architecture": architecture, "general.alignment": ALIGNMENT}
     metadata |= {f"{architecture}.{key}": value for key, value in make(config).items()}
     metadata |= tokenizer_metadata(folder, changes.pop("pre", "gpt-2")) if has_tokenizer(folder) else {}
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
-    tensors = {}
+    tensors, single = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         renamed, moved = _stored(name, tensor, config, architecture)
-        tensors[renamed] = quantize(renamed, moved)
+        single[renamed] = quantize(renamed, moved)
+    for name, (kind, shape, content) in single.items():
+        place = re.fullmatch(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight", name)
+        if place is None:
+            is_vector = name.endswith(".ffn_gate_inp_shexp.weight")
+            tensors[name] = kind, shape[1:] if is_vector else shape, content
+        elif place[2] == "0":
+            count = sum(1 for other in single if re.fullmatch(rf"{place[1]}\.\d+\.weight", other))
+            all_bytes = b"".join(single[f"{place[1]}.{expert}.weight"][2] for expert in range(count))
+            tensors[f"{place[1]}_exps.weight"] = kind, (count, *shape), all_bytes
     return metadata, tensors
 
 
@@ -142,7 +150,7 @@ def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.dimension_count": head_dim,
         "rope.freq_base": float(config.get("rope_theta", 10000.0)),
-    }
+    } | {key: config[name] for key, name in EXPERT_KEYS.items() if name in config}
 
 
 def _gpt2_metadata(config: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +164,24 @@ def _gpt2_metadata(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+ARCHITECTURES = {
+    "GPT2LMHeadModel": "gpt2", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "OlmoeForCausalLM": "olmoe",
+    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe",
+}  # fmt: skip
+EXPERT_KEYS = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}  # fmt: skip
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
+_EXPERT_NAMES = {
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "w1": "ffn_gate", "w3": "ffn_up",
+    "w2": "ffn_down",
+}  # fmt: skip
 _NAMES = {
+    "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -175,7 +200,9 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
     for prefix in ("model.layers.", "transformer.h."):
         if stem.startswith(prefix):
             layer, _, stem = stem.removeprefix(prefix).partition(".")
-            renamed = f"blk.{layer}.{_NAMES[stem]}.{part}"
+            expert = _EXPERT.fullmatch(stem)
+            module = f"{_EXPERT_NAMES[expert['module']]}.{expert['expert']}" if expert else _NAMES[stem]
+            renamed = f"blk.{layer}.{module}.{part}"
             break
     else:
         renamed = f"{_NAMES[stem]}.{part}"

@@ -37,6 +37,17 @@ LAYER_LINEARS = {
 }
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 3}
+ROUTER = "block_sparse_moe.gate"
+EXPERT_LINEARS = {
+    name: shape for name, shape in LAYER_LINEARS.items() if not name.startswith("mlp.")
+} | {
+    f"block_sparse_moe.experts.{expert}.{name}": (WIDTH, INNER) if name == "w2" else (INNER, WIDTH)
+    for expert in range(3)
+    for name in ("w1", "w2", "w3")
+}  # fmt: skip
+
+
 class Module(NamedTuple):
     """Tensors of a quantized module by the ends of their names, and the values that they stand for, float32."""
 
@@ -55,10 +66,10 @@ class Pair(NamedTuple):
     values: dict[str, Tensor]
 
 
-def linears() -> Iterator[tuple[str, int, int]]:
-    """Yield the name, outputs and inputs of every linear layer but the head."""
+def linears(*, has_experts: bool = False) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, outputs and inputs of every linear layer but the head and routers."""
     for layer in range(LAYERS):
-        for name, shape in LAYER_LINEARS.items():
+        for name, shape in (EXPERT_LINEARS if has_experts else LAYER_LINEARS).items():
             yield f"model.layers.{layer}.{name}", *shape
 
 
@@ -69,13 +80,20 @@ def write_pair(
     *,
     dtype: torch.dtype = torch.bfloat16,
     has_quantized_head: bool = False,
+    has_experts: bool = False,
 ) -> Pair:
-    """Write both folders. `quantize`: of all modules, or by the last part of their names; others stay dense."""
+    """Write both folders. `quantize`: of all modules, or by the last part of their names; others stay dense.
+
+    With experts it is a Mixtral.
+    """
     rng = np.random.default_rng(0)
-    config = {**CONFIG, "torch_dtype": str(dtype).removeprefix("torch.")}
+    config = {**CONFIG, **(MIXTRAL if has_experts else {}), "torch_dtype": str(dtype).removeprefix("torch.")}
     floats = {name: tensor.to(dtype) for name, tensor in _kept(rng).items()}
     stored, twin, values = dict(floats), dict(floats), dict[str, Tensor]()
-    modules = [*linears(), *([("lm_head", VOCAB + 5, WIDTH)] if has_quantized_head else [])]
+    for layer in range(LAYERS if has_experts else 0):
+        name = f"model.layers.{layer}.{ROUTER}.weight"
+        stored[name] = twin[name] = _matrix(rng, 3, WIDTH, dtype)
+    modules = [*linears(has_experts=has_experts), *([("lm_head", VOCAB + 5, WIDTH)] if has_quantized_head else [])]
     if has_quantized_head:  # 104 rows: multiples of 8
         config["vocab_size"] = VOCAB + 5
         stored["model.embed_tokens.weight"] = twin["model.embed_tokens.weight"] = _matrix(rng, VOCAB + 5, WIDTH, dtype)

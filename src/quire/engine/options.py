@@ -101,10 +101,10 @@ class EngineOptions:
         "([quantization.md](quantization.md#kv-cache-in-8-bits))",
     )  # fmt: skip
     quantization: Method | None = _engine(
-        None, "int8 or int4 quantizes linear layers while they are loaded; awq, gptq, compressed-tensors, fp8 and gguf "
-        "check what the folder says", short="-q", metavar="FORMAT", shown_default="as the folder says",
+        None, "int8 or int4 quantizes linear layers while they are loaded; awq, gptq, compressed-tensors, fp8, mxfp4 "
+        "and gguf check what the folder says", short="-q", metavar="FORMAT", shown_default="as the folder says",
         row="`int8` or `int4`: float weights of linear layers are quantized while they are loaded, the output head to "
-        "int8 ([quantization.md](quantization.md)). `awq`, `gptq`, `compressed-tensors`, `fp8`, `gguf`: the "
+        "int8 ([quantization.md](quantization.md)). `awq`, `gptq`, `compressed-tensors`, `fp8`, `mxfp4`, `gguf`: the "
         "format of the checkpoint, which is checked. `None`: as the checkpoint is",
     )  # fmt: skip
     quantization_group_size: int = _engine(

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from quire.core.errors import ConfigError
 
 OnlineMethod = Literal["int8", "int4"]                                          # floats are rounded as they are read
-CheckpointMethod = Literal["awq", "gptq", "compressed-tensors", "fp8", "gguf"]  # vLLM's names of formats
+CheckpointMethod = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf"]  # vLLM's names of formats
 Method = Literal["none", OnlineMethod, CheckpointMethod]
 Activations = Literal["int8", "bfloat16"]
 ONLINE_METHODS: tuple[OnlineMethod, ...] = get_args(OnlineMethod)

@@ -60,7 +60,8 @@ _SUPPORTED = (
     same(
         text("quantization", flags=("-q",)),
         "`int8` and `int4` quantize float checkpoints while they are loaded; vLLM's names of formats (`awq`, `gptq`, "
-        "`compressed-tensors`, `fp8`, `gguf`) only check what the checkpoint says ([quantization](quantization.md))",
+        "`compressed-tensors`, `fp8`, `mxfp4`, `gguf`) only check what the checkpoint says "
+        "([quantization](quantization.md))",
     ),
     same(switch("skip_tokenizer_init"), "`serve` needs it where the model has no tokenizer; `LLM` warns instead"),
     same(text("generation_config"), "a folder without the file ends the start"),
@@ -212,7 +213,7 @@ _DEVICES = (
         number("dbo_prefill_token_threshold"), switch("aggregate_engine_logging"),
     ),
     *accepted(
-        "there are no models with experts",
+        "all experts are on one device",
         switch("enable_expert_parallel", "-ep"), switch("enable_ep_weight_filter"), text("all2all_backend"),
         switch("enable_eplb"), config("eplb_config"), text("expert_placement_strategy"),
     ),

@@ -22,6 +22,7 @@ from quire.kernels.linear import all_finite, reference
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from quire.model.weight_formats.format import ModuleRows
@@ -42,6 +43,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "vocab_size": 48, "n_embd": 256, "n_layer": 1, "n_head": 8,
              "n_positions": 64},
 }  # fmt: skip
+EXPERTS = LLAMA | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS | {"architectures": ["MixtralForCausalLM"], "rope_theta": 10000.0},
+    "olmoe": EXPERTS | {"architectures": ["OlmoeForCausalLM"]},
+    "qwen2moe": EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 512},
+    "qwen3moe": EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True},
+}
 MIXTURES: dict[str, tuple[dict[str, str], str]] = {
     **{name: ({}, name) for name in READERS},
     "as Q4_K_M": ({"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "token_embd.weight": "Q6_K"}, "Q4_K"),
@@ -63,6 +71,33 @@ def logits_of(
     source = read_source(path)
     found = source.quantization(asked or QuantizationOptions())
     return runner(load_model(source, back_end=back_end, dtype=dtype, quantization=found)).step({"a": PROMPT})["a"]
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_file_with_experts_equals_the_folder_to_the_bit(
+    family: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", WITH_EXPERTS[family])
+    floats = convert(folder, tmp_path / "floats.gguf")
+    assert [name for name in GGUFFile(floats).tensors if name.startswith("blk.0.ffn_down_exps")]
+    assert torch.equal(logits_of(floats, back_end, paged_runner), logits_of(folder, back_end, paged_runner))
+    file = convert(folder, tmp_path / "model.gguf", random_blocks({"ffn_down.weight": "Q6_K"}, "Q4_K"))
+    twin = dequantized(folder, file, tmp_path / "twin", torch.bfloat16)
+    ours = logits_of(file, back_end, paged_runner, asked=EXPANDED)
+    assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
+    source = read_source(file)
+    decoder = load_model(source, back_end=back_end, quantization=source.quantization(QuantizationOptions()))
+    if back_end.name == "cpp":
+        expected = weight_bytes(source.spec, "bfloat16", quantization=source.quantization(QuantizationOptions()))
+        assert decoder.weight_bytes == expected
+
+
+def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    for shape in ((3, 32), (300_000, 1, 1)):
+        matrix = torch.zeros(shape)
+        path = write_gguf(tmp_path / "model.gguf", {}, {"blk.0.ffn_up_exps.weight": as_is("a", matrix)})
+        with pytest.raises(ModelError, match=r"'blk.0.ffn_up_exps.weight' has shape .*, expected \[experts, rows, wid"):
+            read_source(path)
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)

@@ -11,6 +11,7 @@ from quire import LLM, SamplingParams
 from quire.engine.formats import read_source
 from quire.kernels.back_end import TORCH, BackEnd
 from quire.kernels.linear import reference
+from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from support.quantized_folder import (
@@ -66,6 +67,20 @@ def test_expanded_weights_give_the_bits_of_the_twin(
     models = [quantized, load_model(read_source(pair.twin), back_end=back_end)]
     found, expected = (paged_runner(model).run("a", TOKENS, [7, 20]) for model in models)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "packed", "bytes", "fp8", "floats"])
+def test_experts_give_the_bits_of_the_twin(tmp_path: Path, paged_runner: type, back_end: BackEnd, kind: str) -> None:
+    quantize, config, has_head = KINDS[kind]
+    pair = write_pair(tmp_path, quantize, config, has_quantized_head=has_head, has_experts=True)
+    source = read_source(pair.folder)
+    expanded = source.quantization(QuantizationOptions(activations="bfloat16"))
+    quantized = load_model(source, back_end=back_end, quantization=expanded)
+    models = [quantized, load_model(read_source(pair.twin), back_end=back_end)]
+    found, expected = (paged_runner(model).run("a", TOKENS, [7, 20]) for model in models)
+    assert torch.equal(found, expected)
+    if back_end.name == "cpp":
+        assert quantized.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=expanded)
 
 
 @pytest.mark.parametrize("kind", ["gptq, its head too", "packed, its head too", "bytes"])

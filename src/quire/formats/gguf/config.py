@@ -9,8 +9,10 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+from quire.formats.gguf import experts
 from quire.formats.gguf.file import GGUFFile
 from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.spec import DecoderSpec, WeightMap
@@ -24,11 +26,12 @@ _ENDS = frozenset((  # those of llama.cpp, for the families here
 ))  # fmt: skip
 _UNSERVED = (  # keys of computations that none of the families here has
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping",
-    "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "expert_count",
-    "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha",
+    "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "leading_dense_block_count",
+    "expert_group_count", "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha",
 )  # fmt: skip
 _UNSERVED_UNLESS = {
-    "attention.causal": (True,), "rope.scaling.yarn_ext_factor": (1, -1), "rope.scaling.yarn_attn_factor": (1,),
+    "attention.causal": (True,), "expert_weights_scale": (0, 1), "expert_gating_func": (0, 1),
+    "rope.scaling.yarn_ext_factor": (1, -1), "rope.scaling.yarn_attn_factor": (1,),
 }  # fmt: skip
 _LLAMA_WEIGHTS = WeightMap(
     prefixes=("",),
@@ -46,6 +49,9 @@ _LLAMA_WEIGHTS = WeightMap(
     head="output",
     harmless=(ROPE_FREQS, "attn_rot_embd.weight", "attn.rot_embd"),
 )
+_EXPERT_KEYS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}  # fmt: skip
+_EXPERT_WEIGHTS = replace(_LLAMA_WEIGHTS, experts=experts.NAMES)
 _GPT2_WEIGHTS = replace(_LLAMA_WEIGHTS, qkv=("attn_qkv",), feed_forward_in=("ffn_up",), positions="position_embd")
 
 
@@ -105,6 +111,8 @@ def read_gguf_config(file: GGUFFile) -> dict[str, object]:
         metadata.reject(key, 0, why="no family here computes with it")
     for key, harmless in _UNSERVED_UNLESS.items():
         metadata.reject(key, *harmless, why="no family here computes with it")
+    if ARCHITECTURES[_architecture_name(file)].weights.experts is None:
+        metadata.reject("expert_count", 0, why="no family here computes with it")
     config = ARCHITECTURES[_architecture_name(file)].to_config(metadata)
     return config | {"vocab_size": metadata.rows("token_embd.weight"), "dtype": _dtype(file),
                      "tie_word_embeddings": "output.weight" not in file.tensors}
@@ -176,7 +184,10 @@ def _rope_divisors(file: GGUFFile, num_pairs: int) -> tuple[float, ...]:
 
 
 def _llama(metadata: Metadata) -> dict[str, object]:
-    config = _rotary_decoder(metadata) | {
+    config = _of_family(metadata, "MixtralForCausalLM")
+    if "num_experts" in config:
+        return config
+    config |= {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": "blk.0.attn_q.bias" in metadata.file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in metadata.file.tensors,
@@ -187,12 +198,13 @@ def _llama(metadata: Metadata) -> dict[str, object]:
     return config
 
 
-def _qwen2(metadata: Metadata) -> dict[str, object]:
-    return _rotary_decoder(metadata) | {"architectures": ["Qwen2ForCausalLM"]}
-
-
-def _qwen3(metadata: Metadata) -> dict[str, object]:
-    return _rotary_decoder(metadata) | {"architectures": ["Qwen3ForCausalLM"]}
+def _of_family(metadata: Metadata, family: str, *, is_normalized: bool = True) -> dict[str, object]:
+    """Return the keys of a family with rotary positions; `is_normalized` is about the weights of experts."""
+    config = _rotary_decoder(metadata) | {"architectures": [family]}
+    if not (metadata.has("expert_count") and metadata.size("expert_count", least=0)):
+        return config
+    sizes = {name: metadata.size(key) for key, name in _EXPERT_KEYS.items() if metadata.has(key)}
+    return config | sizes | {"num_experts_per_tok": metadata.size("expert_used_count"), "norm_topk_prob": is_normalized}
 
 
 def _rotary_decoder(metadata: Metadata) -> dict[str, object]:
@@ -250,8 +262,11 @@ def _gpt2(metadata: Metadata) -> dict[str, object]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(_llama, _LLAMA_WEIGHTS, has_permuted_heads=True),
-    "qwen2": Architecture(_qwen2, _LLAMA_WEIGHTS),
-    "qwen3": Architecture(_qwen3, _LLAMA_WEIGHTS),
+    "llama": Architecture(_llama, _EXPERT_WEIGHTS, has_permuted_heads=True),
+    "qwen2": Architecture(partial(_of_family, family="Qwen2ForCausalLM"), _LLAMA_WEIGHTS),
+    "qwen3": Architecture(partial(_of_family, family="Qwen3ForCausalLM"), _LLAMA_WEIGHTS),
     "gpt2": Architecture(_gpt2, _GPT2_WEIGHTS),
+    "olmoe": Architecture(partial(_of_family, family="OlmoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
+    "qwen2moe": Architecture(partial(_of_family, family="Qwen2MoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
+    "qwen3moe": Architecture(partial(_of_family, family="Qwen3MoeForCausalLM"), _EXPERT_WEIGHTS),
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.core.optional_package import needs_package
 from quire.formats.gguf.config import gguf_eos_token_ids, permuted_tensors, read_gguf_config, with_gguf_weights
+from quire.formats.gguf.experts import with_single_experts
 from quire.formats.gguf.file import GGUFFile
 from quire.formats.gguf.quantization import gguf_quantization
 from quire.formats.gguf.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer
@@ -57,6 +58,7 @@ class GGUFSource:
 def read_gguf(path: Path) -> GGUFSource:
     """Read the metadata of a file. ModelError names the key or tensor that is missing, wrong or not supported."""
     file = GGUFFile(path)
+    file.tensors = with_single_experts(file)
     config = read_gguf_config(file)
     return GGUFSource(file, config, with_gguf_weights(spec_from_config(config, str(path)), file))
 

@@ -59,7 +59,12 @@ def block_of(config: ConfigReader, key: str) -> tuple[int, int]:
 
 
 def matching_rule(config: ConfigReader, kind: MatchKind, text: str, scheme: StoredScheme | None) -> ModuleRule:
-    """Return the rule of a text that may be a pattern. Raises ModelError for a pattern that is not supported."""
+    """Return the rule of a text that may be a pattern. Raises ModelError for a pattern that is not supported.
+
+    A path that is a plain name is no pattern: models with experts list some for each layer.
+    """
+    if kind == "path" and text.replace(".", "").isidentifier():
+        return ModuleRule("module", text, scheme)
     try:
         if kind in ("pattern", "path"):
             compile_pattern(text)

@@ -10,6 +10,7 @@ from quire.formats.quantized.awq_config import awq_rules
 from quire.formats.quantized.compressed_tensors_config import compressed_tensors_rules
 from quire.formats.quantized.fp8_config import fp8_rules
 from quire.formats.quantized.gptq_config import gptq_rules
+from quire.formats.quantized.mxfp4_config import mxfp4_rules
 from quire.formats.quantized.options import checked_rules
 from quire.formats.quantized.schemes import ModuleRule, StoredQuantization
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
@@ -20,6 +21,7 @@ _PARSERS: Mapping[str, Callable[[ConfigReader], list[ModuleRule]]] = {
     "awq": awq_rules,
     "compressed-tensors": compressed_tensors_rules,
     "fp8": fp8_rules,
+    "mxfp4": mxfp4_rules,
 }
 
 

@@ -16,6 +16,7 @@ from quire.model.quantization import (
     activation_group_size,
 )
 
+FLOAT_ELEMENTS = "fp8", "codebook4"
 MAX_TOKEN_INPUTS = 1 << 16  # inputs that share a scale where checkpoints say one for each token: all, up to these
 
 
@@ -37,8 +38,11 @@ def folder_quantization(asked: QuantizationOptions, stored: StoredQuantization, 
         raise ConfigError(
             f"quantization {asked.method!r} contradicts {source}: {CONFIG_KEYS[0]} says {stored.method!r}"
         )
-    if asked.activations == "int8" and any(scheme.element == "fp8" for scheme in stored.schemes):
-        raise ConfigError(f"quantization_activations 'int8' is for integer weights, and {source} has fp8 weights")
+    floats = [scheme.element for scheme in stored.schemes if scheme.element in FLOAT_ELEMENTS]
+    if asked.activations == "int8" and floats:
+        raise ConfigError(
+            f"quantization_activations 'int8' is for integer weights, and {source} has {floats[0]} weights"
+        )
     layers = weight_scheme(stored.schemes[-1] if stored.schemes else None, asked.activations)
     head = weight_scheme(stored.scheme(HEAD), asked.activations)
     return FolderQuantization(stored.method, layers, head, stored=stored, activations=asked.activations)
@@ -49,7 +53,7 @@ def weight_scheme(scheme: StoredScheme | None, activations: Activations | None) 
     if scheme is None:
         return WeightScheme()
     group_size, correction = scheme.group_size or WHOLE_ROW, "zeros" if scheme.has_zero_points else "constant"
-    activation_groups = 0 if scheme.element == "fp8" else activation_group_size(group_size, activations)
+    activation_groups = 0 if scheme.element in FLOAT_ELEMENTS else activation_group_size(group_size, activations)
     if scheme.quantizes_activations and activations != "bfloat16":
         activation_groups = scheme.group_size or MAX_TOKEN_INPUTS
     return WeightScheme(scheme.element, group_size, activation_groups, correction)

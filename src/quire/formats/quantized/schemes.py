@@ -10,9 +10,9 @@ from typing import Literal
 
 from quire.formats.quantized.patterns import matches_start
 
-Storage = Literal["gptq", "awq", "packed", "plain"]  # "packed": compressed-tensors; "plain": an element per byte
-Element = Literal["int4", "int8", "fp8"]
-MatchKind = Literal["all", "name", "part", "path", "pattern"]
+Storage = Literal["gptq", "awq", "packed", "plain", "mxfp4"]  # packed: compressed-tensors; plain: an element per byte
+Element = Literal["int4", "int8", "fp8", "codebook4"]
+MatchKind = Literal["all", "name", "part", "module", "path", "pattern"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class StoredScheme:
 class ModuleRule:
     """Scheme of the modules that a text matches; None: they are not quantized.
 
-    "name": the text is the whole name; "part": it is in the name; "path": the name begins or ends with it, or, as a
-    pattern, begins with a match that ends at a dot; "pattern": a regular expression matches the beginning of the name;
-    "all": any name.
+    "name": the text is the whole name; "part": it is in the name; "module": the name ends with it, or begins with it
+    and a dot; "path": the name begins or ends with it, or, as a pattern, begins with a match that ends at a dot;
+    "pattern": a regular expression matches the beginning of the name; "all": any name.
     """
 
     kind: MatchKind
@@ -51,6 +51,8 @@ class ModuleRule:
                 return module == self.text
             case "part":
                 return self.text in module
+            case "module":
+                return module.endswith(self.text) or module.startswith(f"{self.text}.")
             case "pattern":
                 return matches_start(self.text, module)
             case "path":

@@ -16,6 +16,7 @@ from quire.formats.quantized.schemes import Storage, StoredQuantization, StoredS
 from quire.formats.quantized_tensors.awq import read_awq
 from quire.formats.quantized_tensors.compressed_tensors import read_packed
 from quire.formats.quantized_tensors.gptq import read_gptq
+from quire.formats.quantized_tensors.mxfp4 import read_mxfp4
 from quire.formats.quantized_tensors.plain import read_plain
 from quire.formats.quantized_tensors.stored import StoredModule
 from quire.kernels.linear_weight import DENSE, LinearWeight
@@ -33,8 +34,9 @@ _READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {
     "awq": read_awq,
     "packed": read_packed,
     "plain": read_plain,
+    "mxfp4": read_mxfp4,
 }
-_WORDS = ("gptq", "awq")  # quantized modules have no tensor `.weight`
+_OTHER_NAMES = ("gptq", "awq", "mxfp4")  # quantized modules have no tensor `.weight`
 
 
 def open_quantized(folder: Path, quantization: FolderQuantization) -> StoredTensors:
@@ -85,7 +87,7 @@ class QuantizedFormat:
         """Return the scheme of a module; None for dense ones, also those that only the tensors show to be dense."""
         scheme, name = self._quantization.scheme(module.module), module.module
         is_dense = f"{name}.weight" in tensors.names and f"{name}.qweight" not in tensors.names
-        return None if scheme is not None and scheme.storage in _WORDS and is_dense else scheme
+        return None if scheme is not None and scheme.storage in _OTHER_NAMES and is_dense else scheme
 
 
 def fused(parts: Sequence[LinearWeight]) -> LinearWeight:
