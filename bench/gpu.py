@@ -40,6 +40,7 @@ import quire.model.checkpoints.tensor_reader  # noqa: E402
 import quire.model.loader  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.kernels.back_end import cuda_back_end  # noqa: E402
+from quire.kernels.cuda.attention import attend  # noqa: E402
 from quire.kernels.paged_attention import build_metadata  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs/gpu.md"
@@ -121,14 +122,17 @@ def decode_rows(bandwidth: float) -> Iterator[Row]:
             let_go()
             if num_bytes > min(MAX_KV_BYTES, MAX_KV_BYTES if DRY_RUN else torch.cuda.mem_get_info()[0] // 3):
                 continue
-            paged_s = seconds(paged_call(batch, context, 1), num_bytes)
+            call = paged_call(batch, context, 1)
+            paged_s = seconds(call, num_bytes)
+            of_paper = "-" if DRY_RUN else f"{seconds(partial(attend, *call.args), num_bytes) / paged_s:.2f}"
+            del call
             key, value = (random(batch, KV_HEADS, context, HEAD_DIM) for _ in range(2))
             query = random(batch, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)  # heads of a group see the same: as rows
             plain_s = best_of_torch(partial(F.scaled_dot_product_attention, query, key, value), num_bytes)
             del key, value, query
             rate = num_bytes / paged_s
             slower = f"{paged_s / plain_s - 1:+.0%}"
-            yield [str(batch), str(context), f"{rate / 1e9:.0f}", f"{rate / bandwidth:.0%}", slower]
+            yield [str(batch), str(context), f"{rate / 1e9:.0f}", f"{rate / bandwidth:.0%}", slower, of_paper]
 
 
 def best_of_torch(attend: Callable[[], object], num_bytes: int = 0) -> float:
@@ -150,7 +154,7 @@ def let_go() -> None:
         torch.cuda.empty_cache()
 
 
-def paged_call(batch: int, context: int, num_queries: int) -> Callable[[], object]:
+def paged_call(batch: int, context: int, num_queries: int) -> "partial[object]":
     """Return a call of the paged attention for `batch` sequences, each with its last `num_queries` tokens new."""
     back_end, per_sequence = cuda_back_end(), -(-context // 16)
     key, value = (random(batch * per_sequence, 16, KV_HEADS, HEAD_DIM) for _ in range(2))
@@ -307,9 +311,12 @@ def tables(bandwidth: float) -> Iterator[Table]:
     heads = f"{HEADS} heads over {KV_HEADS} of {HEAD_DIM}, {str(DTYPE).removeprefix('torch.')}"
     yield (
         f"Decode attention, {heads}, blocks of 16",
-        ["sequences", "context", "GB/s of KV", "of the copy bandwidth", "time beside torch's, contiguous"],
+        [
+            "sequences", "context", "GB/s of KV", "of the copy bandwidth", "time beside torch's, contiguous",
+            "time of the paper's kernel beside Triton's",
+        ],
         decode_rows(bandwidth),
-    )
+    )  # fmt: skip
     yield f"Prefill attention, {heads}", ["tokens", "TFLOP/s", "torch's", "share"], prefill_rows()
     yield "Blocks of 16 tokens, 32 layers", ["what", "GB/s", "of the copy bandwidth"], move_rows(bandwidth)
     yield (

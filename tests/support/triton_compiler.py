@@ -95,11 +95,11 @@ def _launching_nothing(capability: int, number: int, use: Callable[[Any], None])
 def _compiled(kernel: Any, capability: int) -> Compiled:  # noqa: ANN401
     ptx, metadata = kernel.asm["ptx"], kernel.metadata
     reads_widely = re.search(WIDE_READ, ptx) is not None
-    return Compiled(metadata.name, capability, *_resources(ptx), metadata.shared, reads_widely)
+    return Compiled(metadata.name, capability, *resources(ptx), metadata.shared, reads_widely)
 
 
-def _resources(ptx: str) -> tuple[int, int]:
-    """Return registers per thread, and bytes that are written away because they do not fit into them."""
+def resources(ptx: str) -> tuple[int, int]:
+    """Return registers per thread, and bytes that are written away because they do not fit: of kernels, the most."""
     import triton
 
     target = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
@@ -110,5 +110,5 @@ def _resources(ptx: str) -> tuple[int, int]:
         file.flush()
         command = [tool, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = (re.findall(p, report)[0] for p in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
-    return int(registers), int(spilled)
+    registers, spilled = (re.findall(p, report) for p in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    return max(map(int, registers)), max(map(int, spilled))

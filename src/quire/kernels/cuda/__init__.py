@@ -1,0 +1,5 @@
+"""The paper's kernel: PagedAttention in CUDA C++, compiled by NVRTC when a shape first needs it.
+
+`attention.attend` is the door. `paged_attention.cu` is the source, `source.py` what is defined for a shape, `nvrtc.py`
+the compiler and `launch.py` the launch.
+"""
