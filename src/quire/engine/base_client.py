@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from quire.core.block_map import BlockMap, Tier
+from quire.core.lora import Adapter
 from quire.engine.input_processor import CheckedParams, CheckedPooling, InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.messages import EngineDeadError, EngineState, Ready
 from quire.engine.output_processor import OutputKind
@@ -62,6 +63,10 @@ class BaseClient(ABC):
     @abstractmethod
     def num_free_seqs(self) -> int:
         """Requests of one sequence that could run at once, by the last reports; 0 if requests wait or are swapped."""
+
+    @abstractmethod
+    async def read_adapter(self, folder: str) -> Adapter:
+        """Have an engine read the LoRA adapter of a folder. ModelError with the reason if it cannot be served."""
 
     # --- pinned prefixes ------------------------------------------------------------------------------------------
 

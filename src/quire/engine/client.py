@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Protocol, Self
 
 from quire.core.block_map import BlockMap, Tier
-from quire.core.errors import EngineError, InvalidRequestError, RequestFailedError
+from quire.core.errors import EngineError, InvalidRequestError, ModelError, RequestFailedError
 from quire.core.frames import frame
+from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.engine import messages
 from quire.engine.base_client import SingleEngine
@@ -138,6 +139,14 @@ class EngineClient(SingleEngine):
             raise
         return stream
 
+    async def read_adapter(self, folder: str) -> Adapter:
+        """Have the engine read the LoRA adapter of a folder. ModelError with the reason if it cannot be served."""
+        self._raise_if_dead()
+        reply = await self._pending.read_adapter(folder)
+        if reply.adapter is None:
+            raise ModelError(reply.error)
+        return reply.adapter
+
     def _on_abort(self, request_id: int, finished: FinishedRequest) -> None:
         self._send(messages.Abort(request_id))
         self._observer.on_abort(finished)
@@ -241,7 +250,7 @@ class EngineClient(SingleEngine):
 
     def _handle_report(self, report: Report) -> None:
         self._last_progress_s = time.monotonic()
-        if not isinstance(report, messages.Alive):  # sent by another thread: may arrive after the Idle
+        if not isinstance(report, messages.Alive | messages.AdapterReply):  # of other threads: may follow the Idle
             self._is_idle = isinstance(report, messages.Idle)
         match report:
             case messages.Alive() | messages.Stepped():
@@ -253,6 +262,8 @@ class EngineClient(SingleEngine):
                 self._streams.fail(request_id, InvalidRequestError(message, param=param, code=code))
             case messages.BlocksReply(command, block_map):
                 self._pending.resolve(command, block_map)
+            case messages.AdapterReply(asked):
+                self._pending.resolve(asked, report)
             case messages.Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")
             case _:

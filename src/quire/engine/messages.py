@@ -11,6 +11,7 @@ import msgspec
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, ModelError
+from quire.core.lora import Adapter
 from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
 from quire.core.pooling import PoolerConfig
 from quire.core.sequence import Request
@@ -60,7 +61,14 @@ class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
     tier: Tier = "kv"
 
 
-Command = Start | Add | Abort | Finish | GetBlocks
+class ReadAdapter(msgspec.Struct, tag="read_adapter", array_like=True, frozen=True):
+    """Read the LoRA adapter of a folder, in another thread. `number` identifies it."""
+
+    number: int
+    folder: str
+
+
+Command = Start | Add | Abort | Finish | GetBlocks | ReadAdapter
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------
@@ -151,7 +159,15 @@ class BlocksReply(msgspec.Struct, tag="blocks_reply", array_like=True, frozen=Tr
     map: BlockMap
 
 
-Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused | BlocksReply
+class AdapterReply(msgspec.Struct, tag="adapter_reply", array_like=True, frozen=True):
+    """The answer to a ReadAdapter. `adapter` is None for one that cannot be read, for the reason `error`."""
+
+    command: ReadAdapter
+    adapter: Adapter | None
+    error: str = ""
+
+
+Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused | BlocksReply | AdapterReply
 
 
 _ADD_HEAD = b"\x92" + msgspec.msgpack.encode("add")  # an array of two: the tag, and the request

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from quire.core.block_map import BlockMap, Tier
-from quire.engine.messages import Abort, Command, EngineDeadError, GetBlocks
+from quire.engine.messages import Abort, AdapterReply, Command, EngineDeadError, GetBlocks, ReadAdapter
 
 
 class PendingCommands:
@@ -15,7 +15,7 @@ class PendingCommands:
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
         self._futures: dict[Command, asyncio.Future[Any]] = {}
-        self._map_numbers = itertools.count()
+        self._map_numbers, self._adapter_numbers = itertools.count(), itertools.count()
         self._map_lock = asyncio.Lock()      # the engine is asked for one map at a time: each costs a step some time
 
     def __len__(self) -> int:
@@ -32,6 +32,11 @@ class PendingCommands:
             check()
             block_map: BlockMap = await self._request(GetBlocks(next(self._map_numbers), first, count, tier))
             return block_map
+
+    async def read_adapter(self, folder: str) -> AdapterReply:
+        """Have the LoRA adapter of a folder read; return the answer."""
+        reply: AdapterReply = await self._request(ReadAdapter(next(self._adapter_numbers), folder))
+        return reply
 
     async def _request(self, command: Command) -> Any:  # noqa: ANN401 (whatever the engine answers)
         future = self._futures[command] = asyncio.get_running_loop().create_future()

@@ -20,16 +20,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
-from quire.core.errors import InvalidRequestError
+from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.frames import frame, read_frame
+from quire.core.lora import Adapter
 from quire.core.outputs import KVStats
 from quire.engine import messages
-from quire.engine.engine import Engine
+from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.messages import EngineState, Report
 from quire.engine.stall_detector import LayerCost, StallDetector
@@ -124,7 +126,7 @@ class EngineLoop:
 
     def _handle_command(self, message: bytes) -> None:
         command = messages.decode_command(message)
-        if not isinstance(command, messages.GetBlocks):
+        if not isinstance(command, messages.GetBlocks | messages.ReadAdapter):
             self._checking = None               # restart the check: blocks are about to change
         match command:
             case messages.Add(request):
@@ -141,8 +143,27 @@ class EngineLoop:
                 self._engine.finish(request_id, index)
             case messages.GetBlocks(_, first, count, tier):
                 self._send(messages.BlocksReply(command, self._engine.block_map(first, count, tier)))
+            case messages.ReadAdapter(_, folder):
+                self._read_adapter(command, folder)
             case messages.Start():
                 raise AssertionError("started twice")
+
+    def _read_adapter(self, command: messages.ReadAdapter, folder: str) -> None:
+        """Have an adapter read; the thread that reads it sends the answer."""
+        adapters = self._engine.adapters
+        if adapters is None:
+            return self._send(messages.AdapterReply(command, None, NO_ADAPTERS))
+
+        def reply(read: "Future[Adapter]") -> None:
+            error = read.exception()
+            if error is None:
+                return self._send(messages.AdapterReply(command, read.result()))
+            if not isinstance(error, ModelError):
+                log.error("an adapter cannot be read", exc_info=error)
+            text = str(error) if isinstance(error, ModelError) else f"the adapter cannot be read: {error!r}"
+            return self._send(messages.AdapterReply(command, None, messages.failed(ModelError(text)).message))
+
+        return adapters.read(folder).add_done_callback(reply)
 
     def _step(self) -> None:
         self._heartbeat.resume()

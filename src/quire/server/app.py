@@ -12,7 +12,17 @@ from quire.server.errors import handle_errors
 from quire.server.http.middleware import AccessMiddleware, RootPath
 from quire.server.http.request_log import RequestLog
 from quire.server.options import MAX_ELEMENTS
-from quire.server.routes import completions, docs, forwarding, models, prefixes, system, tokenization, tokenizer_info
+from quire.server.routes import (
+    adapters,
+    completions,
+    docs,
+    forwarding,
+    models,
+    prefixes,
+    system,
+    tokenization,
+    tokenizer_info,
+)
 from quire.server.service import Service
 
 try:
@@ -92,6 +102,8 @@ def create_app(service: Service) -> FastAPI:
         modules.append(tokenizer_info)
     if service.options.max_pinned_prefixes:
         modules.append(prefixes)
+    if service.options.allow_runtime_lora:
+        modules.append(adapters)
     for module in modules:
         app.include_router(module.router)
     if responses_router is not None:

@@ -19,6 +19,7 @@ from quire.core.structured_outputs_config import StructuredOutputsConfig, parse_
 from quire.engine.options import EngineOptions
 from quire.engine.start_timeout import START_TIMEOUT_S
 from quire.scheduling.limits import MAX_PINNED_PREFIXES
+from quire.server.adapter_names import AdapterModule, parse_modules
 
 _LONGEST_S = 86400.0
 _MAX_KEYS = 1 << 16     # with a weight
@@ -325,6 +326,20 @@ class ServerOptions(Limits):
         row="name of the model for clients, `quire-demo` for the demo model; repeatable; answers carry the one "
         "asked for",
     )  # fmt: skip
+    lora_modules: tuple[str, ...] = _server(
+        (), "a LoRA adapter as NAME=PATH (repeatable), or as JSON", metavar="NAME=PATH",
+        row="LoRA adapter that clients name as a model: `sql=adapters/sql`, or `{\"name\": ..., \"path\": ..., "
+        "\"base_model_name\": ...}`; repeatable; with `--enable-lora` ([adapters.md](adapters.md))",
+    )  # fmt: skip
+    allow_runtime_lora: bool = _server(
+        False, "serve /v1/load_lora_adapter and /v1/unload_lora_adapter",
+        row="serve `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, for folders below `--lora-root`; where there "
+        "is an operator's key, with that key alone",
+    )  # fmt: skip
+    lora_root: str | None = _server(
+        None, "folder below which those adapters are", metavar="FOLDER",
+        row="folder below which adapters are that are loaded while the server runs; links out of it are refused",
+    )  # fmt: skip
     api_key: tuple[str, ...] = _server(
         (), "a key that lets clients in (repeatable); better as QUIRE_API_KEY", metavar="KEY", is_secret=True,
         row="key that clients must send; repeatable; `QUIRE_API_KEY`, several separated by spaces",
@@ -436,6 +451,9 @@ class ServerOptions(Limits):
         self._check_key_weights()
         if not all(name and name.isprintable() for name in self.served_model_name):
             raise ConfigError("served_model_name must not be empty or have control characters")
+        _ = self.adapters
+        if self.allow_runtime_lora and self.lora_root is None:
+            raise ConfigError("allow_runtime_lora needs lora_root, the folder of the adapters")
         self._check_paths()
         self._check_tls()
         if not (self.api_key or self.allow_unauthenticated or self.uds is not None or _is_loopback(self.host)):
@@ -443,6 +461,11 @@ class ServerOptions(Limits):
                 f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "
                 f"or host to 127.0.0.1"
             )
+
+    @property
+    def adapters(self) -> tuple[AdapterModule, ...]:
+        """The lora_modules, parsed. ConfigError names what is wrong."""
+        return parse_modules(self.lora_modules)
 
     @property
     def outputs_config(self) -> StructuredOutputsConfig:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.checks import shown
+from quire.core.lora import Adapter
 from quire.engine.base_client import BaseClient
 from quire.engine.input_processor import PreparedRequest
 from quire.engine.metrics import Metrics
+from quire.server.adapter_names import AdapterNames
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.control import AdmissionControl
 from quire.server.api.active_responses import ActiveResponses
@@ -24,6 +26,8 @@ from quire.server.preparation_threads import PreparationThreads
 from quire.server.template_renderer import TemplateRenderer
 from quire.server.time_slices import TimeSlices
 
+MAX_NAMES_TOLD = 10  # in the error for an unknown model
+
 
 @dataclass(slots=True)
 class Service:
@@ -35,6 +39,7 @@ class Service:
     metrics: Metrics
     templates: TemplateRenderer
     admission: AdmissionControl = field(init=False)
+    adapters: AdapterNames = field(init=False)
     threads: PreparationThreads = field(default_factory=PreparationThreads)
     decode_lanes: Lanes = field(default_factory=Lanes)  # for large bodies, decoded in slices on the event loop
     slices: TimeSlices = field(default_factory=TimeSlices)
@@ -51,15 +56,30 @@ class Service:
     def __post_init__(self) -> None:
         """Build what depends on the options."""
         self.admission = AdmissionControl(self.options.max_total_body_bytes, self.metrics)
+        self.adapters = AdapterNames(self.names)
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name of a response: the requested one, or the first. ApiError 404 for another model."""
+        """Return the model name of a response: the requested one, or the first. ApiError 404 for an unknown one.
+
+        Names are those of the model and of its LoRA adapters.
+        """
         if name is None:
             return self.names[0]
-        if name not in self.names:
-            message = f"the model {shown(name)} does not exist; this server has {', '.join(self.names)}"
+        if name not in self.names and self.adapters.find(name) is None:
+            served = [*self.names, *(each.name for each in self.adapters.all)]
+            more = f", and {len(served) - MAX_NAMES_TOLD} more" if len(served) > MAX_NAMES_TOLD else ""
+            message = (
+                f"the model {shown(name)} does not exist; this server has {', '.join(served[:MAX_NAMES_TOLD])}{more}"
+            )
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
+
+    def adapter_of(self, name: str) -> Adapter | None:
+        """Return the adapter of a name that was checked; None for the model. ApiError 404 if it was unloaded since."""
+        if name in self.names:
+            return None
+        found = self.adapters.find(self.check_model(name))
+        return None if found is None else found.adapter
 
     def check_engine(self) -> None:
         """Raise ApiError 503 when the engine is dead or stalled, or a critical task has ended."""

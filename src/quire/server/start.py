@@ -9,6 +9,7 @@ import os
 import signal
 from typing import NoReturn
 
+from quire.core.errors import ConfigError
 from quire.engine.launcher import spawn_engines
 from quire.engine.options import EngineOptions
 from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path
@@ -24,6 +25,8 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     """
     _ensure_standard_streams()
     raise_file_limit(options.max_connections)
+    if (options.lora_modules or options.allow_runtime_lora) and not engine.enable_lora:
+        raise ConfigError("lora_modules and allow_runtime_lora need enable_lora")
     tls = tls_context(options)
     with bind(options.host, options.port) if options.uds is None else bind_path(options.uds) as listener:
         for number in STOP_SIGNALS:

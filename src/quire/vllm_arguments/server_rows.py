@@ -58,7 +58,7 @@ _ROWS = (
               switch("enable_flash_late_interaction")),
     *refused("the fingerprint is Quire's version", text("fingerprint_mode", "full", "hash"),
              text("fingerprint_value")),
-    *refused("LoRA adapters are not served", texts("lora_modules")),
+    same(texts("lora_modules"), "repeatable, too"),
     *refused("no code from outside is run", texts("middleware"), text("tool_parser_plugin")),
     *refused("tools run at clients", text("tool_server")),
     *refused("set `strict` of each tool", text("tool_strict_level", "auto")),

@@ -13,6 +13,7 @@ from itertools import count
 from msgspec import structs
 
 from quire.core.errors import InvalidRequestError
+from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sequence import Request
 from quire.core.task import Pin
@@ -184,6 +185,11 @@ class Fleet(BaseClient):
     def num_free_seqs(self) -> int:
         """Requests of one sequence that could run at once, by the last reports."""
         return sum(self._clients[number].num_free_seqs for number in self._living)
+
+    async def read_adapter(self, folder: str) -> Adapter:
+        """Have an engine read an adapter; the others read it for their first request."""
+        self._raise_if_dead()
+        return await self._clients[self._living[0]].read_adapter(folder)
 
     # --- pinned prefixes ------------------------------------------------------------------------------------------
 

@@ -71,7 +71,8 @@ async def prepared(
         tokenized: list[TokenizedPrompt] = []
         num_tokens = 0
         for prompt in prompts:
-            tokenized.append(tokenize(prompt).salted(call.cache_salt, call.key_number))
+            salted = tokenize(prompt).salted(call.cache_salt, call.key_number)
+            tokenized.append(salted.adapted(service.adapter_of(call.model)))
             most = limits.most_tokens(len(tokenized[-1].token_ids), params.n)
             if call.cuts_max_tokens and 0 < most < (params.max_tokens or 0):
                 params = replace(params, max_tokens=most)

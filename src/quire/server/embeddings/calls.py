@@ -188,12 +188,12 @@ def _pair_options(service: Service, body: PairsBody) -> PairOptions:
 def _with_requests(
     service: Service, call: ApiRequest, checked: CheckedPooling, prompts: Sequence[TokenizedPrompt]
 ) -> ApiRequest:
-    weight = service.options.weight_of(call.key_number)
+    weight, adapter = service.options.weight_of(call.key_number), service.adapter_of(call.model)
     return replace(
         call,
         requests=[
             service.client.prepare_pool(
-                prompt.salted(call.cache_salt, call.key_number), checked, call.client_id, weight
+                prompt.salted(call.cache_salt, call.key_number).adapted(adapter), checked, call.client_id, weight
             )
             for prompt in prompts
         ],

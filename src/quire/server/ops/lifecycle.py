@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import ssl
+from pathlib import Path
 from typing import NoReturn
 
 import uvloop
@@ -118,7 +119,22 @@ async def connect(children: list[EngineProcess], engine: EngineOptions, options:
         log.info("defaults of requests by generation_config: %s", ", ".join(f"{k} {v}" for k, v in defaults.items()))
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
     templates.warm_up()
-    return Service(client, options, names, metrics, templates, model_source=engine.model)
+    service = Service(client, options, names, metrics, templates, model_source=engine.model)
+    try:
+        await _load_adapters(service)
+    except BaseException:
+        await close_service(service)
+        raise
+    return service
+
+
+async def _load_adapters(service: Service) -> None:
+    """Read the adapters of --lora-modules, one after the other. ModelError for one that cannot be served."""
+    for name, path, base_model_name in service.options.adapters:
+        if (reason := service.adapters.reason_against(name)) is not None:
+            raise ConfigError(f"lora_modules: {reason}")
+        folder = await asyncio.to_thread(Path(path).resolve)
+        service.adapters.add(name, await service.client.read_adapter(str(folder)), base_model_name)
 
 
 async def _connect_fleet(

@@ -12,9 +12,10 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """List the names of the model that is served."""
+    """List the names of the model that is served, and of its LoRA adapters."""
     service: Service = request.app.state.service
-    return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+    names = [*service.names, *(each.name for each in service.adapters.all)]
+    return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -25,13 +26,14 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.find(name)
     return {
         "id": name,
         "object": "model",
-        "created": service.created,
+        "created": service.created if adapter is None else adapter.created,
         "owned_by": "quire",
-        "root": service.model_source or service.names[0],
-        "parent": None,
+        "root": (service.model_source or service.names[0]) if adapter is None else adapter.adapter.folder,
+        "parent": None if adapter is None else adapter.parent,
         "max_model_len": service.client.ready.limits.max_model_len,
         "permission": [_permission(service, name)],
     }

@@ -28,14 +28,16 @@ async def pin_prefix(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, PrefixBody)
     record = record_of(request.scope)
-    record.model, record.num_prompts = service.check_model(body.model), 1
+    model = service.check_model(body.model)
+    record.model, record.num_prompts = model, 1
     salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     if not isinstance(body.prompt, str | list):
         refuse("prompt", body.prompt, "text or a list of token ids")
 
     def tokenize() -> TokenizedPrompt:
         prompt, body.prompt = body.prompt, None     # packed: each garbage collection would walk a list of it
-        return service.client.inputs.tokenize(prompt).salted(salt, key_number_of(request))
+        salted = service.client.inputs.tokenize(prompt).salted(salt, key_number_of(request))
+        return salted.adapted(service.adapter_of(model))
 
     pinned = await pin_prompt(
         request, service, tokenize, weight=len(body.prompt), ttl_s=service.options.pin_ttl,
