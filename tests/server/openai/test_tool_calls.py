@@ -111,6 +111,7 @@ def test_text_without_calls_is_content(server: OpenAIServer, model: CallingModel
 def test_special_tokens_remain_if_the_client_asks_for_them(server: OpenAIServer, model: CallingModel) -> None:
     choice = answer(server, model, "plain", skip_special_tokens=False)
     assert choice["message"]["content"] == "It is <b>18<|other|> degrees."
+    assert (choice["message"]["reasoning"], choice["message"]["reasoning_content"]) == (None, None)
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": None}])

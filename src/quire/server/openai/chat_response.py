@@ -22,7 +22,10 @@ from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
 
-_NULL_FIELDS: Json = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))  # of a message
+# Of a message. vLLM 0.10 called the reasoning reasoning_content.
+_NULL_FIELDS: Json = dict.fromkeys((
+    "refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content",
+))  # fmt: skip
 
 
 class ChatResponseBuilder(OpenAIResponseBuilder):
