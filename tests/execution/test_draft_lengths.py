@@ -13,6 +13,7 @@ from quire.execution.drafting.lengths import MIN_GAIN, PAUSES, AdaptiveLength
 from quire.execution.drafting.lookup import LookupDrafter
 from quire.execution.drafting.ngram import NgramLookup
 from quire.execution.drafting.step_cost import PRODUCTS_PER_BYTE, StepCost
+from quire.model.footprint import ExpertReads
 
 MAX_DRAFTS = 8
 COST = StepCost.of("avx512_bf16", 2.0)
@@ -214,3 +215,18 @@ def test_nothing_is_looked_up_for_many_rows() -> None:
     for num_rows, num_found in ((1, 1), (64, 0)):
         rows, last = np.arange(num_rows), np.full(num_rows, 99)
         assert len(drafter.draft(DraftRows(rows, last, last))) == num_found
+
+
+def test_experts_that_more_rows_read_make_drafts_shorter() -> None:
+    """128 experts of which a row uses 8: five rows read up to five times as many, most of the weights being theirs."""
+    dense = StepCost.of("avx512_bf16", 0.57)
+    mixture = StepCost.of("avx512_bf16", 0.57, experts=ExpertReads(128, 8, 0.7, 3 * 10**9))
+    rows = np.array([1, 2, 5, 64])
+    assert mixture(rows)[0] == pytest.approx(dense(rows)[0])
+    assert (mixture(rows)[1:3] > 1.3 * dense(rows)[1:3]).all()
+    assert mixture(rows)[2] < 5 * mixture(rows)[0]
+    for rate in (0.5, 0.8, 0.95):
+        assert limits(taught(rate, mixture), [0])[0] < limits(taught(rate, dense), [0])[0]
+    gains = [cost(np.array([1]))[0] / (cost(np.array([10**6]))[0] / 10**6) for cost in (dense, mixture)]
+    assert dense.most_gain(1) == pytest.approx(gains[0])
+    assert mixture.most_gain(1) >= gains[1]

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import choose_back_end
 from quire.model.footprint import (
+    expert_reads,
     kv_bytes_per_token,
     kv_heads_per_rank,
     num_layer_weights,
@@ -97,3 +99,27 @@ def test_quantized_layers_take_their_bits_and_a_scale_for_each_group(method: Met
     head_bits = 8 + 32 / 128
     saved = num_layer_weights(spec) * (16 - bits) / 8 + 512 * 256 * (16 - head_bits) / 8
     assert plain - found == saved
+
+
+def test_token_reads_its_experts_alone() -> None:
+    spec = spec_of("Qwen2Moe", num_experts=64, num_experts_per_tok=4)
+    one = 3 * spec.hidden_size * 40  # weights of an expert
+    shared = spec_of("Qwen2Moe", num_experts=4, num_experts_per_tok=4)
+    assert num_layer_weights(spec) - num_layer_weights(shared) == 60 * spec.hidden_size * len(spec.layers)  # routers
+    reads = expert_reads(spec)
+    assert reads is not None
+    assert reads[:2] == (64, 4)
+    assert reads.num_weights == num_layer_weights(spec) + spec.vocab_size * spec.hidden_size
+    assert reads.share == pytest.approx(4 * one * len(spec.layers) / reads.num_weights)
+    assert expert_reads(spec_of("Llama")) is None
+    factors = reads.weights(np.array([1, 5, 10**6]))
+    assert factors[0] == pytest.approx(1)
+    assert 1 < factors[1] < 1 + 4 * reads.share
+    assert factors[2] == pytest.approx(1 + 15 * reads.share)
+
+
+def test_bytes_of_one_token_are_those_that_it_reads() -> None:
+    spec = spec_of("Mixtral", hidden_size=64, intermediate_size=96, num_local_experts=8, num_experts_per_tok=2)
+    whole, read = weight_bytes(spec, "bfloat16"), weight_bytes(spec, "bfloat16", of_one_token=True)
+    idle = 6 * 3 * 64 * 96 * len(spec.layers)
+    assert whole - read == 2 * (idle + spec.vocab_size * spec.hidden_size)

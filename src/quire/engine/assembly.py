@@ -30,6 +30,8 @@ from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import StepAdapters, Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
+from quire.model.decoder import Decoder
+from quire.model.footprint import expert_reads
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
@@ -259,9 +261,11 @@ def _drafter(
     kernels = model.back_end.name
     if kernels == "cpp":
         kernels = usable_isas()[0] if options.cpu_isa == "auto" else options.cpu_isa
-    draft_cost = 0.0 if draft_model is None else draft_model.model.weight_bytes / model.weight_bytes
+    experts = expert_reads(model.spec) if isinstance(model, Decoder) else None
     bytes_per_weight = model.weight_bytes / model.num_parameters
-    return make_drafter(options.speculation, batch, kernels, bytes_per_weight, method, draft_cost)
+    of_one_row = model.weight_bytes if experts is None else bytes_per_weight * experts.num_weights
+    draft_cost = 0.0 if draft_model is None else draft_model.model.weight_bytes / of_one_row
+    return make_drafter(options.speculation, batch, kernels, bytes_per_weight, method, draft_cost, experts)
 
 
 def _swapper(

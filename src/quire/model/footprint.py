@@ -4,6 +4,12 @@
 (`weight_formats.sizes`).
 """
 
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
 from quire.model.quantization import UNQUANTIZED, Quantization, WeightScheme
@@ -17,7 +23,7 @@ from quire.model.shapes import (
     TableShape,
     layer_shapes,
 )
-from quire.model.spec import DecoderSpec, LayerSpec
+from quire.model.spec import DecoderSpec, Experts, LayerSpec
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
 
 
@@ -27,6 +33,32 @@ def num_layer_weights(spec: DecoderSpec) -> int:
     shapes = (*_shapes_of_layers(spec), around.project_in, around.project_out)
     linear = (shape for shape in shapes if isinstance(shape, LinearShape))
     return int(sum(shape.num_weights * shape.share_of_tokens for shape in linear))
+
+
+class ExpertReads(NamedTuple):
+    """Experts as a step reads them: their number, those of one token, and their share of its `num_weights`."""
+
+    num_experts: int
+    num_active: int
+    share: float
+    num_weights: int  # of linear layers and the head, that a step of one token reads
+
+    def weights(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the weights that numbers of tokens read, divided by those of one, if experts are chosen by chance."""
+        unused = (1 - self.num_active / self.num_experts) ** num_tokens
+        return np.asarray(1 - self.share + self.share * (1 - unused) * self.num_experts / self.num_active)
+
+
+def expert_reads(spec: DecoderSpec) -> ExpertReads | None:
+    """Return the experts of a model, alike in all layers that have them; None if no layer has."""
+    mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, Experts)]
+    if not mixtures:
+        return None
+    linear = [shape for shape in _shapes_of_layers(spec) if isinstance(shape, LinearShape)]
+    in_experts = sum(shape.num_weights * shape.share_of_tokens for shape in linear if shape.share_of_tokens < 1)
+    num_weights = num_layer_weights(spec) + spec.vocab_size * spec.embedding_size
+    share = float(in_experts / num_weights)
+    return ExpertReads(mixtures[0].num_experts, mixtures[0].num_active, share, num_weights)
 
 
 def num_parameters(spec: DecoderSpec) -> int:
@@ -42,26 +74,35 @@ def weight_bytes(
     packing: Packing = CPU_PACKING,
     num_ranks: int = 1,
     quantization: Quantization = UNQUANTIZED,
+    *,
+    of_one_token: bool = False,
 ) -> int:
     """Return the bytes of all weights as one of `num_ranks` ranks keeps them.
 
-    Tables and linear layers are split over the ranks of tensor parallelism, norms are kept on each.
+    Tables and linear layers are split over the ranks of tensor parallelism, norms are kept on each. `of_one_token`:
+    those that a step of one token reads, without tables, and of experts without those that the token does not use.
     """
     around, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
     is_head_kept = packing.copies_tied_head or not spec.is_head_tied or quantization.head != UNQUANTIZED.head
     is_head_kept &= spec.has_head
 
-    def kept(shape: Shape | None, prefix: str) -> int:
+    def kept(shape: Shape | None, prefix: str) -> int | Fraction:
         scheme = UNQUANTIZED.layers
         if isinstance(shape, LinearShape) and not shape.is_always_dense:
             scheme = quantization.scheme([prefix + module for module in shape.modules])
-        return _kept_bytes(shape, dtype, packing, num_ranks, scheme)
+        num_bytes = _kept_bytes(shape, dtype, packing, num_ranks, scheme)
+        if not of_one_token:
+            return num_bytes
+        if isinstance(shape, LinearShape):
+            return num_bytes * shape.share_of_tokens
+        return 0 if isinstance(shape, TableShape) else num_bytes
 
+    is_head_kept |= of_one_token and spec.has_head
     total = sum(kept(shape, prefix) for shape in around[:-1])
     for index, layer in enumerate(spec.layers):
         stem = prefix + spec.weights.layer.format(layer=index)
         total += sum(kept(shape, stem) for shape in _shapes_of_rank(spec, layer, num_ranks))
-    return total + (_kept_bytes(around.head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0)
+    return int(total) + (_kept_bytes(around.head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1, scale_bytes: int = 0) -> int:

@@ -17,7 +17,7 @@ from quire.core.kv_dtypes import QUANTIZED
 from quire.core.model_files import file_inside, is_gguf
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
-from quire.model.footprint import num_parameters, stored_kv_bytes_per_token, weight_bytes
+from quire.model.footprint import expert_reads, num_parameters, stored_kv_bytes_per_token, weight_bytes
 from quire.model.quantization import UNQUANTIZED
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
 from quire.sim.hardware import Hardware
@@ -44,6 +44,8 @@ class MemoryPlan:
     quantization: str            # in words; empty: none
     memory_bytes: int
     weight_bytes: int
+    token_weight_bytes: int      # that a step of one token reads: of experts, those that it uses
+    has_experts: bool
     workspace_bytes: int
     table_bytes: int             # block tables and tokens of the running sequences, in host memory
     kv_bytes_per_token: int      # of the draft model, too
@@ -111,6 +113,10 @@ def plan_memory(
         quantization="" if model.quantization == UNQUANTIZED else str(model.quantization),
         memory_bytes=int(hardware.memory_bytes),
         weight_bytes=weights,
+        token_weight_bytes=weight_bytes(
+            spec, model.dtype, packing, num_devices, model.quantization, of_one_token=True
+        ),
+        has_experts=expert_reads(spec) is not None,
         workspace_bytes=workspaces,
         table_bytes=4 * num_seqs * (length + math.ceil(length / cache.block_size)),
         kv_bytes_per_token=token_bytes,

@@ -10,18 +10,21 @@ from quire.execution.drafting.ngram import NgramLookup
 from quire.execution.drafting.step_cost import StepCost
 from quire.execution.drafting.suffix import RULES, ScopedLookup, SuffixTexts
 from quire.kernels.cpp.back_end import usable_isas
+from quire.model.footprint import ExpertReads
 
 
 def make_drafter(
     config: SpeculationConfig, batch: PersistentBatch, kernels: str, bytes_per_weight: float,
-    draft_model: DraftMethod | None = None, draft_cost: float = 0.0,
+    draft_model: DraftMethod | None = None, draft_cost: float = 0.0, experts: ExpertReads | None = None,
 ) -> Drafter:  # fmt: skip
     """Return the drafter for the rows of a batch.
 
     kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model. draft_model: drafter of the
-    method `draft_model`; draft_cost: bytes of its weights divided by those of the model.
+    method `draft_model`; draft_cost: bytes of its weights divided by those that a row of the model reads. experts: as a
+    step reads them.
     """
-    lengths = AdaptiveLength(StepCost.of(kernels, bytes_per_weight, draft_cost), len(batch.token_ids))
+    cost = StepCost.of(kernels, bytes_per_weight, draft_cost, experts)
+    lengths = AdaptiveLength(cost, len(batch.token_ids))
     if draft_model is not None:
         return LimitedDrafter(draft_model, lengths, config.num_speculative_tokens, batch)
     return LookupDrafter(make_lookup(config, batch, is_native=bool(usable_isas())), lengths)
