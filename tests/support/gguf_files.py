@@ -166,7 +166,8 @@ def _gpt2_metadata(config: dict[str, Any]) -> dict[str, Any]:
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "OlmoeForCausalLM": "olmoe",
-    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe",
+    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", "Phi3ForCausalLM": "phi3",
+    "GraniteForCausalLM": "granite", "Olmo2ForCausalLM": "olmo2", "Gemma2ForCausalLM": "gemma2",
 }  # fmt: skip
 EXPERT_KEYS = {
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
@@ -177,6 +178,14 @@ _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<m
 _EXPERT_NAMES = {
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "w1": "ffn_gate", "w3": "ffn_up",
     "w2": "ffn_down",
+}  # fmt: skip
+_OUTPUT_NORMS = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+_OWN_NAMES = {
+    "olmo2": _OUTPUT_NORMS, "gemma2": _OUTPUT_NORMS,
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }  # fmt: skip
 _NAMES = {
     "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -197,18 +206,21 @@ _NAMES = {
 def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str) -> tuple[str, Tensor]:
     """Return a tensor as llama.cpp stores it: the layout of heads is Meta's, GPT-2's weights are [out, in]."""
     stem, _, part = name.rpartition(".")
+    names = _NAMES | _OWN_NAMES.get(architecture, {})
     for prefix in ("model.layers.", "transformer.h."):
         if stem.startswith(prefix):
             layer, _, stem = stem.removeprefix(prefix).partition(".")
             expert = _EXPERT.fullmatch(stem)
-            module = f"{_EXPERT_NAMES[expert['module']]}.{expert['expert']}" if expert else _NAMES[stem]
+            module = f"{_EXPERT_NAMES[expert['module']]}.{expert['expert']}" if expert else names[stem]
             renamed = f"blk.{layer}.{module}.{part}"
             break
     else:
-        renamed = f"{_NAMES[stem]}.{part}"
+        renamed = f"{names[stem]}.{part}"
     if architecture == "gpt2" and stem.split(".")[-1].startswith("c_") and part == "weight":
         return renamed, tensor.T.contiguous()
-    if architecture == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+    if architecture == "gemma2" and stem.endswith("norm"):
+        return renamed, tensor.float() + 1
+    if architecture in ("llama", "granite") and stem in ("self_attn.q_proj", "self_attn.k_proj"):
         key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
         heads = config.get(key, config["num_attention_heads"])
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])

@@ -20,6 +20,7 @@ from quire.model.spec import DecoderSpec, WeightMap
 ROPE_FREQS = "rope_freqs.weight"
 TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 CONTROL = 3  # of the types of tokens
+GEMMA2_27B_LAYERS = 46
 _ENDS = frozenset((  # those of llama.cpp, for the families here
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<EOT>",
     "<end_of_turn>", "<｜end▁of▁sentence｜>",
@@ -52,15 +53,25 @@ _LLAMA_WEIGHTS = WeightMap(
 _EXPERT_KEYS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}  # fmt: skip
 _EXPERT_WEIGHTS = replace(_LLAMA_WEIGHTS, experts=experts.NAMES)
+_OLMO2_WEIGHTS = replace(_LLAMA_WEIGHTS, attention_norm="post_attention_norm", feed_forward_norm="post_ffw_norm")
+_GEMMA2_WEIGHTS = replace(
+    _LLAMA_WEIGHTS, attention_output_norm="post_attention_norm", feed_forward_output_norm="post_ffw_norm"
+)
+_PHI3_WEIGHTS = replace(_LLAMA_WEIGHTS, qkv=("attn_qkv",), feed_forward_in=("ffn_up",))
 _GPT2_WEIGHTS = replace(_LLAMA_WEIGHTS, qkv=("attn_qkv",), feed_forward_in=("ffn_up",), positions="position_embd")
 
 
 class Architecture(NamedTuple):
-    """An architecture of GGUF: `to_config` makes config.json's keys; `has_permuted_heads` as of `permuted_tensors`."""
+    """An architecture of GGUF: `to_config` makes config.json's keys; `has_permuted_heads` as of `permuted_tensors`.
+
+    `reads`: keys that other architectures refuse. `has_raised_norms`: the weights of norms are stored plus 1.
+    """
 
     to_config: Callable[["Metadata"], dict[str, object]]
     weights: WeightMap
     has_permuted_heads: bool = False
+    reads: tuple[str, ...] = ()
+    has_raised_norms: bool = False
 
 
 class Metadata:
@@ -107,13 +118,14 @@ def read_gguf_config(file: GGUFFile) -> dict[str, object]:
     num_parts = ConfigReader(file.metadata, str(file.path)).size("split.count", 1, least=0)
     if num_parts > 1:
         raise file.error(f"is one of {num_parts} parts of a model; llama-gguf-split --merge makes one file of them")
-    for key in _UNSERVED:
+    architecture = ARCHITECTURES[_architecture_name(file)]
+    for key in set(_UNSERVED).difference(architecture.reads):
         metadata.reject(key, 0, why="no family here computes with it")
     for key, harmless in _UNSERVED_UNLESS.items():
         metadata.reject(key, *harmless, why="no family here computes with it")
-    if ARCHITECTURES[_architecture_name(file)].weights.experts is None:
+    if architecture.weights.experts is None:
         metadata.reject("expert_count", 0, why="no family here computes with it")
-    config = ARCHITECTURES[_architecture_name(file)].to_config(metadata)
+    config = architecture.to_config(metadata)
     return config | {"vocab_size": metadata.rows("token_embd.weight"), "dtype": _dtype(file),
                      "tie_word_embeddings": "output.weight" not in file.tensors}
 
@@ -146,13 +158,20 @@ def permuted_tensors(spec: DecoderSpec, file: GGUFFile) -> dict[str, int]:
     """Return the tensors with permuted heads, by name, and the dimensions of a head of each.
 
     llama.cpp turns neighbouring dimensions of a head together, Hugging Face's Llama dimension i with i + head_dim / 2:
-    its converter moves the rows of query and key projections of this one architecture.
+    its converter moves the rows of query and key projections of these architectures.
     """
     if not ARCHITECTURES[_architecture_name(file)].has_permuted_heads:
         return {}
     names = (f"blk.{layer}.{module}.{part}" for layer in range(spec.num_layers)
              for module in ("attn_q", "attn_k") for part in ("weight", "bias"))
     return {name: spec.head_dim for name in names if name in file.tensors}
+
+
+def raised_tensors(file: GGUFFile) -> frozenset[str]:
+    """Return the names of tensors that llama.cpp stores plus 1: the norms of Gemma."""
+    if not ARCHITECTURES[_architecture_name(file)].has_raised_norms:
+        return frozenset()
+    return frozenset(name for name in file.tensors if name.endswith("norm.weight"))
 
 
 def _architecture_name(file: GGUFFile) -> str:
@@ -207,14 +226,51 @@ def _of_family(metadata: Metadata, family: str, *, is_normalized: bool = True) -
     return config | sizes | {"num_experts_per_tok": metadata.size("expert_used_count"), "norm_topk_prob": is_normalized}
 
 
-def _rotary_decoder(metadata: Metadata) -> dict[str, object]:
-    """Return the keys that all families with rotary positions have."""
+def _granite(metadata: Metadata) -> dict[str, object]:
+    config = _llama(metadata) | {"architectures": ["GraniteForCausalLM"]}
+    config["attention_multiplier"] = metadata.number("attention.scale", int(str(config["head_dim"])) ** -0.5)
+    for key, name in (("embedding_scale", "embedding_multiplier"), ("residual_scale", "residual_multiplier"),
+                      ("logit_scale", "logits_scaling")):  # fmt: skip
+        config[name] = metadata.number(key, 1.0)
+    return config
+
+
+def _olmo2(metadata: Metadata) -> dict[str, object]:
+    metadata.reject("attention.sliding_window", 0, why="OLMo 3 is not read from GGUF files")
+    return _rotary_decoder(metadata) | {"architectures": ["Olmo2ForCausalLM"]}
+
+
+def _phi3(metadata: Metadata) -> dict[str, object]:
+    if any(name.startswith("rope_factors_") for name in metadata.file.tensors):
+        raise metadata.file.error("longrope is not read from GGUF files yet, and the file has its factors")
+    window = metadata.size("attention.sliding_window", 0, least=0) or None
+    config = _rotary_decoder(metadata, turns_part=True)
+    return config | {"architectures": ["Phi3ForCausalLM"], "sliding_window": window}
+
+
+def _gemma2(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Gemma 2. Files do not have the factor on scores: 27B, known by its layers, differs."""
+    config = _rotary_decoder(metadata)
+    hidden_size, num_heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
+    is_27b = config["num_hidden_layers"] == GEMMA2_27B_LAYERS
+    return config | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "query_pre_attn_scalar": hidden_size // num_heads if is_27b else config["head_dim"],
+    }
+
+
+def _rotary_decoder(metadata: Metadata, *, turns_part: bool = False) -> dict[str, object]:
+    """Return the keys that all families with rotary positions have; `turns_part`: heads may be rotated in part."""
     hidden_size, num_heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
     if not metadata.has("attention.key_length") and hidden_size % num_heads:
         raise metadata.file.error(f"embedding_length {hidden_size} does not divide among {num_heads} heads")
     head_dim = metadata.size("attention.key_length", hidden_size // num_heads or None, limit=MAX_HEAD_DIM)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length",) if turns_part else ("attention.value_length", "rope.dimension_count"):
         metadata.reject(key, head_dim, why=f"it must be the head's {head_dim} dimensions")
+    rotated = metadata.size("rope.dimension_count", head_dim, limit=head_dim)
     return {
         "hidden_size": hidden_size,
         "intermediate_size": metadata.size("feed_forward_length"),
@@ -226,6 +282,7 @@ def _rotary_decoder(metadata: Metadata) -> dict[str, object]:
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(metadata),
+        **({"partial_rotary_factor": rotated / head_dim} if turns_part else {}),
     }
 
 
@@ -265,6 +322,15 @@ ARCHITECTURES = {
     "llama": Architecture(_llama, _EXPERT_WEIGHTS, has_permuted_heads=True),
     "qwen2": Architecture(partial(_of_family, family="Qwen2ForCausalLM"), _LLAMA_WEIGHTS),
     "qwen3": Architecture(partial(_of_family, family="Qwen3ForCausalLM"), _LLAMA_WEIGHTS),
+    "granite": Architecture(
+        _granite, _LLAMA_WEIGHTS, has_permuted_heads=True,
+        reads=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+    ),
+    "olmo2": Architecture(_olmo2, _OLMO2_WEIGHTS),
+    "phi3": Architecture(_phi3, _PHI3_WEIGHTS),
+    "gemma2": Architecture(
+        _gemma2, _GEMMA2_WEIGHTS, reads=("attn_logit_softcapping", "final_logit_softcapping"), has_raised_norms=True,
+    ),
     "gpt2": Architecture(_gpt2, _GPT2_WEIGHTS),
     "olmoe": Architecture(partial(_of_family, family="OlmoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
     "qwen2moe": Architecture(partial(_of_family, family="Qwen2MoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.core.optional_package import needs_package
-from quire.formats.gguf.config import gguf_eos_token_ids, permuted_tensors, read_gguf_config, with_gguf_weights
+from quire.formats.gguf.config import (
+    gguf_eos_token_ids,
+    permuted_tensors,
+    raised_tensors,
+    read_gguf_config,
+    with_gguf_weights,
+)
 from quire.formats.gguf.experts import with_single_experts
 from quire.formats.gguf.file import GGUFFile
 from quire.formats.gguf.quantization import gguf_quantization
@@ -51,8 +57,8 @@ class GGUFSource:
         with needs_package("quire.formats.gguf_tensors", f"{self.path}: reading tensors of a GGUF file"):
             from quire.formats.gguf_tensors.weight_format import open_gguf  # noqa: PLC0415 (loads torch)
 
-        permuted = permuted_tensors(self.spec, self.file)
-        return open_gguf(self.file, permuted, self.spec.weights.embedding, quantization)
+        permuted, raised = permuted_tensors(self.spec, self.file), raised_tensors(self.file)
+        return open_gguf(self.file, permuted, raised, self.spec.weights.embedding, quantization)
 
 
 def read_gguf(path: Path) -> GGUFSource:

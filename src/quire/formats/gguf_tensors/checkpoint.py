@@ -23,12 +23,12 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 class GGUFCheckpoint:
     """A `Checkpoint` of a file. `permuted`: tensors with permuted heads, and the dimensions of a head of each.
 
-    A quantized tensor reads as float32.
+    `raised`: tensors that are stored plus 1. They, and quantized ones, read as float32.
     """
 
-    def __init__(self, file: GGUFFile, permuted: Mapping[str, int]) -> None:
+    def __init__(self, file: GGUFFile, permuted: Mapping[str, int], raised: Collection[str] = ()) -> None:
         self._file = file
-        self._permuted = permuted
+        self._permuted, self._raised = permuted, frozenset(raised)
         self._bytes_read = 0
 
     @property
@@ -46,7 +46,7 @@ class GGUFCheckpoint:
 
     def dtype(self, name: str) -> str:
         """Return the dtype of what `read` returns."""
-        return "F32" if self.is_quantized(name) else self._file.tensors[name].type.name
+        return "F32" if name in self._raised or self.is_quantized(name) else self._file.tensors[name].type.name
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored in blocks. ModelError if they are of a type that is not read."""
@@ -58,6 +58,10 @@ class GGUFCheckpoint:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a tensor: whole ones that are not quantized in the file's memory."""
+        stored = self._stored(name, start, stop)
+        return stored.float() - 1 if name in self._raised else stored
+
+    def _stored(self, name: str, start: int, stop: int) -> Tensor:
         entry = self._file.tensors[name]
         if not self.is_quantized(name):
             return self._bytes(name, start, stop).view(_DTYPES[entry.type.name]).view(-1, *entry.shape[1:])

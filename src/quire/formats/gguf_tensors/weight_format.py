@@ -4,7 +4,7 @@ Modules that are fused may be of several types (llama.cpp gives the value projec
 8-bit integers in the smallest groups, with the same values, or floats where no such integers stand for the same values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ INT8_ZERO_POINT = 128
 
 
 def open_gguf(
-    file: GGUFFile, permuted: Mapping[str, int], embedding: str, quantization: Quantization
+    file: GGUFFile, permuted: Mapping[str, int], raised: Collection[str], embedding: str, quantization: Quantization
 ) -> StoredTensors:
-    """Return the tensors of a file; `permuted` as of `GGUFCheckpoint`, `embedding` as of `GGUFFormat`."""
-    checkpoint = GGUFCheckpoint(file, permuted)
+    """Return the tensors of a file; `permuted` and `raised` as of `GGUFCheckpoint`, `embedding` as of `GGUFFormat`."""
+    checkpoint = GGUFCheckpoint(file, permuted, raised)
     if not isinstance(quantization, GGUFQuantization):
         return tensors_of_floats(checkpoint, quantization)
     return StoredTensors(checkpoint, GGUFFormat(checkpoint, embedding, quantization.activations))
