@@ -92,6 +92,7 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
     needs = {
         "quire.formats.gguf": (file, f"{file}: a GGUF file"),
         "quire.formats.gguf_tensors": (file, f"{file}: reading tensors of a GGUF file"),
+        "quire.formats.gguf_tokenizer": (file, f"{file}: reading the tokenizer of a GGUF file"),
         "quire.formats.quantized": (folder, f"{folder}: quantized weights"),
         "quire.formats.quantized_tensors": (folder, f"{folder}: reading awq weights"),
     }

@@ -1,1 +1,1 @@
-"""GGUF files (llama.cpp): what their metadata says, as a model config and as a tokenizer. Loads no torch."""
+"""GGUF files (llama.cpp): what their metadata says, as a model config. Loads no torch."""

@@ -17,7 +17,6 @@ from quire.formats.gguf.config import (
 from quire.formats.gguf.experts import with_single_experts
 from quire.formats.gguf.file import GGUFFile
 from quire.formats.gguf.quantization import gguf_quantization
-from quire.formats.gguf.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer
 from quire.model.config import dtype_name, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.spec import DecoderSpec
@@ -71,6 +70,9 @@ def read_gguf(path: Path) -> GGUFSource:
 
 def gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
     """Return what loads the tokenizer of a file, or None if it has none. ModelError for a file that is broken."""
+    with needs_package("quire.formats.gguf_tokenizer", f"{path}: reading the tokenizer of a GGUF file"):
+        from quire.formats.gguf_tokenizer.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer  # noqa: PLC0415
+
     file = GGUFFile(path)
     if not has_gguf_tokenizer(file):
         return None

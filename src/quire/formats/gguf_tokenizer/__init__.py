@@ -1,0 +1,1 @@
+"""Tokenizers of GGUF files: a room, whose door is `tokenizer.py`."""
