@@ -93,7 +93,7 @@ class WeightReader:
         biases = [f"{stem}.bias" for stem in stems]
         bias = self._read_kept(biases, [(count,) for count in num_rows]) if shape.has_bias else None
         if shape.num_groups > 1:
-            order = _ungrouped(shape)
+            order = ungrouped(shape)
             weight, bias = weight.take(order), None if bias is None else bias[order]
         layer = self.back_end.linear(weight, bias, dtype=dtype, activation=shape.activation or "none")
         self._tally_layer(layer, shape)
@@ -177,7 +177,7 @@ class WeightReader:
         self.tally.weight_bytes += layer.num_bytes
 
 
-def _ungrouped(shape: LinearShape) -> Tensor:
+def ungrouped(shape: LinearShape) -> Tensor:
     """Return the places in the file of a layer's rows, whose modules' rows are stored in groups."""
     counts = [count // shape.num_groups for count in shape.num_rows]
     places = torch.arange(sum(shape.num_rows)).view(shape.num_groups, -1)

@@ -76,6 +76,7 @@ SIZES = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0,
     "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+FALCON = SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
 GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -85,14 +86,16 @@ GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_
     [
         ("GPT2", GPT2, ["c_attn", "c_fc", "c_proj"]),
         ("Phi3", SIZES, ["qkv_proj", "gate_up_proj", "down_proj"]),
+        ("GPTNeoX", SIZES, ["query_key_value", "dense_h_to_4h", "dense"]),
+        ("Falcon", FALCON, ["query_key_value", "dense_4h_to_h"]),
         ("Gemma2", SIZES | {"head_dim": 8}, ["q_proj", "gate_proj", "o_proj"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
 def test_other_families_have_the_logprobs_of_peft(
-    family: str, sizes: dict[str, int], targets: list[str], tmp_path: Path
+    family: str, sizes: dict[str, Any], targets: list[str], tmp_path: Path
 ) -> None:
-    """Transposed weights, modules that the checkpoint has fused, norms around sublayers."""
+    """Transposed weights, modules that the checkpoint has fused, with rows in groups too, norms around sublayers."""
     torch.manual_seed(5)
     config = getattr(transformers, f"{family}Config")(**sizes)
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

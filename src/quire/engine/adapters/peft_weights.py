@@ -19,8 +19,9 @@ from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart
-from quire.model.shapes import LayerShapes
+from quire.model.shapes import LayerShapes, LinearShape
 from quire.model.spec import DecoderSpec
+from quire.model.weights import ungrouped
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 HEADER_BYTES = 16 << 20  # of a file of weights, at most
@@ -40,6 +41,7 @@ class Target(NamedTuple):
     num_rows: int
     all_rows: int
     width: int
+    grouped: LinearShape | None = None  # of rows that the checkpoint stores in groups
 
 
 class LoadedAdapter(NamedTuple):
@@ -78,6 +80,8 @@ class ModelTargets:
             highest = max(highest, expected.rank)
             _check(path, module, target, down, up, expected, max_rank)
             factor = (up.float() * expected.scale).to(self._dtype)
+            if target.grouped is not None:
+                factor = factor[ungrouped(target.grouped)]
             scaled[target] = down.to(self._dtype), factor
             for name, tensor in (("A", scaled[target][0]), ("B", factor)):
                 if not self._back_end.all_finite(tensor.contiguous()):
@@ -115,7 +119,7 @@ class ModelTargets:
     def _pack(self, scaled: Mapping[Target, tuple[Tensor, Tensor]]) -> AdapterWeights:
         make = _linear_maker(self._back_end)
         by_op: dict[str, list[Target]] = {}
-        for target in sorted(scaled):
+        for target in sorted(scaled, key=lambda each: (each.op, each.first)):
             by_op.setdefault(target.op, []).append(target)
         layers, num_bytes = {}, 0
         for op, targets in by_op.items():
@@ -145,7 +149,9 @@ def _targets(spec: DecoderSpec) -> list[tuple[str, Target]]:
             all_rows, first = sum(shape.num_rows), 0
             counts = shape.num_rows if len(shape.modules) > 1 else (all_rows,)
             for module, count in zip(shape.modules, counts, strict=True):
-                found.append((stem + module, Target(f"layers.{index}.{name}", first, count, all_rows, shape.width)))
+                grouped = shape if shape.num_groups > 1 else None
+                target = Target(f"layers.{index}.{name}", first, count, all_rows, shape.width, grouped)
+                found.append((stem + module, target))
                 first += count
     return found
 
