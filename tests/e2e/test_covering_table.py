@@ -5,7 +5,10 @@ request alone, on the same model, dtypes and instruction set, with one thread an
 value of one, is a line of `AXES`; the rows follow (support/pairwise.py). `make matrix` runs products of some axes.
 """
 
+import atexit
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.sequence import Request
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
@@ -23,6 +26,7 @@ from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import Answer, answers_of
 from support.oracle_drafter import let_draft
 from support.pairwise import pairwise
+from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.small_tokenizers import write_byte_tokenizer
 
@@ -47,7 +51,7 @@ AXES = {
     "grammar": ("none", "masked", "forced"),                                # forced: and tokens are appended unsampled
     "speculation": ("none", "ngram", "suffix", "oracle"),                   # oracle: drafts that are mostly right
     "tensor_parallel": (1,),
-    "adapter": ("none",),
+    "adapter": ("none", "alone", "several"),                                # several: other requests have others
 }
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -152,20 +156,37 @@ def params_of(sampling: str, branches: str = "one", grammar: str = "none") -> Sa
     )  # fmt: skip
 
 
-def ask(llm: LLM, prompt: tuple[int, ...], branches: str, sampling: str, grammar: str = "none") -> RequestOutput:
+def ask(
+    llm: LLM, prompt: tuple[int, ...], branches: str, sampling: str, grammar: str = "none",
+    adapter: LoRARequest | None = None,
+) -> RequestOutput:  # fmt: skip
     if branches == "beams":
         params = BeamSearchParams(4, NUM_TOKENS, ignore_eos=True)
-        (output,) = llm.beam_search([list(prompt)], params, use_tqdm=False)
+        (output,) = llm.beam_search([list(prompt)], params, use_tqdm=False, lora_request=adapter)
     else:
-        (output,) = llm.generate([list(prompt)], params_of(sampling, branches, grammar), use_tqdm=False)
+        answers = params_of(sampling, branches, grammar)
+        (output,) = llm.generate([list(prompt)], answers, use_tqdm=False, lora_request=adapter)
     return output
 
 
 @cache
-def alone(model: Model, prompt: tuple[int, ...], branches: str, sampling: str, grammar: str = "none") -> list[Answer]:
+def alone(
+    model: Model, prompt: tuple[int, ...], branches: str, sampling: str, grammar: str = "none",
+    adapter: LoRARequest | None = None,
+) -> list[Answer]:  # fmt: skip
     torch.set_num_threads(1)
-    with model.llm(enable_prefix_caching=False, enable_jump_forward=False) as llm:
-        return answers_of(ask(llm, prompt, branches, sampling, grammar))
+    with model.llm(enable_prefix_caching=False, enable_jump_forward=False, enable_lora=adapter is not None) as llm:
+        return answers_of(ask(llm, prompt, branches, sampling, grammar, adapter))
+
+
+@cache
+def adapters_of(folder: Path) -> tuple[LoRARequest, LoRARequest]:
+    """Write two adapters of a model, of all and of some modules."""
+    root = Path(tempfile.mkdtemp(prefix="adapters-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    write_adapter(root / "all", folder, 1, size=0.3)
+    write_adapter(root / "some", folder, 2, targets=("v_proj", "up_proj", "o_proj"), rank=3, size=0.3)
+    return LoRARequest("all", 1, str(root / "all")), LoRARequest("some", 2, str(root / "some"))
 
 
 def preempt_at_every_position(llm: LLM, num_tokens: int = 1) -> None:
@@ -201,8 +222,8 @@ def num_blocks(row: Row, model: Model) -> int:
 
 
 def check_row(row: Row, folder: Path) -> None:
-    if (row.kv_dtype, row.weights) != ("auto", "dense") and torch.cuda.is_available():
-        pytest.skip("a GPU has no quantized weights and no KV cache in 8 bits yet")
+    if (row.kv_dtype, row.weights, row.adapter) != ("auto", "dense", "none") and torch.cuda.is_available():
+        pytest.skip("a GPU has no quantized weights, no KV cache in 8 bits and no adapters yet")
     grammar = "none" if row.branches == "beams" else row.grammar
     tokenizer = write_byte_tokenizer(folder) if row.model == "random" else None
     model = Model(str(folder), PREFIX_LENS[row.model], row.dtype, row.weights, row.isa, row.kv_dtype, tokenizer)
@@ -210,8 +231,13 @@ def check_row(row: Row, folder: Path) -> None:
     prompt, is_swap = prompt_for(row.hit, prefix, row.block_size), row.preemption == "swap"
     beside = COMPANY if row.company == "three" else []
     sampling = "greedy" if row.branches == "beams" else row.sampling
-    expected = alone(model, prompt, row.branches, sampling, grammar)
-    expected_beside = [alone(model, other, "one", sampling) for other, sampling in beside]
+    own, another = (None, None) if row.adapter == "none" else adapters_of(folder)
+    others = [another, None, own] if row.adapter == "several" else [None] * len(COMPANY)
+    expected = alone(model, prompt, row.branches, sampling, grammar, own)
+    expected_beside = [
+        alone(model, other, "one", sampling, "none", its)
+        for (other, sampling), its in zip(beside, others[: len(beside)], strict=True)
+    ]
     torch.set_num_threads(row.num_threads)
     with model.llm(
         block_size=row.block_size,
@@ -221,16 +247,20 @@ def check_row(row: Row, folder: Path) -> None:
         speculative_config=DRAFTERS[row.speculation],
         preemption_mode="swap" if is_swap else "recompute",
         num_swap_blocks=1000 // row.block_size if is_swap else None,
+        enable_lora=row.adapter != "none",
     ) as llm:
         wholes = [list(prompt + each.token_ids) for each in expected] if row.speculation == "oracle" else None
         drafts = None if row.speculation == "none" else let_draft(llm, wholes)
         if row.hit not in ("off", "cold"):
-            ask(llm, prefix, "one", "greedy")
-        streams = [llm.stream([list(other)], params_of(sampling)) for other, sampling in beside]
+            ask(llm, prefix, "one", "greedy", adapter=own)
+        streams = [
+            llm.stream([list(other)], params_of(sampling), lora_request=its)
+            for (other, sampling), its in zip(beside, others[: len(beside)], strict=True)
+        ]
         last = [next(stream) for stream in streams]
         if row.preemption in ("recompute", "swap"):
             preempt_at_every_position(llm, 1 if drafts is None else 3)
-        output = ask(llm, prompt, row.branches, row.sampling, grammar)
+        output = ask(llm, prompt, row.branches, row.sampling, grammar, own)
         for stream in streams[:1]:
             stream.close()  # type: ignore[attr-defined]
         last[1:] = [[latest, *stream][-1] for latest, stream in zip(last[1:], streams[1:], strict=True)]
