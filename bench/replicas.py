@@ -206,7 +206,7 @@ def main(
     answer: Annotated[int, typer.Option(help="most tokens of an answer in a chat")] = 48,
     simulated: Annotated[int, typer.Option(help="engines that are simulated")] = 8,
     requests: Annotated[int, typer.Option(help="requests of the trace; 0: none")] = 1500,
-    speed_up: Annotated[float, typer.Option(help="of the trace")] = 3.0,
+    speed_up: Annotated[float, typer.Option(help="of the trace")] = 1.0,
     seed: int = 0,
     output: Annotated[Path | None, typer.Option(help="the table, as Markdown")] = None,
     plot: Annotated[Path | None, typer.Option(help="a picture of it, in a format of matplotlib's")] = None,

@@ -15,7 +15,7 @@ from support.random_model import write_random_model
 from support.server import running_server
 
 ROOMS = structure.rooms()
-ABOVE = ("quire.cli", "quire.sim", "quire.paper")  # nothing rests on these
+ABOVE = ("quire.cli", "quire.cluster", "quire.sim", "quire.paper")  # nothing rests on these
 # These and ABOVE put together what is there.
 ASSEMBLIES = (
     "quire.engine.assembly", "quire.engine.formats", "quire.llm", "quire.server.app", "quire.server.ops.lifecycle",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from inspect import get_annotations
 
 from page_tables import Page, table
+from quire.cli.deploy import ClusterFlags
 from quire.cli.paper.command import PaperFlags
 from quire.cli.plan import DeviceFlags
 from quire.cli.run_batch.command import BatchFlags
@@ -102,6 +103,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "limits": limits,
     "serve": lambda: flags(ServerOptions),
     "run_batch": lambda: flags(BatchFlags),
+    "deploy": lambda: flags(ClusterFlags),
     "plan": lambda: flags(DeviceFlags),
     "simulate": lambda: flags(LoadFlags),
     "paper": lambda: flags(PaperFlags),

@@ -14,6 +14,7 @@ import quire
 from quire.cli.bench.commands import bench
 from quire.cli.chat.command import chat
 from quire.cli.command import Command
+from quire.cli.deploy import deploy
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
 from quire.cli.generate import generate
 from quire.cli.paper.command import paper
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=GROUP_SETTINGS,
 )
-for command in (serve, generate, chat, plan, simulate, paper):
+for command in (serve, generate, chat, plan, simulate, deploy, paper):
     app.command(cls=Command, context_settings=COMMAND_SETTINGS)(command)
 app.add_typer(bench)
 if run_batch is not None:

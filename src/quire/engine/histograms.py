@@ -78,7 +78,8 @@ class RequestHistograms:
 
     def on_step(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
         """Observe a step and the requests that it advanced."""
-        self._by_name["quire:step_computed_tokens"].observe(num_computed_tokens)
+        if num_computed_tokens:  # 0: part of a step, of which other servers have parts as well
+            self._by_name["quire:step_computed_tokens"].observe(num_computed_tokens)
         if processed.num_output_tokens:
             num_prompt_tokens = sum(num_tokens for _, num_tokens in processed.first_tokens)
             self._by_name["vllm:iteration_tokens_total"].observe(num_prompt_tokens + processed.num_output_tokens)

@@ -73,6 +73,26 @@ class Router:
         self._assign(request, chosen, num_cached)
         return chosen
 
+    def rank(self, request: Request, engines: Collection[int]) -> list[int]:
+        """Return engines in the order of the rule `prefix`, the first for a request first. Changes nothing."""
+        scope, prompt = request.scope, request.prompt_token_ids
+        cached = {number: self._engines[number].index.match(scope, prompt) for number in engines}
+        return sorted(engines, key=lambda number: self._work(number, len(prompt), cached[number]))
+
+    def assign(self, request: Request, number: int) -> None:
+        """Count a request as the work of an engine from now on; once for each request."""
+        self._num_routed += 1
+        self._assign(request, number, self._engines[number].index.match(request.scope, request.prompt_token_ids))
+
+    def engine_of(self, request_id: int) -> int | None:
+        """Return the engine of a request that has not ended."""
+        return self._engine_of.get(request_id)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines, by which all numbers are below."""
+        return len(self._engines)
+
     def _work(self, number: int, num_tokens: int, num_cached: int) -> tuple[int, ...]:
         """Return the sort key of an engine for a prompt; `affinity` goes by the cached tokens first."""
         engine = self._engines[number]

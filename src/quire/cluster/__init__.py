@@ -1,0 +1,1 @@
+"""Optional deployment on Ray Serve: ingress replicas for HTTP, engine replicas that compute. Needs `quire[ray]`."""
