@@ -2,6 +2,7 @@
 //
 // What Python passes are the arguments of a function or the fields of a struct in their order: an address for a pointer.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
@@ -11,6 +12,7 @@
 
 #include "thread_pool.hpp"
 #include "expanded_packing.hpp"
+#include "gather.hpp"
 #include "lookup.hpp"
 #include "packing.hpp"
 #include "program.hpp"
@@ -169,6 +171,30 @@ nb::dict draft(Lookup& lookup, nb::handle rows, nb::handle last) {
     return drafts;
 }
 
+void def_rank_group(nb::module_& module) {
+    nb::exception<Interrupted>(module, "InterruptedExchangeError", PyExc_RuntimeError);
+    using Released = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<RankGroup>(module, "RankGroup")
+        .def(nb::init<std::uintptr_t, long, long, long>())
+        .def_ro_static("header_bytes", &RankGroup::header_bytes)
+        .def("meet", &RankGroup::meet, Released())
+        .def("interrupt", &RankGroup::interrupt, Released())
+        .def("reset", &RankGroup::reset)
+        .def("resume", &RankGroup::resume)
+        .def("beat", &RankGroup::beat)
+        .def("num_beats", &RankGroup::num_beats);
+    nb::class_<ColumnGather>(module, "ColumnGather")
+        .def("__init__", [](ColumnGather* self, RankGroup& group, std::vector<long> bounds) {
+            new (self) ColumnGather{&group, std::move(bounds)};
+        }, nb::keep_alive<1, 2>())
+        .def("address", [](ColumnGather& self) {
+            return std::make_pair(reinterpret_cast<std::uintptr_t>(&ColumnGather::call), reinterpret_cast<std::uintptr_t>(&self));
+        })
+        .def("gather", [](ColumnGather& self, std::uintptr_t own, std::uintptr_t rows, long num_rows, long element_bytes) {
+            ColumnGather::call(&self, reinterpret_cast<void*>(own), reinterpret_cast<void*>(rows), num_rows, element_bytes);
+        }, Released());
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -221,6 +247,7 @@ NB_MODULE(_kernels, module) {
     def_struct<SumOp>(module, "SumOp");
     def_struct<GatherOp>(module, "GatherOp");
     def_struct<CountLayerOp>(module, "CountLayerOp");
+    def_rank_group(module);
     def_program<bf16>(module, "Program_bf16");
     def_program<float>(module, "Program_float");
     module.def("usable_isas", usable_isas);

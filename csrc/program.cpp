@@ -114,7 +114,7 @@ public:
     }
 
     void operator()(const GatherOp& op) const {
-        op.gather(op.context, at(op.x), step_.num_tokens, stride(op.x) * static_cast<long>(sizeof(T)));
+        op.gather(op.context, at(op.x), at(op.out), step_.num_tokens, sizeof(T));
     }
 
     void operator()(const CountLayerOp& op) const { *op.progress = *op.progress + 1; }

@@ -69,10 +69,10 @@ struct SumOp {  // out = x * factor + y, clipped; y -1: none, limit 0: not clipp
     long x, y, out;
     float factor, limit;
 };
-// The ranks of tensor parallelism exchange an activation: each has computed some of its columns.
+// The ranks of tensor parallelism exchange an activation: each has computed some of its columns, x, and gets all, out.
 struct GatherOp {
-    long x;
-    void (*gather)(void* context, void* rows, long num_tokens, long row_bytes);
+    long x, out;
+    void (*gather)(void* context, const void* own, void* rows, long num_tokens, long element_bytes);
     void* context;
 };
 struct CountLayerOp {

@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.back_end import BackEnd
+from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.kernels.cpp.back_end import usable_isas
+from quire.model.decoder import Decoder
 from quire.model.loader import load_model
+from quire.model.ranks import Ranks
+from quire.model.source import read_folder
+from support.thread_ranks import assert_ranks_have_the_bits_of_one
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -531,3 +536,21 @@ def test_layers_in_one_call_have_the_bits_of_single_ops(
     single_ops = replace(back_end, fuse=lambda program: program)
     decoder = load_model(tmp_path, dtype=dtype, back_end=single_ops, max_positions=len(tokens))
     assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))
+
+
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_have_the_bits_of_one(case: str, dtype: str, tmp_path: Path, paged_runner: Callable) -> None:
+    if CASES[case][1].get("head_dim", 8) % 8:
+        pytest.skip("the kernels do not serve these heads")
+    make_reference(*CASES[case]).save_pretrained(tmp_path)
+    tokens, back_end = random_tokens(PROMPT_LEN), choose_back_end(torch.device("cpu"), "cpp")
+
+    def load(ranks: Ranks | None) -> Decoder:
+        return load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
+
+    def use(decoder: Decoder) -> Tensor:
+        return paged_runner(decoder).run("a", tokens, [7, 1, 28])
+
+    assert_ranks_have_the_bits_of_one(read_folder(tmp_path).spec, load, use)

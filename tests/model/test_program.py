@@ -10,11 +10,14 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.program import Activations, GatherHook, LayerInputs
+from quire.kernels.linear import Linear
+from quire.kernels.program import Activations, LayerInputs
 from quire.model.batch import ForwardBatch
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
+from quire.model.ranks import Ranks
+from quire.model.sharding import Cut, Shard
 from quire.model.spec import LayerSpec, Part, SpecError
 from quire.model.weights import WeightReader
 
@@ -22,13 +25,13 @@ TOKENS = torch.randint(96, (20,), generator=torch.Generator().manual_seed(2)).to
 
 
 def load(
-    folder: Path, back_end: BackEnd, change: Callable[[LayerSpec, int], LayerSpec], gather: GatherHook | None = None
+    folder: Path, back_end: BackEnd, change: Callable[[LayerSpec, int], LayerSpec], ranks: Ranks | None = None
 ) -> Decoder:
     """Load a Llama whose layers have been changed, one by one."""
     spec = spec_from_config(read_config(folder), "config.json")
     spec = replace(spec, layers=tuple(change(layer, index) for index, layer in enumerate(spec.layers)))
     weights = WeightReader(SafetensorsCheckpoint(folder), spec.weights, back_end, torch.float32, torch.device("cpu"))
-    return Decoder(spec, weights, 64, 64, gather)
+    return Decoder(spec, weights, 64, 64, ranks)
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,31 @@ class Shift:
 
 
 @dataclass
+class OnlyRank:
+    """The exchanges of one rank with itself, which notes their widths."""
+
+    shard: Shard = field(default_factory=lambda: Shard(0, 1))
+    widths: list[int] = field(default_factory=list)
+
+    def gather(self, cut: Cut) -> "Hook":
+        return Hook(cut.width, cut.width, self.widths)
+
+    def joined_head(self, head: Linear, cut: Cut) -> Linear:
+        return head
+
+
+@dataclass
 class Hook:
     """A gather that only notes its calls."""
 
-    names: list[str] = field(default_factory=list)
+    num_own: int
+    width: int
+    widths: list[int]
     address: tuple[int, int] | None = None
 
-    def __call__(self, name: str, x: Tensor) -> None:
-        self.names.append(name)
+    def __call__(self, own: Tensor) -> Tensor:
+        self.widths.append(own.shape[1])
+        return own
 
 
 @pytest.mark.parametrize("positions", [("pre", "post"), ("post", "pre")])
@@ -79,10 +99,9 @@ def test_part_without_a_place_is_refused(write_llama: Callable[..., Path], back_
 def test_gather_follows_each_op_that_ranks_divide(
     write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable
 ) -> None:
-    folder, hook = write_llama(), Hook()
-    found = paged_runner(load(folder, back_end, lambda layer, index: layer, hook)).step({"a": TOKENS})["a"]
-    divided = ("attention", "attention_out", "feed_forward_in", "feed_forward_out")
-    assert hook.names == [f"layers.{index}.{name}_gather" for index in range(2) for name in divided]
+    folder, ranks = write_llama(), OnlyRank()
+    found = paged_runner(load(folder, back_end, lambda layer, index: layer, ranks)).step({"a": TOKENS})["a"]
+    assert ranks.widths == 2 * [32, 32, 56, 32]  # attention, attention_out, feed_forward_in, feed_forward_out
     alone = paged_runner(load(folder, back_end, lambda layer, index: layer)).step({"a": TOKENS})["a"]
     assert torch.equal(found, alone)
 

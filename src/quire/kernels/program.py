@@ -178,6 +178,37 @@ class SplitHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeHeads:
+    """query, key and value of a part of the heads, consecutive ones: views."""
+
+    name: str
+    heads: Heads                # of all
+    first: tuple[int, int]      # the first query head, and the first KV head
+    taken: Heads
+    query: str = "query"
+    key: str = "key"
+    value: str = "value"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """query, key and value."""
+        return self.query, self.key, self.value
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Make the views; nothing is computed."""
+        first_query, first_kv = self.first
+        queries = activations[self.query][:, first_query : first_query + self.taken.num_heads]
+        activations[self.query] = queries
+        for name in (self.key, self.value):
+            activations[name] = activations[name][:, first_kv : first_kv + self.taken.num_kv_heads]
+
+
+@dataclass(frozen=True, slots=True)
 class QKNorm:
     """Norms of queries and keys, in place, over each head or over all heads of a token together."""
 
@@ -396,20 +427,27 @@ class GatherHook(Protocol):
     """Exchange of an activation's columns between the ranks of tensor parallelism."""
 
     @property
+    def num_own(self) -> int:
+        """Columns that this rank computes."""
+
+    @property
+    def width(self) -> int:
+        """Columns of all ranks."""
+
+    @property
     def address(self) -> tuple[int, int] | None:
         """A C function (csrc/program.hpp, GatherOp) and its context, which does the same; None: there is none."""
 
-    def __call__(self, name: str, x: Tensor) -> None:
-        """Fill in the columns of x [num_tokens, width] that other ranks have computed; `name` is the op's."""
+    def __call__(self, own: Tensor) -> Tensor:
+        """Return [num_tokens, width] of all ranks' columns, for own [num_tokens, num_own]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Exchange of an activation between ranks, in place."""
+    """Exchange of an activation between ranks: each has some of its columns before, and all of them behind."""
 
     name: str
     x: str
-    width: int
     hook: GatherHook
 
     @property
@@ -424,7 +462,7 @@ class Gather:
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Call the hook."""
-        self.hook(self.name, activations[self.x])
+        activations[self.x] = self.hook(activations[self.x])
 
 
 @dataclass(frozen=True, slots=True)

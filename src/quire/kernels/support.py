@@ -16,6 +16,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "Linear": EVERYWHERE,
     "Experts": CPU,
     "SplitHeads": EVERYWHERE,
+    "TakeHeads": CPU,
     "QKNorm": EVERYWHERE,
     "RotaryWrite": EVERYWHERE,
     "Attention": EVERYWHERE,

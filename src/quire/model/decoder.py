@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.kv_cache_write import rotary_table
+from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import build_metadata
-from quire.kernels.program import GatherHook, LayerInputs
+from quire.kernels.program import LayerInputs
 from quire.kernels.support import require, require_kv_dtype, require_ops
 from quire.model.batch import ForwardBatch
 from quire.model.footprint import num_layer_weights
@@ -13,7 +14,8 @@ from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.program import ProgramInputs, build_program
-from quire.model.shapes import DecoderShapes
+from quire.model.ranks import Ranks
+from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.spec import DecoderSpec, Rotary
 from quire.model.weights import WeightReader
 
@@ -27,24 +29,25 @@ class Decoder:
         weights: WeightReader,
         max_positions: int,
         table_positions: int,
-        gather: GatherHook | None = None,
+        ranks: Ranks | None = None,
         kv_cache_dtype: str = "auto",
     ) -> None:
         self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
         require_kv_dtype(self.back_end.name, kv_cache_dtype)
-        self.kv_geometry = KVGeometry.of(spec, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
+        local = spec if ranks is None else ranks.shard.local_spec(spec)
+        self.kv_geometry = KVGeometry.of(local, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
         shapes = DecoderShapes.of(spec)
         self._embedding = Embedding(spec, shapes, weights)
         cos_sin = {each: _rotary_table(each, max_positions, table_positions, weights.device) for each in spec.rotaries}
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
-        shared = ProgramInputs(cos_sin, self.progress, gather, reads_kv_scales=kv_cache_dtype == "fp8")
+        shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
         require_ops(self.back_end.name, program.ops)
         self._program = self.back_end.fuse(program)
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._head = None
         if spec.has_head:
-            self._head = weights.head(shapes.head, self._embedding.tokens, is_tied=spec.is_head_tied)
+            self._head = _head(spec, shapes.head, self._embedding.tokens, weights, ranks)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
 
     @property
@@ -72,14 +75,30 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
-        assert self._head is not None, "the model has no output head"
-        self.progress += 1
-        logits = self._head(hidden if self._project_out is None else self._project_out(hidden))
+        logits = self.head_sums(hidden)
         if self.spec.logit_multiplier != 1:
             logits *= self.spec.logit_multiplier
         if self.spec.logit_softcap:
             logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits
+
+
+    def head_sums(self, hidden: Tensor) -> Tensor:
+        """Return the logits before the multiplier and the softcap; of several ranks, rank 0 has them."""
+        assert self._head is not None, "the model has no output head"
+        self.progress += 1
+        return self._head(hidden if self._project_out is None else self._project_out(hidden))
+
+
+def _head(
+    spec: DecoderSpec, shape: LinearShape, embedding: Tensor, weights: WeightReader, ranks: Ranks | None
+) -> Linear:
+    """Read the head, of a rank its part of the vocabulary; return that of all ranks."""
+    if ranks is None:
+        return weights.head(shape, embedding, is_tied=spec.is_head_tied)
+    cut = ranks.shard.cut(spec.vocab_size)
+    own = weights.head(shape, embedding, is_tied=spec.is_head_tied, rows=cut.of(ranks.shard.rank))
+    return ranks.joined_head(own, cut)
 
 
 class Embedding:

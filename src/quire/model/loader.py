@@ -10,6 +10,8 @@ from quire.kernels.back_end import BackEnd
 from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.decoder import Decoder
 from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions
+from quire.model.ranks import Ranks
+from quire.model.sharding import check_shardable
 from quire.model.source import ModelSource, read_folder
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.format import WeightFormat
@@ -29,6 +31,7 @@ def load_model(
     kv_cache_dtype: str = "auto",
     quantization: Quantization | None = None,
     needs_head: bool = True,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """Load a model, given by its source, or by its folder if its weights are floats, onto `device`.
 
@@ -36,8 +39,8 @@ def load_model(
     at most the model's own; dynamic scaling depends on it, which is off by default. `table_positions`: the length of
     rotary tables, where fewer positions than that can be used. `kv_cache_dtype`: a value of --kv-cache-dtype.
     `quantization`: what the source answered to the options; None is as the checkpoint says. Without `needs_head` a
-    model may lack its output head. Raises ModelError for a model that cannot be loaded, ConfigError for an unknown
-    dtype.
+    model may lack its output head. `ranks`: of tensor parallelism; only this rank's part is read. Raises ModelError for
+    a model that cannot be loaded, ConfigError for an unknown dtype.
     """
     source = read_folder(model) if isinstance(model, Path) else model
     found = source.quantization(QuantizationOptions()) if quantization is None else quantization
@@ -56,6 +59,7 @@ def load_model(
         table_positions=table_positions,
         kv_cache_dtype=kv_cache_dtype,
         weight_format=stored.weight_format,
+        ranks=ranks,
     )
 
 
@@ -70,16 +74,20 @@ def build_decoder(
     table_positions: int | None = None,
     weight_format: WeightFormat | None = None,
     kv_cache_dtype: str = "auto",
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """Return the decoder of a spec with the weights of a checkpoint; positions as of `load_model`.
 
-    `weight_format`: that of the linear layers; None: dense.
+    `weight_format`: that of the linear layers; None: dense. `ranks` as of `load_model`; ConfigError if the model cannot
+    be split like that.
 
     Raises ModelError for a tensor that is missing, of another shape, of integers, or not finite in `dtype`.
     """
+    if ranks is not None:
+        check_shardable(spec, ranks.shard.num_ranks)
     weights = WeightReader(checkpoint, spec.weights, back_end, dtype, device, weight_format)
     longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
     num_positions = min(table_positions or longest, longest)
-    decoder = Decoder(spec, weights, longest, num_positions, kv_cache_dtype=kv_cache_dtype)
+    decoder = Decoder(spec, weights, longest, num_positions, ranks, kv_cache_dtype)
     weights.warn_of_unread()
     return decoder

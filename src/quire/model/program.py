@@ -16,8 +16,10 @@ from quire.kernels import program as ops
 from quire.kernels.experts import Routing
 from quire.kernels.kv_quantization import ONES
 from quire.kernels.norm import Norm
-from quire.kernels.program import INPUT, GatherHook, Op, Program
-from quire.model.shapes import DecoderShapes, LayerShapes, NormShape
+from quire.kernels.program import INPUT, Op, Program
+from quire.model.ranks import Ranks
+from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape
+from quire.model.sharding import Cut, Range
 from quire.model.spec import DecoderSpec, Experts, LayerSpec, NormKind, NormPosition, Part, Rotary, SpecError
 from quire.model.weights import WeightReader
 
@@ -31,7 +33,7 @@ class ProgramInputs:
 
     cos_sin: Mapping[Rotary, Tensor]   # as of `rotary_table`, for each of `spec.rotaries`
     progress: Tensor                   # [1] int64, one more after each layer
-    gather: GatherHook | None = None   # of tensor parallelism; None: one rank
+    ranks: Ranks | None = None         # of tensor parallelism; None: one
     reads_kv_scales: bool = False      # of the KV cache's elements, from the checkpoint; else they are 1
 
 
@@ -87,7 +89,7 @@ def _layer_ops(
         name = f"{stem}feed_forward_norm"
         second = [_norm_op(name, feed_forward_norm, position, is_summed=layer.is_parallel, out=source)]
     out = "y" if layer.is_parallel else "x"
-    feed_forward = list(_feed_forward_ops(layer, shapes, stem, weights, source, out))
+    feed_forward = list(_feed_forward_ops(layer, shapes, stem, weights, source, out, shared.ranks))
     if layer.is_parallel:
         feed_forward.append(ops.Add(f"{stem}sublayers", "x", "y", "x", spec.hidden_size))
     in_order = [first, *attention, *second, *feed_forward]
@@ -96,40 +98,61 @@ def _layer_ops(
     if position == "output":
         add = ops.Add(f"{stem}attention_sum", "x", INPUT, INPUT, spec.hidden_size)
         in_order = [*attention, first, add, *feed_forward, *second]
-    yield from _with_parts(_followed(in_order, spec, index, weights, shared.gather), stem, layer.parts, weights)
+    yield from _with_parts(_followed(in_order, spec, index, weights, shared.ranks), stem, layer.parts, weights)
     yield ops.CountLayer(f"{stem}end", shared.progress)
 
 
 def _attention_ops(
     spec: DecoderSpec, index: int, weights: WeightReader, shared: ProgramInputs, source: str
 ) -> Iterator[Op]:
-    """Yield the ops of attention: project, normalize per head, rotate and write to the cache, attend, project."""
+    """Yield the ops of attention: project, normalize per head, rotate and write to the cache, attend, project.
+
+    A rank has its heads alone; a norm over all heads of a token needs them all, so there each rank projects them all.
+    """
     layer, stem, back_end = spec.layers[index], f"layers.{index}.", weights.back_end
     shapes, heads = LayerShapes.of(spec, layer), ops.Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    own, taken, ranges = heads, None, None
+    if shared.ranks is not None:
+        taken = shared.ranks.shard.heads(layer)
+        own = ops.Heads(taken.num_heads, taken.num_kv_heads, layer.head_dim)
+        if not layer.is_query_key_norm_over_heads:
+            heads, ranges = own, shared.ranks.shard.qkv_ranges(layer)
     norms = None
     if shapes.query_norm is not None and shapes.key_norm is not None:
         norms = make_norm(spec, weights, shapes.query_norm), make_norm(spec, weights, shapes.key_norm)
-    yield ops.Linear(f"{stem}qkv", weights.linear(shapes.qkv), source, "qkv")
+    yield ops.Linear(f"{stem}qkv", weights.linear(shapes.qkv, ranges), source, "qkv")
     if layer.qkv_limit:
-        yield ops.Clip(f"{stem}qkv_clip", "qkv", sum(shapes.qkv.num_rows), layer.qkv_limit)
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        yield ops.Clip(f"{stem}qkv_clip", "qkv", width, layer.qkv_limit)
     yield ops.SplitHeads(f"{stem}split_heads", heads)
     if norms is not None:
         yield ops.QKNorm(f"{stem}query_key_norm", *norms, heads, layer.is_query_key_norm_over_heads)
+    if taken is not None and heads != own:
+        yield ops.TakeHeads(f"{stem}take_heads", heads, (taken.query[0], taken.kv[0]), own)
     scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
     rotary = spec.rotary_of(layer)
     yield ops.RotaryWrite(
-        f"{stem}rotary_write", index, None if rotary is None else shared.cos_sin[rotary], heads, back_end.write_kv,
+        f"{stem}rotary_write", index, None if rotary is None else shared.cos_sin[rotary], own, back_end.write_kv,
         kv_scales=scales, is_interleaved=rotary is not None and rotary.is_interleaved,
     )  # fmt: skip
     if layer.position_scale is not None:
         assert rotary is not None, "factors of positions without rotary positions"
         factors = _position_factors(*layer.position_scale, shared.cos_sin[rotary]).to(weights.dtype).float()
-        yield ops.PositionScale(f"{stem}position_scale", heads, factors)
+        yield ops.PositionScale(f"{stem}position_scale", own, factors)
+    sinks = None if shapes.sinks is None else weights.sinks(shapes.sinks)
+    if sinks is not None and taken is not None:
+        sinks = sinks[slice(*taken.query)].clone()
     yield ops.Attention(
-        f"{stem}attention", index, heads, layer.scale, layer.window, back_end.paged_attention,
-        kv_scales=scales, softcap=layer.softcap, sinks=None if shapes.sinks is None else weights.sinks(shapes.sinks),
+        f"{stem}attention", index, own, layer.scale, layer.window, back_end.paged_attention,
+        kv_scales=scales, softcap=layer.softcap, sinks=sinks,
     )  # fmt: skip
-    yield ops.Linear(f"{stem}attention_out", weights.linear(shapes.attention_out), "attended", "x")
+    out = weights.linear(shapes.attention_out, _ranges(shared.ranks, shapes.attention_out))
+    yield ops.Linear(f"{stem}attention_out", out, "attended", "x")
+
+
+def _ranges(ranks: Ranks | None, shape: LinearShape) -> list[Range] | None:
+    """Return the outputs of a layer, module by module, that this rank computes; None: all."""
+    return None if ranks is None else [ranks.shard.cut(count).of(ranks.shard.rank) for count in shape.num_rows]
 
 
 def _position_factors(beta: float, length: int, cos_sin: Tensor) -> Tensor:
@@ -139,9 +162,9 @@ def _position_factors(beta: float, length: int, cos_sin: Tensor) -> Tensor:
 
 
 def _feed_forward_ops(
-    layer: LayerSpec, shapes: LayerShapes, stem: str, weights: WeightReader, source: str, out: str
+    layer: LayerSpec, shapes: LayerShapes, stem: str, weights: WeightReader, source: str, out: str, ranks: Ranks | None
 ) -> Iterator[Op]:
-    """Yield the ops of a feed-forward: two projections, or a mixture of experts."""
+    """Yield the ops of a feed-forward: two projections, or a mixture of experts, which ranks do not divide."""
     mixture = layer.feed_forward
     if isinstance(mixture, Experts):
         assert shapes.experts is not None
@@ -150,8 +173,10 @@ def _feed_forward_ops(
         return
     assert shapes.up is not None
     assert shapes.down is not None
-    yield ops.Linear(f"{stem}feed_forward_in", weights.linear(shapes.up), source, "inner")
-    yield ops.Linear(f"{stem}feed_forward_out", weights.linear(shapes.down), "inner", out)
+    up = weights.linear(shapes.up, _ranges(ranks, shapes.up))
+    down = weights.linear(shapes.down, _ranges(ranks, shapes.down))
+    yield ops.Linear(f"{stem}feed_forward_in", up, source, "inner")
+    yield ops.Linear(f"{stem}feed_forward_out", down, "inner", out)
 
 
 def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, out: str = "x") -> Op:
@@ -165,7 +190,7 @@ def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, 
 
 
 def _followed(
-    layer_ops: Iterable[Op], spec: DecoderSpec, index: int, weights: WeightReader, gather: GatherHook | None
+    layer_ops: Iterable[Op], spec: DecoderSpec, index: int, weights: WeightReader, ranks: Ranks | None
 ) -> Iterator[Op]:
     """Yield a layer's ops with the ops that follow each of them.
 
@@ -174,18 +199,20 @@ def _followed(
     """
     layer = spec.layers[index]
     shapes, stem = LayerShapes.of(spec, layer), f"layers.{index}."
-    widths = {
-        "attention": layer.num_heads * layer.head_dim,
-        "attention_out": spec.hidden_size,
-        "feed_forward_in": layer.feed_forward.active_size,
-        "feed_forward_out": spec.hidden_size,
-    }
+    cuts: dict[str, Cut] = {}
+    if ranks is not None:
+        cuts = {
+            "attention": ranks.shard.attended_cut(layer),
+            "attention_out": ranks.shard.cut(spec.hidden_size),
+            "feed_forward_in": ranks.shard.cut(layer.feed_forward.active_size),
+            "feed_forward_out": ranks.shard.cut(spec.hidden_size),
+        }
     norms = {"attention_out": shapes.attention_output_norm, "feed_forward_out": shapes.feed_forward_output_norm}
     for op in layer_ops:
         yield op
         kind = op.name.removeprefix(stem)
-        if gather is not None and kind in widths:
-            yield ops.Gather(f"{op.name}_gather", op.writes[0], widths[kind], gather)
+        if ranks is not None and kind in cuts:
+            yield ops.Gather(f"{op.name}_gather", op.writes[0], ranks.gather(cuts[kind]))
         if kind not in norms:
             continue
         if layer.residual_multiplier != 1:

@@ -282,6 +282,10 @@ class DecoderSpec:
         """Return the spec with all layers changed."""
         return replace(self, layers=tuple(map(change, self.layers)))
 
+    def with_heads(self, num_heads: int, num_kv_heads: int) -> "DecoderSpec":
+        """Return the spec with other numbers of heads of the same size."""
+        return self.with_layers(lambda layer: replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads))
+
     def with_windows(self, windows: Sequence[int | None]) -> "DecoderSpec":
         """Return the spec with these windows, one per layer. Raises SpecError for another number of them."""
         if len(windows) != self.num_layers:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.stacked import with_single_experts
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.shapes import ExpertShapes, LinearShape, NormShape, SinksShape, TableShape
+from quire.model.sharding import Range, shifted
 from quire.model.spec import WeightMap
 from quire.model.weight_formats.dense import DenseFormat
 from quire.model.weight_formats.format import ModuleRows, WeightFormat
@@ -79,25 +81,40 @@ class WeightReader:
         return self._read_kept([self._prefix + shape.name], [(shape.num_heads,)], torch.float32)
 
     def linear(
-        self, shape: LinearShape, *, dtype: torch.dtype | None = None, weight_format: WeightFormat | None = None
+        self,
+        shape: LinearShape,
+        ranges: Sequence[Range] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        weight_format: WeightFormat | None = None,
     ) -> Linear:
         """Return one layer, the modules' rows on top of each other.
 
-        dtype: of its results; None: the model's. `weight_format`: None is the checkpoint's.
+        ranges: the rows [start, stop) of each of `shape.num_rows` that are read; None: all. dtype: of its results;
+        None: the model's. `weight_format`: None is the checkpoint's.
         """
-        num_rows = shape.num_rows if len(shape.modules) > 1 else [sum(shape.num_rows)]
-        stems = [self._prefix + module for module in shape.modules]
-        modules = [ModuleRows.whole(stem, count) for stem, count in zip(stems, num_rows, strict=True)]
+        modules = self._module_rows(shape, ranges)
         weight_format = weight_format or self._format
         weight = weight_format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed)
-        biases = [f"{stem}.bias" for stem in stems]
-        bias = self._read_kept(biases, [(count,) for count in num_rows]) if shape.has_bias else None
+        bias = self._read_biases(modules) if shape.has_bias else None
         if shape.num_groups > 1:
-            order = ungrouped(shape)
+            order = ungrouped(shape, ranges)
             weight, bias = weight.take(order), None if bias is None else bias[order]
         layer = self.back_end.linear(weight, bias, dtype=dtype, activation=shape.activation or "none")
-        self._tally_layer(layer, shape)
+        num_rows = shape.num_rows if ranges is None else [stop - start for start, stop in ranges]
+        self._tally_layer(layer, sum(num_rows) * shape.width)
         return layer
+
+    def _module_rows(self, shape: LinearShape, ranges: Sequence[Range] | None) -> list[ModuleRows]:
+        """Return the rows to read of each module, in order; of one module for several row counts, several times."""
+        stems, num_rows = [self._prefix + module for module in shape.modules], shape.num_rows
+        if len(stems) == 1:
+            total = sum(num_rows)
+            is_whole = shape.num_groups > 1  # rows in groups are taken from the whole
+            found = [(0, total)] if ranges is None or is_whole else shifted(ranges, num_rows)
+            return [ModuleRows(stems[0], total, *rows) for rows in found]
+        found = [(0, count) for count in num_rows] if ranges is None else list(ranges)
+        return [ModuleRows(stem, count, *rows) for stem, count, rows in zip(stems, num_rows, found, strict=True)]
 
     def experts(self, shapes: ExpertShapes, routing: Routing) -> ExpertLayer:
         """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32."""
@@ -113,20 +130,23 @@ class WeightReader:
         stem = self._prefix + shape.modules[0].rpartition(".")[0]
         return KVScales(self._scale(f"{stem}.k_scale"), self._scale(f"{stem}.v_scale"))
 
-    def head(self, shape: LinearShape, embedding: Tensor, *, is_tied: bool) -> Linear:
+    def head(
+        self, shape: LinearShape, embedding: Tensor, *, is_tied: bool, rows: Range | None = None
+    ) -> Linear:
         """Return the layer from hidden states to logits, in float32; by default the embedding table itself when tied.
 
-        A tied head counts as no parameters of its own, unless the checkpoint has tensors of it.
+        rows: those of the vocabulary that are read; None: all. A tied head counts as no parameters of its own, unless
+        the checkpoint has tensors of it.
         """
-        num_read, names = len(self._tensors.names_read), self._tensors.names
+        num_read, names, num_rows = len(self._tensors.names_read), self._tensors.names, shape.num_rows[0]
         others = (stem for stem in self.names.other_heads if any(name.startswith(f"{stem}.") for name in names))
-        stem = next(others, shape.modules[0])
-        module = ModuleRows.whole(stem, shape.num_rows[0])
-        weight = self._format.read_head(self._tensors, module, shape.width, embedding if is_tied else None)
-        bias = self._read_kept([f"{stem}.bias"], [shape.num_rows]) if shape.has_bias else None
+        module = ModuleRows(next(others, shape.modules[0]), num_rows, *(rows or (0, num_rows)))
+        tied = embedding[slice(*module.rows)] if is_tied else None
+        weight = self._format.read_head(self._tensors, module, shape.width, tied)
+        bias = self._read_biases([module]) if shape.has_bias else None
         layer = self.back_end.linear(weight, bias, dtype=torch.float32)
         is_counted = len(self._tensors.names_read) > num_read
-        self._tally_layer(layer, shape if is_counted else shape._replace(num_rows=()))
+        self._tally_layer(layer, (module.stop - module.start) * shape.width if is_counted else 0)
         return layer
 
     def warn_of_unread(self) -> None:
@@ -155,7 +175,16 @@ class WeightReader:
     ) -> Tensor:
         """Return the tensors one after the other along dimension 0, in memory of their own."""
         parts = zip(names, shapes, strict=True)
-        whole = torch.cat([self._tensors.floats(name, shape, dtype=dtype) for name, shape in parts])
+        return self._kept([self._tensors.floats(name, shape, dtype=dtype) for name, shape in parts])
+
+    def _read_biases(self, modules: Sequence[ModuleRows]) -> Tensor:
+        """Return the biases of some outputs of modules, one after the other."""
+        return self._kept(
+            [self._tensors.floats(f"{each.module}.bias", (each.num_rows,), each.rows) for each in modules]
+        )
+
+    def _kept(self, tensors: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat(list(tensors))
         self.tally.num_parameters += whole.numel()
         self.tally.weight_bytes += whole.nbytes
         return whole
@@ -172,13 +201,14 @@ class WeightReader:
             raise self._tensors.error(name, f"is {scale}, expected {SMALLEST_KV_SCALE} to {1 / SMALLEST_KV_SCALE}")
         return scale
 
-    def _tally_layer(self, layer: Linear, shape: LinearShape) -> None:
-        self.tally.num_parameters += shape.num_weights
+    def _tally_layer(self, layer: Linear, num_weights: int) -> None:
+        self.tally.num_parameters += num_weights
         self.tally.weight_bytes += layer.num_bytes
 
 
-def ungrouped(shape: LinearShape) -> Tensor:
-    """Return the places in the file of a layer's rows, whose modules' rows are stored in groups."""
+def ungrouped(shape: LinearShape, ranges: Sequence[Range] | None = None) -> Tensor:
+    """Return the places in the file of a layer's rows, or of ranges of them; modules' rows are stored in groups."""
     counts = [count // shape.num_groups for count in shape.num_rows]
     places = torch.arange(sum(shape.num_rows)).view(shape.num_groups, -1)
-    return torch.cat([rows.flatten() for rows in torch.split(places, counts, dim=1)])
+    whole = torch.cat([rows.flatten() for rows in torch.split(places, counts, dim=1)])
+    return whole if ranges is None else torch.cat([whole[slice(*rows)] for rows in shifted(ranges, shape.num_rows)])

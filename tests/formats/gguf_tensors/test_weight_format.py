@@ -29,6 +29,7 @@ from quire.model.weight_formats.format import ModuleRows
 from support.gguf_blocks import random_blocks, random_rows
 from support.gguf_files import as_is, convert, converted, dequantized, write_gguf
 from support.random_folder import write_random_folder
+from support.thread_ranks import assert_ranks_have_the_bits_of_one
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 48, "hidden_size": 256, "intermediate_size": 512,
@@ -123,6 +124,23 @@ def test_quantized_file_of_each_family(
     twin = dequantized(folder, file, tmp_path / "twin", getattr(torch, dtype))
     ours = logits_of(file, back_end, paged_runner, dtype=dtype, asked=EXPANDED)
     assert torch.equal(ours, logits_of(twin, back_end, paged_runner))
+
+
+@pytest.mark.parametrize("activations", [None, "bfloat16"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_ranks_have_the_bits_of_one(
+    mixture: str, activations: Activations | None, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    if back_end.name != "cpp":
+        pytest.skip("ranks need the C++ kernels")
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    source = read_source(convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES[mixture])))
+    quantization = source.quantization(QuantizationOptions(activations=activations))
+    assert_ranks_have_the_bits_of_one(
+        source.spec,
+        lambda ranks: load_model(source, back_end=back_end, quantization=quantization, ranks=ranks),
+        lambda model: paged_runner(model).run("a", list(range(1, 40)), [7, 20, 12]),
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])

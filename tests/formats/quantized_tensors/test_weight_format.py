@@ -33,6 +33,7 @@ from support.quantized_folder import (
     write_pair,
 )
 from support.quantized_reading import read, values
+from support.thread_ranks import assert_ranks_have_the_bits_of_one
 
 TOKENS = list(range(1, 40))
 ENDS = [name.rpartition(".")[2] for name in LAYER_LINEARS]
@@ -81,6 +82,23 @@ def test_experts_give_the_bits_of_the_twin(tmp_path: Path, paged_runner: type, b
     assert torch.equal(found, expected)
     if back_end.name == "cpp":
         assert quantized.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=expanded)
+
+
+@pytest.mark.parametrize("activations", [None, "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_have_the_bits_of_one(
+    tmp_path: Path, paged_runner: type, back_end: BackEnd, kind: str, activations: Activations | None
+) -> None:
+    if back_end.name != "cpp":
+        pytest.skip("ranks need the C++ kernels")
+    quantize, config, has_head = KINDS[kind]
+    source = read_source(write_pair(tmp_path, quantize, config, has_quantized_head=has_head).folder)
+    quantization = source.quantization(QuantizationOptions(activations=activations))
+    assert_ranks_have_the_bits_of_one(
+        source.spec,
+        lambda ranks: load_model(source, back_end=back_end, quantization=quantization, ranks=ranks),
+        lambda model: paged_runner(model).run("a", TOKENS, [7, 20, 12]),
+    )
 
 
 @pytest.mark.parametrize("kind", ["gptq, its head too", "packed, its head too", "bytes"])

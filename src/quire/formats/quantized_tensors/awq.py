@@ -38,7 +38,7 @@ def read_awq(module: StoredModule) -> LinearWeight:
 def _outputs(words: Tensor) -> Tensor:
     """Return uint8 [outputs, n] of words [n, outputs / 8]."""
     num_inputs, num_words = words.shape
-    octets = words.T.flatten().view(torch.uint8).view(num_words, num_inputs, 4)
+    octets = words.T.contiguous().flatten().view(torch.uint8).view(num_words, num_inputs, 4)
     outputs = octets.new_empty(num_words, PER_WORD, num_inputs)
     for number, place in enumerate(PLACES):
         octet = octets[:, :, place // 2]

@@ -73,10 +73,11 @@ class CppLinear:
         """Inputs and outputs of a row."""
         return self._in_features, self._out_features
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /, out: Tensor | None = None) -> Tensor:
         """Multiply all rows in one call; how many there are changes no row.
 
         addend: float32 [num_rows, rows of the weight], added to the sums before the bias; rows may have gaps.
+        out: [num_rows, out_features] in the dtype of the sums, which it is written to; rows may have gaps.
         """
         num_rows, width = x.shape
         if addend is not None:
@@ -86,7 +87,10 @@ class CppLinear:
         assert width == self._in_features, f"{tuple(x.shape)} for {self._in_features} inputs"
         if x.dtype != self._dtype or x.stride(1) != 1:
             x = x.to(self._dtype).contiguous()
-        out = torch.empty(num_rows, self._out_features, dtype=self._sum_dtype)
+        if out is None:
+            out = torch.empty(num_rows, self._out_features, dtype=self._sum_dtype)
+        assert (out.dtype, out.shape) == (self._sum_dtype, (num_rows, self._out_features)), f"{out.dtype} {out.shape}"
+        assert out.stride(1) == 1, "a result with gaps between outputs"
         self._multiply(
             x.data_ptr(),
             num_rows,
@@ -96,7 +100,7 @@ class CppLinear:
             self._out_features,
             self._addresses[1],
             out.data_ptr(),
-            self._out_features,
+            out.stride(0),
             self._sum_dtype == torch.float32,
             self._activation,
             *self._weight.format,

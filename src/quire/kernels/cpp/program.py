@@ -117,6 +117,13 @@ class Buffers:
         self.linears.append(name)
         return len(self.linears) - 1
 
+    def part(self, name: str, first_head: int, num_heads: int) -> None:
+        """Let a view stand for some of its heads."""
+        base, offset, _, head_dim = self._views[self._bound[name]]
+        assert head_dim is not None, f"{name} has no heads"
+        self._bound[name] = len(self._views)
+        self._views.append(View(base, offset + first_head * head_dim, num_heads * head_dim, head_dim))
+
     def outputs(self, names: Iterable[str]) -> dict[str, View]:
         """Return where these activations are after the last op."""
         return {name: self._views[self._bound[name]] for name in names}
@@ -264,6 +271,18 @@ def _split_heads(op: ops.SplitHeads, buffers: Buffers) -> list[object]:
     return []
 
 
+def _take_heads(op: ops.TakeHeads, buffers: Buffers) -> list[object]:
+    first_query, first_kv = op.first
+    num_heads, num_kv_heads, head_dim = op.heads
+    counts = (op.query, num_heads), (op.key, num_kv_heads), (op.value, num_kv_heads)
+    for name, count in counts:
+        _read_heads(name, count, head_dim, buffers)
+    buffers.part(op.query, first_query, op.taken.num_heads)
+    for name in (op.key, op.value):
+        buffers.part(name, first_kv, op.taken.num_kv_heads)
+    return []
+
+
 def _read_heads(name: str, num_heads: int, head_dim: int, buffers: Buffers) -> int:
     return buffers.read(name, num_heads * head_dim, head_dim)
 
@@ -327,7 +346,8 @@ def _add(op: ops.Add, buffers: Buffers) -> list[object]:
 
 def _gather(op: ops.Gather, buffers: Buffers) -> list[object]:
     assert op.hook.address is not None
-    return [_kernels.GatherOp(buffers.read(op.x, op.width), *op.hook.address)]
+    x = buffers.read(op.x, op.hook.num_own)
+    return [_kernels.GatherOp(x, buffers.write(op.x, op.hook.width), *op.hook.address)]
 
 
 def _count_layer(op: ops.CountLayer, buffers: Buffers) -> list[object]:
@@ -339,6 +359,7 @@ TRANSLATIONS: dict[type, Translation] = {
     ops.Linear: Translation(lambda op: isinstance(op.linear, CppLinear), _linear),
     ops.Experts: Translation(lambda op: isinstance(op.experts, CppExperts), _experts),
     ops.SplitHeads: Translation(lambda op: True, _split_heads),
+    ops.TakeHeads: Translation(lambda op: True, _take_heads),
     ops.QKNorm: Translation(
         lambda op: isinstance(op.query_norm, CppNorm) and isinstance(op.key_norm, CppNorm), _qk_norm
     ),

@@ -1,0 +1,1 @@
+"""Tensor parallelism on one machine: ranks that share memory."""

@@ -1,0 +1,81 @@
+"""Shared memory of the ranks of one machine: regions for exchanges of activations, and the logits of rank 0.
+
+It is an anonymous file (memfd), so nothing is left behind and no limit of /dev/shm applies; pages take memory once they
+have been written.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.gather import HEADER_BYTES, REGION_BYTES, CppGather, JoinedHead
+from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.linear import Linear
+from quire.model.sharding import Cut, Shard
+from quire.model.spec import DecoderSpec
+
+MIN_LOGIT_ROWS = 256  # rows of logits at once: as many as prompt logprobs ask for
+
+
+class MemoryLayout(NamedTuple):
+    """Sizes of the memory: a header, two regions of `region_bytes`, and logits float32 [max_rows, vocab_size]."""
+
+    region_bytes: int
+    max_rows: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, max_num_seqs: int) -> "MemoryLayout":
+        """Return the layout for a model: a row of any activation, in float32, fits into a region."""
+        inner = max(layer.feed_forward.size for layer in spec.layers)
+        widest = max(inner, spec.hidden_size, spec.num_heads * spec.head_dim)
+        return cls(max(REGION_BYTES, 4 * widest), max(max_num_seqs, MIN_LOGIT_ROWS), spec.vocab_size)
+
+    @property
+    def logits_at(self) -> int:
+        """Bytes before the logits."""
+        return HEADER_BYTES + 2 * self.region_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all."""
+        return self.logits_at + 4 * self.max_rows * self.vocab_size
+
+
+def create_memory(layout: MemoryLayout) -> int:
+    """Return the descriptor of new memory, all zeros."""
+    descriptor = os.memfd_create("quire-ranks")
+    os.ftruncate(descriptor, layout.num_bytes)
+    return descriptor
+
+
+class SharedRanks:
+    """A `Ranks` of one machine. `descriptor`: of the memory, which is mapped here and may be closed then."""
+
+    def __init__(self, shard: Shard, layout: MemoryLayout, descriptor: int) -> None:
+        self.shard = shard
+        self._memory = torch.frombuffer(mmap.mmap(descriptor, layout.num_bytes), dtype=torch.uint8)
+        rows = self._memory[layout.logits_at :].view(torch.float32)
+        self._logits = rows.view(layout.max_rows, layout.vocab_size)
+        self.group = _kernels.RankGroup(self._memory.data_ptr(), shard.rank, shard.num_ranks, layout.region_bytes)
+
+    def gather(self, cut: Cut) -> CppGather:
+        """Return the exchange of an activation that is divided like this."""
+        return CppGather(self.group, self.shard.rank, cut.bounds)
+
+    def joined_head(self, head: Linear, cut: Cut) -> JoinedHead:
+        """Return the head of all ranks from this one's."""
+        assert isinstance(head, CppLinear)
+        is_first = self.shard.rank == 0
+        return JoinedHead(head, self.group, self._logits, cut.of(self.shard.rank), is_first=is_first)
+
+    def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
+        num_rows, width = shape
+        gather = self.gather(Cut((0, *[width] * self.shard.num_ranks)))
+        return gather(torch.empty(num_rows, 0, dtype=dtype) if rows is None else rows)

@@ -1,0 +1,130 @@
+"""Sharding: the part of each linear layer, of the heads and of the vocabulary that a rank of tensor parallelism has.
+
+Every linear layer is split by its outputs, so that each output stays one sum in one order, and TP N has the bits of
+TP 1 (docs/decisions/0022). No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from quire.core.errors import ConfigError
+from quire.model.spec import DecoderSpec, Experts, LayerSpec
+
+STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
+Range = tuple[int, int]  # [start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Columns by rank: rank r has [bounds[r], bounds[r + 1])."""
+
+    bounds: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of all ranks."""
+        return self.bounds[-1]
+
+    def of(self, rank: int) -> Range:
+        """Return the columns of a rank."""
+        return self.bounds[rank], self.bounds[rank + 1]
+
+
+class HeadRange(NamedTuple):
+    """Consecutive heads of one rank, and the KV heads that they read; ranks may share a KV head."""
+
+    query: Range
+    kv: Range
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.query[1] - self.query[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+        return self.kv[1] - self.kv[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank of a model that is split over `num_ranks`."""
+
+    rank: int
+    num_ranks: int
+
+    def cut(self, width: int) -> Cut:
+        """Return the ranks' outputs of a layer: whole strips where there are enough of them, as even as they can be."""
+        unit = STRIP_OUTPUTS
+        while unit > 1 and width < unit * self.num_ranks:
+            unit //= 2
+        return Cut(tuple(min(bound * unit, width) for bound in _even_bounds(-(-width // unit), self.num_ranks)))
+
+    def heads(self, layer: LayerSpec) -> HeadRange:
+        """Return the heads of this rank."""
+        return head_ranges(layer, self.num_ranks)[self.rank]
+
+    def attended_cut(self, layer: LayerSpec) -> Cut:
+        """Return the ranks' columns of what attention returns."""
+        last = [heads.query[1] * layer.head_dim for heads in head_ranges(layer, self.num_ranks)]
+        return Cut((0, *last))
+
+    def qkv_ranges(self, layer: LayerSpec) -> tuple[Range, Range, Range]:
+        """Return this rank's outputs of the query, key and value projections."""
+        query, kv = ((start * layer.head_dim, stop * layer.head_dim) for start, stop in self.heads(layer))
+        return query, kv, kv
+
+    def local_spec(self, spec: DecoderSpec) -> DecoderSpec:
+        """Return a spec with this rank's heads: its KV cache is that of a rank."""
+        heads = self.heads(spec.layers[0])
+        return spec.with_heads(heads.num_heads, heads.num_kv_heads)
+
+
+def head_ranges(layer: LayerSpec, num_ranks: int) -> list[HeadRange]:
+    """Return the heads of each rank.
+
+    KV heads are divided, each with the query heads that read it; where there are fewer than ranks, the query heads of a
+    KV head are divided among the ranks that have a copy of it. Raises ConfigError if there are more ranks than heads.
+    """
+    num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
+    if num_ranks > num_heads:
+        raise ConfigError(f"tensor_parallel_size {num_ranks} is above the model's {num_heads} attention heads")
+    group = num_heads // num_kv_heads
+    if num_ranks <= num_kv_heads:
+        bounds = _even_bounds(num_kv_heads, num_ranks)
+        return [HeadRange((a * group, b * group), (a, b)) for a, b in pairwise(bounds)]
+    found = []
+    ranks = _even_bounds(num_ranks, num_kv_heads)  # rank r and those after it have copies of a KV head
+    for kv_head in range(num_kv_heads):
+        bounds = _even_bounds(group, ranks[kv_head + 1] - ranks[kv_head])
+        first = kv_head * group
+        found += [HeadRange((first + a, first + b), (kv_head, kv_head + 1)) for a, b in pairwise(bounds)]
+    return found
+
+
+def check_shardable(spec: DecoderSpec, num_ranks: int) -> None:
+    """Raise ConfigError for a model that cannot be split over so many ranks."""
+    head_ranges(spec.layers[0], num_ranks)
+    part = next((part.name for layer in spec.layers for part in layer.parts), None)
+    if part is not None:
+        raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")
+    if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
+        raise ConfigError(f"tensor_parallel_size {num_ranks}: models with experts are not supported yet")
+    narrowest = min([spec.hidden_size, spec.vocab_size, *(layer.feed_forward.active_size for layer in spec.layers)])
+    if narrowest < num_ranks:
+        raise ConfigError(f"tensor_parallel_size {num_ranks} is above the {narrowest} outputs of a layer of the model")
+
+
+def _even_bounds(count: int, num_parts: int) -> list[int]:
+    """Return where parts of `count` things begin, and the end; the first parts have one more if they do not divide."""
+    sizes = [count // num_parts + (part < count % num_parts) for part in range(num_parts)]
+    return list(accumulate(sizes, initial=0))
+
+
+def shifted(ranges: Sequence[Range], num_rows: Sequence[int]) -> list[Range]:
+    """Return ranges of modules as those of one that has the modules' rows on top of each other."""
+    starts = accumulate(num_rows, initial=0)
+    return [(first + start, first + stop) for (start, stop), first in zip(ranges, starts, strict=False)]

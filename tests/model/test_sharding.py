@@ -1,0 +1,76 @@
+"""Sharding: heads, outputs and vocabulary of each rank."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.core.errors import ConfigError
+from quire.model.config import spec_from_config
+from quire.model.sharding import Shard, check_shardable, head_ranges, shifted
+from quire.model.spec import DecoderSpec, Part
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 301, "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 1, "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def spec_of(num_heads: int, num_kv_heads: int) -> DecoderSpec:
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    return spec_from_config(CONFIG | heads | {"hidden_size": num_heads * 64, "head_dim": 64})
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks", "expected"),
+    [
+        (14, 2, 2, [((0, 7), (0, 1)), ((7, 14), (1, 2))]),
+        (14, 2, 3, [((0, 4), (0, 1)), ((4, 7), (0, 1)), ((7, 14), (1, 2))]),
+        (14, 2, 4, [((0, 4), (0, 1)), ((4, 7), (0, 1)), ((7, 11), (1, 2)), ((11, 14), (1, 2))]),
+        (9, 3, 2, [((0, 6), (0, 2)), ((6, 9), (2, 3))]),
+        (5, 1, 2, [((0, 3), (0, 1)), ((3, 5), (0, 1))]),
+        (3, 3, 2, [((0, 2), (0, 2)), ((2, 3), (2, 3))]),
+    ],
+)
+def test_a_rank_has_whole_groups_or_a_part_of_one(
+    num_heads: int, num_kv_heads: int, num_ranks: int, expected: list[object]
+) -> None:
+    assert head_ranges(spec_of(num_heads, num_kv_heads).layers[0], num_ranks) == expected
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("num_ranks", range(1, 13))
+def test_every_head_is_on_one_rank_beside_its_kv_head(num_kv_heads: int, num_ranks: int) -> None:
+    layer = spec_of(12, num_kv_heads).layers[0]
+    ranges = head_ranges(layer, num_ranks)
+    assert [head for heads in ranges for head in range(*heads.query)] == list(range(12))
+    group = 12 // num_kv_heads
+    for heads in ranges:
+        assert {head // group for head in range(*heads.query)} == set(range(*heads.kv))
+        assert heads.num_heads % heads.num_kv_heads == 0
+
+
+def test_outputs_are_cut_at_strips_as_evenly_as_they_can_be() -> None:
+    assert Shard(0, 2).cut(896).bounds == (0, 448, 896)
+    assert Shard(0, 3).cut(4864).bounds == (0, 1632, 3248, 4864)
+    assert Shard(1, 2).cut(301).of(1) == (160, 301)
+    assert Shard(0, 4).cut(30).bounds == (0, 8, 16, 24, 30)  # too few for strips
+
+
+def test_rows_of_fused_modules_are_counted_from_the_first() -> None:
+    shard, layer = Shard(1, 2), spec_of(14, 2).layers[0]
+    ranges = shard.qkv_ranges(layer)
+    assert ranges == ((448, 896), (64, 128), (64, 128))
+    assert shifted(ranges, (896, 128, 128)) == [(448, 896), (960, 1024), (1088, 1152)]
+
+
+def test_models_that_cannot_be_split_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 15 is above the model's 14 attention heads"):
+        check_shardable(spec_of(14, 2), 15)
+    narrow = spec_from_config(CONFIG | {"vocab_size": 3})
+    with pytest.raises(ConfigError, match="tensor_parallel_size 4 is above the 3 outputs of a layer"):
+        check_shardable(narrow, 4)
+    part = Part("experts", "down", lambda reader, name: None)
+    with pytest.raises(ConfigError, match="layers with the part 'experts' are not supported yet"):
+        check_shardable(spec_of(14, 2).with_layers(lambda layer: replace(layer, parts=(part,))), 2)
+    check_shardable(spec_of(14, 2), 14)

@@ -1,0 +1,84 @@
+"""Ranks of tensor parallelism as threads of one process: exchanges through shared memory as between processes."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
+from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.model.decoder import Decoder
+from quire.model.sharding import Shard
+from quire.model.spec import DecoderSpec
+
+T = TypeVar("T")
+
+
+def make_ranks(num_ranks: int, layout: MemoryLayout) -> list[SharedRanks]:
+    """Return the ranks over memory that each of them has mapped by itself."""
+    descriptor = create_memory(layout)
+    try:
+        return [SharedRanks(Shard(rank, num_ranks), layout, descriptor) for rank in range(num_ranks)]
+    finally:
+        os.close(descriptor)
+
+
+def in_threads(ranks: Sequence[SharedRanks], call: Callable[[SharedRanks], T]) -> list[T]:
+    """Return what `call` returns for each rank, run all at once; after an exception in one, the others end too."""
+
+    def run(rank: SharedRanks) -> T:
+        try:
+            return call(rank)
+        except BaseException:
+            rank.group.interrupt()
+            raise
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        futures = [threads.submit(run, rank) for rank in ranks]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, InterruptedExchangeError)), errors[0])
+    return [future.result() for future in futures]
+
+
+class RankDecoder:
+    """A rank's decoder with logits of its own on rank 0, and zeros for those of the others."""
+
+    def __init__(self, decoder: Decoder, *, is_first: bool) -> None:
+        self._decoder, self._is_first = decoder, is_first
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._decoder, name)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self._is_first:
+            return self._decoder.logits(hidden).clone()
+        self._decoder.head_sums(hidden)
+        return torch.zeros(len(hidden), self._decoder.vocab_size)
+
+
+def logits_of_ranks(
+    num_ranks: int, spec: DecoderSpec, load: Callable[[SharedRanks], Decoder], use: Callable[[RankDecoder], Tensor]
+) -> Tensor:
+    """Return rank 0's result of `use`, which every rank calls with its decoder."""
+    ranks = make_ranks(num_ranks, MemoryLayout.of(spec, 8))
+
+    def run(rank: SharedRanks) -> Tensor:
+        with torch.inference_mode():
+            return use(RankDecoder(load(rank), is_first=rank.shard.rank == 0))
+
+    return in_threads(ranks, run)[0]
+
+
+def assert_ranks_have_the_bits_of_one(
+    spec: DecoderSpec, load: Callable[[SharedRanks | None], Decoder], use: Callable[[Any], Tensor],
+    rank_counts: Sequence[int] = (2, 3, 4),
+) -> None:  # fmt: skip
+    """Compare what `use` returns for a whole decoder with what it does for the ranks."""
+    alone = use(load(None))
+    for num_ranks in rank_counts:
+        found = logits_of_ranks(num_ranks, spec, load, use)
+        assert torch.equal(found, alone), f"{num_ranks} ranks"
