@@ -19,7 +19,6 @@ from quire.engine.options import EngineOptions
 from quire.server.options import Limits, ServerOptions
 
 WIDTH = 120                      # characters of a line that is not a table's
-NOT_OF_LLM = frozenset({"tensor_parallel_size"})
 
 
 def flag_names(declared: Declared) -> str:
@@ -55,7 +54,7 @@ def wrapped(words: Iterable[str], first: str, indent: str) -> str:
 
 def llm_signature() -> str:
     """Return the call of `LLM` with all defaults."""
-    model, *others = (each for each in declared_options(EngineOptions) if each.name not in NOT_OF_LLM)
+    model, *others = declared_options(EngineOptions)
     words = [f"{model.name}={model.default},", "*,"]
     words += [f"{each.name}={_literal(each.default)}," for each in others]
     words[-1] = words[-1].removesuffix(",") + ")"
@@ -68,7 +67,7 @@ def _literal(value: object) -> str:
 
 def llm_arguments() -> str:
     """Return the table of the arguments of `LLM`."""
-    declared = (each for each in declared_options(EngineOptions) if each.name not in NOT_OF_LLM)
+    declared = declared_options(EngineOptions)
     return table(("argument", "meaning"), *((f"`{each.name}`", each.option.row) for each in declared))
 
 

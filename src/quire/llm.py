@@ -126,6 +126,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the weights and the KV cache, and end all requests. Idempotent."""
+        if self._assembled is not None:
+            self._assembled.close()
         self._assembled = None
         release_device_memory()
 

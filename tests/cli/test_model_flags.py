@@ -9,7 +9,6 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.options import EngineOptions
 
 NO_FLAG = {
-    "tensor_parallel_size",     # refused in Python too: its part has not landed
     "memory_policy",            # baselines, for measurements: flags of `bench throughput` alone
     "batching",
     "max_kv_share_per_key",     # shares of clients, which only servers have: a flag of `serve`

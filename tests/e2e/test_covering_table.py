@@ -10,6 +10,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch
 
 from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.sequence import Request
+from quire.engine import assembly
+from quire.engine.parallel.leader import RankSet
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
@@ -29,6 +32,7 @@ from support.pairwise import pairwise
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.small_tokenizers import write_byte_tokenizer
+from support.thread_ranks import ThreadRankSet
 
 NUM_TOKENS = 8
 PREFIX_LENS = {"random": 270, "demo_model": 150, "stories260k": 150}  # 270: past the border of a kernel's partition
@@ -50,7 +54,7 @@ AXES = {
     "company": ("none", "three"),                                           # other requests, one of which is aborted
     "grammar": ("none", "masked", "forced"),                                # forced: and tokens are appended unsampled
     "speculation": ("none", "ngram", "suffix", "oracle"),                   # oracle: drafts that are mostly right
-    "tensor_parallel": (1,),
+    "tensor_parallel": (1, 2, 3) if usable_isas() else (1,),                # ranks as threads
     "adapter": ("none", "alone", "several"),                                # several: other requests have others
 }
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -221,7 +225,15 @@ def num_blocks(row: Row, model: Model) -> int:
     return own if row.preemption == "crowded" else own + 2000 // row.block_size
 
 
-def check_row(row: Row, folder: Path) -> None:
+@contextmanager
+def ranks_as(make: type[RankSet]) -> Iterator[None]:
+    """Let engines start their ranks like this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "RankSet", make)
+        yield
+
+
+def check_row(row: Row, folder: Path, ranks: type[RankSet] = ThreadRankSet) -> None:
     if (row.kv_dtype, row.weights, row.adapter) != ("auto", "dense", "none") and torch.cuda.is_available():
         pytest.skip("a GPU has no quantized weights, no KV cache in 8 bits and no adapters yet")
     grammar = "none" if row.branches == "beams" else row.grammar
@@ -239,7 +251,8 @@ def check_row(row: Row, folder: Path) -> None:
         for (other, sampling), its in zip(beside, others[: len(beside)], strict=True)
     ]
     torch.set_num_threads(row.num_threads)
-    with model.llm(
+    with ranks_as(ranks), model.llm(
+        tensor_parallel_size=row.tensor_parallel if row.adapter == "none" else 1,  # together they are refused
         block_size=row.block_size,
         max_num_batched_tokens=row.budget,
         num_kv_blocks=num_blocks(row, model),
@@ -302,6 +315,11 @@ def test_any_two_settings_together_change_nothing(folders: Callable[[str], Path]
     check_row(row, folders(row.model))
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row.tensor_parallel > 1][::8][:6], ids=str)
+def test_ranks_as_processes_change_nothing(folders: Callable[[str], Path], row: Row) -> None:
+    check_row(row, folders(row.model), RankSet)
+
+
 def test_swapped_beams_keep_their_bits(folders: Callable[[str], Path]) -> None:
     """A row whose name is the same on every machine, for `test_imitated_gpu.py`."""
     row = PLAIN._replace(model="stories260k", dtype="bfloat16", block_size=16, budget=33, hit="one block")
@@ -313,6 +331,19 @@ def test_grammars_keep_their_bits(folders: Callable[[str], Path], grammar: str) 
     """Rows whose names are the same on every machine, as above."""
     row = PLAIN._replace(model="stories260k", dtype="bfloat16", block_size=16, sampling="top_p")
     check_row(row._replace(hit="one block", preemption="recompute", grammar=grammar), folders("stories260k"))
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("model", "branches"), list(product(AXES["model"], AXES["branches"])))
+def test_all_settings_of_sharing_with_ranks_as_processes_change_nothing(
+    folders: Callable[[str], Path], num_ranks: int, model: str, branches: str
+) -> None:
+    for hit, preemption in product(AXES["hit"], AXES["preemption"]):
+        row = PLAIN._replace(model=model, branches=branches, budget=33, tensor_parallel=num_ranks)
+        check_row(row._replace(hit=hit, preemption=preemption), folders(model), RankSet)
 
 
 @pytest.mark.matrix

@@ -64,8 +64,8 @@ def test_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
 
 
 def test_what_has_not_landed_is_refused_never_ignored() -> None:
-    with pytest.raises(ConfigError, match="not supported yet"):
-        EngineOptions(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="distributed_executor_backend 'ray' is not supported yet"):
+        EngineOptions(distributed_executor_backend="ray")
 
 
 @pytest.mark.parametrize("share", [0, 1.01, True, "0.9", float("nan")])

@@ -58,6 +58,7 @@ def let_draft(
 ) -> CountedDrafter:
     """Make an engine draft in steps of any number of rows; with `wholes`, replace its drafter by an oracle's."""
     worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
+    worker = getattr(worker, "_worker", worker)   # rank 0's own
     assert isinstance(worker, Worker)
     drafter, batch = worker._drafter, worker._batch
     assert isinstance(drafter, LimitedDrafter | LookupDrafter)

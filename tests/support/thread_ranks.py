@@ -1,13 +1,18 @@
 """Ranks of tensor parallelism as threads of one process: exchanges through shared memory as between processes."""
 
 import os
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from quire.engine.parallel.leader import Peer, RankSet
+from quire.engine.parallel.rank import Connection, serve
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
@@ -79,6 +84,34 @@ def assert_ranks_have_the_bits_of_one(
 ) -> None:  # fmt: skip
     """Compare what `use` returns for a whole decoder with what it does for the ranks."""
     alone = use(load(None))
-    for num_ranks in rank_counts:
+    for num_ranks in (count for count in rank_counts if count <= spec.num_heads):
         found = logits_of_ranks(num_ranks, spec, load, use)
         assert torch.equal(found, alone), f"{num_ranks} ranks"
+
+
+class ThreadRankSet(RankSet):
+    """Ranks as threads of this process, which run what the processes run."""
+
+    def _start_processes(self) -> None:
+        for rank in range(1, self._num_ranks):
+            ours, theirs = socket.socketpair()
+            self.peers.append(Peer(rank, RankThread(theirs), ours))  # type: ignore[arg-type]  # as a process
+
+
+class RankThread:
+    """A thread in place of a rank's process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, args=(connection,))
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._thread.join()  # it ends with its socket, however long a step takes
+
+    def kill(self) -> None:
+        """Do nothing: a thread cannot be killed."""
+
+    def _run(self, connection: socket.socket) -> None:
+        with connection, suppress(EOFError, ConnectionError):
+            serve(Connection(connection))

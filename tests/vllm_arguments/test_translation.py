@@ -97,7 +97,7 @@ ACCEPTED: dict[str, object] = {
     "load_format": "safetensors", "async_scheduling": False, "disable_custom_all_reduce": True,
     "max_seq_len_to_capture": 8192, "compilation_config": {"mode": 3}, "hf_token": None, "enable_chunked_prefill": True,
     "served_model_name": "name", "cpu_offload_gb": 0, "model_class_overrides": {}, "pipeline_parallel_size": 1,
-    "limit_mm_per_prompt": {"image": 0}, "attention_backend": object(), "distributed_executor_backend": "mp",
+    "limit_mm_per_prompt": {"image": 0}, "attention_backend": object(),
     "reasoning_parser": "qwen3",
 }  # fmt: skip
 
@@ -154,8 +154,8 @@ def test_llm_takes_arguments_of_vllm(demo_model: Path, caplog: pytest.LogCapture
 def test_llm_refuses_what_is_not_supported_before_it_loads() -> None:
     with pytest.raises(ConfigError, match="lora_dtype 'float16' is not supported"):
         LLM("no/such/model", lora_dtype="float16")
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2 is not supported"):
-        LLM("no/such/model", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size 2 is not supported"):
+        LLM("no/such/model", pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="dtype must be one of"):
         LLM("no/such/model", dtype="int3")
 

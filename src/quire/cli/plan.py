@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from quire.cli.bench import report
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
-from quire.core.options import SIZE, parse_bytes, same_option
+from quire.core.options import SIZE, parse_bytes
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import free_memory_bytes
 from quire.model.pooler import find_pooler
@@ -34,10 +34,6 @@ class DeviceFlags:
         None, "bytes of one device; 24GiB", metavar=SIZE, show_default="the hardware's, or what is free",
         row="bytes of one device; `24GiB`",
     )  # fmt: skip
-    tensor_parallel_size: int = same_option(
-        EngineOptions, "tensor_parallel_size", kind="flag", panel="Device", settings=(("min", 1),),
-        row="devices; query heads must divide, KV heads are replicated where they do not",
-    )  # fmt: skip
 
     @property
     def machine(self) -> Hardware:
@@ -50,11 +46,11 @@ class DeviceFlags:
     def plan(self, model: Model, engine: EngineOptions) -> MemoryPlan:
         """Return the plan. Raises ConfigError for a model that does not fit."""
         draft = read_draft_model(model, engine)
-        return plan_memory(model, self.machine, engine, self.tensor_parallel_size, draft)
+        return plan_memory(model, self.machine, engine, engine.tensor_parallel_size, draft)
 
     def not_servable_yet(self, model: Model, engine: EngineOptions) -> list[str]:
         """Return the reasons for which the engine would refuse to serve this."""
-        return not_servable_yet(model, self.machine, engine, self.tensor_parallel_size)
+        return not_servable_yet(model, self.machine, engine, engine.tensor_parallel_size)
 
 
 @with_config_file

@@ -45,3 +45,7 @@ class UnknownPrefixError(InvalidRequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="id", code="prefix_not_found")
+
+
+class RankLostError(EngineError):
+    """A rank of tensor parallelism has ended or does not answer: the engine cannot go on."""

@@ -61,6 +61,12 @@ except ModuleNotFoundError as error:
         raise
     load_draft_model = None  # type: ignore[assignment]  # optional: without it draft models are refused
 
+try:
+    from quire.engine.parallel.leader import RankSet
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith(("quire.engine.parallel", "quire.kernels.cpp._kernels")):
+        raise
+    RankSet = None  # type: ignore[assignment,misc]  # optional: without it tensor parallelism is refused
 
 try:
     from quire.engine.adapters.store import AdapterRows, AdapterStore, make_store
@@ -79,6 +85,12 @@ class AssembledEngine:
     tokenizer: Tokenizer | None
     model: LanguageModel
     ready: Ready
+    ranks: "RankSet | None" = None  # the other ranks of tensor parallelism; None: there are none
+
+    def close(self) -> None:
+        """End the processes of the other ranks. Idempotent."""
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngine:
@@ -86,20 +98,43 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
 
     The engine process loads no tokenizer: the server has it.
     """
+    ranks = _ranks(options)
+    try:
+        return _assemble(options, ranks, loads_tokenizer=loads_tokenizer)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _assemble(options: EngineOptions, ranks: "RankSet | None", *, loads_tokenizer: bool) -> AssembledEngine:
     folder = resolve_model(options.model)
     text_source = resolve_tokenizer(options.tokenizer, folder)
-    loaded = load(options, folder)
+    loaded = load(options, folder) if ranks is None else ranks.join(load(options, folder, ranks.open))
     draft_model = _draft_model(options, loaded, text_source)
     if loads_tokenizer:
         use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
-        return build_engine(options, loaded, load_tokenizer(text_source, use), draft_model=draft_model)
+        return build_engine(options, loaded, load_tokenizer(text_source, use), draft_model=draft_model, ranks=ranks)
     read_tokenizer = None if options.skip_tokenizer_init else tokenizer_loader(text_source)
-    return build_engine(options, loaded, read_tokenizer=read_tokenizer, draft_model=draft_model)
+    return build_engine(options, loaded, read_tokenizer=read_tokenizer, draft_model=draft_model, ranks=ranks)
+
+
+def _ranks(options: EngineOptions) -> "RankSet | None":
+    """Return the other ranks that the options ask for. Raises ConfigError where they are not installed."""
+    if options.tensor_parallel_size == 1:
+        return None
+    if RankSet is None:
+        raise ConfigError(
+            f"tensor_parallel_size {options.tensor_parallel_size} needs the package quire.engine.parallel and the C++ "
+            "kernels, which are not in this installation"
+        )
+    return RankSet(options)
 
 
 def build_engine(
     options: EngineOptions, loaded: LoadedModel, tokenizer: Tokenizer | None = None,
     read_tokenizer: Callable[[], Tokenizer] | None = None, draft_model: "LoadedDraftModel | None" = None,
+    ranks: "RankSet | None" = None,
 ) -> AssembledEngine:  # fmt: skip
     """Return an engine for any loaded model. `read_tokenizer`, without a `tokenizer`: called once, in a thread.
 
@@ -112,7 +147,9 @@ def build_engine(
         grammars.load()
     limits = loaded.limits if draft_model is None else draft_model.limits(loaded.limits, options.block_size)
     cache, scheduling = configs_for(options, limits, loaded.model, loaded.meter)
-    engine = _build(options, loaded.model, cache, scheduling, grammars, draft_model)
+    if ranks is not None:
+        ranks.allocate(cache, scheduling)
+    engine = _build(options, loaded.model, cache, scheduling, grammars, draft_model, ranks)
     if tokenizer is not None and (template := options.given_chat_template) is not None:
         tokenizer.use_chat_template(template)
     ready = _ready(loaded, engine, cache, scheduling, is_static=options.batching == "static")
@@ -120,7 +157,7 @@ def build_engine(
         weights_bytes = ready.weights_bytes + draft_model.model.weight_bytes
         ready = structs.replace(ready, weights_bytes=weights_bytes, kv_bytes_per_token=limits.kv_bytes_per_token)
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
-    return AssembledEngine(engine, inputs, tokenizer, loaded.model, ready)
+    return AssembledEngine(engine, inputs, tokenizer, loaded.model, ready, ranks)
 
 
 def _grammars(
@@ -157,7 +194,7 @@ def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -
 
 def _build(
     options: EngineOptions, model: LanguageModel, cache: CacheConfig, scheduling: SchedulerConfig,
-    grammars: "ConstrainedDecoding | None", draft_model: "LoadedDraftModel | None",
+    grammars: "ConstrainedDecoding | None", draft_model: "LoadedDraftModel | None", ranks: "RankSet | None",
 ) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
     vocab_size, allocator = model.vocab_size, device_allocator(model.device)
@@ -173,7 +210,7 @@ def _build(
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters = _adapters(options, model)
     rows = None if adapters is None else AdapterRows(adapters)
-    executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows)
+    executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows, ranks)
 
     def unprepared(request: Request) -> WaitReason | None:
         structured_outputs = request.params.structured_outputs
@@ -235,7 +272,7 @@ def _scheduler(
 
 def _executor(
     model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None,
-    grammars: RowGrammars | None, drafter: Drafter | None, adapters: StepAdapters | None,
+    grammars: RowGrammars | None, drafter: Drafter | None, adapters: StepAdapters | None, ranks: "RankSet | None",
 ) -> Executor:  # fmt: skip
     """Return the executor for the model's device: on a GPU one that takes the next step while one runs.
 
@@ -244,7 +281,8 @@ def _executor(
     if model.device.type == "cuda":
         worker = CudaWorker(model, cache, batch, swapper, grammars, drafter)
         return AsyncCudaExecutor(worker, max_steps_in_flight=2 if drafter is None else 1)
-    return LocalExecutor(Worker(model, cache, batch, swapper, grammars, drafter, adapters))
+    local = Worker(model, cache, batch, swapper, grammars, drafter, adapters)
+    return LocalExecutor(local if ranks is None else ranks.worker(local))
 
 
 def _drafter(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from quire.core.block_map import BlockMap, Tier
-from quire.core.errors import InvalidRequestError
+from quire.core.errors import InvalidRequestError, RankLostError
 from quire.core.lora import Adapter
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
@@ -149,9 +149,12 @@ class Engine:
     def recover(self, error: Exception) -> list[SequenceDelta]:
         """Recover from a step that has just failed: the next steps isolate the request that makes them fail.
 
-        Returns the deltas recorded before. Raises `error` if no request is the cause (quire.scheduling.isolation), and
+        Returns the deltas recorded before. Raises `error` if no request is the cause (quire.scheduling.isolation, or
+        RankLostError), and
         AssertionError if the failed step has leaked blocks or rows.
         """
+        if isinstance(error, RankLostError):
+            raise error
         self.scheduler.check()
         reason = f"its step has failed: {error!r}"
         if not self._isolation.record_failure(self._suspects, reason, is_certain=self._is_certain):

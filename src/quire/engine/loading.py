@@ -1,5 +1,6 @@
 """Model loading: from the options of an engine to a model on its device, and the figures that size the engine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,11 @@ from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
 from quire.model.pooler import find_pooler
 from quire.model.quantization import UNQUANTIZED, Quantization
+from quire.model.ranks import Ranks
+from quire.model.sharding import Shard, check_shardable
 from quire.model.spec import DecoderSpec
+
+RankOpener = Callable[[DecoderSpec, int], tuple[Ranks, int]]  # from positions of tables to this rank, and those of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +49,11 @@ class LoadedModel:
     has_head: bool = True
 
 
-def load(options: EngineOptions, folder: Path) -> LoadedModel:
-    """Load the model of a folder or file. ModelError and ConfigError name what is not supported."""
+def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = None) -> LoadedModel:
+    """Load the model of a folder or file. ModelError and ConfigError name what is not supported.
+
+    `open_ranks`: of tensor parallelism; this rank's part of the model is loaded.
+    """
     source = read_source(folder)
     spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(options, source)
     pooler = find_pooler(options.runner, folder, spec, options.hf_overrides)
@@ -59,13 +67,18 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
     dtype = getattr(torch, source.dtype(options.dtype))
     require_kv_dtype(back_end.name, options.kv_cache_dtype)
     stored = back_end.cache_layout.stored_dtype(dtype, options.kv_cache_dtype)
-    limits = _limits(spec, KVGeometry.of(spec, *stored))
-    num_positions = positions_for(options, limits, meter)
+    num_ranks = options.tensor_parallel_size
+    if num_ranks > 1:
+        _check_ranks(options, back_end.name, spec)
+    limits = _limits(spec, _widest(spec, stored, num_ranks), num_ranks)
+    num_positions, ranks = positions_for(options, limits, meter), None
+    if open_ranks is not None:
+        ranks, num_positions = open_ranks(spec, num_positions)
     quantization = source.quantization(options.quantization_options)
     model = load_model(
         source, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
         table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
-        quantization=quantization, needs_head=pooler.config is None or pooler.config.is_reranker,
+        quantization=quantization, needs_head=pooler.config is None or pooler.config.is_reranker, ranks=ranks,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
@@ -73,12 +86,32 @@ def load(options: EngineOptions, folder: Path) -> LoadedModel:
     )
 
 
-def _limits(spec: DecoderSpec, geometry: KVGeometry) -> ModelLimits:
-    """Return the limits of a model; `geometry` is that of all models that share the block tables."""
+def _check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> None:
+    """Raise ConfigError for what tensor parallelism does not serve."""
+    name = f"tensor_parallel_size {options.tensor_parallel_size}"
+    if back_end != "cpp":
+        raise ConfigError(f"{name} needs the C++ kernels of device cpu, which do not serve this model here")
+    if options.memory_policy != "paged" or options.batching != "continuous":
+        raise ConfigError(f"{name} needs memory_policy 'paged' and batching 'continuous'")
+    if options.enable_lora:
+        raise ConfigError(f"{name} is not supported yet with enable_lora")
+    check_shardable(spec, options.tensor_parallel_size)
+
+
+def _widest(spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int) -> KVGeometry:
+    """Return the geometry of the rank with the most KV heads, all ranks having as many blocks."""
+    if num_ranks == 1:
+        return KVGeometry.of(spec, *stored)
+    ranks = (KVGeometry.of(Shard(rank, num_ranks).local_spec(spec), *stored) for rank in range(num_ranks))
+    return max(ranks, key=lambda geometry: geometry.bytes_per_token)
+
+
+def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int) -> ModelLimits:
+    """Return the limits of a model; `geometry` is that of a rank, for all models that share the block tables."""
     table_bytes = sum(rotary.head_dim for rotary in spec.rotaries) * torch.float32.itemsize
     return ModelLimits(
         spec.max_position_embeddings,
-        geometry.bytes_per_token,
+        num_ranks * geometry.bytes_per_token,
         geometry.sliding_window,
         table_bytes,
         spec.default_positions,

@@ -32,6 +32,7 @@ from quire.text.given_chat_template import given_chat_template
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+ExecutorBackend = Literal["auto", "mp", "ray"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 OVERRIDE = "override_generation_config"
 MAX_ENGINES = 64
@@ -260,7 +261,13 @@ class EngineOptions:
         "`num_kv_blocks`, `swap_space`, `num_swap_blocks`, their defaults and the CPU's threads are divided among them "
         "([scaling.md](scaling.md)). For servers: an `LLM` computes in its own process and has one",
     )  # fmt: skip
-    tensor_parallel_size: int = option(1, "devices that share the model", kind="none", row="1; not supported yet")
+    tensor_parallel_size: int = _engine(
+        1, "processes that share the model and each step; on CPUs, with the same tokens", low=1, high=64, short="-tp",
+        row="processes that share the model and each step; the same tokens, to the bit ([scaling](scaling.md))",
+    )  # fmt: skip
+    distributed_executor_backend: ExecutorBackend = _engine(
+        "auto", "start of these processes; auto is mp", row="start of these processes: `auto`, `mp` (the same)"
+    )
     max_kv_share_per_key: float = option(
         1.0, "share of the KV blocks that the requests of a key may hold", kind="none",
         low=0, is_low_excluded=True, high=1,
@@ -285,13 +292,13 @@ class EngineOptions:
                 f"speculative_config needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
                 f"{self.memory_policy!r}"
             )
+        if self.distributed_executor_backend == "ray":
+            raise ConfigError("distributed_executor_backend 'ray' is not supported yet; use auto or mp")
         self._check_swap()
         self._check_adapters()
         self._check_override()
         _ = self.quantization_options, self.given_chat_template
         parse_overrides(self.hf_overrides)
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size!r} is not supported yet, only 1")
 
     @property
     def resolved_max_num_seqs(self) -> int:

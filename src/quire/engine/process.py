@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
@@ -255,12 +256,22 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
 
     assembled = assemble(replace(start.options, model=str(folder)), loads_tokenizer=False)
+    if assembled.ranks is not None:
+        assembled.ranks.on_lost = partial(end_with, connection)
+        if assembled.ranks.lost is not None:
+            raise assembled.ranks.lost
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
     connection.send(assembled.ready)
     heartbeat = _make_heartbeat(assembled, lambda: connection.send(messages.Alive()))
     heartbeat.start()
     EngineLoop(assembled.engine, commands, connection.send, heartbeat).run()
+
+
+def end_with(connection: Connection, error: Exception) -> None:
+    """Report the end of the engine to the server, which closes the socket: that ends the process."""
+    connection.exit_status = 1
+    connection.send(messages.failed(error))
 
 
 def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> Heartbeat:

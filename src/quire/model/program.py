@@ -42,7 +42,7 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
 
     Raises ConfigError for experts whose columns are split over ranks.
     """
-    if shared.gather is not None and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
+    if shared.ranks is not None and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
         raise ConfigError("experts are not supported yet with tensor_parallel_size above 1")
     found: list[Op] = []
     is_summed = True  # whether the stream has the last sublayer's output; else it is in x, and the next norm adds it

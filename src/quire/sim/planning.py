@@ -157,10 +157,8 @@ def _draft_bytes(
 def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
     """Return the reasons for which the engine would refuse to serve what `plan_memory` plans; usually none."""
     reasons = []
-    try:
-        replace(options, tensor_parallel_size=num_devices)
-    except ConfigError as error:
-        reasons.append(str(error))
+    if num_devices > 1 and hardware.device != "cpu":
+        reasons.append(f"tensor_parallel_size {num_devices} is not supported yet on device {hardware.device}")
     if options.speculation is not None and options.speculation.method == "draft_model":
         if hardware.device == "cuda":
             reasons.append("a draft model is not supported yet on device cuda")

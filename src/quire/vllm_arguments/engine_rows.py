@@ -48,6 +48,12 @@ _SUPPORTED = (
         "engines behind one server, which routes by their caches; memory and threads of the machine are divided among "
         "them; for `serve` and `run-batch` ([scaling.md](scaling.md))",
     ),
+    same(
+        number("tensor_parallel_size", flags=("-tp",)),
+        "processes of one machine that share each step, on CPUs; the same bits for any size ([scaling.md](scaling.md))",
+        values.whole_number,
+    ),
+    same(text("distributed_executor_backend"), "`auto`, `mp`; `ray` is refused"),
     same(number("max_logprobs"), "20"),
     same(switch("enable_prefix_caching"), "on by default; matches go on inside of blocks, to the token"),
     same(
@@ -190,14 +196,13 @@ _MEDIA = (
 _DEVICES = (
     *refused(
         "the model runs on one device, in one process",
-        number("tensor_parallel_size", 1, flags=("-tp",)), number("pipeline_parallel_size", 1, flags=("-pp",)),
+        number("pipeline_parallel_size", 1, flags=("-pp",)),
         number("decode_context_parallel_size", 1, flags=("-dcp",)),
         number("prefill_context_parallel_size", 1, flags=("-pcp",)), number("nnodes", 1, flags=("-n",)),
         number("node_rank", 0, flags=("-r",)), number("data_parallel_rank", 0, flags=("-dpn",)),
         number("data_parallel_start_rank", 0, flags=("-dpr",)), number("data_parallel_size_local", 1, flags=("-dpl",)),
         switch("data_parallel_hybrid_lb", "-dph"), switch("data_parallel_external_lb", "-dpe"),
         switch("data_parallel_multi_port_external_lb", "-dpm"), switch("enable_elastic_ep"),
-        text("distributed_executor_backend", "mp", "uni"),
     ),
     *accepted(
         "the model runs on one device, in one process",

@@ -32,7 +32,7 @@ class MemoryLayout(NamedTuple):
     @classmethod
     def of(cls, spec: DecoderSpec, max_num_seqs: int) -> "MemoryLayout":
         """Return the layout for a model: a row of any activation, in float32, fits into a region."""
-        inner = max(layer.feed_forward.size for layer in spec.layers)
+        inner = max(layer.feed_forward.active_size for layer in spec.layers)
         widest = max(inner, spec.hidden_size, spec.num_heads * spec.head_dim)
         return cls(max(REGION_BYTES, 4 * widest), max(max_num_seqs, MIN_LOGIT_ROWS), spec.vocab_size)
 

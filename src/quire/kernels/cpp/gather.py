@@ -46,8 +46,9 @@ class JoinedHead:
         self._is_first = is_first
         self.num_bytes = head.num_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
         """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
+        assert addend is None, "an addend of a head that is split"
         max_rows = len(self._logits)
         if len(x) <= max_rows:
             return self._portion(x)

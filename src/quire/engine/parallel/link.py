@@ -1,0 +1,35 @@
+"""Link between ranks within a step: commands of rank 0, tokens and hidden states, over the shared memory."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quire.engine.parallel.shared_memory import SharedRanks
+
+FORWARD: Final = 0
+LOGITS: Final = 1
+END: Final = 2
+
+
+class Link:
+    """Broadcasts from rank 0. Every call of it there is one call on each other rank."""
+
+    def __init__(self, ranks: SharedRanks) -> None:
+        self._ranks = ranks
+
+    def send(self, kind: int, rows: Tensor | None = None) -> None:
+        """Send a command, with rows [num_rows, width] of any dtype."""
+        count = 0 if rows is None else len(rows)
+        self._ranks.broadcast(torch.tensor([[kind, count]]), (1, 2), torch.int64)
+        if rows is not None:
+            self._ranks.broadcast(rows, rows.shape, rows.dtype)
+
+    def receive(self) -> tuple[int, int]:
+        """Wait for a command; return its kind, and the number of rows that `rows` is to be called for."""
+        kind, count = self._ranks.broadcast(None, (1, 2), torch.int64)[0].tolist()
+        return kind, count
+
+    def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Wait for the rows of a command."""
+        return self._ranks.broadcast(None, (num_rows, width), dtype)

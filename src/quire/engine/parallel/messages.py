@@ -1,0 +1,78 @@
+"""Messages between rank 0 and another rank of tensor parallelism, each in a frame (`quire.core.frames`).
+
+A rank says hello, loads, allocates, and then runs the plans that it gets; within a step, ranks exchange activations.
+"""
+
+import msgspec
+
+from quire.engine.options import EngineOptions
+
+
+class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
+    """To a rank: load a part of the model. The descriptor of the shared memory comes with it."""
+
+    options: EngineOptions
+    rank: int
+    num_ranks: int
+    num_threads: int
+    num_positions: int              # of rotary tables
+    layout: tuple[int, int, int]    # a `MemoryLayout`
+    digest: str                     # of the model's files
+
+
+class Allocate(msgspec.Struct, tag="allocate", array_like=True, frozen=True):
+    """To a rank: allocate a KV cache, a swap space and a batch of these sizes."""
+
+    num_blocks: int
+    num_swap_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
+    """To a rank: run a plan, encoded by `quire.core.plan_codec`."""
+
+    plan: bytes
+
+
+class Resume(msgspec.Struct, tag="resume", array_like=True, frozen=True):
+    """To a rank: the exchange has been reset on every rank; the next step follows."""
+
+
+Command = Load | Allocate | Step | Resume
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
+    """From a rank: it has started."""
+
+    version: str
+    isas: tuple[str, ...]           # instruction sets of its CPU, the best first
+
+
+class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+    """From a rank: its part of the model is in memory."""
+
+    weight_bytes: int
+
+
+class Allocated(msgspec.Struct, tag="allocated", array_like=True, frozen=True):
+    """From a rank: it is ready for steps."""
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """From a rank, which ends: it cannot start. `kind` as of `quire.engine.messages.Failed`."""
+
+    kind: str
+    message: str
+
+
+class Stopped(msgspec.Struct, tag="stopped", array_like=True, frozen=True):
+    """From a rank: it has left an interrupted step; with a reason, if the step failed on it."""
+
+    reason: str | None
+
+
+Report = Hello | Loaded | Allocated | Refused | Stopped
+
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode

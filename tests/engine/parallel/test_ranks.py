@@ -1,0 +1,158 @@
+"""Ranks of tensor parallelism as processes: answers, faults of a step, and ranks that end or are stopped."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.core.errors import ConfigError, RankLostError
+from quire.engine import assembly
+from quire.engine.loading import LoadedModel
+from quire.engine.parallel.leader import RankedModel, RankSet
+from quire.kernels.cpp.back_end import usable_isas
+from support.faults import raising
+from support.random_model import write_random_model
+from support.server import is_running, wait_until
+from support.stopping import stopped
+
+pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+
+PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
+SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1, ignore_eos=True, n=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+CONSTRAINED = SamplingParams(
+    temperature=0.0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="one [a-z]+")
+)
+TOGETHER: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 96, "max_num_batched_tokens": 33}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model"))
+
+
+def answers(outputs: list[RequestOutput]) -> list[object]:
+    return [(o.prompt_logprobs, [(c.token_ids, c.logprobs) for c in o.outputs]) for o in outputs]
+
+
+def pids(llm: LLM) -> list[int]:
+    ranks = llm._engine.ranks
+    return [] if ranks is None else [peer.process.pid for peer in ranks.peers]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (2, TOGETHER | {"preemption_mode": "swap", "swap_space": "1MiB"}),
+        (3, TOGETHER | {"preemption_mode": "recompute", "dtype": "bfloat16"}),
+        (2, {"kv_cache_dtype": "int8_per_token_head", "quantization": "int8", "num_kv_blocks": 64}),
+        (2, {"dtype": "float16", "speculative_config": {"method": "ngram"}, "num_kv_blocks": 64}),
+    ],
+    ids=["swap", "recompute", "int8", "float16, drafts"],
+)
+def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int, settings: dict[str, Any]) -> None:
+    found, own = [], list[int]()
+    for size in (1, num_ranks):
+        with LLM(folder, tensor_parallel_size=size, **settings) as llm:
+            own = pids(llm)
+            assert len(own) == size - 1
+            outputs = [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)]
+            again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)  # from the prefix cache
+            assert answers(again) == outputs[1]
+            found.append((outputs, llm._engine.ready))
+        assert not any(map(is_running, own))
+    assert found[0][0] == found[1][0]
+    assert found[1][1].weights_bytes > found[0][1].weights_bytes  # embeddings and norms are on every rank
+    assert found[1][1].num_parameters == found[0][1].num_parameters
+
+
+@pytest.fixture
+def llm(demo_model: Path) -> Iterator[LLM]:
+    with LLM(demo_model, tensor_parallel_size=2, num_kv_blocks=128) as llm:
+        yield llm
+
+
+def test_a_step_that_fails_on_a_rank_fails_alone(
+    llm: LLM, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(engine: LLM) -> list[object]:
+        return [answers(engine.generate(["def "], params, use_tqdm=False)) for params in (CONSTRAINED, GREEDY)]
+
+    with LLM(demo_model, num_kv_blocks=128) as alone:
+        expected = run(alone)
+    assert run(llm) == expected
+    model = llm._engine.model
+    assert isinstance(model, RankedModel)
+    with monkeypatch.context() as patch:
+        patch.setattr(model._model, "forward", raising(ArithmeticError))  # while the other rank waits for an exchange
+        with pytest.raises(ArithmeticError):
+            llm.generate(["def "], GREEDY, use_tqdm=False)
+    assert run(llm) == expected
+    with monkeypatch.context() as patch:
+        wrong = model._link._ranks
+        patch.setattr(model._link, "send", lambda kind, rows=None: type(model._link).send(model._link, 7))
+        with pytest.raises(RuntimeError, match="a step has failed on rank 1: AssertionError: command 7"):
+            llm.generate(["def "], GREEDY, use_tqdm=False)
+    assert wrong is model._link._ranks
+    assert run(llm) == expected
+
+
+def test_rank_that_is_killed_ends_the_engine(llm: LLM) -> None:
+    (pid,) = pids(llm)
+    os.kill(pid, signal.SIGKILL)
+    ranks = llm._engine.ranks
+    assert ranks is not None
+    wait_until(lambda: ranks.lost is not None)  # noticed without a step
+    for _ in range(2):
+        with pytest.raises(RankLostError, match=rf"rank 1 \(process {pid}\) has ended"):
+            llm.generate(["def "], GREEDY, use_tqdm=False)
+
+
+def test_rank_that_is_killed_in_a_step_ends_it(llm: LLM) -> None:
+    (pid,) = pids(llm)
+    outputs = llm.stream(["def "], SamplingParams(max_tokens=1000, ignore_eos=True))
+    next(outputs)
+    with stopped(pid):  # so that the next step cannot end
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankLostError, match=rf"rank 1 \(process {pid}\) has ended"):
+            for _ in outputs:
+                pass
+
+
+def test_rank_that_is_stopped_ends_the_engine(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "RankSet", lambda options: RankSet(options, stopped_limit_s=2.0))
+    with LLM(demo_model, tensor_parallel_size=2, num_kv_blocks=128) as llm:
+        (pid,) = pids(llm)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RankLostError, match=rf"rank 1 \(process {pid}\) gave no sign for 2 s"):
+            llm.generate(["def "], GREEDY, use_tqdm=False)
+        wait_until(lambda: not is_running(pid))
+
+
+def test_rank_that_ends_while_it_loads_fails_the_start(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[RankSet]()
+
+    class Dying(RankSet):
+        def join(self, loaded: LoadedModel) -> LoadedModel:
+            started.append(self)
+            os.kill(self.peers[0].process.pid, signal.SIGKILL)
+            self.peers[0].process.wait()
+            return super().join(super().join(loaded))  # it may have loaded before: what it cannot do is to allocate
+
+    monkeypatch.setattr(assembly, "RankSet", Dying)
+    with pytest.raises(RankLostError, match=r"rank 1 .* has ended"):
+        LLM(demo_model, tensor_parallel_size=3, num_kv_blocks=128)
+    assert not any(is_running(peer.process.pid) for peer in started[0].peers)
+
+
+def test_settings_that_ranks_do_not_serve_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 7 is above the model's 6 attention heads"):
+        LLM(folder, tensor_parallel_size=7)
+    with pytest.raises(ConfigError, match="distributed_executor_backend 'ray' is not supported yet; use auto or mp"):
+        LLM(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2 needs memory_policy 'paged'"):
+        LLM(folder, tensor_parallel_size=2, memory_policy="contiguous-max", num_kv_blocks=64, max_model_len=64)
