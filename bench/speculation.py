@@ -9,19 +9,25 @@
   is sampled, so that a model with random weights writes them; drafts are kept where they equal the text.
 * nothing: texts of random tokens, which no n-gram predicts; and of few different ones, where n-grams are always found
   and always wrong; 1, 16 and 64 sequences. Slowdown by drafters that cannot help.
+* simulated: tokens of the recorded texts by the cost of their steps, as the lengths reckon it, for several shortest
+  n-grams and for suffixes; without a model, and the same on every machine.
 * control: host time of a step without a model, and of all that a drafter adds to it when it finds nothing.
 * draft: acceptance by oracle, but the draft model (--draft-model) computes; the cost of drafting is in it.
+* draft-model: the same for two shapes of Qwen2.5 (--shapes) with random weights, made without files.
 
 One engine, its drafter on and off in turns; medians over turns of the ratio within a turn. A shared machine changes its
 speed: run it alone, or with --threads 1, which counts CPU time, so that other processes matter little.
 """
 
+import itertools
 import json
 import random
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, cast
@@ -29,6 +35,7 @@ from typing import Annotated, Any, cast
 import numpy as np
 import torch
 import typer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -36,22 +43,31 @@ from quire.cli.bench.machine import machine_facts
 from quire.core.config import CacheConfig
 from quire.core.plan import NewRow, StepPlan
 from quire.core.sequence import Request
-from quire.core.speculation import parse_speculation
+from quire.core.speculation import SpeculationConfig, parse_speculation
 from quire.core.token_ids import pack_tokens
 from quire.decoding.sampler import SampledTokens
+from quire.decoding.verification import num_accepted
+from quire.engine.assembly import build_engine
+from quire.engine.engine import Engine
+from quire.engine.formats import load_tokenizer
+from quire.engine.options import EngineOptions
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, DraftMethod, DraftRows, rows_to_draft
 from quire.execution.drafting.drafters import make_drafter
 from quire.execution.drafting.lengths import DraftLengths
 from quire.execution.drafting.limited import LimitedDrafter
+from quire.execution.drafting.step_cost import StepCost
 from quire.execution.worker import Worker
 from quire.model.batch import ForwardBatch
+from quire.model.resolve import DEMO_MODEL
+from quire.text.tokenizer import Tokenizer
+from random_models import QWEN2_5_0_5B, QWEN2_5_7B, random_draft_model, random_model
 from without_model import engine_without_model
 
 TEXTS = Path(__file__).with_name("speculation_texts.json")
-ACCEPTANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 NUM_DRAFTS = 4
 PROMPT_LEN, MAX_LEN = 64, 2048
+SHAPES = {"7b": QWEN2_5_7B, "0.5b": QWEN2_5_0_5B}
 Tokens = list[int]
 
 
@@ -122,15 +138,13 @@ class Fixed:
 class Bench:
     """An engine with a drafter, and texts that it writes."""
 
-    def __init__(self, model: str, options: dict[str, Any], speculation: dict[str, Any]) -> None:
-        self.llm = LLM(
-            model, max_model_len=MAX_LEN, enable_prefix_caching=False, speculative_config=speculation, **options
-        )
-        worker = self.llm._engine.engine._executor.worker  # type: ignore[attr-defined]
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
+        worker = engine._executor.worker  # type: ignore[attr-defined]
         assert isinstance(worker, Worker)
         assert worker._drafter is not None
+        self._engine, self._ids = engine, itertools.count()
         self.worker, self.drafter, self.batch = worker, worker._drafter, worker._batch
-        self._sample, self.num_kinds = worker._sample, self.llm.vocab_size - 400
+        self._sample, self.num_kinds = worker._sample, vocab_size - 400
         self._clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def run(
@@ -140,20 +154,19 @@ class Bench:
         counts = None if drafter is None else Counts(drafter)
         self.worker._drafter = counts
         self.worker._sample = self._sample if texts is None else self._reciting(prompts, texts)  # type: ignore[method-assign]
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, seed=number)
-            for number in range(len(prompts))
-        ]
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        answers = dict[int, Tokens]()
+        for seed, (number, prompt) in enumerate(zip(self._ids, prompts)):  # noqa: B905 (ids do not end)
+            self._engine.add(Request(number, pack_tokens(prompt), params, seed=seed, max_tokens=num_tokens))
+            answers[number] = []
         started_s, count = 0.0, 0
-        last = dict[int, Tokens]()
-        for output in self.llm.stream(prompts, params):
-            last[int(output.request_id)] = list(output.outputs[0].token_ids)
-            if started_s == 0.0 and len(last) == len(prompts):
-                started_s = self._clock()
-                count = sum(map(len, last.values()))
+        while self._engine.scheduler.has_requests:
+            for delta in self._engine.step():
+                answers[delta.request_id] += delta.token_ids
+            if started_s == 0.0 and all(answers.values()):
+                started_s, count = self._clock(), sum(map(len, answers.values()))
         seconds = self._clock() - started_s
-        answers = [last[number] for number in sorted(last)]
-        return seconds / (sum(map(len, answers)) - count), answers, counts
+        return seconds / (sum(map(len, answers.values())) - count), list(answers.values()), counts
 
     def _reciting(self, prompts: list[Tokens], texts: list[Tokens]) -> Callable[..., SampledTokens]:
         """Return the worker's sampling with tokens of texts in place of samples, by the prompts of rows."""
@@ -198,13 +211,15 @@ def gains(bench: Bench, turns: int, drafters: Mapping[str, Callable[[], Drafter]
     print(told, flush=True)
 
 
-def oracle(bench: Bench, turns: int, num_tokens: int, method: DraftMethod | None = None) -> None:
+def oracle(
+    bench: Bench, turns: int, num_tokens: int, acceptances: Sequence[float], method: DraftMethod | None = None
+) -> None:
     """Print the speed by acceptance, of one sequence."""
     prompts = [random_tokens(random.Random(0), PROMPT_LEN, bench.num_kinds)]
     _, answers, _ = bench.run(prompts, num_tokens, None)
     wholes = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     adaptive: DraftLengths = bench.drafter._lengths  # type: ignore[attr-defined]
-    for acceptance in ACCEPTANCES:
+    for acceptance in acceptances:
         print(f"acceptance {acceptance}", end="")
 
         def drafter(lengths: DraftLengths, acceptance: float = acceptance) -> Drafter:
@@ -214,16 +229,13 @@ def oracle(bench: Bench, turns: int, num_tokens: int, method: DraftMethod | None
         gains(bench, turns, drafters, prompts=prompts, num_tokens=num_tokens)
 
 
-def texts(benches: Mapping[str, Bench], turns: int, max_tokens: int) -> None:
+def texts(bench: Bench, name: str, tokenizer: Tokenizer, turns: int, max_tokens: int) -> None:
     """Print the speed on recorded texts."""
-    for name, bench in benches.items():
-        for each in json.loads(TEXTS.read_text()):
-            assert bench.llm.tokenizer is not None
-            prompt, text = (bench.llm.tokenizer.encode(each[key]) for key in ("prompt", "output"))
-            count = min(len(text), max_tokens)
-            print(f"{each['kind']}, {len(prompt)} and {count} tokens", end="")
-            drafters = {name: lambda bench=bench: bench.drafter}
-            gains(bench, turns, drafters, prompts=[prompt], num_tokens=count, texts=[text])
+    for each in json.loads(TEXTS.read_text()):
+        prompt, text = (tokenizer.encode(each[key]) for key in ("prompt", "output"))
+        count = min(len(text), max_tokens)
+        print(f"{each['kind']}, {len(prompt)} and {count} tokens", end="")
+        gains(bench, turns, {name: lambda: bench.drafter}, prompts=[prompt], num_tokens=count, texts=[text])
 
 
 def nothing(bench: Bench, name: str, turns: int, num_tokens: int) -> None:
@@ -236,6 +248,70 @@ def nothing(bench: Bench, name: str, turns: int, num_tokens: int) -> None:
             print(f"{num_seqs} sequences, {told}", end="")
             count = num_tokens if num_seqs == 1 else num_tokens // 2 if num_seqs == 16 else num_tokens // 4
             gains(bench, turns, {name: lambda: bench.drafter}, prompts=prompts, num_tokens=count, texts=written)
+
+
+def draft_model(
+    shapes: Sequence[str], quantization: str, isa: str, turns: int, num_tokens: int, acceptances: Sequence[float]
+) -> None:
+    """Print the speed by acceptance with the passes of a draft model: both of `shapes`, with random weights."""
+    target, draft = (SHAPES[name] for name in shapes)
+    options = EngineOptions(
+        quantization=quantization or None, cpu_isa=isa, max_model_len=512, max_num_seqs=1, num_kv_blocks=64,
+        enable_prefix_caching=False, spec_model="random weights", spec_tokens=NUM_DRAFTS,
+    )  # fmt: skip
+    started_s = time.perf_counter()
+    loaded = random_model(target, options)
+    small = random_draft_model(draft, options, loaded)
+    bench = Bench(build_engine(options, loaded, draft_model=small).engine, loaded.model.vocab_size)
+    weights = [each.weight_bytes / 2**30 for each in (loaded.model, small.model)]
+    print(
+        f"{shapes[0]} with {shapes[1]}: weights {weights[0]:.2f} and {weights[1]:.2f} GiB, made in "
+        f"{time.perf_counter() - started_s:.0f} s, peak memory of the process {peak_gib():.1f} GiB",
+        flush=True,
+    )
+    oracle(bench, turns, num_tokens, acceptances, bench.drafter._method)  # type: ignore[attr-defined]
+    print(f"peak memory of the process {peak_gib():.1f} GiB", flush=True)
+
+
+def peak_gib() -> float:
+    """Return the most memory that this process has had, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def simulated(tokenizer: Tokenizer, bytes_per_weight: float) -> None:
+    """Print speed-ups of lookups on the recorded texts by the constants of avx512_bf16, without a model."""
+    cost = StepCost.of("avx512_bf16", bytes_per_weight)(np.arange(1, 10))
+    configs = {f"ngram, {size} to 5": SpeculationConfig("ngram", 8, None, size, 5) for size in (1, 2, 3, 5)}
+    for name, config in (configs | {"suffix": SpeculationConfig("suffix", 8)}).items():
+        speeds: dict[str, list[float]] = {}
+        for each in json.loads(TEXTS.read_text()):
+            prompt, text = (tokenizer.encode(each[key]) for key in ("prompt", "output"))
+            total = _cost_of(config, bytes_per_weight, prompt, text, cost)
+            speeds.setdefault(each["kind"], []).append(len(text) * cost[0] / total)
+        told = ", ".join(f"{kind} {statistics.mean(own):.2f}" for kind, own in speeds.items())
+        print(f"{name}: {told}; all {statistics.mean(itertools.chain(*speeds.values())):.2f} x", flush=True)
+
+
+def _cost_of(
+    config: SpeculationConfig, bytes_per_weight: float, prompt: Tokens, text: Tokens, cost: NDArray[np.float64]
+) -> float:
+    """Return the cost of the steps that write a text; cost: of a step by its drafts, from 0."""
+    whole = prompt + text
+    batch = PersistentBatch(1, len(whole), 16, 1 << 20)
+    batch.token_ids[0] = whole
+    drafter = make_drafter(config, batch, "avx512_bf16", bytes_per_weight)
+    drafter.apply(StepPlan(new_rows=[NewRow(0, prompt, len(prompt), [], SamplingParams(), 0)]))
+    known, total, drafts = len(prompt), 0.0, list[int]()
+    while known < len(whole):
+        drafts = drafts[: len(whole) - known - 1]
+        total += cost[len(drafts)]
+        accepted = num_accepted(drafts, whole[known : known + len(drafts) + 1])
+        if drafts:
+            drafter.record(0, len(drafts), accepted)
+        known += accepted + 1
+        last = np.array([known - 1])
+        drafts = list(drafter.draft(DraftRows(np.array([0]), last, last)).get(0, []))
+    return total
 
 
 def control(method: str, turns: int, num_seqs: int, num_tokens: int = 300) -> None:
@@ -279,11 +355,15 @@ def control(method: str, turns: int, num_seqs: int, num_tokens: int = 300) -> No
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="folder, or demo")],
+    model: Annotated[str, typer.Argument(help="folder, or demo; without meaning for control and draft-model")],
     quantization: Annotated[str, typer.Option(help="int8 or int4")] = "",
-    parts: Annotated[str, typer.Option(help="some of oracle, texts, nothing, control, draft")] = "oracle,texts,nothing",
-    methods: Annotated[str, typer.Option(help="of texts and nothing")] = "ngram",
-    draft_model: Annotated[str, typer.Option(help="folder, for the part draft")] = "",
+    parts: Annotated[
+        str, typer.Option(help="some of oracle, texts, nothing, simulated, control, draft, draft-model")
+    ] = "oracle,texts,nothing",
+    methods: Annotated[str, typer.Option(help="of texts, nothing and control")] = "ngram",
+    own_draft_model: Annotated[str, typer.Option("--draft-model", help="folder, for the part draft")] = "",
+    shapes: Annotated[str, typer.Option(help="of target and draft model, for the part draft-model")] = "7b,0.5b",
+    acceptances: Annotated[str, typer.Option(help="of oracles")] = "0,0.25,0.5,0.75,0.9,1",
     isa: Annotated[str, typer.Option(help="instruction set")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: torch's choice")] = 0,
     turns: Annotated[int, typer.Option(help="turns of each comparison")] = 3,
@@ -292,33 +372,44 @@ def main(
     """Compare speeds with speculation and without."""
     if threads:
         torch.set_num_threads(threads)
-    chosen = parts.split(",")
-    options: dict[str, Any] = {"dtype": "bfloat16", "cpu_isa": isa, "quantization": quantization or None}
-    folder = None if model == "demo" else model
+    shares = [float(share) for share in acceptances.split(",")]
     print(
         f"{machine_facts()}\n{model} {quantization or 'bfloat16'} {isa}, {torch.get_num_threads()} threads", flush=True
     )
-    for part in chosen:
+    for part in parts.split(","):
         if part == "control":
-            for method in methods.split(","):
-                for num_seqs in (1, 16, 32, 256):
-                    control(method, turns, num_seqs)
+            for method, num_seqs in product(methods.split(","), (1, 16, 32, 256)):
+                control(method, turns, num_seqs)
+            continue
+        if part == "draft-model":
+            draft_model(shapes.split(","), quantization, isa, turns, num_tokens, shares)
+            continue
+        if part == "simulated":
+            tokenizer = load_tokenizer(DEMO_MODEL if model == "demo" else Path(model))
+            assert tokenizer is not None, f"{model} has no tokenizer"
+            simulated(tokenizer, {"": 2.0, "int8": 1.03, "int4": 0.57}[quantization])
             continue
         names = {"draft": ["draft_model"], "oracle": ["ngram"]}.get(part, methods.split(","))
         for name in names:
-            keys = {"method": name, "num_speculative_tokens": NUM_DRAFTS if part in ("oracle", "draft") else 8}
-            keys |= {"model": draft_model} if part == "draft" else {}
-            bench = Bench(folder, options, keys)  # type: ignore[arg-type]
-            print(f"{part}, {name}", flush=True)
-            if part == "oracle":
-                oracle(bench, turns, num_tokens)
-            elif part == "draft":
-                oracle(bench, turns, num_tokens, bench.drafter._method)  # type: ignore[attr-defined]
-            elif part == "texts":
-                texts({name: bench}, turns, num_tokens * 2)
-            else:
-                nothing(bench, name, turns, num_tokens)
-            bench.llm.close()
+            keys: dict[str, Any] = {
+                "method": name, "num_speculative_tokens": NUM_DRAFTS if part in ("oracle", "draft") else 8,
+            }  # fmt: skip
+            with LLM(
+                None if model == "demo" else model, dtype="bfloat16", cpu_isa=isa, quantization=quantization or None,
+                max_model_len=MAX_LEN, enable_prefix_caching=False,
+                speculative_config=keys | ({"model": own_draft_model} if part == "draft" else {}),
+            ) as llm:  # fmt: skip
+                bench = Bench(llm._engine.engine, llm.vocab_size)
+                print(f"{part}, {name}", flush=True)
+                if part == "oracle":
+                    oracle(bench, turns, num_tokens, shares)
+                elif part == "draft":
+                    oracle(bench, turns, num_tokens, shares, bench.drafter._method)  # type: ignore[attr-defined]
+                elif part == "texts":
+                    assert llm.tokenizer is not None, f"{model} has no tokenizer"
+                    texts(bench, name, llm.tokenizer, turns, num_tokens * 2)
+                else:
+                    nothing(bench, name, turns, num_tokens)
 
 
 if __name__ == "__main__":

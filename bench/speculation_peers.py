@@ -2,9 +2,18 @@
 
     python bench/speculation_peers.py "Quire=quire serve MODEL --port {port}" "Quire, ngram=quire serve ..."
 
-A server is a name and its command. Those of one engine share the part of the name before the comma, and the first of
-them is the one without drafts. Each prompt goes to /v1/completions alone, greedy. The servers take their turns one
-after the other, `--turns` times; the best turn's speed counts, and the answers of all turns.
+A server is a name and its command (`env NAME=VALUE command ...` sets variables). Those of one engine share the part of
+the name before the comma, and the first of them is the one without drafts. Each prompt goes to /v1/completions alone,
+greedy. The servers take their turns one after the other, `--turns` times; the best turn's speed counts, and the answers
+of all turns. With M a folder and G the same weights as GGUF, the servers of one run are, for example:
+
+    "Quire=quire serve M --port {port}"
+    "Quire, ngram=quire serve M --port {port} --spec-method ngram --spec-tokens 8"
+    "vLLM=env VLLM_CPU_KVCACHE_SPACE=2 PYTHON -m vllm.entrypoints.openai.api_server --model M --port {port}"
+    "vLLM, ngram=env ... --speculative-config {{\\"method\\":\\"ngram\\",\\"num_speculative_tokens\\":8}}"
+    "llama.cpp=llama-server -m G --port {port} -np 1 -c 4096 -t 2"
+    "llama.cpp, ngram=llama-server -m G --port {port} -np 1 -c 4096 -t 2 --spec-type ngram-simple"
+    "llama.cpp, draft=llama-server -m G --port {port} -np 1 -c 4096 -t 2 -md DRAFT.gguf"
 """
 
 import json
@@ -21,7 +30,7 @@ from typing import Annotated, Any
 import typer
 
 TEXTS = Path(__file__).with_name("speculation_texts.json")
-START_S = 300
+START_S, END_S = 300, 20
 
 
 def ask(port: int, route: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
@@ -44,11 +53,21 @@ def wait_for(port: int, server: "subprocess.Popen[bytes]") -> None:
     raise RuntimeError(f"the server has ended with {server.poll()}, or is not healthy after {START_S} s")
 
 
+def end(server: "subprocess.Popen[bytes]") -> None:
+    """Interrupt a server; kill all of its processes if it has not ended after END_S."""
+    server.send_signal(signal.SIGINT)
+    try:
+        server.wait(END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+
+
 def answers(command: str, port: int, prompts: list[str], num_tokens: int) -> tuple[float, list[str]]:
     """Return the tokens per second of a server, and its texts."""
     with subprocess.Popen(
-        shlex.split(command.format(port=port)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
-    ) as server:
+        shlex.split(command.format(port=port)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=os.environ, start_new_session=True,
+    ) as server:  # fmt: skip
         try:
             wait_for(port, server)
             body = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "seed": 1}
@@ -63,7 +82,9 @@ def answers(command: str, port: int, prompts: list[str], num_tokens: int) -> tup
                 assert found["usage"]["completion_tokens"] == num_tokens, found["usage"]
                 texts.append(found["choices"][0]["text"])
         finally:
-            server.send_signal(signal.SIGINT)
+            end(server)
+    if seconds <= 0.0:
+        raise RuntimeError(f"{num_tokens} tokens take no longer than one: ask for more, or use a larger model")
     return (num_tokens - 1) * len(prompts) / seconds, texts
 
 
