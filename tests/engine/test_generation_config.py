@@ -89,7 +89,7 @@ def test_ends_of_answers_are_of_the_first_place_that_names_them(tmp_path: Path) 
 
     def ends(generation_config: str = "auto", override: str = "") -> set[int]:
         options = EngineOptions(generation_config=generation_config, override_generation_config=override)
-        return set(eos_token_ids(options, source))
+        return set(eos_token_ids(options, model, source.spec.vocab_size, source.eos_token_ids))
 
     assert ends() == ends("vllm") == {3}
     assert ends(str(other)) == {5, 6}

@@ -1,5 +1,6 @@
 """Engine assembly: load the model, size the cache, build the scheduler and the executor."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from msgspec import structs
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
+from quire.core.optional_package import needs_package
 from quire.core.outputs import WaitReason
 from quire.core.sequence import Request
 from quire.decoding.row_grammars import RowGrammars
@@ -30,6 +32,7 @@ from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import StepAdapters, Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
+from quire.model.config import UnknownArchitectureError
 from quire.model.decoder import Decoder
 from quire.model.footprint import expert_reads
 from quire.model.kv_cache import KVCache
@@ -110,7 +113,7 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
 def _assemble(options: EngineOptions, ranks: "RankSet | None", *, loads_tokenizer: bool) -> AssembledEngine:
     folder = resolve_model(options.model)
     text_source = resolve_tokenizer(options.tokenizer, folder)
-    loaded = load(options, folder) if ranks is None else ranks.join(load(options, folder, ranks.open))
+    loaded = _load(options, folder) if ranks is None else ranks.join(load(options, folder, ranks.open))
     draft_model = _draft_model(options, loaded, text_source)
     if loads_tokenizer:
         use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
@@ -129,6 +132,25 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
             "kernels, which are not in this installation"
         )
     return RankSet(options)
+
+
+def _load(options: EngineOptions, folder: Path) -> LoadedModel:
+    """Return the model on its device: that of a family, or else through transformers, as `model_impl` says."""
+    if options.model_impl != "transformers":
+        try:
+            return load(options, folder)
+        except UnknownArchitectureError as error:
+            unknown = error
+        is_there = importlib.util.find_spec("transformers") is not None
+        if options.model_impl == "quire" or not is_there:
+            raise unknown
+    room = "quire.engine.transformers_model"
+    with needs_package("transformers", "model_impl 'transformers'"), needs_package(room, "model_impl 'transformers'"):
+        # A room, and a package that takes seconds to import: only for models that need them.
+        from quire.engine.transformers_model.loading import knows, load_through_transformers  # noqa: PLC0415
+    if options.model_impl == "auto" and not knows(folder):
+        raise unknown
+    return load_through_transformers(options, folder)
 
 
 def build_engine(

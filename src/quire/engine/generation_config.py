@@ -5,7 +5,7 @@ before the file; other keys change nothing here. Loads no torch.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from quire.core.checks import check_int
@@ -16,7 +16,6 @@ from quire.engine.options import OVERRIDE, EngineOptions
 from quire.engine.sampling_defaults import SamplingDefaults
 from quire.model.config import EOS_KEY, GENERATION_CONFIG_FILE, checked_eos_token_ids
 from quire.model.resolve import resolve_model
-from quire.model.source import ModelSource
 
 MAX_TOKENS_KEY = "max_new_tokens"
 _SAME_NAMES = (
@@ -40,20 +39,22 @@ def sampling_defaults(options: EngineOptions, model: Path) -> SamplingDefaults:
     return SamplingDefaults(params, bounds.get("max_tokens"))  # type: ignore[arg-type]
 
 
-def eos_token_ids(options: EngineOptions, source: ModelSource) -> frozenset[int]:
-    """Return the ids that end an answer: of the override, of the folder that is named, or of the model.
+def eos_token_ids(
+    options: EngineOptions, path: Path, vocab_size: int, own: Callable[[], frozenset[int]]
+) -> frozenset[int]:
+    """Return the ids that end an answer: of the override, of the folder that is named, or `own`: of the model.
 
     Raises ModelError for anything but ids of the vocabulary.
     """
-    override, folder = _override(options), _folder(options, source.path)
+    override, folder = _override(options), _folder(options, path)
     is_named = folder is not None and options.generation_config != "auto"
     configs = {OVERRIDE: override}
     if is_named and folder is not None:
         configs[str(folder / GENERATION_CONFIG_FILE)] = read_json_object(folder, GENERATION_CONFIG_FILE)
     for place, config in configs.items():
         if (value := config.get(EOS_KEY)) is not None:
-            return checked_eos_token_ids(value, place, source.spec.vocab_size)
-    return source.eos_token_ids()
+            return checked_eos_token_ids(value, place, vocab_size)
+    return own()
 
 
 def _folder(options: EngineOptions, model: Path) -> Path | None:

@@ -55,7 +55,9 @@ def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = N
     `open_ranks`: of tensor parallelism; this rank's part of the model is loaded.
     """
     source = read_source(folder)
-    spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(options, source)
+    spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(
+        options, source.path, source.spec.vocab_size, source.eos_token_ids
+    )
     pooler = find_pooler(options.runner, folder, spec, options.hf_overrides)
     if not spec.has_head and pooler.config is None:
         raise ModelError(f"{folder}: the model has no output head, and gives no vectors: {pooler.reason}")

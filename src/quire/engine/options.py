@@ -33,6 +33,7 @@ from quire.text.given_chat_template import given_chat_template
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 ExecutorBackend = Literal["auto", "mp", "ray"]
+ModelImpl = Literal["auto", "quire", "transformers"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 OVERRIDE = "override_generation_config"
 MAX_ENGINES = 64
@@ -55,6 +56,11 @@ class EngineOptions:
         None, "of another model: folder, GGUF file or hub id", metavar="MODEL", shown_default="the model's own",
         row="folder, GGUF file or hub id with the tokenizer and the chat template; `None`: the model's own. For GGUF "
         "files with a vocabulary that is not read",
+    )  # fmt: skip
+    model_impl: ModelImpl = _engine(
+        "auto", "layers of the model: Quire's own, transformers' on Quire's cache, or auto: its own where it has them",
+        row="layers of the model: `quire`, its own; `transformers`, those of the transformers library on Quire's cache "
+        "([models.md](models.md#through-transformers)); `auto`, its own where it has them",
     )  # fmt: skip
     skip_tokenizer_init: bool = _engine(
         False, "load no tokenizer: prompts are token ids, and answers have no text",
@@ -296,6 +302,11 @@ class EngineOptions:
             raise ConfigError("distributed_executor_backend 'ray' is not supported yet; use auto or mp")
         self._check_swap()
         self._check_adapters()
+        if self.model_impl == "transformers" and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size}: not supported for a model through transformers "
+                "(model_impl)"
+            )
         self._check_override()
         _ = self.quantization_options, self.given_chat_template
         parse_overrides(self.hf_overrides)

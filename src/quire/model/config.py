@@ -29,6 +29,10 @@ def read_config(folder: Path) -> dict[str, object]:
     return config
 
 
+class UnknownArchitectureError(ModelError):
+    """No family of Quire has the architecture that a config names."""
+
+
 def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) -> DecoderSpec:
     """Return the spec of the architecture that `config` names. `source` is what errors call the config.
 
@@ -88,7 +92,7 @@ def _architecture(config: ConfigReader) -> tuple[str, bool]:
             raise config.error(f"architecture {found!r} is not supported yet: {REFUSED[name]}")
     if not isinstance(found, str) or found not in FAMILIES:
         what = f"architecture {found!r:.80}" if found is not None else f"model_type {config.raw('model_type')!r:.80}"
-        raise config.error(f"unknown {what}; known are {', '.join(FAMILIES)}")
+        raise UnknownArchitectureError(str(config.error(f"unknown {what}; known are {', '.join(FAMILIES)}")))
     return found, True
 
 

@@ -132,7 +132,11 @@ _MODEL = (
         texts("ignore_patterns"),
     ),
     *refused("there is no loader with settings", config("model_loader_extra_config")),
-    *refused("models run on Quire's own layers", text("model_impl", "auto", "vllm"), config("model_class_overrides")),
+    same(
+        text("model_impl"), "`vllm` is `quire`; `transformers` serves fewer models ([models](models.md))",
+        values.model_impl_of,
+    ),
+    *refused("models run on Quire's own layers, or on those of transformers", config("model_class_overrides")),
     *refused(
         "the model is used as its folder says; change config.json in a copy",
         config("hf_overrides"), text("hf_config_path"), config("quantization_config"), text("model_weights"),

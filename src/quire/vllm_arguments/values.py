@@ -110,6 +110,11 @@ def swap_bytes(given: object, _shown: str) -> object:
     return f"{count:.15g}GiB" if 0 < count <= _MOST_GIB else given
 
 
+def model_impl_of(given: object, shown: str) -> Any:  # noqa: ANN401 (checked as an option's value)
+    """Return the implementation of a model of vLLM's: its own is Quire's."""
+    return "quire" if given == "vllm" else given
+
+
 def runner_of(given: object, shown: str) -> Any:  # noqa: ANN401 (a runner, or None for the default)
     """Return the runner that serves a task, or a conversion of a model, of vLLM's. ConfigError for one without any."""
     if given not in _RUNNERS:

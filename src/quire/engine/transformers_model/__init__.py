@@ -1,0 +1,1 @@
+"""Models of transformers on Quire's paged cache: any causal model with an attention hook that has no family here."""
