@@ -53,7 +53,7 @@ AXES = {
     "sampling": ("greedy", "top_p", "top_k", "min_p"),
     "company": ("none", "three"),                                           # other requests, one of which is aborted
     "grammar": ("none", "masked", "forced"),                                # forced: and tokens are appended unsampled
-    "speculation": ("none", "ngram", "suffix", "oracle"),                   # oracle: drafts that are mostly right
+    "speculation": ("none", "ngram", "suffix", "draft", "oracle"),          # oracle: drafts that are mostly right
     "tensor_parallel": (1, 2, 3) if usable_isas() else (1,),                # ranks as threads
     "adapter": ("none", "alone", "several"),                                # several: other requests have others
 }
@@ -72,10 +72,11 @@ GRAMMARS = {  # none of them ends within NUM_TOKENS
 }
 
 
-DRAFTERS = {
+DRAFTERS: dict[str, dict[str, Any] | None] = {
     "none": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "suffix": {"method": "suffix"},
     "oracle": {"method": "ngram"},
 }  # fmt: skip
+DEMO_DRAFT = Path(__file__).parents[1] / "data/demo-draft"
 
 
 class Row(NamedTuple):
@@ -233,9 +234,19 @@ def ranks_as(make: type[RankSet]) -> Iterator[None]:
         yield
 
 
+def speculation(row: Row, folder: Path) -> dict[str, Any] | None:
+    """Return the settings of a row's drafter. The demo model has a draft model; the others draft for themselves."""
+    if row.speculation != "draft":
+        return DRAFTERS[row.speculation]
+    return {"method": "draft_model", "model": str(DEMO_DRAFT if row.model == "demo_model" else folder)}
+
+
 def check_row(row: Row, folder: Path, ranks: type[RankSet] = ThreadRankSet) -> None:
-    if (row.kv_dtype, row.weights, row.adapter) != ("auto", "dense", "none") and torch.cuda.is_available():
-        pytest.skip("a GPU has no quantized weights, no KV cache in 8 bits and no adapters yet")
+    if torch.cuda.is_available():
+        if (row.kv_dtype, row.weights, row.adapter) != ("auto", "dense", "none"):
+            pytest.skip("a GPU has no quantized weights, no KV cache in 8 bits and no adapters yet")
+        if row.speculation == "draft":
+            pytest.skip("a GPU has no draft models yet")
     grammar = "none" if row.branches == "beams" else row.grammar
     tokenizer = write_byte_tokenizer(folder) if row.model == "random" else None
     model = Model(str(folder), PREFIX_LENS[row.model], row.dtype, row.weights, row.isa, row.kv_dtype, tokenizer)
@@ -257,7 +268,7 @@ def check_row(row: Row, folder: Path, ranks: type[RankSet] = ThreadRankSet) -> N
         max_num_batched_tokens=row.budget,
         num_kv_blocks=num_blocks(row, model),
         enable_prefix_caching=row.hit != "off",
-        speculative_config=DRAFTERS[row.speculation],
+        speculative_config=speculation(row, folder),
         preemption_mode="swap" if is_swap else "recompute",
         num_swap_blocks=1000 // row.block_size if is_swap else None,
         enable_lora=row.adapter != "none",
