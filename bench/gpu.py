@@ -36,6 +36,7 @@ from torch.autograd import DeviceType  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import quire.engine.loading  # noqa: E402
+import quire.model.checkpoints.safetensors  # noqa: E402
 import quire.model.checkpoints.tensor_reader  # noqa: E402
 import quire.model.loader  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
@@ -209,7 +210,8 @@ class RandomCheckpoint:
 
 
 def random_rows(
-    checkpoint: RandomCheckpoint, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None
+    checkpoint: RandomCheckpoint, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None,
+    dtypes: object = None,
 ) -> torch.Tensor:
     """Return small random numbers on the device for rows of any tensor of a `RandomCheckpoint`, or for all of them."""
     start, stop = rows or (0, shape[0])
@@ -379,7 +381,7 @@ def main() -> None:
     if not DRY_RUN and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU; --dry-run works without one")
     deadline_s = time.monotonic() + BUDGET_S
-    quire.model.loader.SafetensorsCheckpoint = RandomCheckpoint  # type: ignore[assignment,misc]
+    quire.model.checkpoints.safetensors.SafetensorsCheckpoint = RandomCheckpoint  # type: ignore[assignment,misc]
     quire.model.checkpoints.tensor_reader.read_rows = random_rows  # type: ignore[assignment]
     if DRY_RUN:
         quire.engine.loading.choose_back_end = lambda *args, **kwargs: cuda_back_end()  # type: ignore[attr-defined]

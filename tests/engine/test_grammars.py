@@ -316,7 +316,7 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
 
 
 def make_async(*parts: Any) -> AsyncCudaExecutor:  # noqa: ANN401
-    return AsyncCudaExecutor(CudaWorker(*parts))
+    return AsyncCudaExecutor(CudaWorker(*parts[:-1]))
 
 
 @pytest.mark.parametrize("method", [None, "ngram"])

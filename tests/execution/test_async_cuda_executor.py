@@ -62,7 +62,7 @@ def test_answers_are_the_same_to_the_bit(
             ahead.append(plan)
 
     def make(*parts: object) -> AsyncCudaExecutor:
-        executors.append(AsyncCudaExecutor(CudaWorker(*parts)))  # type: ignore[arg-type]
+        executors.append(AsyncCudaExecutor(CudaWorker(*parts[:-1])))  # type: ignore[arg-type]
         return executors[-1]
 
     monkeypatch.setattr("quire.engine.assembly._executor", make)
@@ -91,7 +91,7 @@ def test_prompt_logprobs_are_those_of_their_step_when_a_graph_is_replayed_meanwh
     workers: list[CudaWorker] = []
 
     def make(*parts: object) -> AsyncCudaExecutor:
-        worker = CudaWorker(*parts)  # type: ignore[arg-type]
+        worker = CudaWorker(*parts[:-1])  # type: ignore[arg-type]
         num_rows, max_blocks = worker._batch.block_tables.shape
         worker._graphs = CudaGraphRunner(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
         workers.append(worker)
@@ -125,7 +125,7 @@ def test_vectors_are_the_same_with_two_steps_in_flight(
             ahead.append(plan)
 
     def make(*parts: object) -> AsyncCudaExecutor:
-        worker = CudaWorker(*parts)  # type: ignore[arg-type]
+        worker = CudaWorker(*parts[:-1])  # type: ignore[arg-type]
         if has_graphs:
             num_rows, max_blocks = worker._batch.block_tables.shape
             worker._graphs = CudaGraphRunner(worker.forward, max_blocks, worker._model.device, replaying, num_rows)

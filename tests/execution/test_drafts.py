@@ -126,7 +126,7 @@ def test_answers_are_the_same_to_the_bit(
     oracle = Oracle(outputs)
 
     def make(*parts: object) -> Executor:
-        worker = (OracleCudaWorker if is_async else OracleWorker)(*parts)  # type: ignore[arg-type]
+        worker = (OracleCudaWorker if is_async else OracleWorker)(*parts[:-1])  # type: ignore[arg-type]
         worker.oracle = oracle
         return AsyncCudaExecutor(worker) if isinstance(worker, CudaWorker) else LocalExecutor(worker)
 

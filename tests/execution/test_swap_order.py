@@ -170,7 +170,7 @@ def test_late_swaps_change_no_answer(
         return CudaSwapper(cache, space, lambda *copies: cuda.launch(partial(copy_blocks, *copies)))  # type: ignore[arg-type]
 
     monkeypatch.setattr("quire.engine.assembly.Swapper", make_swapper)
-    monkeypatch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts)))
+    monkeypatch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
     assert answers() == expected
 
 

@@ -24,7 +24,7 @@ def interpreted(**settings: object) -> LLM:
     """Make an engine whose ops are those of a GPU, on tensors in host memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **kwargs: cuda_back_end())
-        patch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts)))
+        patch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
         return LLM(device="cpu", **settings)  # type: ignore[arg-type]
 
 
