@@ -243,7 +243,7 @@ def test_line_that_the_model_refuses_is_named_and_nothing_runs(
         (("generate", "--prompt", "a", "--kv-cache-memory", "lots"), 1, "kv_cache_memory must be"),
         (("generate", "--prompt", "a", "--block-size", "12"), 1, "block_size must be"),
         (("generate", "--prompt", "a", "--device", "tpu"), 2, "--device"),
-        (("generate", "--prompt", "a", "--tensor-parallel-size", "2"), 2, "-size 2 is not supported"),
+        (("generate", "--prompt", "a", "--pipeline-parallel-size", "2"), 2, "-size 2 is not supported"),
         (("generate", "--input", "no-such-file.jsonl"), 1, "no-such-file.jsonl"),
         (("bench", "throughput", "--repeats", "0"), 2, "--repeats"),
         (("fly",), 2, "No such command"),
@@ -267,11 +267,11 @@ def test_version(run: Run) -> None:
 
 def test_help_shows_what_is_there_and_nothing_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 160)  # a narrow terminal cuts the names of flags
-    commands = ["serve", "generate", "chat", "plan", "simulate", "paper", "run-batch", "bench"]
+    commands = ["serve", "generate", "chat", "plan", "simulate", "deploy", "paper", "run-batch", "bench"]
     assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == commands
     flags = run("generate", "--help").out
     assert "--kv-cache-memory" in flags
-    assert not any(name in flags for name in ("tensor-parallel", "--host"))
+    assert not any(name in flags for name in ("pipeline-parallel", "--host"))
 
 
 def generating() -> subprocess.Popen[bytes]:

@@ -16,7 +16,7 @@ from quire.server.options import ServerOptions
 Run = Callable[..., Any]
 Started = list[tuple[EngineOptions, ServerOptions]]
 
-NOT_LANDED = ["tensor-parallel"]
+NOT_LANDED = ["pipeline-parallel"]
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_what_cannot_work_is_one_line(arguments: list[str], words: list[str], ru
 
 
 def test_wrong_usage_is_told_apart(run: Run) -> None:
-    assert run("serve", "--tensor-parallel-size", "2").code == 2
+    assert run("serve", "--pipeline-parallel-size", "2").code == 2
     assert run("serve", "--port", "http").code == 2
 
 

@@ -46,7 +46,7 @@ def refusal(run: Run, *arguments: str) -> str:
 def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
     engine, options, lines = serve(
         "MODEL --enforce-eager --trust_remote_code --enable-chunked-prefill --disable-log-requests --load-format auto "
-        "--tokenizer-mode=auto -tp 1 --disable-log-stats --enable-prompt-tokens-details --enforce-eager -O3 -O 2 "
+        "--tokenizer-mode=auto -pp 1 --disable-log-stats --enable-prompt-tokens-details --enforce-eager -O3 -O 2 "
         "--hf-token --uvicorn-log-level warning --cuda-graph-sizes 1 2 4"
     )
     assert (engine, options) == (EngineOptions("MODEL", max_num_seqs=256, max_num_batched_tokens=2048), ServerOptions())
@@ -54,7 +54,7 @@ def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
         f"quire: {flag}"
         for flag in (
             "--enforce-eager", "--trust-remote-code", "--enable-chunked-prefill", "--disable-log-requests",
-            "--load-format", "--tokenizer-mode", "-tp", "--disable-log-stats", "--enable-prompt-tokens-details", "-O",
+            "--load-format", "--tokenizer-mode", "-pp", "--disable-log-stats", "--enable-prompt-tokens-details", "-O",
             "--hf-token", "--uvicorn-log-level", "--cuda-graph-sizes",
         )
     ]  # fmt: skip
@@ -113,10 +113,10 @@ def test_switches_have_a_negative_form(serve: Serve, monkeypatch: pytest.MonkeyP
     path = tmp_path / "serve.yaml"
     path.write_text("enable-debug: true\n")
     _, options, lines = serve(
-        f"--config {path} --no-enable-debug --no-allow-client-priority --no-disable-log-stats --no-enable-lora"
+        f"--config {path} --no-enable-debug --no-allow-client-priority --no-disable-log-stats --no-enable-sleep-mode"
     )
     assert options == ServerOptions()
-    assert [line.split()[1] for line in lines] == ["--no-disable-log-stats", "--no-enable-lora"]
+    assert [line.split()[1] for line in lines] == ["--no-disable-log-stats", "--no-enable-sleep-mode"]
 
 
 def test_json_may_be_given_key_by_key(serve: Serve, run: Run) -> None:
@@ -146,10 +146,10 @@ def test_speculation_is_configured_in_vllm_s_forms(serve: Serve, line: str) -> N
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("-tp 2", "-tp 2 is not supported: the model runs on one device"),
-        ("--tensor-parallel-size=2", "--tensor-parallel-size 2 is not supported"),
-        ("--enable-lora", "--enable-lora is not supported: LoRA adapters"),
-        ("--lora-modules a=b c=d", "--lora-modules ['a=b', 'c=d'] is not supported"),
+        ("-pp 2", "-pp 2 is not supported"),
+        ("--pipeline-parallel-size=2", "--pipeline-parallel-size 2 is not supported"),
+        ("--enable-sleep-mode", "--enable-sleep-mode is not supported"),
+        ("--numa-bind-nodes 0 1", "--numa-bind-nodes ['0', '1'] is not supported: start the command under numactl"),
         ("--load-format dummy", "--load-format 'dummy' is not supported: weights are read from"),
         ("--middleware some.module", "no code from outside is run"),
         ("--pipeline-parallel-size two", "--pipeline-parallel-size must be an integer"),
@@ -177,15 +177,15 @@ def test_flags_come_from_the_environment(serve: Serve, run: Run, monkeypatch: py
     engine, _, lines = serve("--max-model-len 2k")
     assert (engine.num_kv_blocks, engine.dtype, engine.max_model_len) == (12, "float32", 2000)
     assert [line.split()[1] for line in lines] == ["QUIRE_ENFORCE_EAGER"]
-    monkeypatch.setenv("QUIRE_TENSOR_PARALLEL_SIZE", "2")
-    assert "QUIRE_TENSOR_PARALLEL_SIZE 2 is not supported" in refusal(run, "serve")
-    assert serve("-tp 1")[0].dtype == "float32"  # what is typed wins
+    monkeypatch.setenv("QUIRE_PIPELINE_PARALLEL_SIZE", "2")
+    assert "QUIRE_PIPELINE_PARALLEL_SIZE 2 is not supported" in refusal(run, "serve")
+    assert serve("-pp 1")[0].dtype == "float32"  # what is typed wins
 
 
 def test_flags_come_from_a_file(serve: Serve, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
-        "model: MODEL\nenforce-eager: true\ntensor-parallel-size: 1\nnum-gpu-blocks-override: 12\ndtype: half\n"
+        "model: MODEL\nenforce-eager: true\npipeline-parallel-size: 1\nnum-gpu-blocks-override: 12\ndtype: half\n"
         "max-model-len: 4k\nserved-model-name: [a, b]\ncompilation-config:\n  mode: 3\ndisable_log_stats: null\n"
         "structured-outputs-config:\n  disable_any_whitespace: true\n"
     )
@@ -194,11 +194,12 @@ def test_flags_come_from_a_file(serve: Serve, run: Run, tmp_path: Path) -> None:
     assert options.served_model_name == ("a", "b")
     assert options.structured_outputs_config == '{"disable_any_whitespace": true}'
     assert [line.split()[1] for line in lines] == [
-        "enforce-eager", "tensor-parallel-size", "compilation-config", "disable-log-stats",
+        "enforce-eager", "pipeline-parallel-size", "compilation-config", "disable-log-stats",
     ]  # fmt: skip
-    path.write_text("enable-lora: true\n")
-    assert "enable-lora is not supported" in refusal(run, "serve", "--config", str(path))
-    assert serve(f"--config {path} --no-enable-lora")[0] == EngineOptions(max_num_seqs=256, max_num_batched_tokens=2048)
+    path.write_text("enable-sleep-mode: true\n")
+    assert "enable-sleep-mode is not supported" in refusal(run, "serve", "--config", str(path))
+    engine, _, _ = serve(f"--config {path} --no-enable-sleep-mode")
+    assert engine == EngineOptions(max_num_seqs=256, max_num_batched_tokens=2048)
 
 
 def test_repeatable_flag_takes_one_value_from_a_file(serve: Serve, tmp_path: Path) -> None:
@@ -210,13 +211,14 @@ def test_repeatable_flag_takes_one_value_from_a_file(serve: Serve, tmp_path: Pat
 def test_help_does_not_have_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
     offered = run("serve", "--help").out
-    assert [flag for flag in ("--enforce-eager", "--tensor-parallel-size", "--num-gpu-blocks") if flag in offered] == []
+    hidden = ("--enforce-eager", "--pipeline-parallel-size", "--num-gpu-blocks")
+    assert [flag for flag in hidden if flag in offered] == []
 
 
 def test_other_commands_that_load_a_model_know_them(run: Run) -> None:
     ran = run("generate", "no/such/model", "--enforce-eager", "--prompt", "a")
     assert (ran.code, "--enforce-eager has no effect" in ran.err) == (1, True)
-    assert "--enable-lora is not supported" in refusal(run, "bench", "throughput", "--enable-lora")
+    assert "--enable-sleep-mode is not supported" in refusal(run, "bench", "throughput", "--enable-sleep-mode")
     assert "No such option: --uds" in refusal(run, "generate", "--uds", "x")
     assert "No such option: --enforce-eager" in refusal(run, "bench", "control-plane", "--enforce-eager")
 
