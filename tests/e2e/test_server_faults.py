@@ -50,10 +50,19 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Watched]:
+    yield from watched_server(tmp_path)
+
+
+@pytest.fixture
+def watched_ranks(tmp_path: Path) -> Iterator[Watched]:
+    yield from watched_server(tmp_path, "-tp", "2")
+
+
+def watched_server(tmp_path: Path, *flags: str) -> Iterator[Watched]:
     mark = f"e2e-{uuid.uuid4().hex}"
     env = {"TMPDIR": str(tmp_path), "E2E_MARK": mark}
     patience = ("--stall-limit", "600", "--shutdown-timeout", "600")
-    with running_server("--num-kv-blocks", "8192", "--swap-space", "4MiB", *patience, env=env) as server:
+    with running_server("--num-kv-blocks", "8192", "--swap-space", "4MiB", *patience, *flags, env=env) as server:
         found = Watched(server, mark, tmp_path)
         assert len(found.remains()) >= 3  # server, engine, port: the test can see them
         yield found
@@ -157,6 +166,17 @@ async def health_until_the_end(url: str) -> list[httpx.Response]:
 
 
 def test_every_client_is_told_when_the_engine_is_killed(watched: Watched) -> None:
+    assert_every_client_is_told_of_the_end_of(watched.server.engine_pid(), watched)
+
+
+def test_every_client_is_told_when_a_rank_is_killed(watched_ranks: Watched) -> None:
+    engine = watched_ranks.server.engine_pid()
+    (rank,) = map(int, Path(f"/proc/{engine}/task/{engine}/children").read_text().split())
+    assert_every_client_is_told_of_the_end_of(rank, watched_ranks)
+
+
+def assert_every_client_is_told_of_the_end_of(pid: int, watched: Watched) -> None:
+    """Kill a process of the server under load; check each answer, the health to the end, and that nothing is left."""
     server = watched.server
 
     async def kill() -> tuple[list[list[str]], list[httpx.Response], list[httpx.Response], openai.APIError]:
@@ -169,7 +189,7 @@ def test_every_client_is_told_when_the_engine_is_killed(watched: Watched) -> Non
             )
             health = asyncio.create_task(health_until_the_end(server.url))
             await anext(stream)
-            os.kill(server.engine_pid(), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             with pytest.raises(openai.APIError) as raised:
                 async for _ in stream:
                     pass
