@@ -281,8 +281,8 @@ class ServerOptions(Limits):
         row="its private key, as PEM and without a password; by default in the file of the certificate",
     )  # fmt: skip
     ssl_ca_certs: str | None = _server(
-        None, "certificates of those who sign clients' certificates", metavar="FILE",
-        row="certificates of those who sign clients' certificates, as PEM",
+        None, "certificates of the authorities that sign clients' certificates", metavar="FILE",
+        row="certificates of the authorities that sign clients' certificates, as PEM",
     )  # fmt: skip
     ssl_cert_reqs: int = _server(
         0, "certificates of clients: 0 not asked for, 1 checked if shown, 2 required", low=0, high=2,

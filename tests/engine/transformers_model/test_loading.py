@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ModelError
 from quire.engine.options import EngineOptions
+from quire.engine.transformers_model.hook import Trace, marker
 from quire.engine.transformers_model.loading import knows, load_through_transformers
 from quire.engine.transformers_model.model import TransformersModel
 from quire.engine.transformers_model.parts import GatedFeedForward, Layer, NormPart
@@ -188,6 +189,12 @@ def test_option_without_support_is_refused_by_name(options: dict[str, Any], mess
     folder = write_model(tmp_path, "arcee")
     with pytest.raises(ConfigError, match=f"{message}.*not supported for a model through transformers"):
         load_through_transformers(EngineOptions(**options), folder)
+
+
+def test_attention_that_looks_ahead_is_refused_by_name() -> None:
+    heads = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ModelError, match="bidirectional"):
+        Trace().attend(torch.nn.Module(), heads, heads, heads, marker(None), {"is_causal": False})
 
 
 def test_ranks_are_refused_by_name() -> None:

@@ -123,6 +123,8 @@ class Trace:
         unknown = [name for name, given in options.items() if name not in WITHOUT_EFFECT and given not in (None, False)]
         if unknown:
             raise ModelError(f"its attention has the option {unknown[0]}, which is not known")
+        if options.get("is_causal") is False:
+            raise ModelError("its attention is bidirectional")
         if key.shape != value.shape or query.shape[3] != key.shape[3]:
             raise ModelError(f"its keys are {[*key.shape[1:]]} and its values {[*value.shape[1:]]}, not alike")
         if mask is not None and not hasattr(mask, "window"):

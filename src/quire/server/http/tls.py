@@ -32,4 +32,4 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
 
 def _refuse_password() -> str:
     """Raise ConfigError: OpenSSL would ask on the terminal."""
-    raise ConfigError("ssl_keyfile must not be encrypted: a server has nobody to ask for the password")
+    raise ConfigError("ssl_keyfile must not be encrypted: a server cannot ask for the password")
