@@ -271,6 +271,58 @@ def test_sliding_windows_of_the_draft_model(tmp_path: Path, watch: Watch) -> Non
             assert output.outputs[0].token_ids == drafts
 
 
+@pytest.mark.usefixtures("greedy")
+@pytest.mark.parametrize("draft_window", [None, 40], ids=["draft model without", "draft model with"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_kv_blocks": 17, "preemption_mode": "recompute"},
+        {"num_kv_blocks": 17, "num_swap_blocks": 40, "preemption_mode": "swap"},
+    ],
+    ids=["room", "recompute", "swap"],
+)
+def test_sliding_windows_of_the_target(
+    draft_window: int | None, settings: Settings, tmp_path: Path, watch: Watch
+) -> None:
+    """Blocks behind both windows are released; those that a layer of either model attends to stay."""
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    target = write_random_model(tmp_path / "target", architectures=["MistralForCausalLM"], sliding_window=24)
+    changes = {"use_sliding_window": True, "sliding_window": draft_window, "max_window_layers": 0}
+    draft = write_random_draft(tmp_path / "draft", **(changes if draft_window else {}))
+    tokens = [[(3 * j + 5 * i) % VOCAB_SIZE for j in range(70 + i)] for i in range(4)]
+    params = [SamplingParams(temperature=i % 2 * 0.7, seed=i, max_tokens=50, ignore_eos=True) for i in range(4)]
+    expected = answers(target, tokens, params, **settings)
+    assert answers(target, tokens, params, **settings, **speculation(draft)) == expected
+    alone = [answers(target, tokens[i : i + 1], params[i : i + 1], **speculation(draft))[0] for i in range(4)]
+    assert alone == expected[: 2 * len(alone) : 2]
+    some = watch.drafted[::40]
+    with LLM(draft, dtype="float32", num_kv_blocks=100) as llm:
+        for known, drafts in some:
+            (output,) = llm.generate([known], SamplingParams(temperature=0.0, max_tokens=len(drafts), ignore_eos=True))
+            assert output.outputs[0].token_ids == drafts
+
+
+@pytest.mark.parametrize(("draft_window", "released_behind"), [(None, None), (16, 24), (40, 40)])
+def test_widest_window_of_both_models_releases_blocks(
+    draft_window: int | None, released_behind: int | None, tmp_path: Path
+) -> None:
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    target = write_zero_model(tmp_path / "target", "Mistral", "float32", sliding_window=24)
+    draft = write_zero_model(tmp_path / "draft", "Mistral", "float32", sliding_window=draft_window)
+    options = EngineOptions(str(target), num_kv_blocks=30, block_size=8, spec_model=str(draft))
+    engine = assemble(options, loads_tokenizer=False).engine
+    assert engine.scheduler.cache.has_window == (released_behind is not None)
+    engine.scheduler.cache.create(1)
+    for _ in range(60):
+        engine.scheduler.cache.append(1, 1)
+        engine.scheduler.cache.end_step()
+    num_seen = 60 if released_behind is None else released_behind
+    assert engine.kv_stats().used_blocks == len({position // 8 for position in range(60 - num_seen, 60)})
+
+
 def test_only_as_many_rows_are_drafted_as_there_are_scratch_blocks(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,11 +524,3 @@ def test_device_cuda_is_refused() -> None:
     assert options.speculation is not None
     with pytest.raises(ConfigError, match="the method draft_model is not supported on device cuda yet"):
         load_draft_model(options, options.speculation, target, DEMO_MODEL)
-
-
-def test_target_with_sliding_windows_is_refused(tmp_path: Path) -> None:
-    target = write_zero_model(tmp_path, "Mistral", "float32", sliding_window=16)
-    with pytest.raises(ConfigError, match=r"needs a model without sliding windows, .* behind 16 tokens"):
-        LLM(target, **speculation())
-
-

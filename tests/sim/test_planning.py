@@ -64,6 +64,24 @@ def test_plan_with_a_draft_model_is_what_the_engine_reports(
     assert without.kv_bytes_per_token < plan.kv_bytes_per_token
 
 
+@pytest.mark.parametrize(
+    ("draft_window", "planned", "told"),
+    [(None, None, "24 tokens in 2 of 4 layers: no block is freed early"), (40, 40, "24 and 40 tokens in all layers")],
+)
+def test_blocks_are_freed_behind_the_windows_of_both_models(
+    draft_window: int | None, planned: int | None, told: str, tmp_path: Path
+) -> None:
+    for name, window in (("target", 24), ("draft", draft_window)):
+        (tmp_path / name).mkdir()
+        write_zero_model(tmp_path / name, "Mistral", "float32", sliding_window=window)
+    options = EngineOptions(str(tmp_path / "target"), spec_model=str(tmp_path / "draft"))
+    target = read_model(options.model)
+    plan = plan_memory(target, this_machine(200 * MIB), options, draft=read_draft_model(target, options))
+    assert plan.cache.sliding_window == planned
+    assert plan.windows.startswith(told)
+    assert not not_servable_yet(target, this_machine(200 * MIB), options)
+
+
 def test_draft_model_that_cannot_be_served_is_named() -> None:
     options = EngineOptions(spec_model="LLaMA-7B")
     (reason,) = not_servable_yet(read_model("LLaMA-13B"), HARDWARE["H100"], options)

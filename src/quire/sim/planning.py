@@ -19,6 +19,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.model.footprint import expert_reads, num_parameters, stored_kv_bytes_per_token, weight_bytes
 from quire.model.quantization import UNQUANTIZED
+from quire.model.spec import widest_window
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
 from quire.sim.hardware import Hardware
 from quire.sim.models import Model
@@ -77,6 +78,7 @@ def plan_memory(
     weights = weight_bytes(spec, model.dtype, packing, num_devices, model.quantization)
     draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
     token_bytes += draft_token_bytes
+    windows = [*spec.windows, *(() if draft is None else draft.spec.windows)]  # both models' layers share the blocks
     inner = max(layer.feed_forward.active_size for layer in spec.layers)
     widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
     workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
@@ -93,7 +95,7 @@ def plan_memory(
     if hardware.device == "cuda" and options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=free_bytes)
     limits = ModelLimits(
-        spec.max_position_embeddings, token_bytes, spec.sliding_window, default_positions=spec.default_positions,
+        spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=spec.default_positions,
         scratch_bytes=scratch_bytes,
     )  # fmt: skip
     cache, scheduler = size_engine(options, limits, free_bytes)
@@ -125,7 +127,7 @@ def plan_memory(
         scheduler=scheduler,
         num_fitting={at: min(num_seqs, cache.num_blocks // math.ceil(at / cache.block_size)) for at in lengths},
         binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
-        windows=describe_windows(spec.windows),
+        windows=describe_windows(windows),
     )
 
 
@@ -159,11 +161,9 @@ def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, n
     reasons = []
     if num_devices > 1 and hardware.device != "cpu":
         reasons.append(f"tensor_parallel_size {num_devices} is not supported yet on device {hardware.device}")
-    if options.speculation is not None and options.speculation.method == "draft_model":
-        if hardware.device == "cuda":
-            reasons.append("a draft model is not supported yet on device cuda")
-        if model.spec.sliding_window is not None:
-            reasons.append("a draft model needs a model without sliding windows")
+    speculation = options.speculation
+    if hardware.device == "cuda" and speculation is not None and speculation.method == "draft_model":
+        reasons.append("a draft model is not supported yet on device cuda")
     if hardware.device == "cuda" and options.data_parallel_size > 1:
         reasons.append(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
     if hardware.device == "cuda" and model.quantization != UNQUANTIZED:

@@ -27,6 +27,7 @@ from quire.model.loader import load_model
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.resolve import resolve_model
 from quire.model.source import ModelSource
+from quire.model.spec import widest_window
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +41,15 @@ class LoadedDraftModel:
     scratch: ScratchBlocks
 
     def limits(self, target: ModelLimits, block_size: int) -> ModelLimits:
-        """Return the limits of target and draft model together: a token takes bytes in both."""
+        """Return the limits of target and draft model together: a token takes bytes in both.
+
+        A block is released early only if all layers of both have sliding windows, behind the widest of these.
+        """
         geometry = self.model.kv_geometry
         return replace(
             target,
             kv_bytes_per_token=target.kv_bytes_per_token + geometry.bytes_per_token,
+            sliding_window=widest_window([target.sliding_window, geometry.sliding_window]),
             scratch_bytes=self.scratch.num_blocks * block_size * geometry.bytes_per_token,
         )
 
@@ -87,11 +92,6 @@ def _require_support(target: LoadedModel) -> None:
     device = target.model.device
     if device.type != "cpu":
         raise ConfigError(f"speculative_config: the method draft_model is not supported on device {device.type} yet")
-    if target.limits.sliding_window is not None:
-        raise ConfigError(
-            "speculative_config: the method draft_model needs a model without sliding windows, this one frees the "
-            f"blocks behind {target.limits.sliding_window} tokens"
-        )
     if not target.has_head:
         raise ConfigError("speculative_config: the model has no output head, so there is nothing to draft")
 
