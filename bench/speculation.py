@@ -58,7 +58,6 @@ from quire.execution.drafting.lengths import DraftLengths
 from quire.execution.drafting.limited import LimitedDrafter
 from quire.execution.drafting.step_cost import StepCost
 from quire.execution.worker import Worker
-from quire.model.batch import ForwardBatch
 from quire.model.resolve import DEMO_MODEL
 from quire.text.tokenizer import Tokenizer
 from random_models import QWEN2_5_0_5B, QWEN2_5_7B, random_draft_model, random_model
@@ -66,6 +65,7 @@ from without_model import engine_without_model
 
 TEXTS = Path(__file__).with_name("speculation_texts.json")
 NUM_DRAFTS = 4
+NO_STEP = cast("StepInputs", None)  # lookups read no tensors of a step
 PROMPT_LEN, MAX_LEN = 64, 2048
 SHAPES = {"7b": QWEN2_5_7B, "0.5b": QWEN2_5_0_5B}
 Tokens = list[int]
@@ -76,7 +76,7 @@ class Counts:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.num_verified, self.num_accepted = drafter, 0, 0
-        self.apply, self.compute, self.draft = drafter.apply, drafter.compute, drafter.draft
+        self.apply, self.draft = drafter.apply, drafter.draft
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Count, and pass on."""
@@ -97,15 +97,10 @@ class Oracle:
         self._batch, self._wholes, self._acceptance, self._method = batch, wholes, acceptance, method
         self._rng = random.Random(1)
 
-    def compute(self, batch: Any) -> None:  # noqa: ANN401
-        """Do nothing, but for the method."""
-        if self._method is not None:
-            self._method.compute(batch)
-
-    def draft(self, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
+    def draft(self, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
         """Return what comes next, with mistakes."""
         if self._method is not None:
-            self._method.draft(rows, limits)
+            self._method.draft(rows, limits, step)
         drafts = {}
         for row, num_tokens, limit in zip(rows.rows.tolist(), rows.num_tokens.tolist(), limits.tolist(), strict=True):
             known = self._batch.token_ids[row, :num_tokens].tolist()
@@ -310,7 +305,7 @@ def _cost_of(
             drafter.record(0, len(drafts), accepted)
         known += accepted + 1
         last = np.array([known - 1])
-        drafts = list(drafter.draft(DraftRows(np.array([0]), last, last)).get(0, []))
+        drafts = list(drafter.draft(DraftRows(np.array([0]), last, last), NO_STEP).get(0, []))
     return total
 
 
@@ -321,7 +316,7 @@ def control(method: str, turns: int, num_seqs: int, num_tokens: int = 300) -> No
     batch.token_ids[:] = rng.permutation(batch.token_ids.size).reshape(batch.token_ids.shape)
     config = parse_speculation(json.dumps({"method": method}))
     assert config is not None
-    rows, plan, forward = np.arange(num_seqs), StepPlan(), cast("ForwardBatch", None)
+    rows, plan = np.arange(num_seqs), StepPlan()
     inputs = [
         cast("StepInputs", SimpleNamespace(sample_rows=rows, sample_num_tokens=np.full(num_seqs, 400 + step)))
         for step in range(100)
@@ -339,12 +334,11 @@ def control(method: str, turns: int, num_seqs: int, num_tokens: int = 300) -> No
         drafter = make_drafter(config, batch, "avx512_bf16", 2.0)
         new_rows = [NewRow(row, [0] * 16, 16, [], SamplingParams(), 0) for row in range(num_seqs)]
         drafter.apply(StepPlan(new_rows=new_rows))
-        drafter.draft(DraftRows(rows, np.full(num_seqs, 399), np.full(num_seqs, 399)))
+        drafter.draft(DraftRows(rows, np.full(num_seqs, 399), np.full(num_seqs, 399)), NO_STEP)
         started_s = time.perf_counter()
         for each in inputs:
             drafter.apply(plan)
-            drafter.compute(forward)
-            assert not drafter.draft(rows_to_draft(each, {}, {}))
+            assert not drafter.draft(rows_to_draft(each, {}, {}), NO_STEP)
         drafting.append((time.perf_counter() - started_s) / len(inputs))
     own_us, more_us = min(plain) * 1e6, min(drafting) * 1e6
     print(

@@ -23,11 +23,12 @@ from quire.engine.assembly import assemble
 from quire.engine.draft_model.loading import load_draft_model
 from quire.engine.loading import load
 from quire.engine.options import EngineOptions
-from quire.execution.batch import IntArray
+from quire.execution.batch import IntArray, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting import draft_model as module
 from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.lengths import AdaptiveLength
+from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.resolve import DEMO_MODEL
 from support.random_model import VOCAB_SIZE, write_random_model
@@ -70,8 +71,10 @@ class Watch:
         self.drafted: list[tuple[list[int], list[int]]] = []  # known tokens of a row, and its drafts
         draft, record = DraftModel.draft, AdaptiveLength.record
 
-        def watched(model: DraftModel, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
-            found = draft(model, rows, limits)
+        def watched(
+            model: DraftModel, rows: DraftRows, limits: IntArray, step: StepInputs
+        ) -> Mapping[int, Sequence[int]]:
+            found = draft(model, rows, limits, step)
             self.most_rows = max(self.most_rows, len(found))
             for row, num_tokens, num_computed in zip(rows.rows, rows.num_tokens, rows.num_computed, strict=True):
                 if row in found:
@@ -210,6 +213,28 @@ def test_drafts_are_what_the_draft_model_alone_generates(settings: Settings, wat
             params = SamplingParams(temperature=0.0, max_tokens=len(drafts), ignore_eos=True)
             (output,) = llm.generate([known], params, use_tqdm=False)
             assert output.outputs[0].token_ids == drafts, f"behind {len(known)} tokens"
+
+
+def test_k_drafts_take_k_passes(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """The first computes the tokens of the step, too: prompts, chunks of them, verified drafts of some rows."""
+    passes, steps, forward, draft = [0], list[tuple[int, int]](), DraftModel._forward, DraftModel.draft
+
+    def counted_pass(model: DraftModel, batch: ForwardBatch) -> Tensor:
+        passes[0] += 1
+        return forward(model, batch)
+
+    def counted(model: DraftModel, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
+        passes[0] = 0
+        found = draft(model, rows, limits, step)
+        steps.append((passes[0], max(map(len, found.values()), default=0)))
+        return found
+
+    monkeypatch.setattr(DraftModel, "_forward", counted_pass)
+    monkeypatch.setattr(DraftModel, "draft", counted)
+    answers(None, PROMPTS[5:], PARAMS[5:], **speculation())
+    answers(None, **speculation(num_drafts=2))
+    assert {(num_passes, num_drafts) for num_passes, num_drafts in steps} == {(1, 0), (2, 2), (4, 4)}
+    assert watch.num_accepted > 0
 
 
 def test_model_as_its_own_draft_has_all_greedy_drafts_accepted(watch: Watch) -> None:

@@ -3,11 +3,12 @@
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 import pytest
 
-from quire.execution.batch import IntArray
+from quire.execution.batch import IntArray, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting.lengths import MIN_GAIN, PAUSES, AdaptiveLength
 from quire.execution.drafting.lookup import LookupDrafter
@@ -52,7 +53,8 @@ def test_lengths_are_those_of_most_tokens_by_cost() -> None:
             lengths = taught(rate, cost)
             acceptance = float(lengths._acceptance(np.array([0]))[0])
             tokens = [sum(acceptance**i for i in range(length + 1)) for length in range(MAX_DRAFTS + 1)]
-            costs = [float(cost(np.array([1 + length]))[0]) + 0.1 * length for length in range(MAX_DRAFTS + 1)]
+            passes = [max(length, 1) for length in range(MAX_DRAFTS + 1)]  # of the draft model
+            costs = [float(cost(np.array([1 + i]))[0]) + 0.1 * (num - 1) for i, num in enumerate(passes)]
             rates = [each / own for each, own in zip(tokens, costs, strict=True)]
             pays = max(rates) > MIN_GAIN * rates[0]
             assert limits(lengths, [0]) == [rates.index(max(rates)) if pays else 0], (rate, kernels)
@@ -214,7 +216,7 @@ def test_nothing_is_looked_up_for_many_rows() -> None:
     drafter = LookupDrafter(NgramLookup(batch, 4, 2, 5), AdaptiveLength(COST, 64))
     for num_rows, num_found in ((1, 1), (64, 0)):
         rows, last = np.arange(num_rows), np.full(num_rows, 99)
-        assert len(drafter.draft(DraftRows(rows, last, last))) == num_found
+        assert len(drafter.draft(DraftRows(rows, last, last), cast("StepInputs", None))) == num_found
 
 
 def test_experts_that_more_rows_read_make_drafts_shorter() -> None:

@@ -1,5 +1,6 @@
 """Lookups of drafts: in C++ they find what their plain forms find, and drafters never ask for beams or full steps."""
 
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from quire.core.plan import NewRow, StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.speculation import SpeculationConfig
 from quire.core.task import Scope
-from quire.execution.batch import IntArray, PersistentBatch
+from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting.drafters import make_lookup
 from quire.execution.drafting.lengths import AdaptiveLength
@@ -84,6 +85,9 @@ def test_lookups_refuse_other_arrays_than_of_rows(method: str) -> None:
         own.draft(np.arange(4)[::2], np.arange(4)[::2])
 
 
+NO_STEP = cast("StepInputs", None)  # lookups read no tensors of a step
+
+
 class Asked:
     """A lookup that finds one token for each row."""
 
@@ -104,7 +108,7 @@ def test_beams_have_no_drafts_and_their_rows_have_again_with_another_owner() -> 
     beam = NewRow(1, [1], 1, [], SamplingParams(), 0, beam=BeamSearchParams(beam_width=2, max_tokens=5))
     asked = DraftRows(np.array([0, 1, 3]), np.array([7, 8, 9]), np.array([7, 8, 9]))
     drafter.apply(StepPlan(new_rows=[NewRow(0, [1], 1, [], SamplingParams(), 0), beam]))
-    assert drafter.draft(asked) == {0: [7], 3: [9]}
+    assert drafter.draft(asked, NO_STEP) == {0: [7], 3: [9]}
     assert lookup.rows == [0, 3]
     drafter.apply(StepPlan(new_rows=[NewRow(1, [1], 1, [], SamplingParams(), 0)]))
-    assert drafter.draft(asked) == {0: [7], 1: [8], 3: [9]}
+    assert drafter.draft(asked, NO_STEP) == {0: [7], 1: [8], 3: [9]}

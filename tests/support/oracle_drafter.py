@@ -4,14 +4,13 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire import LLM
-from quire.execution.batch import IntArray, PersistentBatch
+from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, DraftRows
 from quire.execution.drafting.lengths import AdaptiveLength
 from quire.execution.drafting.limited import LimitedDrafter
 from quire.execution.drafting.lookup import LookupDrafter
 from quire.execution.drafting.step_cost import StepCost
 from quire.execution.worker import Worker
-from quire.model.batch import ForwardBatch
 
 FREE_ROWS = StepCost(rows_per_read=1e9)
 
@@ -23,10 +22,7 @@ class OracleDrafter:
         self._batch, self._mistake, self._rng = batch, mistake, random.Random(5)
         self._wholes = [list(whole) for whole in wholes]
 
-    def compute(self, batch: ForwardBatch) -> None:
-        """Do nothing."""
-
-    def draft(self, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
+    def draft(self, rows: DraftRows, limits: IntArray, _step: StepInputs) -> Mapping[int, Sequence[int]]:
         """Return the continuation of the list that begins as the row, with mistakes; without one, a mistake."""
         drafts = {}
         for row, num_tokens, limit in zip(rows.rows.tolist(), rows.num_tokens.tolist(), limits.tolist(), strict=True):
@@ -43,7 +39,7 @@ class CountedDrafter:
     """A drafter with counts of verified and accepted draft tokens."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.apply, self.compute, self.draft, self._drafter = drafter.apply, drafter.compute, drafter.draft, drafter
+        self.apply, self.draft, self._drafter = drafter.apply, drafter.draft, drafter
         self.num_verified = self.num_accepted = 0
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:

@@ -75,8 +75,6 @@ class CudaWorker(Worker):
         if hidden is not None and (inputs.pooled or self._has_prompt_logprobs(inputs)):
             hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
         hidden = self.forward(forward) if hidden is None else hidden
-        if self._drafter is not None:
-            self._drafter.compute(forward)
         if inputs.grammars is not None:
             inputs.grammars.finish_masks(self._is_computed())
         sampled = self._start_sampling(inputs, hidden, logit_rows)

@@ -1,8 +1,9 @@
 """Drafter protocol: the worker's interface to a method of speculative decoding, which proposes next tokens of rows.
 
-A worker passes each plan to its drafter before the forward pass, and gets drafts from it after sampling. The drafts are
-returned to the scheduler with the step's result. A later step verifies them (`quire.decoding.verification`), if budget
-and blocks allow it. The output of a row does not depend on its drafts.
+A worker passes each plan to its drafter before the forward pass, and gets drafts from it after sampling; a drafter with
+a model computes the step's tokens then, too. The drafts are returned to the scheduler with the step's result. A later
+step verifies them (`quire.decoding.verification`), if budget and blocks allow it. The output of a row does not depend
+on its drafts.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -12,7 +13,6 @@ import numpy as np
 
 from quire.core.plan import RowResult, StepPlan
 from quire.execution.batch import IntArray, StepInputs
-from quire.model.batch import ForwardBatch
 
 
 class DraftRows(NamedTuple):
@@ -38,11 +38,12 @@ class Drafter(Protocol):
     def apply(self, plan: StepPlan) -> None:
         """Reset the state of each new row of a plan. The batch has the plan's changes already."""
 
-    def compute(self, batch: ForwardBatch) -> None:
-        """Compute keys and values of a step's tokens, on the same slots, for a drafter with a cache of its own."""
+    def draft(self, rows: DraftRows, step: StepInputs) -> Mapping[int, Sequence[int]]:
+        """Return drafts by row: token ids, at least one, for which the row has positions. Other rows are left out.
 
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
-        """Return drafts by row: token ids, at least one, for which the row has positions. Other rows are left out."""
+        Call once for each step, also without rows: a drafter with a cache of its own computes the keys and values of
+        the step's tokens, on the same slots.
+        """
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Record the numbers of draft tokens of a row that a step has verified and accepted."""
@@ -51,11 +52,8 @@ class Drafter(Protocol):
 class DraftMethod(Protocol):
     """Method that computes drafts, at a cost for each token, of lengths that are chosen before."""
 
-    def compute(self, batch: ForwardBatch) -> None:
-        """Compute keys and values of a step's tokens, as a `Drafter` does."""
-
-    def draft(self, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
-        """Return drafts by row, of 1 to `limits` tokens; limits int64 [num], at least 1."""
+    def draft(self, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
+        """Return drafts as a `Drafter` does, of 1 to `limits` tokens for each row; limits int64 [num], at least 1."""
 
 
 def rows_to_draft(inputs: StepInputs, results: Mapping[int, RowResult], failures: Container[int]) -> DraftRows:

@@ -67,15 +67,14 @@ class Worker:
         started_s = time.perf_counter()
         inputs, swap_s = self._prepare(plan)
         hidden = self.forward(inputs.forward)                                      # [T, hidden]
-        if self._drafter is not None:
-            self._drafter.compute(inputs.forward)
         if inputs.grammars is not None:
             inputs.grammars.finish_masks()
         sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
         self._batch.record(inputs, sampled.token_ids)
+        result = self._result(inputs, hidden, sampled, swap_s)
         if max(plan.counts) > 1:                                                   # else every row is a decode
             self._prefill_rate.add(sum(plan.counts), time.perf_counter() - started_s - swap_s)
-        return self._result(inputs, hidden, sampled, swap_s)
+        return result
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [T, hidden] of a batch; its keys and values are written to the cache."""
@@ -166,7 +165,7 @@ class Worker:
         for row, _, token_ids in inputs.drafts:
             if row not in failures and not results[row].is_late:
                 drafter.record(row, len(token_ids), max(len(results[row].token_ids) - 1, 0))
-        drafts = drafter.draft(rows_to_draft(inputs, results, failures))
+        drafts = drafter.draft(rows_to_draft(inputs, results, failures), inputs)
         if not drafts:
             return
         samples = {row: index for index, row in enumerate(inputs.sample_rows.tolist())}

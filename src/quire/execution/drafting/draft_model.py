@@ -1,9 +1,13 @@
 """Drafts of a draft model: a second, smaller decoder continues each row by some tokens (Leviathan et al. 2023).
 
 Its keys and values are further layers of the target's cache. It computes the tokens of each step on the same slots, so
-block tables, prefix hits, forks, copies and swaps are right for both. Draft tokens have no slots yet: their keys and
-values are written to scratch blocks, which only the draft model's tensors have, behind the blocks of the pool. A row's
-partly filled block is copied there first. Scratch blocks are invisible to the scheduler.
+block tables, prefix hits, forks, copies and swaps are right for both. Sampled and draft tokens have no slots yet: their
+keys and values are written to scratch blocks, which only the draft model's tensors have, behind the blocks of the pool.
+Scratch blocks are invisible to the scheduler.
+
+One pass computes the tokens of a step and those that it has sampled, which gives the first drafts; so k drafts take k
+passes. In the table of a row that drafts, a scratch block stands in the place of the row's last block, with a copy of
+it. What the pass has written there is copied back.
 
 Verification compares drafts with what the target samples, so an error in them costs acceptance and changes no output.
 """
@@ -11,6 +15,7 @@ Verification compares drafts with what the target samples, so an error in them c
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +24,7 @@ from torch import Tensor
 
 from quire.core.draft_scratch import MAX_PENDING, ScratchBlocks
 from quire.decoding.sampling_batch import SamplingBatch
-from quire.execution.batch import IntArray, PersistentBatch
+from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting.draft_tokens import choose_drafts
 from quire.kernels.kv_quantization import as_bytes
@@ -28,6 +33,18 @@ from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
+
+
+class Spans(NamedTuple):
+    """Tokens of a pass: those of row `rows[i]` at positions [starts[i], stops[i]). All are int64 [num]."""
+
+    rows: IntArray
+    starts: IntArray
+    stops: IntArray
+
+    def at(self, places: IntArray) -> "Spans":
+        """Return some of them."""
+        return Spans(*(each[places] for each in self))
 
 
 class DraftModel:
@@ -46,86 +63,108 @@ class DraftModel:
         self._num_drafts = scratch.num_drafts
         self._has_failed = False
 
-    def compute(self, batch: ForwardBatch) -> None:
-        """Write the keys and values of a step's tokens."""
+    def draft(self, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
+        """Compute a step's tokens; return up to `limits` drafts of each row, of as many as there is scratch for.
+
+        A row without a token in the step has none: another row of its request computes the block that they share.
+        """
         if self._has_failed:
-            return
-        try:
-            within = _up_to(replace(batch, adapters=None), self._max_positions)  # which are the target's
-            if within is not None:
-                self._forward(within)
-        except Exception:
-            self._stop()
-
-    def draft(self, rows: DraftRows, limits: IntArray) -> Mapping[int, Sequence[int]]:
-        """Return up to `limits` drafts of each row, for as many rows as there are scratch blocks for."""
-        limits = np.minimum(limits, self._max_positions - rows.last).clip(max=self._num_drafts)
-        serves = (limits > 0) & (rows.num_tokens - rows.num_computed <= MAX_PENDING)
-        drafted = np.flatnonzero(serves)[: len(self._scratch)]
-        if self._has_failed or not drafted.size:
             return {}
         try:
-            return self._draft(DraftRows(*(each[drafted] for each in rows)), limits[drafted])
+            return self._draft(rows, limits, self._computed(step))
         except Exception:
-            self._stop()
+            self._has_failed = True
+            log.exception("the draft model failed; rows have no drafts from now on, and are decoded token by token")
             return {}
 
-    def _draft(self, rows: DraftRows, limits: IntArray) -> dict[int, list[int]]:
-        """Compute the pending tokens of each row, then its drafts, one by one."""
-        tables = self._tables(rows)
+    def _computed(self, step: StepInputs) -> Spans:
+        """Return the tokens of a step that have slots, at positions that the model can compute."""
+        first_slots = step.forward.slot_mapping[step.forward.query_starts[:-1].long()].numpy()
+        spans = Spans(step.rows, step.starts, np.minimum(step.stops, self._max_positions))
+        return spans.at(np.flatnonzero((first_slots >= 0) & (spans.starts < spans.stops)))
+
+    def _draft(self, rows: DraftRows, limits: IntArray, step: Spans) -> dict[int, list[int]]:
+        """Compute the tokens of a step and, in the same pass, the pending ones of each row; then drafts one by one."""
+        if not len(step.rows):
+            return {}
+        rows, limits, places = self._served(rows, limits, step)
+        tables, own = self._tables(step, rows, places)
+        partly = np.flatnonzero(rows.num_computed % self._cache.block_size)   # of their last blocks are computed
+        stops = step.stops.copy()
+        stops[places] = rows.num_tokens                                       # without rejected drafts
+        spans = Spans(step.rows, step.starts, stops)
+        self._copy_blocks(own[partly], self._scratch[partly, 0])
+        hidden = self._forward(self._batch_of(spans, tables))
+        self._copy_blocks(self._scratch[partly, 0], own[partly])
+        hidden = hidden[torch.from_numpy(np.cumsum(spans.stops - spans.starts)[places] - 1)]
+        return self._continue(rows, limits, spans.at(places), tables[places], hidden)
+
+    def _continue(
+        self, rows: DraftRows, limits: IntArray, spans: Spans, tables: NDArray[np.int32], hidden: Tensor
+    ) -> dict[int, list[int]]:
+        """Return drafts: the first of each row behind `hidden` [num_rows, hidden], at the ends of `spans`."""
         num_drafts = np.zeros(len(rows.rows), dtype=np.int64)
         drafting = np.arange(len(rows.rows))                                  # places in `rows`
-        starts, stops = rows.num_computed, rows.num_tokens
         while drafting.size:
-            hidden = self._forward(self._step(rows.rows[drafting], tables[drafting], starts, stops))
-            last = torch.from_numpy(np.cumsum(stops - starts) - 1)
-            tokens, is_sound = self._choose(rows.rows[drafting], stops, self._model.logits(hidden[last]))
+            tokens, is_sound = self._choose(spans.rows, spans.stops, self._model.logits(hidden))
             self._clear_scratch(drafting[~is_sound])
-            drafting, tokens, stops = drafting[is_sound], tokens[is_sound], stops[is_sound]
-            self._batch.token_ids[rows.rows[drafting], stops] = tokens
-            num_drafts[drafting] += 1
-            continues = num_drafts[drafting] < limits[drafting]
-            drafting, starts = drafting[continues], stops[continues]
-            stops = starts + 1
+            self._batch.token_ids[spans.rows[is_sound], spans.stops[is_sound]] = tokens[is_sound]
+            num_drafts[drafting[is_sound]] += 1
+            continues = np.flatnonzero(is_sound & (num_drafts[drafting] < limits[drafting]))
+            drafting, spans = drafting[continues], spans.at(continues)
+            spans = Spans(spans.rows, spans.stops, spans.stops + 1)
+            if drafting.size:
+                hidden = self._forward(self._batch_of(spans, tables[drafting]))
         found = zip(rows.rows.tolist(), rows.num_tokens.tolist(), num_drafts.tolist(), strict=True)
         return {
             row: self._batch.token_ids[row, start : start + count].tolist() for row, start, count in found if count
         }
 
-    def _tables(self, rows: DraftRows) -> NDArray[np.int32]:
-        """Return block tables of the rows that go on in scratch blocks: int32 [num_rows, num_blocks].
+    def _served(self, rows: DraftRows, limits: IntArray, step: Spans) -> tuple[DraftRows, IntArray, IntArray]:
+        """Return the rows that can have drafts, with their limits, and their places in `step`."""
+        place_of = np.full(len(self._batch.token_ids), -1)
+        place_of[step.rows] = np.arange(len(step.rows))
+        places = place_of[rows.rows]
+        limits = np.minimum(limits, self._max_positions - rows.last).clip(max=self._num_drafts)
+        serves = (limits > 0) & (rows.num_tokens - rows.num_computed <= MAX_PENDING) & (places >= 0)
+        served = np.flatnonzero(serves)[: len(self._scratch)]
+        return DraftRows(*(each[served] for each in rows)), limits[served], places[served]
 
-        The block of the first token that is not computed is copied to scratch: it may be shared, and the row may not
-        have it yet.
+    def _tables(self, step: Spans, rows: DraftRows, places: IntArray) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the block tables of a step, int32 [num_entries, num_blocks], and an own block of each row.
+
+        In the tables at `places`, of `rows`, scratch blocks begin at the first token without a slot. The own block,
+        int32 [num_rows], is the one in the place of the first of them, if the row has tokens in it.
         """
-        first, offsets = np.divmod(rows.num_computed, self._cache.block_size)
-        scratch = self._scratch[: len(first)]
-        tables = np.zeros((len(first), int(first.max()) + scratch.shape[1]), dtype=np.int32)
-        width = min(tables.shape[1], self._batch.block_tables.shape[1])
-        tables[:, :width] = self._batch.block_tables[rows.rows, :width]
-        partly = np.flatnonzero(offsets)
-        if partly.size:
-            src = torch.from_numpy(tables[partly, first[partly]].astype(np.int64))
-            dst = torch.from_numpy(scratch[partly, 0].astype(np.int64))
-            self._model.back_end.copy_blocks(self._cache.tensors, self._cache.tensors, src, dst)
-        np.put_along_axis(tables, first[:, None] + np.arange(scratch.shape[1]), scratch, axis=1)
-        return tables
+        first = rows.num_computed // self._cache.block_size
+        scratch, num_blocks = self._scratch[: len(first)], -(-int(step.stops.max()) // self._cache.block_size)
+        width = max(num_blocks, int(first.max(initial=0)) + scratch.shape[1])
+        tables = np.zeros((len(step.rows), width), dtype=np.int32)
+        tables[:, :num_blocks] = self._batch.block_tables[step.rows, :num_blocks]
+        own = tables[places, first]
+        tables[places[:, None], first[:, None] + np.arange(scratch.shape[1])] = scratch
+        return tables, own
 
-    def _step(self, rows: IntArray, tables: NDArray[np.int32], starts: IntArray, stops: IntArray) -> ForwardBatch:
-        """Return the batch of the tokens at positions [starts[i], stops[i]) of each row, on the blocks of `tables`."""
-        block_size, counts = self._cache.block_size, stops - starts
-        query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    def _copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        if sources.size:
+            src, dst = (torch.from_numpy(blocks.astype(np.int64)) for blocks in (sources, targets))
+            self._model.back_end.copy_blocks(self._cache.tensors, self._cache.tensors, src, dst)
+
+    def _batch_of(self, spans: Spans, tables: NDArray[np.int32]) -> ForwardBatch:
+        """Return the batch of some tokens, on the blocks of `tables`."""
+        block_size, counts = self._cache.block_size, spans.stops - spans.starts
+        query_starts = np.zeros(len(spans.rows) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_starts[1:])
-        places = np.repeat(np.arange(len(rows)), counts)                      # [T]
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts)
+        places = np.repeat(np.arange(len(spans.rows)), counts)                # [T]
+        positions = np.arange(query_starts[-1]) + np.repeat(spans.starts - query_starts[:-1], counts)
         slots = tables[places, positions // block_size].astype(np.int64) * block_size + positions % block_size
         return ForwardBatch(
-            token_ids=torch.from_numpy(self._batch.token_ids[rows[places], positions].astype(np.int64)),
+            token_ids=torch.from_numpy(self._batch.token_ids[spans.rows[places], positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(slots),
             query_starts=torch.from_numpy(query_starts),
-            context_lens=torch.from_numpy(stops.astype(np.int32)),
-            block_tables=torch.from_numpy(tables[:, : -(-int(stops.max()) // block_size)].copy()),
+            context_lens=torch.from_numpy(spans.stops.astype(np.int32)),
+            block_tables=torch.from_numpy(tables[:, : -(-int(spans.stops.max()) // block_size)].copy()),
         )
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
@@ -153,27 +192,3 @@ class DraftModel:
             blocks = torch.from_numpy(self._scratch[places].reshape(-1).astype(np.int64))
             for tensor in self._cache.tensors:
                 as_bytes(tensor).index_fill_(0, blocks, 0)
-
-    def _stop(self) -> None:
-        self._has_failed = True
-        log.exception("the draft model failed; rows have no drafts from now on, and are decoded token by token")
-
-
-def _up_to(batch: ForwardBatch, max_positions: int) -> ForwardBatch | None:
-    """Return the tokens of a batch at positions below `max_positions`; None if there are none."""
-    within = batch.positions < max_positions
-    if within.all():
-        return batch
-    cumulated = torch.nn.functional.pad(within.cumsum(0), (1, 0))[batch.query_starts.long()]  # [S + 1]
-    counts = cumulated.diff()
-    kept = counts > 0
-    if not kept.any():
-        return None
-    return ForwardBatch(
-        token_ids=batch.token_ids[within],
-        positions=batch.positions[within],
-        slot_mapping=batch.slot_mapping[within],
-        query_starts=torch.nn.functional.pad(counts[kept].cumsum(0), (1, 0)).int(),
-        context_lens=batch.context_lens[kept].clamp(max=max_positions),
-        block_tables=batch.block_tables[kept],
-    )

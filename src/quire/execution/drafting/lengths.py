@@ -56,7 +56,7 @@ class AdaptiveLength:
         self._next_pauses = np.full(max_rows, PAUSES[0])
         self._is_untried = np.ones(max_rows, dtype=bool)  # no draft token was accepted since the start or a pause
         nums = np.arange(1, MAX_DRAFTS + 1)
-        costs, (alone,) = cost(1 + nums) + cost.draft_cost * nums, cost(np.array([1]))
+        costs, (alone,) = cost(1 + nums) + cost.draft_cost * (nums - 1), cost(np.array([1]))
         self._first = max(int(np.count_nonzero(costs <= FIRST_COST * alone)), 1)  # most tokens of an untried row
 
     def reset(self, rows: Iterable[int]) -> None:
@@ -100,7 +100,7 @@ class AdaptiveLength:
         order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
         num_tokens = num_rows + np.cumsum(gains.ravel()[order])
         costs = self._cost(num_rows + np.arange(1, len(order) + 1))
-        costs += self._cost.draft_cost * np.maximum.accumulate(places[order % len(places)])
+        costs += self._cost.draft_cost * (np.maximum.accumulate(places[order % len(places)]) - 1)
         rates = np.concatenate([num_rows / self._cost(np.array([num_rows])), num_tokens / costs])
         chosen = order[: rates.argmax() if rates.max() > MIN_GAIN * rates[0] else 0] // len(places)
         return np.bincount(chosen, minlength=len(longest))

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quire.core.plan import StepPlan
-from quire.execution.batch import PersistentBatch
+from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.drafter import DraftMethod, DraftRows
 from quire.execution.drafting.lengths import DraftLengths
-from quire.model.batch import ForwardBatch
 
 
 class LimitedDrafter:
@@ -28,19 +27,13 @@ class LimitedDrafter:
         if plan.new_rows:
             self._lengths.reset([new.row for new in plan.new_rows])
 
-    def compute(self, batch: ForwardBatch) -> None:
-        """Compute the tokens of a step, if the method has keys and values."""
-        self._method.compute(batch)
-
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+    def draft(self, rows: DraftRows, step: StepInputs) -> Mapping[int, Sequence[int]]:
         """Return the method's drafts, with the lengths that the policy chooses."""
         longest = np.clip(self._max_len - rows.num_tokens, 0, self._max_drafts)
         longest[self._is_beam[rows.rows]] = 0
         limits = self._lengths.limits(rows.rows, longest, len(rows.rows))
         drafted = np.flatnonzero(limits)
-        if not drafted.size:
-            return {}
-        return self._method.draft(DraftRows(*(each[drafted] for each in rows)), limits[drafted])
+        return self._method.draft(DraftRows(*(each[drafted] for each in rows)), limits[drafted], step)
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Pass the counts of a row's drafts to the policy."""

@@ -6,10 +6,9 @@ from typing import Protocol
 import numpy as np
 
 from quire.core.plan import NewRow, StepPlan
-from quire.execution.batch import IntArray
+from quire.execution.batch import IntArray, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting.lengths import DraftLengths
-from quire.model.batch import ForwardBatch
 
 
 class Lookup(Protocol):
@@ -41,10 +40,7 @@ class LookupDrafter:
                 self._lookup.reset(new)
                 (self._beams.discard if new.beam is None else self._beams.add)(new.row)
 
-    def compute(self, batch: ForwardBatch) -> None:
-        """Do nothing: there are no keys and values."""
-
-    def draft(self, rows: DraftRows) -> Mapping[int, Sequence[int]]:
+    def draft(self, rows: DraftRows, _step: StepInputs) -> Mapping[int, Sequence[int]]:
         """Return the drafts that were found, with the lengths that the policy chooses."""
         num_rows = len(rows.rows)
         if not num_rows or not self._lengths.may_pay(num_rows):

@@ -29,8 +29,8 @@ class StepCost:
     """Cost of a step, in units of reading all weights once.
 
     `rows_per_read`: number of rows with products that take as long as that. `draft_cost`: of one forward pass of a
-    draft model, in the same unit. Of a model with `experts` the unit is reading the weights of one row, and more rows
-    read more of them.
+    draft model, in the same unit; k drafts take k passes, and no drafts one. Of a model with `experts` the unit is
+    reading the weights of one row, and more rows read more of them.
     """
 
     rows_per_read: float
@@ -48,8 +48,8 @@ class StepCost:
         return cls(rate * bytes_per_weight, draft_cost, experts)
 
     def __call__(self, num_rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the cost of a step with each number of rows."""
-        return np.hypot(self._read(num_rows), num_rows / self.rows_per_read)
+        """Return the cost of a step with each number of rows, with one pass of the draft model."""
+        return np.hypot(self._read(num_rows), num_rows / self.rows_per_read) + self.draft_cost
 
     def most_gain(self, num_rows: int) -> float:
         """Return an upper bound on the speedup by drafts, a factor of at least 1, in a step of `num_rows` rows.
