@@ -79,11 +79,26 @@ def test_flags_with_other_names_and_forms_set_options(serve: Serve) -> None:
     )  # fmt: skip
 
 
-def test_older_switches_of_grammars_are_options_of_their_config(serve: Serve) -> None:
+def test_older_switches_of_grammars_are_options_of_their_config(
+    serve: Serve, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("disable_any_whitespace", "disable_additional_properties"):
         flag = f"--guided-decoding-{name}".replace("_", "-")
         assert serve(flag)[1].structured_outputs_config == f'{{"{name}": true}}'
         assert serve(f"{flag}=false")[1].structured_outputs_config == ""
+    both = "--guided-decoding-disable-any-whitespace --guided-decoding-disable-additional-properties"
+    joined = '{"disable_any_whitespace": true, "disable_additional_properties": true}'
+    assert serve(both)[1].structured_outputs_config == joined
+    monkeypatch.setenv("QUIRE_GUIDED_DECODING_DISABLE_ANY_WHITESPACE", "1")
+    assert serve(both.split()[1])[1].structured_outputs_config == '{"disable_additional_properties": true, ' + (
+        '"disable_any_whitespace": true}'
+    )
+    told = refusal(run, "serve", *both.split(), "--structured-outputs-config", "{}")
+    assert "--structured-outputs-config is given as JSON and by its keys disable_any_whitespace, disable_add" in told
+    monkeypatch.delenv("QUIRE_GUIDED_DECODING_DISABLE_ANY_WHITESPACE")
+    path = tmp_path / "serve.yaml"
+    path.write_text("guided-decoding-disable-any-whitespace: true\n")
+    assert serve(f"--config {path}")[1].structured_outputs_config == '{"disable_any_whitespace": true}'
 
 
 @pytest.mark.parametrize("length", ["-1", "auto"])

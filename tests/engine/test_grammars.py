@@ -12,6 +12,7 @@ import pytest
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams, branch_seed
 from quire.core.errors import ConfigError, InvalidRequestError, RequestFailedError
 from quire.core.sequence import Request
+from quire.core.structured_outputs_config import parse_config
 from quire.decoding.grammars import compiler, row_state, rows
 from quire.decoding.grammars.constrained import ConstrainedDecoding
 from quire.engine import assembly
@@ -90,6 +91,12 @@ def test_config_of_an_llm_sets_the_options_of_its_grammars(demo_model: Path) -> 
         asked.structured_outputs = closed
         texts = {answer.text for answer in llm.generate("x", asked, use_tqdm=False)[0].outputs}
         assert texts <= {'{"a":1}', '{"a":2}'}
+    both = {"guided_decoding_disable_any_whitespace": True, "guided_decoding_disable_additional_properties": True}
+    with LLM(demo_model, max_model_len=160, **both) as llm:
+        wanted = {"disable_any_whitespace": True, "disable_additional_properties": True}
+        assert llm._grammar_config == parse_config(json.dumps(wanted))
+    with pytest.raises(ConfigError, match="structured_outputs_config; give one of them"):
+        LLM(demo_model, structured_outputs_config={"disable_any_whitespace": False}, **both)
     with pytest.raises(ConfigError, match="guided_decoding_disable_any_whitespace must be true or false, got 2"):
         LLM(demo_model, guided_decoding_disable_any_whitespace=2)
     with pytest.raises(ConfigError, match=r"structured_outputs_config.*no_blanks"):

@@ -61,7 +61,8 @@ class VllmFlags:
         typed = self._typed(deque(arguments))
         for name in self._off:
             environment.pop(variable_of(name), None)
-        return [*self._from_environment(environment), *typed]
+        from_environment = self._from_environment(environment)
+        return [*from_environment, *self._keyed(typed), *typed]
 
     def defaults(self, environment: Mapping[str, str]) -> dict[str, Any]:
         """Return options that vLLM's own variables of the environment give, unless they are given in other ways."""
@@ -79,7 +80,8 @@ class VllmFlags:
             return {}
         if self._is_own_as_it_is(row):
             return {name: json.dumps(value) if row.takes == "json" else value}
-        return self._options_of(row, value, name.replace("_", "-"))
+        options = self._options_of(row, value, name.replace("_", "-"))
+        return {own: json.dumps(given) if isinstance(given, dict) else given for own, given in options.items()}
 
     def _is_own_as_it_is(self, row: "Row") -> bool:
         """Return whether the command has the flag itself, and reads all values of it."""
@@ -126,9 +128,16 @@ class VllmFlags:
                 further = len(typed) - 2
         if further is not None and not has_argument:    # `--served-model-name NAME MODEL`
             del typed[further]
-        for flag_name, value in self._keys.items():
-            typed += self._flag(flag_name, deque([json.dumps(value)]))
         return typed
+
+    def _keyed(self, typed: list[str]) -> list[str]:
+        """Return the words of JSON that was given key by key. Fails if the JSON was typed as well."""
+        words: list[str] = []
+        for flag, value in self._keys.items():
+            if flag in typed:
+                self._fail(f"{flag} is given as JSON and by its keys {', '.join(value)}; give all keys in one way")
+            words += self._flag(flag, deque([json.dumps(value)]))
+        return words
 
     def _flag(self, word: str, words: deque[str]) -> list[str]:
         """Return the words of one flag in the command's own terms; its values are taken off `words`."""
@@ -206,11 +215,13 @@ class VllmFlags:
         return self._fail(f"No such option: {flag}" + (f" Did you mean {near[0]}?" if near else ""))
 
     def _words(self, options: dict[str, Any]) -> list[str]:
-        """Return options as words of the command line."""
+        """Return options as words of the command line. Keys of an object are kept until all of them are known."""
         words: list[str] = []
         for name, value in options.items():
             param = self._own[name]
-            if param.param_type_name == "argument":
+            if isinstance(value, dict):
+                self._keys.setdefault(param.opts[0], {}).update(value)
+            elif param.param_type_name == "argument":
                 words.append(str(value))
             elif getattr(param, "is_flag", False):
                 words += [*(param.opts if value else param.secondary_opts)][:1]

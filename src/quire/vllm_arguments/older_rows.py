@@ -27,7 +27,7 @@ _ENGINE = (
     *accepted("grammars have one back end; see `--structured-outputs-config`", text("guided_decoding_backend"),
               switch("guided_decoding_disable_fallback"), switch("enable_reasoning")),
     *(
-        renamed(switch(f"guided_decoding_{option}"), "structured_outputs_config", f"its `{option}`; one of the two",
+        renamed(switch(f"guided_decoding_{option}"), "structured_outputs_config", f"its `{option}`",
                 values.grammar_option(option))
         for option in ("disable_any_whitespace", "disable_additional_properties")
     ),

@@ -66,7 +66,7 @@ def engine_settings(given: Mapping[str, Any], options: Collection[str]) -> dict[
     """Return the settings of an engine with the options named, from keywords in the names of Quire and of vLLM.
 
     A name that neither has is left as it is. Logs arguments without effect. Raises ConfigError as `meaning` does, and
-    if two names of one option are given with different values.
+    if two names of one option are given with different values; objects are one if no key of theirs differs.
     """
     settings: dict[str, Any] = {}
     for name, value in given.items():
@@ -75,7 +75,19 @@ def engine_settings(given: Mapping[str, Any], options: Collection[str]) -> dict[
         if told.remark:
             log.info("%s", told.remark)
         for option in settings.keys() & told.options.keys():
-            if settings[option] != told.options[option]:
+            if not _agree(settings[option], told.options[option]):
                 raise ConfigError(f"{name} is another name of {option}; give one of them")
-        settings |= told.options
+        settings |= {option: _joined(settings.get(option), new) for option, new in told.options.items()}
     return settings
+
+
+def _agree(earlier: object, new: object) -> bool:
+    """Return whether two values of one option can both hold: they are equal, or objects with no key that differs."""
+    if isinstance(earlier, Mapping) and isinstance(new, Mapping):
+        return all(earlier[key] == new[key] for key in earlier.keys() & new.keys())
+    return earlier == new
+
+
+def _joined(earlier: object, new: object) -> object:
+    """Return one value of two that agree."""
+    return {**earlier, **new} if isinstance(earlier, Mapping) and isinstance(new, Mapping) else new

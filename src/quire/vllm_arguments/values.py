@@ -65,14 +65,14 @@ def _real(given: str, shown: str) -> float:
 # --- values of options that Quire has, in vLLM's forms ---------------------------------------------------------------
 
 
-def grammar_option(name: str) -> Callable[[Any, str], str | None]:
-    """Return the conversion of a switch to a `structured_outputs_config` with this option."""
+def grammar_option(name: str) -> Callable[[Any, str], dict[str, bool] | None]:
+    """Return the conversion of a switch to the keys that it sets in `structured_outputs_config`."""
 
-    def convert(given: object, shown: str) -> str | None:
+    def convert(given: object, shown: str) -> dict[str, bool] | None:
         is_on = _SWITCHES.get(given.lower()) if isinstance(given, str) else given
         if not isinstance(is_on, bool):
             raise ConfigError(f"{shown} must be true or false, got {given!r}")
-        return json.dumps({name: True}) if is_on else None
+        return {name: True} if is_on else None
 
     return convert
 
