@@ -95,6 +95,23 @@ def test_no_name_of_a_variable_is_in_the_way() -> None:
     assert ChatTemplate("{{ context }}{{ messages[0].content }}").render(HELLO, **names) == "2hi"
 
 
+def test_tools_are_rendered_as_given() -> None:
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}}}
+    bare = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    full = {"type": "function", "function": {"parameters": parameters, "description": "d", "name": "g"}}
+    nulls = {"type": "function", "function": {"name": "h", "description": None, "parameters": None}}
+    text = render("{{ tools | tojson }}", tools=[bare, full, nulls])
+    assert text == json.dumps([bare, full, {"type": "function", "function": {"name": "h"}}])
+
+
+def test_templates_that_need_a_description_and_a_schema_get_empty_ones() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    source = "{% for t in tools %}{{ '// ' + t.function.description + '/' }}{{ t.function | tojson }}{% endfor %}"
+    written = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert render(source, tools=tools) == "// /" + json.dumps(written)
+    assert "nowhere" in refusal("{{ tools[0].nowhere.at_all }}", tools=tools)
+
+
 def test_text_parts_become_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"

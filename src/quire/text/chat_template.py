@@ -30,8 +30,9 @@ from quire.text.tools import (
     ToolLimits,
     check_schemas,
     check_tools,
-    for_template,
     tools_text,
+    with_defaults,
+    without_nulls,
 )
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024  # longer than any context
@@ -102,7 +103,7 @@ class ChatTemplate:
         if not tools:
             return self._run(conversation, None, add_generation_prompt, variables)
         if knows.of_tools:
-            return self._run(conversation, for_template(tools), add_generation_prompt, variables)
+            return self._run_with_tools(conversation, tools, add_generation_prompt, variables)
         text = tools_text(tools, tells_format=not knows.of_calls)
         failure: InvalidRequestError | None = None
         for role in ("system", "user"):
@@ -117,6 +118,19 @@ class ChatTemplate:
         if failure is not None:
             raise failure
         raise InvalidRequestError("the model's chat template does not show tools", param="tools")
+
+    def _run_with_tools(
+        self, conversation: Conversation, tools: list[dict[str, Any]], add_generation_prompt: bool,
+        variables: dict[str, Any],
+    ) -> str:  # fmt: skip
+        """Return the text with the tools as given, as in transformers; with defaults where it fails on these."""
+        given, filled = without_nulls(tools), with_defaults(tools)
+        try:
+            return self._run(conversation, given, add_generation_prompt, variables)
+        except InvalidRequestError:
+            if given == filled:
+                raise
+            return self._run(conversation, filled, add_generation_prompt, variables)
 
     def _run(
         self, conversation: Conversation, tools: list[dict[str, Any]] | None, add_generation_prompt: bool,

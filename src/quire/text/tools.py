@@ -65,14 +65,21 @@ def check_schemas(tools: Sequence[Tool], limits: ToolLimits) -> None:
         check_schema(where, schema, limits, param="tools")
 
 
-def for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the tools with a description and a schema each, which many templates read without a test."""
-    written = []
-    for tool in tools:
-        given = {name: value for name, value in tool["function"].items() if value is not None}
-        ordered = {"name": "", "description": ""}
-        written.append(dict(tool) | {"function": ordered | given | {"parameters": parameters_of(tool)}})
-    return written
+def without_nulls(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the tools as they are given, without fields of functions that are null."""
+    return [
+        dict(tool) | {"function": {name: value for name, value in tool["function"].items() if value is not None}}
+        for tool in tools
+    ]
+
+
+def with_defaults(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the tools with a description and a schema each, which some templates read without a test."""
+    ordered = {"name": "", "description": ""}
+    return [
+        dict(tool) | {"function": ordered | tool["function"] | {"parameters": parameters_of(tool)}}
+        for tool in without_nulls(tools)
+    ]
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:
