@@ -29,12 +29,13 @@ def test_each_line_gets_its_answer_in_the_order_of_the_lines(run: Run, tmp_path:
     chat = line("chat", CHAT, messages=[{"role": "user", "content": "What does read_file do?"}])
     long = line("long", COMPLETION, prompt=[5] * 300)
     other = line("other", COMPLETION, prompt="x", model="another")
-    path, out = write(tmp_path / "in.jsonl", *completions, "{", chat, long, other), tmp_path / "out.jsonl"
+    named = line("named", "/no/such/url", prompt="x")
+    path, out = write(tmp_path / "in.jsonl", *completions, named, chat, long, other), tmp_path / "out.jsonl"
     ran = run("run-batch", "-i", path, "-o", out, "--max-inflight", 3, *SMALL)
     assert (ran.code, ran.out) == (0, ""), ran.err
     assert ran.err.endswith("10 lines answered, 3 of them with an error\n")
     answers = [json.loads(each) for each in out.read_text().splitlines()]
-    assert [each["custom_id"] for each in answers] == [*(f"p{n}" for n in range(6)), None, "chat", "long", "other"]
+    assert [each["custom_id"] for each in answers] == [*(f"p{n}" for n in range(6)), "named", "chat", "long", "other"]
     with LLM(demo_model, max_model_len=256, num_kv_blocks=64) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
     bodies = [each["response"]["body"] for each in answers[:6]]
@@ -42,10 +43,23 @@ def test_each_line_gets_its_answer_in_the_order_of_the_lines(run: Run, tmp_path:
     assert all(each["response"]["status_code"] == 200 and each["error"] is None for each in answers[:6])
     assert bodies[0]["id"] == answers[0]["response"]["request_id"]
     assert answers[7]["response"]["body"]["choices"][0]["message"]["content"]
-    assert answers[6]["error"]["message"].startswith("line 7 is not JSON")
+    assert answers[6]["error"]["message"].startswith("line 7: url must be one of")
     assert (answers[8]["response"]["status_code"], answers[8]["error"]["code"]) == (400, "context_length_exceeded")
     assert (answers[9]["response"]["status_code"], answers[9]["error"]["code"]) == (404, "model_not_found")
     assert len({each["id"] for each in answers}) == len(answers)
+
+
+def test_malformed_lines_change_the_exit_code_and_no_other_answer(run: Run, tmp_path: Path) -> None:
+    nameless = line("", COMPLETION, prompt="x") | {"custom_id": None}
+    path, out = write(tmp_path / "in.jsonl", nameless, "{", line("1", COMPLETION, prompt="x")), tmp_path / "out.jsonl"
+    ran = run("run-batch", "-i", path, "-o", out, *SMALL)
+    assert (ran.code, ran.out) == (1, ""), ran.err
+    told = "3 lines answered, 2 of them with an error\n2 lines are malformed: they have no custom_id\n"
+    assert ran.err.endswith(told)
+    answers = [json.loads(each) for each in out.read_text().splitlines()]
+    assert answers[0]["error"]["message"].startswith("line 1: custom_id must be a string")
+    assert answers[1]["error"]["message"].startswith("line 2 is not JSON")
+    assert (answers[2]["custom_id"], answers[2]["response"]["status_code"], answers[2]["error"]) == ("1", 200, None)
 
 
 @pytest.mark.parametrize(

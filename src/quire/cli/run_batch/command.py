@@ -67,6 +67,9 @@ def run_batch(
         output = _output(output_file, files)
         totals = asyncio.run(run(engine, _options(batch, max_inflight), lines, output, max_inflight))
     print(f"{totals.num_lines} lines answered, {totals.num_failed} of them with an error", file=sys.stderr)  # noqa: T201
+    if totals.num_malformed:
+        print(f"{totals.num_malformed} lines are malformed: they have no custom_id", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(1)
 
 
 def _options(batch: BatchFlags, max_inflight: int) -> ServerOptions:

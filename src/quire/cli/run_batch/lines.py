@@ -2,7 +2,8 @@
 
 A line of the input is an object with `custom_id`, `method` (POST), `url` and `body`; one of the output has `id`,
 `custom_id`, `response` (`status_code`, `request_id`, `body`) and `error`: null, the error of the response, or what is
-wrong with a line that was not asked.
+wrong with a line that was not asked. A line without a `custom_id` that can be read is malformed: its output names no
+request.
 """
 
 import json

@@ -28,10 +28,11 @@ _TOO_MANY = 429
 
 @dataclass(slots=True)
 class Totals:
-    """Lines that were written, and those of them with an error."""
+    """Lines that were written, those of them with an error, and malformed ones, which name no request."""
 
     num_lines: int = 0
     num_failed: int = 0
+    num_malformed: int = 0
 
 
 async def run(
@@ -66,6 +67,7 @@ async def _ask_all(
         output.flush()
         totals.num_lines += 1
         totals.num_failed += answer["error"] is not None
+        totals.num_malformed += answer["custom_id"] is None
 
     try:
         for line in lines:
