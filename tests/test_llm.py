@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, BeamSearchParams, RepetitionDetectionParams, SamplingParams
+from quire import LLM, BeamSearchParams, LoRARequest, RepetitionDetectionParams, SamplingParams
 from quire.core.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError, UnknownPrefixError
 from quire.engine.metric_values import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
@@ -36,6 +36,12 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     yield shared_llm
     assert shared_llm.kv_stats().used_blocks == 0
     assert len(shared_llm.generate("def f(", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
+
+
+def test_tokenizer_of_an_adapter_is_the_model_s(llm: LLM) -> None:
+    assert llm.get_tokenizer(LoRARequest("a", 1, "folder")) is llm.get_tokenizer(None) is llm.tokenizer
+    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest or None, got 'a'"):
+        llm.get_tokenizer("a")  # type: ignore[arg-type]
 
 
 def test_every_form_of_prompt_is_the_same_prompt(llm: LLM) -> None:

@@ -141,8 +141,10 @@ class LLM:
         """Token ids run from 0 to one below this."""
         return self._engine.ready.vocab_size
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. ModelError if it has none."""
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer:
+        """Return the model's tokenizer, which is that of every adapter as well. ModelError if it has none."""
+        if lora_request is not None and not isinstance(lora_request, LoRARequest):
+            refuse("lora_request", lora_request, "a LoRARequest or None")
         if self.tokenizer is None:
             raise ModelError("the model has no tokenizer")
         return self.tokenizer

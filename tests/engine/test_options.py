@@ -68,6 +68,12 @@ def test_what_has_not_landed_is_refused_never_ignored() -> None:
         EngineOptions(distributed_executor_backend="ray")
 
 
+def test_executor_of_one_process_takes_no_ranks() -> None:
+    assert EngineOptions(distributed_executor_backend="uni").tensor_parallel_size == 1
+    with pytest.raises(ConfigError, match="'uni' is one process: tensor_parallel_size must be 1, got 2"):
+        EngineOptions(distributed_executor_backend="uni", tensor_parallel_size=2)
+
+
 @pytest.mark.parametrize("share", [0, 1.01, True, "0.9", float("nan")])
 def test_share_of_a_gpu_is_checked(share: object) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization must be a number above 0, at most 1, got"):

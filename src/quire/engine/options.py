@@ -32,7 +32,7 @@ from quire.text.given_chat_template import given_chat_template
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-ExecutorBackend = Literal["auto", "mp", "ray"]
+ExecutorBackend = Literal["auto", "mp", "uni", "ray"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 OVERRIDE = "override_generation_config"
@@ -272,8 +272,9 @@ class EngineOptions:
         row="processes that share the model and each step; the same tokens, to the bit ([scaling](scaling.md))",
     )  # fmt: skip
     distributed_executor_backend: ExecutorBackend = _engine(
-        "auto", "start of these processes; auto is mp", row="start of these processes: `auto`, `mp` (the same)"
-    )
+        "auto", "start of these processes: auto is mp; uni is one process",
+        row="start of these processes: `auto`, `mp` (the same), or `uni`, which is for one process",
+    )  # fmt: skip
     max_kv_share_per_key: float = option(
         1.0, "share of the KV blocks that the requests of a key may hold", kind="none",
         low=0, is_low_excluded=True, high=1,
@@ -300,6 +301,11 @@ class EngineOptions:
             )
         if self.distributed_executor_backend == "ray":
             raise ConfigError("distributed_executor_backend 'ray' is not supported yet; use auto or mp")
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"distributed_executor_backend 'uni' is one process: tensor_parallel_size must be 1, got "
+                f"{self.tensor_parallel_size}"
+            )
         self._check_swap()
         self._check_adapters()
         if self.model_impl == "transformers" and self.tensor_parallel_size != 1:

@@ -53,7 +53,7 @@ _SUPPORTED = (
         "processes of one machine that share each step, on CPUs; the same bits for any size ([scaling.md](scaling.md))",
         values.whole_number,
     ),
-    same(text("distributed_executor_backend"), "`auto`, `mp`; `ray` is refused"),
+    same(text("distributed_executor_backend"), "`auto`, `mp`, and `uni` with one process; `ray` is refused"),
     same(number("max_logprobs"), "20"),
     same(switch("enable_prefix_caching"), "on by default; matches go on inside of blocks, to the token"),
     same(
