@@ -11,7 +11,10 @@ from quire.core.errors import InvalidRequestError
 
 
 def test_fields_and_defaults_are_the_contracts() -> None:
-    expected = {"beam_width": 4, "max_tokens": 64, "ignore_eos": False, "temperature": 0.0, "length_penalty": 1.0}
+    expected = {
+        "beam_width": 4, "max_tokens": 64, "ignore_eos": False, "temperature": 0.0, "length_penalty": 1.0,
+        "structured_outputs": None,
+    }  # fmt: skip
     assert dataclasses.asdict(BeamSearchParams(4, 64)) == expected
 
 

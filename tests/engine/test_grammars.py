@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams, branch_seed
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, branch_seed
 from quire.core.errors import ConfigError, InvalidRequestError, RequestFailedError
 from quire.core.sequence import Request
 from quire.core.structured_outputs_config import parse_config
@@ -233,14 +233,7 @@ def test_allowed_tokens_outside_of_the_grammar_fail_the_request(demo_model: Path
         run(llm, [(PROMPTS[0], params("choice", allowed_token_ids=[3]))])
 
 
-def test_beam_search_and_models_without_a_tokenizer_refuse_grammars(
-    demo_model: Path, tmp_path: Path
-) -> None:
-    with LLM(demo_model, max_model_len=160) as llm:
-        checked = llm._engine.inputs.check_params
-        with pytest.raises(InvalidRequestError, match="a beam search takes no grammar") as error:
-            checked(params("json"), BeamSearchParams(2, 5))
-        assert error.value.param == "structured_outputs"
+def test_models_without_a_tokenizer_refuse_grammars(tmp_path: Path) -> None:
     with LLM(write_random_model(tmp_path)) as llm:
         with pytest.raises(InvalidRequestError, match="has no tokenizer") as error:
             llm.generate([[5, 6]], params("json"), use_tqdm=False)

@@ -1,6 +1,7 @@
 """Beam search as the textbook has it: every continuation of every beam scored and sorted, nothing cut short."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from quire.core.beam_search_params import BeamSearchParams
@@ -21,7 +22,8 @@ def reference_search(
     max_tokens: int,
     eos: frozenset[int],
 ) -> list[Found]:
-    """Return the hypotheses, the best first. `logprobs_after` tells the logprobs of all tokens after generated ones.
+    """Return the hypotheses, the best first. `logprobs_after` tells the logprobs of all tokens after generated ones,
+    -inf of those that are not allowed.
 
     Step by step what transformers' `_beam_search` does with `early_stopping=False`.
     """
@@ -33,6 +35,7 @@ def reference_search(
             ([*tokens, token], total + logprob)
             for tokens, total in running
             for token, logprob in enumerate(logprobs_after(tokens))
+            if logprob > -inf
         ]
         candidates = sorted(everything, key=lambda each: -each[1])[: max(2, 1 + len(eos)) * width]
         for tokens, total in candidates[:width]:

@@ -9,7 +9,8 @@ The order of operations, for each row on its own:
 5. one draw from the remaining tokens: Philox(seed of the branch, index of the output token), inverse CDF by token id.
 
 Logprobs are those of the raw logits, before all of these; but a beam search with a temperature scores by those of
-logits / temperature. The order is vLLM's, so the same parameters mean the same distribution.
+logits / temperature, and one with a grammar has the likeliest tokens of those that it allows, with the logprobs that
+they have among all. The order is vLLM's, so the same parameters mean the same distribution.
 
 A row with NaN or an infinite highest logit has no distribution, and fails. The logits of the chosen tokens show it: NaN
 and infinity are chosen before any other.
@@ -30,6 +31,7 @@ from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import (
     ALLOWED,
+    ALLOWED_CANDIDATES,
     GRAMMAR,
     LOGITS_PROCESSED,
     LOGPROBS,
@@ -81,6 +83,8 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> 
     found = _token_logprobs(raw, raw_rows, chosen[asking], counts, ops)
     if wanted & NAMED_LOGPROBS:
         found = _with_named(found, samples.take(asking), raw, raw_rows, ops)
+    if wanted & ALLOWED_CANDIDATES:
+        found = _with_allowed(found, samples.take(asking), (logits, asking), (raw, raw_rows), ops)
     for index, record in zip(asking.tolist(), found, strict=True):
         records[index] = record
         if not is_finite(record):  # hidden from the choice by a mask
@@ -164,6 +168,26 @@ def _with_named(
         named = _token_logprobs(logits, np.full(len(ids), rows[place]), ids, none, ops)
         parts = (records[place], *named)
         whole[place] = TokenLogprobs(*(list(chain.from_iterable(part)) for part in zip(*parts, strict=True)))
+    return whole
+
+
+def _with_allowed(
+    records: list[TokenLogprobs], samples: SamplingBatch, masked: tuple[Tensor, NDArray[np.int64]],
+    raw: tuple[Tensor, NDArray[np.int64]], ops: SamplingOps,
+) -> list[TokenLogprobs]:  # fmt: skip
+    """Return the records of `samples` with candidates that the grammars of beams allow: by `masked`, scored by `raw`.
+
+    Both are logits float32 [num_rows, vocab] and the rows of the samples. Fewer candidates if fewer are allowed.
+    """
+    whole, (masked_logits, masked_rows), (raw_logits, raw_rows) = list(records), masked, raw
+    for place in samples.using(ALLOWED_CANDIDATES).tolist():
+        chosen = np.array(records[place].token_ids[:1])
+        one, count = masked_rows[place : place + 1], np.array([len(records[place].token_ids) - 1])
+        [likeliest] = _token_logprobs(masked_logits, one, chosen, count, ops)
+        known = zip(likeliest.token_ids, likeliest.logprobs, strict=True)
+        ids = np.array([token for token, logprob in known if logprob > -math.inf], dtype=np.int64)
+        scored = _token_logprobs(raw_logits, np.full(len(ids), raw_rows[place]), ids, np.zeros(len(ids), np.int64), ops)
+        whole[place] = TokenLogprobs(*(list(chain.from_iterable(part)) for part in zip(*scored, strict=True)))
     return whole
 
 

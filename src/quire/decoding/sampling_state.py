@@ -26,6 +26,7 @@ LOGPROBS = 1 << 6
 SCALED = 1 << 7  # the logprobs are of logits divided by the temperature
 GRAMMAR = 1 << 8  # a mask of tokens comes with each step
 NAMED_LOGPROBS = 1 << 9  # the logprobs are those of tokens that the parameters name
+ALLOWED_CANDIDATES = 1 << 10  # of a beam: its candidates are tokens that its grammar allows
 TOKEN_LISTS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS  # they name tokens
 LOGITS_PROCESSED = TOKEN_LISTS | PENALTIES | GRAMMAR            # they change logits
 
@@ -124,6 +125,7 @@ def _features(new: NewRow) -> int:
         LOGPROBS: params.logprobs is not None or new.beam is not None,
         NAMED_LOGPROBS: bool(params.logprob_token_ids),
         GRAMMAR: params.structured_outputs is not None,
+        ALLOWED_CANDIDATES: params.structured_outputs is not None and new.beam is not None,
         SCALED: new.beam is not None and params.temperature not in (0, 1),
     }
     return sum(flag for flag, is_used in flags.items() if is_used)

@@ -326,9 +326,9 @@ class InputProcessor:
             raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
         if self._tokenizer is None and params.bad_words:
             raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
-        if params.structured_outputs is not None and (beam is not None or self._tokenizer is None):
-            reason = "the model has no tokenizer" if beam is None else "a beam search takes no grammar"
-            raise InvalidRequestError(f"structured_outputs cannot be used: {reason}", param="structured_outputs")
+        if params.structured_outputs is not None and self._tokenizer is None:
+            message = "structured_outputs cannot be used: the model has no tokenizer"
+            raise InvalidRequestError(message, param="structured_outputs")
         self._check_priority(priority)
         return CheckedParams(params, beam, priority, self._tokenizer)
 

@@ -6,6 +6,8 @@ of the rest survive. Hypotheses that ended are kept apart, the `beam_width` best
 tokens ** length_penalty), the one that ends a sequence among them. With that many kept, the search is over as soon as
 the best survivor, scored at its present length, is not better than the worst of them.
 
+A grammar may allow fewer outputs than there are beams. The search then ends without an answer: it fails.
+
 A search runs on a sequence group of `beam_width` sequences. At first only one of them holds a beam.
 """
 
@@ -57,6 +59,11 @@ class BeamSearch:
     def answer(self, index: int, candidates: TokenLogprobs) -> None:
         """Take the likeliest next tokens of a sequence, behind the one that would be sampled. Twice is fine."""
         self._answers[index] = candidates
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether there are as many hypotheses as beams."""
+        return len(self.hypotheses) == self._width
 
     @property
     def has_all_answers(self) -> bool:
@@ -173,7 +180,7 @@ class BeamSearches:
             return []
         survivors = search.advance(request.live)
         if not survivors:
-            return _deltas(request, search)
+            return _deltas(request, search) if search.is_complete else [_failure(request, search)]
         self._fork(request, search.place(survivors))
         return []
 
@@ -217,3 +224,10 @@ def _deltas(request: Request, search: BeamSearch) -> list[SequenceDelta]:
         )
         for index, each in enumerate(search.hypotheses)
     ]
+
+
+def _failure(request: Request, search: BeamSearch) -> SequenceDelta:
+    """Return the end of a search with fewer outputs than beams."""
+    allowed, asked = len(search.hypotheses), request.params.n
+    error = f"structured_outputs allows {allowed} outputs that end within max_tokens, fewer than the {asked} beams"
+    return SequenceDelta(request.request_id, 0, [], error=error, param="structured_outputs")

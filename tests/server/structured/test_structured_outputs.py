@@ -21,6 +21,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "item", "schema": SCHEMA, "strict": True}}
+BEAMS = {"use_beam_search": True, "n": 3, "temperature": 0}
 
 
 class Item(BaseModel):
@@ -200,8 +201,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": '%llguidance {"no_forcing": false}\nstart: "a"'}, "guided_grammar", "without no_forcing"),
     ({"guided_grammar": "root ::= ("}, "guided_grammar", "cannot be converted from GBNF"),
     ({"guided_grammar": "a" * 200_000}, "guided_grammar", "at most 131072 bytes (max_grammar_bytes)"),
-    ({"guided_choice": ["a"], "use_beam_search": True, "n": 2, "temperature": 0}, "guided_choice", "use_beam_search"),
+    ({"guided_choice": ["a"], **BEAMS, "n": 5}, "guided_choice", "fewer than the 5 beams"),
+    ({"guided_choice": ["a"], **BEAMS, "ignore_eos": True}, "ignore_eos", "in a beam search with guided_choice"),
 ]
+
+
+def test_beams_are_constrained(server: ServerProcess) -> None:
+    asked = BEAMS | {"max_tokens": 80, "response_format": JSON_SCHEMA}
+    answers = completion(server, **asked)["choices"]
+    assert [is_item(each["text"]) and each["finish_reason"] for each in answers] == ["stop"] * 3
+    assert len({each["text"] for each in answers}) > 1
 
 
 @pytest.mark.parametrize(("fields", "param", "reason"), REFUSED, ids=[json.dumps(row[0])[:48] for row in REFUSED])

@@ -7,6 +7,7 @@ Masks are filled by jobs, in threads. A row has one job at a time, and nothing e
 that its step did not wait for is there for the next step of the row.
 """
 
+import copy
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -87,12 +88,23 @@ class RowState:
         self._params = params
         self._num_prompt_tokens = new.num_prompt_tokens
         self._may_force = new.params.logprobs is None  # forced tokens have no logprobs
+        self._is_beam = new.beam is not None           # the search chooses its next token, after the step
         self._output = list[int]()                     # known tokens, as of the last job
         self._grammar: CompiledGrammar | None = None
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
         self.last_step = 0
         self.job: MaskJob | None = None
+
+    def fork(self) -> "RowState":
+        """Return the state of a row that has the same output, and may continue otherwise."""
+        other = copy.copy(self)
+        other._output, other.job = list(self._output), None
+        if self.job is not None:  # it may be using the matcher
+            other._grammar = other._matcher = None
+        elif self._matcher is not None:
+            other._matcher = self._matcher.deep_copy()
+        return other
 
     def drop(self) -> None:
         """Free the matcher, unless a job needs it; it is made again for the next mask."""
@@ -130,8 +142,11 @@ class RowState:
         """Take the tokens that were sampled behind the known ones, and those that then are forced.
 
         A token is forced if it is the only one that the next mask would have: the library forces the tokens of the
-        bytes that must follow, tokenized as one text. GrammarError if a token is not allowed.
+        bytes that must follow, tokenized as one text. GrammarError if a token is not allowed. A beam takes no token
+        here: the search chooses it.
         """
+        if self._is_beam:
+            return RowProgress(len(token_ids))
 
         def advance_all() -> RowProgress:
             matcher = self._caught_up(cache)

@@ -45,7 +45,11 @@ class GrammarRows:
         self.num_late = 0  # rows that were not sampled in a step for want of their mask, since start
 
     def apply(self, plan: StepPlan) -> None:
-        """Give each new row of a plan its grammar, or none."""
+        """Give each forked row of a plan the state of its source, and each new row its grammar, or none."""
+        for fork in plan.row_forks:
+            source = self._states.get(fork.source)
+            if source is not None and fork.row != fork.source:
+                self._states[fork.row] = source.fork()
         for new in plan.new_rows:
             params = new.params.structured_outputs
             if params is not None:

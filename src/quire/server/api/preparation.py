@@ -49,9 +49,10 @@ async def constrained(service: Service, call: R, fields: Mapping[str, Any]) -> R
     params = await service.constraints.check(fields, call.client_id)
     if params is None:
         return call
-    if call.checked.beam is not None:
-        invalid(f"{name} is not allowed when use_beam_search is true", param=name)
     checked = call.checked
+    if checked.beam is not None and checked.params.ignore_eos:
+        reason = "beams with a complete output end by an end-of-sequence token"
+        invalid(f"ignore_eos must be false in a beam search with {name}: {reason}", param="ignore_eos")
     whole = replace(checked.params, structured_outputs=params)
     checked = service.client.inputs.check_params(whole, checked.beam, checked.priority)
     return replace(call, checked=checked, constraint_field=name)
