@@ -29,6 +29,9 @@ def test_server_renders_the_given_template_with_its_variables(demo_model: Path, 
                 stream = server.post(path, body | {"stream": True} | options).text
                 last = json.loads(stream.split("data: ")[-2])
                 assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 1)
+                chunks = [json.loads(each) for each in stream.split("data: ")[1:-1]]
+                assert chunks[-2]["usage"]["completion_tokens"] == 1
+                assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
 
 
 def test_llm_renders_the_given_template(demo_model: Path, tmp_path: Path) -> None:

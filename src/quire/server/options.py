@@ -383,8 +383,9 @@ class ServerOptions(Limits):
         "come before them",
     )  # fmt: skip
     enable_force_include_usage: bool = _server(
-        False, "end every stream with its usage, as if clients had asked", row="every stream of `/v1/completions` and "
-        "`/v1/chat/completions` ends with its usage, as with `stream_options.include_usage`",
+        False, "usage in every stream, as if clients had asked", row="every stream of `/v1/completions` and "
+        "`/v1/chat/completions` has its usage, so far in each chunk and whole at its end, as with `stream_options` "
+        "`include_usage` and `continuous_usage_stats`",
     )  # fmt: skip
     return_tokens_as_token_ids: bool = _server(
         False, "name tokens of logprobs by their ids, as if clients had asked", row="logprobs name tokens by their "

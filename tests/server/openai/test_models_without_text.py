@@ -32,6 +32,17 @@ def test_token_ids_go_in_and_out(mute: OpenAIServer) -> None:
     assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == [6, 7, 5, 6]
 
 
+def test_echo_has_the_prompt_s_logprobs_and_no_text(mute: OpenAIServer) -> None:
+    body = {"prompt": [5, 6], "temperature": 0, "max_tokens": 2, "echo": True, "return_token_ids": True, "logprobs": 1}
+    (choice,) = mute.ask(COMPLETIONS, **body)["choices"]
+    assert (choice["text"], choice["prompt_token_ids"], choice["token_ids"]) == ("", [5, 6], [7, 5])
+    assert choice["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:7", "token_id:5"]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    chunks = mute.stream(COMPLETIONS, **body)
+    tokens = [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["tokens"]]
+    assert tokens == choice["logprobs"]["tokens"]
+
+
 def test_stream_without_text_tells_the_end(mute: OpenAIServer) -> None:
     (chunk,) = mute.stream(COMPLETIONS, prompt=[5], max_tokens=4)
     assert (chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) == ("", "length")
@@ -43,7 +54,6 @@ def test_stream_without_text_tells_the_end(mute: OpenAIServer) -> None:
         (COMPLETIONS, {"prompt": "text"}, "prompt"),
         (COMPLETIONS, {"prompt": [5], "stop": "x"}, "stop"),
         (COMPLETIONS, {"prompt": [5], "bad_words": ["x"]}, "bad_words"),
-        (COMPLETIONS, {"prompt": [5], "echo": True}, "echo"),
         (CHAT, {"messages": MESSAGES}, "messages"),
         ("/tokenize", {"prompt": "text"}, "model"),
         ("/tokenize", {"messages": MESSAGES}, "model"),

@@ -76,11 +76,15 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             choice["text"] = self._echoes[prompt_index] + choice["text"]
 
     def _echo(self, prompt_index: int) -> str:
-        """Return the text of a prompt: as sent, or decoded from its tokens, special tokens included."""
+        """Return the text of a prompt: as sent, or decoded from its tokens, special tokens included.
+
+        Without a tokenizer it is empty, as all texts are.
+        """
         prompt = self.request.requests[prompt_index].prompt
         if prompt.text is not None:
             return prompt.text
-        assert self._tokenizer is not None, "echo needs a tokenizer"
+        if self._tokenizer is None:
+            return ""
         return self._tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
 
     def _prompt_part(self, prompt_index: int) -> LogprobPiece:
@@ -98,7 +102,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         """Return the characters of special tokens that tokenizing added to a text; its echo does not show them."""
         if prompt.text is None:
             return 0
-        assert self._tokenizer is not None, "echo needs a tokenizer"
+        assert self._tokenizer is not None, "a text was tokenized"
         decoded = self._tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
         return len(decoded) - len(prompt.text)
 

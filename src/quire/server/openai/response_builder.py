@@ -76,7 +76,8 @@ class OpenAIRequest(ApiRequest):
     @property
     def includes_usage_so_far(self) -> bool:
         """Whether each chunk has the usage of its choice so far."""
-        return self.include_usage and bool(self.body.stream_options and self.body.stream_options.continuous_usage_stats)
+        asked = self.body.stream_options
+        return self.always_includes_usage or (self.include_usage and bool(asked and asked.continuous_usage_stats))
 
     @property
     def writes_token_ids(self) -> bool:

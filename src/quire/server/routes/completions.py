@@ -53,8 +53,6 @@ async def create_completion(request: Request) -> Response:
     call, record = _checked_request(request, service, body, "cmpl")
     prompts = parse_prompts(body.prompt)
     check_num_choices(len(prompts), call.params.n, service.options)
-    if body.echo and service.client.tokenizer is None:
-        invalid("the model has no tokenizer: there is no text to echo", param="echo")
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
         call = await constrained(service, call, constraint_fields(body))
