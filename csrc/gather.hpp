@@ -26,7 +26,6 @@ struct SharedHeader {
     struct alignas(64) Rank {
         std::atomic<std::uint32_t> num_published;  // a futex
         std::atomic<std::uint32_t> num_asleep;     // ranks that wait for this one
-        std::atomic<std::uint32_t> num_beats;      // of the rank's heartbeat
     };
     alignas(64) std::atomic<std::uint32_t> is_interrupted;
     Rank ranks[MAX_RANKS];
@@ -53,9 +52,6 @@ public:
     void interrupt();
     void resume();
     void reset() { num_exchanges_ = 0; }
-
-    void beat() { me().num_beats.fetch_add(1); }
-    std::uint32_t num_beats(long rank) const { return header_->ranks[rank].num_beats.load(); }
 
 private:
     SharedHeader* header_;

@@ -180,9 +180,7 @@ void def_rank_group(nb::module_& module) {
         .def("meet", &RankGroup::meet, Released())
         .def("interrupt", &RankGroup::interrupt, Released())
         .def("reset", &RankGroup::reset)
-        .def("resume", &RankGroup::resume)
-        .def("beat", &RankGroup::beat)
-        .def("num_beats", &RankGroup::num_beats);
+        .def("resume", &RankGroup::resume);
     nb::class_<ColumnGather>(module, "ColumnGather")
         .def("__init__", [](ColumnGather* self, RankGroup& group, std::vector<long> bounds) {
             new (self) ColumnGather{&group, std::move(bounds)};

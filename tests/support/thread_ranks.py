@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from quire.engine.parallel import messages
+from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.leader import Peer, RankSet
-from quire.engine.parallel.rank import Connection, serve
+from quire.engine.parallel.rank import serve
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
@@ -92,26 +94,46 @@ def assert_ranks_have_the_bits_of_one(
 class ThreadRankSet(RankSet):
     """Ranks as threads of this process, which run what the processes run."""
 
-    def _start_processes(self) -> None:
-        for rank in range(1, self._num_ranks):
+    def _start_processes(self, ranks: Sequence[int], memory: int) -> None:
+        for rank in ranks:
             ours, theirs = socket.socketpair()
-            self.peers.append(Peer(rank, RankThread(theirs), ours))  # type: ignore[arg-type]  # as a process
+            thread = RankThread(theirs, os.dup(memory))
+            self._add(Peer(rank, Channel(ours, messages.decode_report), thread, "a thread"))
 
 
 class RankThread:
     """A thread in place of a rank's process."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, memory: int) -> None:
         self.pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, args=(connection,))
+        self._memory = memory
+        self._channel = Channel(connection, messages.decode_command)
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout: float | None = None) -> int:
         self._thread.join()  # it ends with its socket, however long a step takes
+        return 0
 
     def kill(self) -> None:
         """Do nothing: a thread cannot be killed."""
 
-    def _run(self, connection: socket.socket) -> None:
-        with connection, suppress(EOFError, ConnectionError):
-            serve(Connection(connection))
+    def _run(self) -> None:
+        has_ended = threading.Event()
+        self._channel.start(has_ended.set)
+        beating = threading.Thread(target=self._beat, args=(has_ended,))
+        beating.start()
+        with suppress(EOFError, ConnectionError):
+            serve(self._channel, self._open)
+        self._channel.close()
+        beating.join()
+
+    def _beat(self, has_ended: threading.Event) -> None:
+        while not has_ended.wait(BEAT_INTERVAL_S):
+            self._channel.beat()
+
+    def _open(self, load: messages.Load) -> SharedRanks:
+        try:
+            return SharedRanks(Shard(load.rank, load.num_ranks), MemoryLayout(*load.layout), self._memory)
+        finally:
+            os.close(self._memory)

@@ -1,7 +1,7 @@
 """`quire deploy`: a model on a Ray cluster, as replicas behind Ray Serve."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from quire.cli.flag_groups import flag_field, with_config_file, with_flag_groups
@@ -65,5 +65,5 @@ def deploy(engine: EngineOptions, server: ServerOptions, cluster: ClusterFlags) 
         queued_tokens_per_replica=cluster.queued_tokens_per_replica, name=cluster.app_name,
     )  # fmt: skip
     ray.init(address=cluster.address)
-    run(replace(engine, max_kv_share_per_key=server.max_kv_share_per_key), server, options)
+    run(server.with_engine_settings(engine), server, options)
     print(f"Quire is deployed as {cluster.app_name} on port {server.port} of the cluster's nodes")  # noqa: T201

@@ -1,7 +1,5 @@
 """`quire serve`: an OpenAI-compatible server over one model."""
 
-from dataclasses import replace
-
 from quire.cli.flag_groups import with_config_file, with_flag_groups
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
@@ -12,4 +10,4 @@ from quire.server.start import start
 @with_flag_groups
 def serve(engine: EngineOptions, server: ServerOptions) -> None:
     """Serve a model over HTTP, as OpenAI's API does."""
-    start(replace(engine, max_kv_share_per_key=server.max_kv_share_per_key), server)
+    start(server.with_engine_settings(engine), server)

@@ -4,6 +4,8 @@ A frame is a length, four bytes in big-endian order, and that many bytes of msgp
 machine's order. The stream ends when the other process ends.
 """
 
+import select
+import socket
 from array import array
 from typing import BinaryIO
 
@@ -36,3 +38,10 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     length = int.from_bytes(head, "big")
     body = stream.read(length)
     return body if len(head) == LENGTH_BYTES and len(body) == length else None
+
+
+def has_room(connection: socket.socket) -> bool:
+    """Return whether a short frame can be sent without waiting for the other end to read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(0))

@@ -61,6 +61,7 @@ class EngineClient(SingleEngine):
         super().__init__(tokenizer, ready, InputProcessor(tokenizer, ready, options, owners), request_ids)
         self.state = EngineState(0, 0, 0)
         self._connection, self._observer = connection, observer
+        self._silence_limit_s = options.stall_limit if options.tensor_parallel_size > 1 else None
         self._streams = RequestStreams(self.tokenizer, self._on_abort, on_close)
         self._pending = PendingCommands(self._send)
         self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
@@ -233,7 +234,7 @@ class EngineClient(SingleEngine):
         """Handle reports until the connection ends."""
         try:
             while True:
-                report = await self._connection.receive()
+                report = await self._receive()
                 self._handle_report(report)
                 if isinstance(report, messages.Stepped):
                     await self._handle_step(report)
@@ -248,7 +249,17 @@ class EngineClient(SingleEngine):
             self._mark_dead("the reader of the engine's outputs stopped")
             await self._connection.stop()
 
+    async def _receive(self) -> Report:
+        """Wait for the next report. EngineDeadError if an engine that sends heartbeats has sent none for too long."""
+        limit_s = self._silence_limit_s
+        try:
+            return await asyncio.wait_for(self._connection.receive(), limit_s)
+        except TimeoutError as error:
+            raise EngineDeadError(f"the engine process gave no sign for {limit_s:g} s (stall_limit)") from error
+
     def _handle_report(self, report: Report) -> None:
+        if isinstance(report, messages.Beat):
+            return
         self._last_progress_s = time.monotonic()
         if not isinstance(report, messages.Alive | messages.AdapterReply):  # of other threads: may follow the Idle
             self._is_idle = isinstance(report, messages.Idle)

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -89,16 +89,19 @@ def start_module(
     env: Mapping[str, str] | None = None,
     interpreter: str = sys.executable,
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    descriptors: Sequence[int] = (),
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a module of this package with its socket's number as the only argument; return the process and our socket.
+    """Start a module of this package; return the process and our socket.
 
-    `start` is called as `subprocess.Popen`. Raises OSError if the interpreter cannot be started.
+    Its arguments are the number of its socket, and those of further descriptors that it inherits. `start` is called as
+    `subprocess.Popen`. Raises OSError if the interpreter cannot be started.
     """
     ours, theirs = socket.socketpair()
     try:
         with theirs, block_stop_signals():
-            command = [interpreter, "-P", "-m", module, str(theirs.fileno())]
-            process = start(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=stdout, env=env)
+            numbers = [theirs.fileno(), *descriptors]
+            command = [interpreter, "-P", "-m", module, *map(str, numbers)]
+            process = start(command, pass_fds=numbers, stdin=subprocess.DEVNULL, stdout=stdout, env=env)
     except BaseException:
         ours.close()
         raise

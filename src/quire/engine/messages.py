@@ -143,6 +143,10 @@ class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
     """The current step is long, and makes progress."""
 
 
+class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
+    """The process of an engine of several ranks runs, whatever its step does."""
+
+
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """A request cannot run because of pins that its sender did not know of yet, or cannot pin."""
 
@@ -167,7 +171,7 @@ class AdapterReply(msgspec.Struct, tag="adapter_reply", array_like=True, frozen=
     error: str = ""
 
 
-Report = Located | Ready | Failed | Stepped | Idle | Alive | Refused | BlocksReply | AdapterReply
+Report = Located | Ready | Failed | Stepped | Idle | Alive | Beat | Refused | BlocksReply | AdapterReply
 
 
 _ADD_HEAD = b"\x92" + msgspec.msgpack.encode("add")  # an array of two: the tag, and the request

@@ -275,6 +275,12 @@ class EngineOptions:
         "auto", "start of these processes: auto is mp; uni is one process",
         row="start of these processes: `auto`, `mp` (the same), or `uni`, which is for one process",
     )  # fmt: skip
+    stall_limit: float = option(
+        10.0, "seconds without a heartbeat of a rank, after which the engine ends", kind="none",
+        low=1, high=86400, unit="seconds",
+        row="seconds, at least 1: with `tensor_parallel_size` above 1, a process without heartbeats for so long counts "
+        "as lost, and the engine ends",
+    )  # fmt: skip
     max_kv_share_per_key: float = option(
         1.0, "share of the KV blocks that the requests of a key may hold", kind="none",
         low=0, is_low_excluded=True, high=1,

@@ -28,7 +28,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
 from quire.core.errors import InvalidRequestError, ModelError
-from quire.core.frames import frame, read_frame
+from quire.core.frames import frame, has_room, read_frame
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats
 from quire.engine import messages
@@ -65,6 +65,14 @@ class Connection:
                 self._socket.sendall(message)
         except OSError:
             self._end()
+
+    def beat(self) -> None:
+        """Send a heartbeat, unless it would have to wait: then a report has just been sent, or is not read."""
+        if self._sending.acquire(blocking=False):
+            with suppress(OSError, ValueError):  # the thread that reads finds the end
+                if has_room(self._socket):
+                    self._socket.sendall(frame(messages.Beat()))
+            self._sending.release()
 
     def read_into(self, commands: SimpleQueue[bytes]) -> NoReturn:
         """Read commands into a queue, in a thread of its own."""
@@ -263,6 +271,8 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
     gc.enable()
     connection.send(assembled.ready)
+    if assembled.ranks is not None:
+        assembled.ranks.on_beat = connection.beat
     heartbeat = _make_heartbeat(assembled, lambda: connection.send(messages.Alive()))
     heartbeat.start()
     EngineLoop(assembled.engine, commands, connection.send, heartbeat).run()

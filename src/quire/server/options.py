@@ -8,7 +8,7 @@ import ipaddress
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -409,7 +409,8 @@ class ServerOptions(Limits):
         "are new requests at once (`engine_unhealthy`), and the log has the stacks of all threads. A long step counts "
         "as progress while its layers pass; on a CPU a single layer may take longer than the limit, as long as its "
         "work explains that (5 times what the layers before it took, by their work). A task of the server that has "
-        "died makes them 503, too",
+        "died makes them 503, too. With `--tensor-parallel-size` above 1, an engine of which a process is stopped for "
+        "so long ends",
     )  # fmt: skip
     start_timeout: float = _server(
         START_TIMEOUT_S,
@@ -483,6 +484,10 @@ class ServerOptions(Limits):
         if not isinstance(variables, dict):
             raise ConfigError(f"default_chat_template_kwargs must be a JSON object, got {variables!r:.80}")
         return variables
+
+    def with_engine_settings(self, engine: EngineOptions) -> EngineOptions:
+        """Return an engine's options with the settings that are flags of a server."""
+        return replace(engine, max_kv_share_per_key=self.max_kv_share_per_key, stall_limit=self.stall_limit)
 
     def weight_of(self, key_number: int) -> float:
         """Return the weight of a key, from 1; that of all others is 1."""

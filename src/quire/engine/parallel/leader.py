@@ -7,21 +7,18 @@ the request that is the cause, as with one rank.
 
 import logging
 import os
-import select
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, ModelError, RankLostError
-from quire.core.frames import frame, read_frame
 from quire.core.plan import StepPlan, StepResult
 from quire.core.plan_codec import encode
 from quire.core.version import __version__
@@ -29,8 +26,9 @@ from quire.engine.launcher import SPINS, start_module
 from quire.engine.loading import LoadedModel
 from quire.engine.options import CpuIsa, EngineOptions
 from quire.engine.parallel import messages
+from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.digest import model_digest
-from quire.engine.parallel.link import END, FORWARD, LOGITS, Link
+from quire.engine.parallel.link import END, FORWARD, LOGITS, Link, RankExchange
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.execution.executor import StepWorker
 from quire.kernels.cpp.back_end import usable_isas
@@ -45,111 +43,106 @@ from quire.model.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
 
-STOPPED_LIMIT_S = 8.0    # without a heartbeat: below the default of --stall-limit
-WATCH_INTERVAL_S = 0.25
+SILENCE_SHARE = 0.8      # of the stall limit, after which a rank without heartbeats is lost
 CLOSE_TIMEOUT_S = 3.0
-RANK_MODULE = "quire.engine.parallel.rank"
+RANK_MODULE = "quire.engine.parallel.process"
 
 ReportT = TypeVar("ReportT", messages.Hello, messages.Loaded, messages.Allocated, messages.Stopped)
 
 
-class Peer:
-    """Another rank: its process, and rank 0's end of the socket pair."""
+class Process(Protocol):
+    """A rank's process, as of `subprocess.Popen`."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        self.rank, self.process, self.connection = rank, process, connection
-        self._input = connection.makefile("rb")
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
+class Peer:
+    """Another rank: the channel to it, and its process if that is a child of this one. `place`: of the process."""
+
+    def __init__(self, rank: int, channel: Channel, process: Process | None, place: str) -> None:
+        self.rank, self.channel, self.process, self.place = rank, channel, process, place
+        self.refusal: EngineError | None = None  # the rank's reason to end
+
+    def start(self, on_end: Callable[["Peer"], None]) -> None:
+        """Start to read its reports; `on_end` is called when it has ended."""
+        self.channel.start(lambda: on_end(self), self._notes_refusal)
 
     def send(self, command: messages.Command) -> None:
         """Send a command. RankLostError if the rank has ended."""
-        self._send(frame(command))
-
-    def send_load(self, load: messages.Load, descriptor: int) -> None:
-        """Send the first command and a descriptor, which goes with a byte of its own before."""
         try:
-            socket.send_fds(self.connection, [b"\0"], [descriptor])
+            self.channel.send(command)
         except OSError as error:
             raise self.lost() from error
-        self.send(load)
 
     def receive(self, kind: type[ReportT]) -> ReportT:
-        """Wait for a report of this kind. RankLostError if the rank has ended; the error of a `Refused`."""
+        """Wait for a report of this kind. RankLostError if the rank has ended."""
         try:
-            message = read_frame(self._input)
-        except OSError as error:
+            report = self.channel.receive()
+        except EOFError as error:
             raise self.lost() from error
-        if message is None:
-            raise self.lost()
-        report: messages.Report = messages.decode_report(message)
-        if isinstance(report, messages.Refused):
-            refusal = {"ConfigError": ConfigError, "ModelError": ModelError}.get(report.kind, EngineError)
-            raise refusal(f"rank {self.rank}: {report.message}")
         assert isinstance(report, kind), f"expected {kind.__name__} of rank {self.rank}, got {report}"
         return report
 
-    def lost(self) -> RankLostError:
+    def lost(self, reason: str = "has ended") -> RankLostError:
         """Return the error of a rank that has ended."""
-        return RankLostError(f"rank {self.rank} (process {self.process.pid}) has ended")
+        return RankLostError(f"rank {self.rank} ({self.place}) {reason}")
 
-    def close(self) -> None:
-        """Close the socket, which ends the process."""
-        self._input.close()
-        self.connection.close()
-
-    def _send(self, message: bytes) -> None:
-        try:
-            self.connection.sendall(message)
-        except OSError as error:
-            raise self.lost() from error
+    def _notes_refusal(self, report: messages.Report) -> bool:
+        if not isinstance(report, messages.Refused):
+            return False
+        refusal = {"ConfigError": ConfigError, "ModelError": ModelError}.get(report.kind, EngineError)
+        self.refusal = refusal(f"rank {self.rank}: {report.message}")
+        return True
 
 
 class RankSet:
     """All ranks but this one. `open` starts them, `join` and `allocate` bring them up, `close` ends them."""
 
-    def __init__(self, options: EngineOptions, stopped_limit_s: float = STOPPED_LIMIT_S) -> None:
-        self.lost: RankLostError | None = None
-        self.on_lost: Callable[[RankLostError], None] = lambda error: None  # called by the watching thread
+    def __init__(self, options: EngineOptions) -> None:
+        self.lost: EngineError | None = None
+        self.on_lost: Callable[[EngineError], None] = lambda error: None  # called by another thread
+        self.on_beat: Callable[[], None] = lambda: None  # likewise, while this process runs
         self.peers: list[Peer] = []
-        self._options, self._stopped_limit_s = options, stopped_limit_s
+        self._options, self._silence_limit_s = options, SILENCE_SHARE * options.stall_limit
         self._num_ranks = options.tensor_parallel_size
         self._num_threads = torch.get_num_threads()
-        self._is_closing = threading.Event()
+        self._is_closing, self._losing = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._ranks: SharedRanks | None = None
+        self._exchange: RankExchange | None = None
 
     @property
-    def ranks(self) -> SharedRanks:
-        """This rank, 0."""
-        assert self._ranks is not None, "the ranks have not been opened"
-        return self._ranks
+    def exchange(self) -> RankExchange:
+        """The exchanges of this rank, 0."""
+        assert self._exchange is not None, "the ranks have not been opened"
+        return self._exchange
 
-    def open(self, spec: DecoderSpec, num_positions: int) -> tuple[SharedRanks, int]:
+    def open(self, spec: DecoderSpec, num_positions: int) -> tuple[RankExchange, int]:
         """Start the other ranks, which begin to load; return rank 0 and the number of positions of all."""
         check_shardable(spec, self._num_ranks)
-        self._start_processes()
-        isa = self._common_isa([peer.receive(messages.Hello) for peer in self.peers])
-        path = resolve_model(self._options.model)
-        options = replace(self._options, model=str(path), cpu_isa=isa)
-        layout, digest = MemoryLayout.of(spec, options.resolved_max_num_seqs), model_digest(path)
-        descriptor = create_memory(layout)
-        try:
-            self._ranks = SharedRanks(Shard(0, self._num_ranks), layout, descriptor)
-            for peer in self.peers:
-                threads = self._threads_of(peer.rank)
-                load = messages.Load(options, peer.rank, self._num_ranks, threads, num_positions, layout, digest)
-                peer.send_load(load, descriptor)
-        finally:
-            os.close(descriptor)
-        torch.set_num_threads(self._threads_of(0))
         self._watcher.start()
-        return self._ranks, num_positions
+        path = resolve_model(self._options.model)
+        layout, digest = MemoryLayout.of(spec, self._options.resolved_max_num_seqs), model_digest(path)
+        exchange = self._open_exchange(layout)
+        isa = self._common_isa([self._receive(peer, messages.Hello) for peer in self.peers])
+        options = replace(self._options, model=str(path), cpu_isa=isa)
+        for peer in self.peers:
+            threads = self._threads_of(peer.rank)
+            peer.send(messages.Load(options, peer.rank, self._num_ranks, threads, num_positions, layout, digest))
+        torch.set_num_threads(self._threads_of(0))
+        return exchange, num_positions
 
     def join(self, loaded: LoadedModel) -> LoadedModel:
         """Wait until all ranks have loaded; return the model of all of them. RankLostError if one has ended."""
-        others = [peer.receive(messages.Loaded).weight_bytes for peer in self.peers]
+        others = [self._receive(peer, messages.Loaded).weight_bytes for peer in self.peers]
         model = loaded.model
         assert isinstance(model, Decoder)
-        return replace(loaded, model=RankedModel(model, Link(self.ranks), model.weight_bytes + sum(others)))
+        return replace(loaded, model=RankedModel(model, Link(self.exchange), model.weight_bytes + sum(others)))
 
     def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
         """Let all ranks allocate what rank 0 has: their parts of as many blocks."""
@@ -159,34 +152,30 @@ class RankSet:
         for peer in self.peers:
             peer.send(sizes)
         for peer in self.peers:
-            peer.receive(messages.Allocated)
+            self._receive(peer, messages.Allocated)
 
     def worker(self, worker: StepWorker) -> "RankedWorker":
         """Return the worker of all ranks around rank 0's."""
-        return RankedWorker(worker, self, Link(self.ranks))
+        return RankedWorker(worker, self, Link(self.exchange))
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send a plan to all ranks. RankLostError if one is lost."""
         if self.lost is not None:
             raise self.lost
-        message = frame(messages.Step(encode(plan)))
+        step = messages.Step(encode(plan))
         for peer in self.peers:
-            peer.connection.sendall(message)
+            peer.send(step)
 
     def recover(self, error: BaseException) -> None:
         """Begin again after a step that failed here or on another rank. Raises RankLostError, or the other's reason."""
-        group = self.ranks.group
-        group.interrupt()
-        try:
-            reasons = [(peer.rank, peer.receive(messages.Stopped).reason) for peer in self.peers]
-        except RankLostError as lost:
-            raise self.lost or lost from error
+        self.exchange.interrupt()
+        reasons = [(peer.rank, self._receive(peer, messages.Stopped).reason) for peer in self.peers]
         if self.lost is not None:
             raise self.lost from error
-        group.resume()
-        group.reset()
+        self.exchange.resume()
         for peer in self.peers:
             peer.send(messages.Resume())
+        self.exchange.reset()
         if isinstance(error, InterruptedExchangeError):
             failed = ", ".join(f"rank {rank}: {reason}" for rank, reason in reasons if reason is not None)
             raise RuntimeError(f"a step has failed on {failed}") from error
@@ -195,22 +184,49 @@ class RankSet:
         """End the processes and wait for them; kill those that do not end. Idempotent."""
         self._is_closing.set()
         for peer in self.peers:
-            peer.close()
+            peer.channel.close()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for peer in self.peers:
+        for process in (peer.process for peer in self.peers if peer.process is not None):
             try:
-                peer.process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                peer.process.kill()
-                peer.process.wait()
+                process.kill()
+                process.wait()
         if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
             self._watcher.join()
+        if self._exchange is not None:
+            self._exchange.close()
         torch.set_num_threads(self._num_threads)
 
-    def _start_processes(self) -> None:
+    def _open_exchange(self, layout: MemoryLayout) -> RankExchange:
+        """Start the processes of the ranks, and return rank 0's exchanges with them."""
+        memory = create_memory(layout)
+        try:
+            self._exchange = SharedRanks(Shard(0, self._num_ranks), layout, memory)
+            self._start_processes(range(1, self._num_ranks), memory)
+        finally:
+            os.close(memory)
+        return self._exchange
+
+    def _start_processes(self, ranks: Sequence[int], memory: int) -> None:
         environment = dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
-        for rank in range(1, self._num_ranks):
-            self.peers.append(Peer(rank, *start_module(RANK_MODULE, env=environment)))
+        for rank in ranks:
+            process, connection = start_module(RANK_MODULE, env=environment, descriptors=[memory])
+            channel = Channel(connection, messages.decode_report)
+            self._add(Peer(rank, channel, process, f"process {process.pid}"))
+
+    def _add(self, peer: Peer) -> None:
+        """Begin to watch a rank."""
+        peer.channel.silence_limit_s = self._silence_limit_s
+        self.peers.append(peer)
+        peer.start(lambda peer: self._lose(peer.refusal or peer.lost()))
+
+    def _receive(self, peer: Peer, kind: type[ReportT]) -> ReportT:
+        """Wait for a report. Raises the reason of the rank that was lost first."""
+        try:
+            return peer.receive(kind)
+        except RankLostError as error:
+            raise self.lost or error from error
 
     def _common_isa(self, hellos: list[messages.Hello]) -> CpuIsa:
         """Return the best instruction set that all ranks have. ConfigError for another version, or if there is none."""
@@ -230,36 +246,27 @@ class RankSet:
         return max(1, share + (rank < rest))
 
     def _watch(self) -> None:
-        """Notice ranks that have ended or are stopped, until closed."""
-        poll, seen = select.poll(), {peer.rank: (0, time.monotonic()) for peer in self.peers}
-        by_descriptor = {peer.connection.fileno(): peer for peer in self.peers}
-        for descriptor in by_descriptor:
-            poll.register(descriptor, select.POLLRDHUP)
-        while not self._is_closing.is_set():
-            ended = poll.poll(WATCH_INTERVAL_S * 1000)
-            if self._is_closing.is_set():
-                return
-            if ended:
-                self._lose(by_descriptor[ended[0][0]].lost())
-                return
-            now = time.monotonic()
-            for peer in self.peers:
-                count, since_s = seen[peer.rank]
-                found = self.ranks.group.num_beats(peer.rank)
-                if found != count:
-                    seen[peer.rank] = found, now
-                elif now - since_s > self._stopped_limit_s:
-                    text = f"rank {peer.rank} (process {peer.process.pid}) gave no sign for {self._stopped_limit_s:g} s"
-                    self._lose(RankLostError(text))
-                    return
+        """Send heartbeats, and notice ranks that send none, until closed."""
+        while not self._is_closing.wait(BEAT_INTERVAL_S):
+            self.on_beat()
+            for peer in list(self.peers):
+                peer.channel.beat()
+                if peer.channel.is_silent:
+                    self._lose(peer.lost(f"gave no sign for {self._silence_limit_s:g} s"))
 
-    def _lose(self, error: RankLostError) -> None:
-        """End all ranks, and the step that waits for them."""
+    def _lose(self, error: EngineError) -> None:
+        """End all ranks, and the step that waits for them. Only the first reason counts."""
+        with self._losing:
+            if self.lost is not None or self._is_closing.is_set():
+                return
+            self.lost = error
         log.error("%s; the engine ends", error)
-        self.lost = error
         for peer in self.peers:
-            peer.process.kill()
-        self.ranks.group.interrupt()
+            if peer.process is not None:
+                peer.process.kill()
+            peer.channel.close()
+        if self._exchange is not None:
+            self._exchange.interrupt()
         self.on_lost(error)
 
 
@@ -296,9 +303,9 @@ class RankedWorker:
             self._ranks.send_plan(plan)
             result = self._worker.execute(plan)
             self._link.send(END)
-        except RankLostError:
-            raise
         except BaseException as error:
+            if self._ranks.lost is not None:
+                raise self._ranks.lost from error
             self._ranks.recover(error)
             raise
         return result

@@ -1,21 +1,45 @@
-"""Link between ranks within a step: commands of rank 0, tokens and hidden states, over the shared memory."""
+"""Link between ranks within a step: commands of rank 0, tokens and hidden states, over their exchanges."""
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from quire.engine.parallel.shared_memory import SharedRanks
+from quire.model.ranks import Ranks
 
 FORWARD: Final = 0
 LOGITS: Final = 1
 END: Final = 2
 
 
+class RankExchange(Ranks, Protocol):
+    """A `Ranks` whose exchanges can be given up, on all ranks, and begun again.
+
+    Once `interrupt` was called, the current and all later exchanges raise InterruptedExchangeError. When no rank
+    exchanges, rank 0 calls `resume`, lets the other ranks call `reset`, and calls it too.
+    """
+
+    def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
+
+    def interrupt(self) -> None:
+        """Give up; any thread may call it."""
+
+    def resume(self) -> None:
+        """Let exchanges begin again."""
+
+    def reset(self) -> None:
+        """Begin again."""
+
+    def close(self) -> None:
+        """Free what the exchanges hold. Idempotent."""
+
+
 class Link:
     """Broadcasts from rank 0. Every call of it there is one call on each other rank."""
 
-    def __init__(self, ranks: SharedRanks) -> None:
+    def __init__(self, ranks: RankExchange) -> None:
         self._ranks = ranks
 
     def send(self, kind: int, rows: Tensor | None = None) -> None:

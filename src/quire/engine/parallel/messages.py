@@ -9,12 +9,12 @@ from quire.engine.options import EngineOptions
 
 
 class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """To a rank: load a part of the model. The descriptor of the shared memory comes with it."""
+    """To a rank: load a part of the model. Its exchanges go through shared memory, or over a network."""
 
     options: EngineOptions
     rank: int
     num_ranks: int
-    num_threads: int
+    num_threads: int                # 0: as many as the rank has by itself
     num_positions: int              # of rotary tables
     layout: tuple[int, int, int]    # a `MemoryLayout`
     digest: str                     # of the model's files

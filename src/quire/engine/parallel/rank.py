@@ -1,33 +1,28 @@
-"""A rank of tensor parallelism: `python -m quire.engine.parallel.rank FD`, started by rank 0.
+"""A rank of tensor parallelism other than 0: loads its part of the model and runs the plans that rank 0 sends.
 
-It loads its part of the model and runs the plans that rank 0 sends, without scheduler, sampler and tokens of its own.
-It ends with rank 0's end of the socket, at any time: a thread of its own watches it, another one beats.
+It has no scheduler, no sampler and no tokens of its own.
 """
 
 import logging
-import os
-import select
-import socket
-import sys
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-import msgspec
 import torch
+from msgspec import structs
 
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
-from quire.core.frames import frame, read_frame
 from quire.core.plan_codec import decode_plan
 from quire.core.version import __version__
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import failed
+from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
+from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.digest import model_digest
-from quire.engine.parallel.link import END, FORWARD, LOGITS, Link
-from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
+from quire.engine.parallel.link import END, FORWARD, LOGITS, Link, RankExchange
 from quire.execution.batch import PersistentBatch
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import Swapper
@@ -35,41 +30,12 @@ from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
-from quire.model.sharding import Shard
 
 log = logging.getLogger(__name__)
 
-BEAT_INTERVAL_S = 0.25
 MAX_REASON_CHARS = 2000
 
-
-class Connection:
-    """Frames over the socket to rank 0."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._input = connection.makefile("rb")
-
-    def send(self, report: messages.Report) -> None:
-        """Send a report."""
-        self._socket.sendall(frame(report))
-
-    def receive(self) -> messages.Command:
-        """Wait for the next command. EOFError if rank 0 has ended."""
-        message = read_frame(self._input)
-        if message is None:
-            raise EOFError("rank 0 has ended")
-        command: messages.Command = messages.decode_command(message)
-        return command
-
-    def receive_load(self) -> tuple[messages.Load, int]:
-        """Wait for the first command, and the descriptor that comes with it. EOFError as of `receive`."""
-        _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)  # a byte of its own, before the frame
-        if not descriptors:
-            raise EOFError("rank 0 has ended")
-        command = self.receive()
-        assert isinstance(command, messages.Load), f"the first command must be Load, got {command}"
-        return command, descriptors[0]
+CommandT = TypeVar("CommandT", messages.Load, messages.Allocate, messages.Step, messages.Resume)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,40 +71,52 @@ class RankWorker:
                 self.model.head_sums(self.link.rows(count, self.model.spec.hidden_size, self.model.dtype))
 
 
-def serve(connection: Connection) -> NoReturn:
-    """Load a part of the model, then run plans. Errors of the start are reported and raised; EOFError at the end."""
-    is_over = threading.Event()
-    try:
-        _serve(connection, is_over)
-    finally:
-        is_over.set()
+def serve(
+    channel: Channel, open_ranks: Callable[[messages.Load], RankExchange],
+    localize: Callable[[EngineOptions], EngineOptions] = lambda options: options,
+) -> NoReturn:  # fmt: skip
+    """Load a part of the model, then run plans. Errors of the start are reported and raised; EOFError at the end.
 
-
-def _serve(connection: Connection, is_over: threading.Event) -> NoReturn:
-    connection.send(messages.Hello(__version__, usable_isas()))
-    command, descriptor = connection.receive_load()
+    `localize` replaces what is this machine's own, such as folders, in the options of rank 0.
+    """
+    channel.send(messages.Hello(__version__, usable_isas()))
+    load_command = _expect(channel, messages.Load)
+    channel.silence_limit_s = load_command.options.stall_limit
     try:
-        torch.set_num_threads(command.num_threads)
-        if model_digest(Path(command.options.model or "")) != command.digest:
-            raise ConfigError(f"rank {command.rank} finds another model than rank 0 at {command.options.model}")
-        ranks = SharedRanks(Shard(command.rank, command.num_ranks), MemoryLayout(*command.layout), descriptor)
-        os.close(descriptor)
-        ranks.group.beat()
-        threading.Thread(target=beat, args=(ranks, is_over), name="beat", daemon=True).start()
-        opened = ranks, command.num_positions
-        loaded = load(command.options, Path(command.options.model or ""), lambda spec, num_positions: opened)
-        connection.send(messages.Loaded(loaded.model.weight_bytes))
-        sizes = connection.receive()
-        assert isinstance(sizes, messages.Allocate), f"expected Allocate, got {sizes}"
-        worker = allocate(loaded, command, sizes, Link(ranks))
-        connection.send(messages.Allocated())
-    except EOFError:
+        ranks, worker = _start(
+            channel, structs.replace(load_command, options=localize(load_command.options)), open_ranks
+        )
+    except (EOFError, OSError):
         raise
     except Exception as error:
         refusal = failed(error)
-        connection.send(messages.Refused(refusal.kind, refusal.message))
+        channel.send(messages.Refused(refusal.kind, refusal.message))
         raise
-    run(connection, ranks, worker)
+    run(channel, ranks, worker)
+
+
+def _start(
+    channel: Channel, command: messages.Load, open_ranks: Callable[[messages.Load], RankExchange]
+) -> tuple[RankExchange, RankWorker]:
+    """Load and allocate."""
+    if command.num_threads:
+        torch.set_num_threads(command.num_threads)
+    if model_digest(Path(command.options.model or "")) != command.digest:
+        raise ConfigError(f"rank {command.rank} finds another model than rank 0 at {command.options.model}")
+    ranks = open_ranks(command)
+    opened = ranks, command.num_positions
+    loaded = load(command.options, Path(command.options.model or ""), lambda spec, num_positions: opened)
+    channel.send(messages.Loaded(loaded.model.weight_bytes))
+    worker = allocate(loaded, command, _expect(channel, messages.Allocate), Link(ranks))
+    channel.send(messages.Allocated())
+    return ranks, worker
+
+
+def _expect(channel: Channel, kind: type[CommandT]) -> CommandT:
+    """Wait for a command of this kind. EOFError if rank 0 has ended."""
+    command = channel.receive()
+    assert isinstance(command, kind), f"expected {kind.__name__}, got {command}"
+    return command
 
 
 def allocate(loaded: LoadedModel, load: messages.Load, sizes: messages.Allocate, link: Link) -> RankWorker:
@@ -157,50 +135,17 @@ def allocate(loaded: LoadedModel, load: messages.Load, sizes: messages.Allocate,
     return RankWorker(model, cache, batch, swapper, link)
 
 
-def run(connection: Connection, ranks: SharedRanks, worker: RankWorker) -> NoReturn:
+def run(channel: Channel, ranks: RankExchange, worker: RankWorker) -> NoReturn:
     """Run plans. A step that fails here, or on another rank, is left, and the next one waits for all."""
     while True:
-        command = connection.receive()
-        assert isinstance(command, messages.Step), f"expected Step, got {command}"
+        command = _expect(channel, messages.Step)
         try:
             worker.execute(command.plan)
         except Exception as error:
             is_own = not isinstance(error, InterruptedExchangeError)
             if is_own:
                 log.exception("a step has failed")
-            ranks.group.interrupt()
-            connection.send(messages.Stopped(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS] if is_own else None))
-            resume = connection.receive()
-            assert isinstance(resume, messages.Resume), f"expected Resume, got {resume}"
-            ranks.group.reset()
-
-
-def beat(ranks: SharedRanks, is_over: threading.Event) -> None:
-    """Show that this process runs, four times a second."""
-    while not is_over.wait(BEAT_INTERVAL_S):
-        ranks.group.beat()
-
-
-def watch(connection: socket.socket) -> NoReturn:
-    """End the process when rank 0's end of the socket is closed."""
-    poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)
-    poll.poll()
-    os._exit(0)
-
-
-def main() -> None:
-    """Serve the socket with the number given as the only argument."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s rank: %(message)s")
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=watch, args=(connection,), name="watch", daemon=True).start()
-    try:
-        serve(Connection(connection))
-    except (EOFError, ConnectionError, msgspec.DecodeError):
-        sys.exit(1)
-    except ConfigError:
-        sys.exit(1)  # reported
-
-
-if __name__ == "__main__":
-    main()
+            ranks.interrupt()
+            channel.send(messages.Stopped(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS] if is_own else None))
+            _expect(channel, messages.Resume)
+            ranks.reset()

@@ -55,7 +55,7 @@ def create_memory(layout: MemoryLayout) -> int:
 
 
 class SharedRanks:
-    """A `Ranks` of one machine. `descriptor`: of the memory, which is mapped here and may be closed then."""
+    """A `RankExchange` of one machine. `descriptor`: of the memory, which is mapped here and may be closed then."""
 
     def __init__(self, shard: Shard, layout: MemoryLayout, descriptor: int) -> None:
         self.shard = shard
@@ -79,3 +79,18 @@ class SharedRanks:
         num_rows, width = shape
         gather = self.gather(Cut((0, *[width] * self.shard.num_ranks)))
         return gather(torch.empty(num_rows, 0, dtype=dtype) if rows is None else rows)
+
+    def interrupt(self) -> None:
+        """Give up all exchanges."""
+        self.group.interrupt()
+
+    def resume(self) -> None:
+        """Let exchanges begin again."""
+        self.group.resume()
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.group.reset()
+
+    def close(self) -> None:
+        """Do nothing: the memory is freed with its last tensor."""

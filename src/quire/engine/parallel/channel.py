@@ -1,0 +1,106 @@
+"""Channel between two ranks: frames in both directions over a stream socket, and heartbeats of the process behind it.
+
+A frame without content is a heartbeat: it says that the process runs, whatever its other threads do. A thread reads, so
+that heartbeats are counted while the caller computes, and the end of the stream is noticed at once.
+"""
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.core.frames import LENGTH_BYTES, frame, has_room, read_frame
+
+BEAT_INTERVAL_S = 0.25
+
+
+class Seal(Protocol):
+    """Authentication of what is sent over a channel, in one direction and in order."""
+
+    def close(self, content: bytes) -> bytes:
+        """Return the next content with its authentication code."""
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return the next content. ConnectionError if it is not what the other end has sent."""
+
+
+class Channel:
+    """One end. `decode` makes messages of what is read; `seals`: of what is sent and of what is read, on a network."""
+
+    def __init__(
+        self, connection: socket.socket, decode: Callable[[bytes], Any], seals: tuple[Seal, Seal] | None = None
+    ) -> None:
+        self._socket, self._decode, self._seals = connection, decode, seals
+        self._sending = threading.Lock()
+        self._received = SimpleQueue[Any]()
+        self._heard_s = time.monotonic()
+        self.silence_limit_s = math.inf
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing was heard of the other end for longer than the limit."""
+        return time.monotonic() - self._heard_s > self.silence_limit_s
+
+    def start(
+        self, on_end: Callable[[], None] = lambda: None, handles: Callable[[Any], bool] = lambda message: False
+    ) -> None:
+        """Start to read. The thread that reads calls `on_end` at the end of the stream.
+
+        A message for which `handles`, called by that thread, returns True is not received.
+        """
+        threading.Thread(target=self._read, args=(on_end, handles), name="channel", daemon=True).start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message. OSError if the other end has closed."""
+        content = frame(message)
+        with self._sending:
+            self._socket.sendall(self._sealed(content))
+
+    def beat(self) -> None:
+        """Send a heartbeat, unless it would have to wait: then something has just been sent, or is not read."""
+        if self._sending.acquire(blocking=False):
+            with suppress(OSError, ValueError):  # the thread that reads finds the end
+                if has_room(self._socket):
+                    self._socket.sendall(self._sealed(bytes(LENGTH_BYTES)))
+            self._sending.release()
+
+    def receive(self) -> Any:  # noqa: ANN401 (what `decode` returns)
+        """Wait for the next message. EOFError if the stream has ended."""
+        message = self._received.get()
+        if message is None:
+            self._received.put(None)
+            raise EOFError("the other end has closed the channel")
+        return message
+
+    def close(self) -> None:
+        """End the stream in both directions. Idempotent."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _sealed(self, content: bytes) -> bytes:
+        if self._seals is None:
+            return content
+        sealed = self._seals[0].close(content[LENGTH_BYTES:])
+        return len(sealed).to_bytes(LENGTH_BYTES, "big") + sealed
+
+    def _read(self, on_end: Callable[[], None], handles: Callable[[Any], bool]) -> None:
+        try:
+            with self._socket.makefile("rb") as stream:
+                while (content := read_frame(stream)) is not None:
+                    if self._seals is not None:
+                        content = self._seals[1].open(content)
+                    self._heard_s = time.monotonic()
+                    if content and not handles(message := self._decode(content)):
+                        self._received.put(message)
+        except (OSError, ValueError, msgspec.DecodeError):  # closed here, or what was read makes no sense
+            pass
+        finally:
+            self._received.put(None)
+            on_end()

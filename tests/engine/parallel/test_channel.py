@@ -1,0 +1,84 @@
+"""Channels between ranks: messages, heartbeats, silence, and the end of the stream."""
+
+import socket
+from collections.abc import Iterator
+from threading import Event
+
+import pytest
+
+from quire.engine.parallel import messages
+from quire.engine.parallel.channel import Channel
+from support.server import wait_until
+
+Ends = tuple[Channel, Channel, Event]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Rank 0's channel, another rank's, and the event of that one's end."""
+    ours, theirs = socket.socketpair()
+    has_ended = Event()
+    leader, rank = Channel(ours, messages.decode_report), Channel(theirs, messages.decode_command)
+    leader.start()
+    rank.start(has_ended.set, lambda command: command == messages.Resume())
+    yield leader, rank, has_ended
+    leader.close()
+    assert has_ended.wait(10)
+    rank.close()
+
+
+def test_messages_arrive_in_order_and_handled_ones_are_not_received(ends: Ends) -> None:
+    leader, rank, _ = ends
+    for plan in (b"first", b"second"):
+        leader.send(messages.Resume())
+        leader.beat()
+        leader.send(messages.Step(plan))
+    assert [rank.receive(), rank.receive()] == [messages.Step(b"first"), messages.Step(b"second")]
+    rank.send(messages.Stopped(None))
+    assert leader.receive() == messages.Stopped(None)
+
+
+def test_end_of_the_stream_is_told_after_what_was_sent(ends: Ends) -> None:
+    leader, rank, has_ended = ends
+    leader.send(messages.Step(b"last"))
+    leader.close()
+    leader.close()
+    assert has_ended.wait(10)
+    assert rank.receive() == messages.Step(b"last")
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            rank.receive()
+    leader.beat()  # nothing happens
+    with pytest.raises(OSError):  # noqa: PT011 (which one depends on the system)
+        leader.send(messages.Resume())
+
+
+def test_silence_ends_with_a_heartbeat(ends: Ends) -> None:
+    leader, rank, _ = ends
+    assert not rank.is_silent
+    rank.silence_limit_s = 0.2
+    wait_until(lambda: rank.is_silent)
+    leader.beat()
+    wait_until(lambda: not rank.is_silent)
+
+
+def test_heartbeat_does_not_wait_for_a_reader() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours, messages.decode_report)
+        for _ in range(100_000):  # more than the sockets hold
+            channel.beat()
+        channel.close()
+
+
+def test_frame_that_is_no_message_ends_the_channel() -> None:
+    ours, theirs = socket.socketpair()
+    has_ended = Event()
+    channel = Channel(ours, messages.decode_report)
+    channel.start(has_ended.set)
+    theirs.sendall(b"\0\0\0\1\xff")
+    assert has_ended.wait(10)
+    with pytest.raises(EOFError):
+        channel.receive()
+    channel.close()
+    theirs.close()
