@@ -19,7 +19,7 @@ from quire.kernels.program import (
     Program,
     RotaryWrite,
 )
-from quire.kernels.support import require, require_ops
+from quire.kernels.support import CPU, SUPPORT, require, require_ops
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,17 @@ def test_ops_without_a_gpu_path_are_refused_by_name() -> None:
         require("cuda", ["side table"])
 
 
-def test_features_without_a_gpu_path_are_refused_by_name() -> None:
+def test_features_without_a_gpu_path_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads(4, 2, 16)
     rotary = RotaryWrite("a", 0, None, heads, write_kv, is_interleaved=True)
     attention = Attention("b", 0, heads, 1.0, None, paged_attention, softcap=50.0)
     sunk = replace(attention, softcap=0.0, sinks=torch.zeros(4))
-    require_ops("cpp", [rotary, attention, sunk])
+    for back_end in ("cpp", "cuda"):
+        require_ops(back_end, [rotary, attention, sunk])
+    for feature, op in {
+        "interleaved rotary": rotary, "softcap on attention scores": attention, "attention sinks": sunk,
+    }.items():  # fmt: skip
+        monkeypatch.setitem(SUPPORT, feature, CPU)
+        with pytest.raises(ConfigError, match=f"device cuda does not support {feature} yet; use --device cpu"):
+            require_ops("cuda", [op])
     require_ops("cuda", [replace(rotary, is_interleaved=False), replace(attention, softcap=0.0)])
-    with pytest.raises(ConfigError, match="device cuda does not support interleaved rotary yet; use --device cpu"):
-        require_ops("cuda", [rotary])
-    with pytest.raises(ConfigError, match="device cuda does not support softcap on attention scores yet"):
-        require_ops("cuda", [attention])
-    with pytest.raises(ConfigError, match="device cuda does not support attention sinks yet"):
-        require_ops("cuda", [sunk])

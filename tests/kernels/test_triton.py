@@ -74,6 +74,22 @@ def test_kernels_of_a_layer_compile_without_spilling(
 
 
 @pytest.mark.parametrize("capability", [80, 90])
+def test_softcap_sinks_window_and_interleaved_rotary_compile_without_spilling(capability: int) -> None:
+    from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.paged_attention import build_metadata
+
+    ops, cache = cuda_back_end(), torch.empty(3, 16, 8, 128, dtype=torch.bfloat16)
+    query, key = torch.empty(70, 32, 128, dtype=torch.bfloat16), torch.empty(70, 8, 128, dtype=torch.bfloat16)
+    int32, int64 = torch.zeros(5, dtype=torch.int32), torch.zeros(70, dtype=torch.int64)
+    with compiled_launches(capability) as kernels:
+        metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
+        ops.paged_attention(query, cache, cache, metadata, 0.1, 4096, softcap=50.0, sinks=torch.empty(32))
+        ops.write_kv(query, key, key, int64, torch.empty(9, 64), cache, cache, int64, is_interleaved=True)
+    assert len(kernels) == 4
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+
+
+@pytest.mark.parametrize("capability", [80, 90])
 def test_other_kernels_compile_without_spilling(capability: int) -> None:
     import numpy as np
 
@@ -93,6 +109,41 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
     assert len(kernels) == 8
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in kernels), kernels
+
+
+PRODUCTS = [("dense", "", 0), ("int8", "constant", 128), ("int4", "zeros", 0)]
+OTHER_PRODUCTS = [
+    ("int8", "zeros", 32), ("int8", "constant", 0), ("int4", "zeros", 128), ("int4", "minimums", 32), ("fp8", "", 0),
+    ("codebook4", "", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("weight_format", "kind", "activation_group_size"),
+    [*PRODUCTS, *(pytest.param(*case, marks=pytest.mark.matrix) for case in OTHER_PRODUCTS)],
+)
+def test_products_compile_without_spilling(
+    weight_format: str, kind: str, activation_group_size: int, capability: int
+) -> None:
+    from kernels.test_quantized import random_weight
+    from quire.kernels.triton.linear import CudaLinear
+
+    half, fields = torch.bfloat16, {"activation_group_size": activation_group_size}
+    weight = dense(torch.empty(256, 512, dtype=half))
+    if weight_format != "dense":
+        group_size = activation_group_size or 128
+        weight = random_weight((256, 512), group_size, weight_format, kind, dtype=half, **fields)
+    with compiled_launches(capability) as kernels:
+        for num_rows in (1, 64):
+            for activation in ("none", "silu_and_mul"):
+                layer = CudaLinear(weight, activation=activation, is_exact=weight_format == "dense")
+                layer(torch.empty(num_rows, 512, dtype=half))
+    products = [kernel for kernel in kernels if kernel.name == "_product_kernel"]
+    assert len(products) >= 3
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.reads_widely for kernel in products) or activation_group_size == 32, products
+    assert all(kernel.shared_bytes <= SHARED_KIB[capability] << 10 for kernel in products), products
 
 
 def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> None:

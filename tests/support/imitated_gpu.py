@@ -7,6 +7,7 @@ decodes, the measuring of memory. Logits get an error that is another one in eve
 and a test that compares them otherwise than by the margin rule fails here.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from quire.execution.memory_profiling import available_kv_bytes
 from quire.kernels import back_end, linear
 from quire.kernels.block_copy import copy_blocks
 from quire.kernels.kv_cache_write import write_kv
+from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.norm import TorchNorm
 from quire.kernels.paged_attention import AttentionMetadata, paged_attention
 from quire.kernels.sampling import choose_tokens
@@ -110,10 +112,10 @@ def _of_host(parts: Any) -> Any:  # noqa: ANN401
 def _kernel(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return an op that takes tensors of the card, runs in host memory, and returns tensors of the card."""
 
-    def run(*args: Any) -> Any:  # noqa: ANN401
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         args = tuple(_metadata(x) if isinstance(x, AttentionMetadata) else _of_host(x) for x in args)
         with _disable_current_modes():  # type: ignore[no-untyped-call]
-            result = op(*args)
+            result = op(*args, **_of_host(kwargs))
         return tree_map_only(Tensor, CardTensor, torch.from_numpy(result) if isinstance(result, np.ndarray) else result)
 
     def _metadata(metadata: AttentionMetadata) -> AttentionMetadata:
@@ -124,7 +126,9 @@ def _kernel(op: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, *how: Any) -> Tensor:  # noqa: ANN401
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, *how: Any, **more: Any  # noqa: ANN401
+) -> Tensor:
     """Attend for all but the rows of no sequence, which come last."""
     count = int((metadata.context_lens > 0).sum())
     num_tokens, out = int(metadata.query_starts[count]), torch.zeros_like(query)
@@ -135,8 +139,19 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMeta
         metadata.block_size,
     )
     if count:
-        out[:num_tokens] = paged_attention(query[:num_tokens], keys, values, live, *how)
+        out[:num_tokens] = paged_attention(query[:num_tokens], keys, values, live, *how, **more)
     return out
+
+
+def _linear(weight: LinearWeight, *args: Any, **kwargs: Any) -> linear.Linear:  # noqa: ANN401
+    """Return a layer of the card: the real one of a dense weight, PyTorch's of others."""
+    if weight.format == DENSE:
+        return triton_linear.CudaLinear(weight, *args, **kwargs)
+    fields = {each.name: _of_host(getattr(weight, each.name)) for each in dataclasses.fields(weight)}
+    layer = linear.make_linear(LinearWeight(**fields), *_of_host(args), **kwargs)
+    run = _kernel(layer)
+    run.num_bytes = layer.num_bytes  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
 
 
 class Graphs:
@@ -168,6 +183,7 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
     replace_by(torch.cuda, "stream", cuda._on)
     imitated = replace(
         real,
+        linear=_linear,
         norm=TorchNorm,
         paged_attention=_kernel(_attend),
         write_kv=_kernel(write_kv),

@@ -59,10 +59,11 @@ def attend(
     device: torch.device | str = "cpu",
     kv: str = "auto",
     scales: KVScales = ONES,
+    **more: object,
 ) -> list[Tensor]:
     """Compute the parts in one step over a cache of NaN with shuffled blocks; garbage wherever nothing should look.
 
-    `kv`: how the cache is stored, a value of --kv-cache-dtype; `scales`: of fp8.
+    `kv`: how the cache is stored, a value of --kv-cache-dtype; `scales`: of fp8; `more`: softcap and sinks.
     """
     paging = paging or Paging()
     generator = torch.Generator().manual_seed(paging.seed)
@@ -81,8 +82,10 @@ def attend(
         x.to(device)
         for x in (torch.cat([part.tokens.query[part.start : part.stop] for part in parts]), key_cache, value_cache)
     )
-    more = () if scales == ONES else (scales,)
-    out = back_end.paged_attention(query, key_cache, value_cache, metadata, query.shape[2] ** -0.5, window, *more)
+    own = () if scales == ONES else (scales,)
+    more = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in more.items()}
+    scale = query.shape[2] ** -0.5
+    out = back_end.paged_attention(query, key_cache, value_cache, metadata, scale, window, *own, **more)
     assert out.shape == query.shape
     assert out.dtype == query.dtype
     return list(out.cpu().split(counts[1:].tolist()))

@@ -21,6 +21,7 @@ ZERO_POINTS = {INT8: 128, INT4: 8}  # of weights that are quantized here
 NARROW_SCALE = 0.9  # of int4: clips a group's extreme, and rounds the others finer; decision 0018
 WHOLE_NUMBERS = 1.5 * 2**23  # from 2^23 to 2^24 float32 has nothing else
 ELEMENTS_AT_ONCE = (1 << 15) - 1  # being quantized or expanded: too few for torch to start its threads
+ELEMENTS_AT_ONCE_ON_GPU = 1 << 24  # 64 MiB for each tensor of float32 on the way
 ROWS_AT_ONCE = 256  # of a weight that is being quantized, by one thread of ours
 
 
@@ -130,17 +131,22 @@ def round_to_nearest(
     `group_size` inputs share a scale, and one zero point serves all. Needs a byte for each element, and little more.
     """
     (out_features, in_features), zero = weight.shape, ZERO_POINTS[weight_format]
-    size, step = min(group_size, in_features), max(1, ELEMENTS_AT_ONCE // in_features)
+    is_on_host = weight.device.type == "cpu"
+    at_once = ELEMENTS_AT_ONCE if is_on_host else ELEMENTS_AT_ONCE_ON_GPU
+    size, step = min(group_size, in_features), max(1, at_once // in_features)
     data = torch.empty(out_features, in_features, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_features, -(-in_features // size), device=weight.device)
 
-    def round_some(first: int) -> None:
-        for start in range(first, min(first + ROWS_AT_ONCE, out_features), step):
-            rows = slice(start, min(start + step, first + ROWS_AT_ONCE))
+    def round_some(first: int, num_rows: int) -> None:
+        for start in range(first, min(first + num_rows, out_features), step):
+            rows = slice(start, min(start + step, first + num_rows))
             data[rows], scales[rows] = _round_rows(weight[rows].float(), size, zero)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # which meet once, and not after every operation
-        list(pool.map(round_some, range(0, out_features, ROWS_AT_ONCE)))
+    if is_on_host:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # which meet once, and not after every operation
+            list(pool.map(lambda first: round_some(first, ROWS_AT_ONCE), range(0, out_features, ROWS_AT_ONCE)))
+    else:
+        round_some(0, out_features)
     return LinearWeight(
         weight_format, (data,), out_features, in_features, scales, zero, group_size,
         activation_group_size=activation_group_size, dtype=weight.dtype,

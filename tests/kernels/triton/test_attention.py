@@ -36,6 +36,15 @@ def test_step_matches_the_reference(
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
 
 
+@pytest.mark.parametrize("how", [{"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}], ids=str)
+def test_softcap_and_sinks_match_the_reference(how: dict[str, object], device: torch.device) -> None:
+    parts = parts_of(SPANS, (3, 1, 24), torch.float32)
+    more = how | ({"sinks": torch.tensor([-3.0, 0.5, 6.0])} if "sinks" in how else {})
+    results = attend(parts, Paging(16, 1), 50, cuda_back_end(), device, **more)
+    for result, wanted in zip(results, attend(parts, Paging(16, 1), 50, REFERENCE, **more), strict=True):
+        torch.testing.assert_close(result, wanted, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("context_len", [256, 257, 513, 8193])
 def test_partitions_cover_the_context_once(context_len: int, device: torch.device) -> None:
     parts = parts_of([(context_len - 1, context_len)], (1, 1, 16), torch.float32)

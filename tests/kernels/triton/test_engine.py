@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.cuda_worker import CudaWorker
 from quire.kernels.back_end import cuda_back_end
@@ -34,6 +34,19 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path, device: torch.device) -> N
         answers = tokens_of(llm, PROMPTS[:2])
     for prompt, (tokens,) in zip(PROMPTS, answers, strict=False):
         assert not differences_beyond_margin(model, prompt, tokens, margin=1e-3)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_quantized_weights_give_the_logprobs_of_the_cpu(method: str, tmp_path: Path, device: torch.device) -> None:
+    """int8 activations have the same bits on both, so rounding of norms and attention alone moves a logprob."""
+    settings = {"model": write_random_model(tmp_path), "quantization": method, "num_kv_blocks": 32, "dtype": "float32"}
+    params, found = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0), list[list[float]]()
+    for make in (interpreted, LLM):
+        with make(**settings) as llm:
+            (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        chosen = output.outputs[0]
+        found.append([entry[token].logprob for token, entry in zip(chosen.token_ids, chosen.logprobs, strict=True)])
+    assert found[0] == pytest.approx(found[1], abs=2e-3)
 
 
 @pytest.mark.matrix

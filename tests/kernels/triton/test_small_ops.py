@@ -23,10 +23,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(6, 2, 24), (3, 3, 80), (8, 1, 64)], ids=str)
-@pytest.mark.parametrize("rotary_dim", [None, 16, "all"])
+@pytest.mark.parametrize(
+    ("rotary_dim", "is_interleaved"), [(None, False), (16, False), ("all", False), (16, True), ("all", True)]
+)
 def test_write_stores_turned_keys_and_values_where_the_slots_say(
-    heads: tuple[int, int, int], rotary_dim: int | str | None, dtype: torch.dtype, device: torch.device
-) -> None:
+    heads: tuple[int, int, int], rotary_dim: int | str | None, is_interleaved: bool, dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
     num_heads, num_kv_heads, head_dim = heads
     rotary_dim = head_dim if rotary_dim == "all" else rotary_dim
     counts = [num_heads, num_kv_heads, num_kv_heads]
@@ -37,9 +40,13 @@ def test_write_stores_turned_keys_and_values_where_the_slots_say(
     caches = [cache.to(device) for cache in caches]
     query, key, value = projected.clone().to(device).split(counts, dim=1)  # slices of one projection
     table = random(9, rotary_dim) if isinstance(rotary_dim, int) else None
-    turned = kv_cache_write.write_kv(*projected.split(counts, dim=1), positions, table, *expected, slots)
+    turned = kv_cache_write.write_kv(
+        *projected.split(counts, dim=1), positions, table, *expected, slots, is_interleaved=is_interleaved
+    )
     on_device = None if table is None else table.to(device)
-    result = CUDA_OPS.write_kv(query, key, value, positions.to(device), on_device, *caches, slots.to(device))
+    result = CUDA_OPS.write_kv(
+        query, key, value, positions.to(device), on_device, *caches, slots.to(device), is_interleaved=is_interleaved
+    )
     torch.testing.assert_close(result.cpu(), turned, **TOLERANCE[dtype])
     for cache, wanted in zip(caches, expected, strict=True):
         torch.testing.assert_close(cache.cpu(), wanted, equal_nan=True, **TOLERANCE[dtype])

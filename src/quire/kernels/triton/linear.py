@@ -1,28 +1,24 @@
-"""Linear layers by torch's matrix products, each followed by one Triton kernel for its activation.
+"""Linear layers on a GPU: dense ones by torch's matrix products, those of other formats by `triton.products`.
 
-A product's order of summation is cuBLAS's choice, by the shape of the whole: a row may differ in its last bits from the
-same row in other company (docs/decisions/0012).
+The order of summation of torch's products is cuBLAS's choice, by the shape of the whole: a row may differ in its last
+bits from the same row in another batch (docs/decisions/0012). Exact layers are of `triton.products` in any format.
 """
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.linear import GATED, Activation
-from quire.kernels.linear_weight import LinearWeight
-
-BLOCK = 1024
-SQRT_HALF = tl.constexpr(0.5**0.5)
-SQRT_2_BY_PI = tl.constexpr((2.0 / 3.141592653589793) ** 0.5)
+from quire.kernels.linear import Activation
+from quire.kernels.linear_weight import DENSE, LinearWeight
+from quire.kernels.triton.activation import activate
+from quire.kernels.triton.products import pack, product
 
 
 class CudaLinear:
-    """y = activation(x W^T + b) for x [num_rows, in_features]; result [num_rows, out_features].
+    """y = activation(x W^T + addend + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
-    The weight is dense; bias [out_features] or None; gated activations make half as many outputs. `dtype` is the
-    result's: the weight's, or float32.
+    bias [out_features] or None; gated activations make half as many outputs. `dtype` is the result's: the model's, or
+    float32. `is_exact`: a row's bits do not depend on the other rows.
     """
 
     def __init__(
@@ -32,60 +28,29 @@ class CudaLinear:
         *,
         dtype: torch.dtype | None = None,
         activation: Activation = "none",
+        is_exact: bool = False,
     ) -> None:
-        parts = weight.dense_parts()
-        self._weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        assert dtype in (None, self._weight.dtype) or (dtype == torch.float32 and bias is None)
-        self._bias, self._activation = bias, activation
-        self._is_widened = dtype not in (None, self._weight.dtype)
-        self.num_bytes = self._weight.nbytes
+        self._weight, self._bias, self._activation = pack(weight), bias, activation
+        self._dtype = weight.value_dtype
+        self._out_dtype = dtype or self._dtype
+        assert self._out_dtype == self._dtype or (self._out_dtype == torch.float32 and activation == "none")
+        self._is_exact, self._is_packed = is_exact, is_exact or weight.format != DENSE
+        self.num_bytes = self._weight.num_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply all rows at once."""
-        x = x.to(self._weight.dtype)
-        if not self._is_widened:
-            return activate(F.linear(x, self._weight, self._bias), self._activation)
-        if x.is_cuda:  # the sums as they are, without a copy of the weight in float32
-            return torch.mm(x, self._weight.T, out_dtype=torch.float32)
-        return F.linear(x.float(), self._weight.float())
-
-
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Return what `quire.kernels.activation` says for contiguous x [num_rows, width]; gated ones halve the width."""
-    if activation == "none":
-        return x
-    num_rows, width = x.shape
-    width = width // 2 if activation in GATED else width
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    _activate_kernel[(num_rows, triton.cdiv(width, BLOCK))](x, out, width, NAME=activation, BLOCK=BLOCK)
-    return out
-
-
-@triton.jit
-def _activate_kernel(x, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of one row, each element by itself in float32."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_column = columns < width
-    if NAME == "silu_and_mul":
-        gate = tl.load(x + row * 2 * width + columns, mask=is_column, other=0.0)
-        up = tl.load(x + row * 2 * width + width + columns, mask=is_column, other=0.0)
-        wide = gate.to(tl.float32)
-        result = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up
-    elif NAME == "gelu_tanh_and_mul":
-        gate = tl.load(x + row * 2 * width + columns, mask=is_column, other=0.0)
-        up = tl.load(x + row * 2 * width + width + columns, mask=is_column, other=0.0)
-        wide = gate.to(tl.float32)
-        inner = (wide + wide * wide * wide * 0.044715) * SQRT_2_BY_PI
-        result = (wide * 0.5 * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))).to(gate.dtype) * up
-    else:
-        values = tl.load(x + row * width + columns, mask=is_column, other=0.0)
-        wide = values.to(tl.float32)
-        if NAME == "relu":
-            result = tl.maximum(wide, 0.0)
-        elif NAME == "gelu":
-            result = wide * 0.5 * (tl.erf(wide * SQRT_HALF) + 1.0)
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+        """Multiply all rows at once. addend: float32, as `linear.Linear` says."""
+        if self._is_packed:
+            return product(
+                x, self._weight, self._bias, dtype=self._out_dtype, activation=self._activation, addend=addend,
+                is_exact=self._is_exact,
+            )  # fmt: skip
+        x, weight = x.to(self._dtype), self._weight.elements
+        if addend is None and self._out_dtype == self._dtype:
+            return activate(F.linear(x, weight, self._bias), self._activation)
+        if x.is_cuda and self._dtype != torch.float32:  # the sums as they are, without a copy of the weight in float32
+            sums = torch.mm(x, weight.T, out_dtype=torch.float32)
         else:
-            inner = (wide + wide * wide * wide * 0.044715) * SQRT_2_BY_PI
-            result = wide * 0.5 * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))  # 1 + tanh(inner)
-    tl.store(out + row * width + columns, result, mask=is_column)
+            sums = F.linear(x.float(), weight.float())
+        sums = sums if addend is None else sums + addend
+        sums = sums if self._bias is None else sums + self._bias.float()
+        return activate(sums.to(self._out_dtype), self._activation)
