@@ -24,7 +24,8 @@ WIDTH = 120                      # characters of a line that is not a table's
 def flag_names(declared: Declared) -> str:
     """Return the flag as the page writes it, with its negative where it has one."""
     name = declared.name.replace("_", "-")
-    other = f"--no-{name}" if declared.default is True else declared.option.short
+    is_switched_off = declared.default is True or declared.hint == bool | None
+    other = f"--no-{name}" if is_switched_off else declared.option.short
     return f"`--{name}`" if other is None else f"`--{name}`, `{other}`"
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
 from quire.core.options import parse_bytes
 from quire.engine.options import EngineOptions
@@ -51,6 +52,7 @@ def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
         ("batching", "dynamic"),
         ("seed", "zero"),
         ("enable_prefix_caching", "no"),
+        ("exact", "yes"),
         ("max_logprobs", -2),
         ("scheduling_policy", "lifo"),
         ("max_kv_share_per_key", 0),
@@ -108,3 +110,10 @@ def test_swapping_takes_a_swap_space_of_any_size(sizes: dict[str, Any]) -> None:
 def test_kv_share_needs_pages() -> None:
     with pytest.raises(ConfigError, match=r"max_kv_share_per_key 0.5 needs memory_policy 'paged'"):
         EngineOptions(max_kv_share_per_key=0.5, memory_policy="contiguous-max")
+
+
+def test_answers_of_a_cpu_are_always_exact() -> None:
+    with LLM(device="cpu", exact=True, num_kv_blocks=8) as llm:
+        assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
+    with pytest.raises(ConfigError, match="exact False is not supported on device cpu"):
+        LLM(device="cpu", exact=False, num_kv_blocks=8)

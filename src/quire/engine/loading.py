@@ -64,7 +64,9 @@ def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = N
     device = resolve_device(options.device)
     if device.type == "cuda" and options.data_parallel_size > 1:
         raise ConfigError(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
-    back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim)
+    if device.type == "cpu" and options.exact is False:
+        raise ConfigError("exact False is not supported on device cpu: its answers never depend on other requests")
+    back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True)
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, source.dtype(options.dtype))
     require_kv_dtype(back_end.name, options.kv_cache_dtype)

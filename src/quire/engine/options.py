@@ -129,6 +129,12 @@ class EngineOptions:
         row="`cpu`; `cuda`, refused where torch sees no GPU or Triton is not installed; `auto`: a GPU where both are "
         "there ([gpu.md](gpu.md))",
     )  # fmt: skip
+    exact: bool | None = _engine(
+        None, "answers on a GPU that do not depend on the other requests, for slower products",
+        shown_default="off on a GPU; always on for a CPU",
+        row="`True`: on a GPU, too, a row's logits have the same bits alone and in any batch "
+        "([gpu.md](gpu.md#exact)); `None`: not on a GPU. On a CPU they always have, and `False` is refused",
+    )  # fmt: skip
     max_model_len: int | None = _engine(
         None, "longest prompt and output, tokens", low=1, shown_default="the model's, cut to what the KV cache holds",
         row="longest prompt and output together, tokens; `None`: the model's, cut to what the KV cache holds. The "

@@ -74,14 +74,18 @@ REFERENCE = replace(TORCH, name="reference", paged_attention=paged_attention.ref
 NAMES = ("cpp", "torch", "reference")  # of the CPU's
 
 
-def choose_back_end(device: torch.device, name: str = "auto", isa: str = "auto", head_dim: int = 8) -> BackEnd:
+def choose_back_end(
+    device: torch.device, name: str = "auto", isa: str = "auto", head_dim: int = 8, *, is_exact: bool = False
+) -> BackEnd:
     """Return the back end for `device`: the fastest one there is for it, or the one named.
+
+    `is_exact`: on CUDA, too, a row's result does not depend on the other rows.
 
     `isa` is the instruction set of the C++ kernels; auto is the best that the CPU has. Where they were not built, or
     cannot serve heads of `head_dim`, auto is the PyTorch stand-in. Raises ConfigError for what is not there.
     """
     if device.type == "cuda":
-        return cuda_back_end(head_dim)
+        return cuda_back_end(head_dim, is_exact=is_exact)
     if name not in ("auto", *NAMES):
         raise ConfigError(f"the back end must be auto, {' or '.join(NAMES)}, got {name!r}")
     if name in ("torch", "reference"):
@@ -102,7 +106,7 @@ def choose_back_end(device: torch.device, name: str = "auto", isa: str = "auto",
     return replace(TORCH, name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
 
 
-def cuda_back_end(head_dim: int = 8) -> BackEnd:
+def cuda_back_end(head_dim: int = 8, *, is_exact: bool = False) -> BackEnd:
     """Return the back end for CUDA. ConfigError where Triton is missing, or cannot serve heads of `head_dim`."""
     if find_spec("triton") is None:
         raise ConfigError("device cuda needs Triton; install quire[gpu]")
@@ -111,4 +115,4 @@ def cuda_back_end(head_dim: int = 8) -> BackEnd:
     if head_dim > attention.MAX_HEAD_DIM:
         limit = attention.MAX_HEAD_DIM
         raise ConfigError(f"device cuda serves heads of at most {limit}, the model's have {head_dim}; use cpu")
-    return replace(TORCH, name="cuda", **back_end.triton_ops())
+    return replace(TORCH, name="cuda", **back_end.triton_ops(is_exact=is_exact))

@@ -11,6 +11,7 @@ from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.cuda_worker import CudaWorker
 from quire.kernels.back_end import cuda_back_end
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
+from support.interpreter import rows_alike
 from support.random_model import write_random_model
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,8 +23,9 @@ pytestmark = [
 
 def interpreted(**settings: object) -> LLM:
     """Make an engine whose ops are those of a GPU, on tensors in host memory."""
+    is_exact = settings.get("exact") is True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **kwargs: cuda_back_end())
+        patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **how: cuda_back_end(is_exact=is_exact))
         patch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
         return LLM(device="cpu", **settings)  # type: ignore[arg-type]
 
@@ -47,6 +49,20 @@ def test_quantized_weights_give_the_logprobs_of_the_cpu(method: str, tmp_path: P
         chosen = output.outputs[0]
         found.append([entry[token].logprob for token, entry in zip(chosen.token_ids, chosen.logprobs, strict=True)])
     assert found[0] == pytest.approx(found[1], abs=2e-3)
+
+
+def test_logprobs_of_an_exact_engine_have_the_same_bits_alone_and_together(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of 40 rows, which torch's product sums in another order than single rows."""
+    rows_alike(monkeypatch)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=3)
+    prompts = [list(prompt) for prompt in PROMPTS[:2]] + [[7, 3 + i] for i in range(6)]
+    with interpreted(model=write_random_model(tmp_path), dtype="float32", num_kv_blocks=64, exact=True) as llm:
+        together = [each.outputs[0].logprobs for each in llm.generate(prompts, params, use_tqdm=False)]
+        for index in (0, 5):
+            (alone,) = llm.generate([prompts[index]], params, use_tqdm=False)
+            assert alone.outputs[0].logprobs == together[index]
 
 
 @pytest.mark.matrix

@@ -1,10 +1,8 @@
 """Products with weights of every format in Triton, against the meaning of each; exact ones with themselves."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import a8_sums, quantize_activations
 from quire.kernels.triton.linear import CudaLinear
 from quire.kernels.triton.products import EXACT_ROWS, FEW_ROWS, quantize
+from support.interpreter import rows_alike
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 SIZES = [(64, 32, 32), (96, 64, 64), (71, 32, 16), (100, 1000, 64), (100, 100, 100), (33, 128, 128)]
@@ -109,9 +108,3 @@ def test_row_of_an_exact_layer_has_the_same_bits_in_any_company(
     for first, last in ((0, 1), (5, 22), (EXACT_ROWS - 1, EXACT_ROWS + 9)):
         assert torch.equal(layer(x[first:last]), together[first:last])
     assert together.dtype == torch.float32
-
-
-def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let products of the interpreter sum all rows of a tile alike, as matrix units do and NumPy's library does not."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        monkeypatch.setattr(np, "matmul", lambda a, b, dtype=None: np.einsum("ik,kj->ij", a, b, dtype=dtype))

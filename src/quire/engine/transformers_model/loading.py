@@ -83,6 +83,7 @@ def _check_options(options: EngineOptions) -> None:
     refused = {
         "device": options.device == "cuda",
         "enable_lora": options.enable_lora,
+        "exact": options.exact is False,
         "kv_cache_dtype": options.kv_cache_dtype != "auto",
         "runner": options.runner == "pooling",
         "speculative_config with a draft model": (

@@ -1,5 +1,6 @@
 """Back end of Triton: the ops that differ from the PyTorch stand-ins."""
 
+from functools import partial
 from typing import Any
 
 from quire.kernels import cache_layout, philox
@@ -7,10 +8,10 @@ from quire.kernels.sampling_ops import SamplingOps
 from quire.kernels.triton import attention, block_copy, kv_cache_write, linear, logprobs, norm, sampling, token_masks
 
 
-def triton_ops() -> dict[str, Any]:
-    """Return the ops of a back end by field."""
+def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
+    """Return the ops of a back end by field. `is_exact`: a row's result does not depend on the other rows."""
     return {
-        "linear": linear.CudaLinear,
+        "linear": partial(linear.CudaLinear, is_exact=is_exact),
         "cache_layout": cache_layout.UNQUANTIZED,
         "paged_attention": attention.paged_attention,
         "write_kv": kv_cache_write.write_kv,
