@@ -123,6 +123,15 @@ def test_wrong_drafts_with_int4_weights_cost_less_than_three_percent_of_the_firs
     assert mean_cost(cost, MEASURED_INT4, 0.0, 64) < 1.03
 
 
+def test_machine_with_faster_memory_than_the_constants_loses_little_and_keeps_the_gain() -> None:
+    """Five rows of bfloat16 cost 1.43 on a Zen 5, by its speed with four drafts that are always wrong."""
+    cost, measured = StepCost.of("avx512_bf16", 2.0), StepCost(rows_per_read=5 / (1.43**2 - 1) ** 0.5)
+    step_costs = measured(np.arange(1, MAX_DRAFTS + 2)).tolist()
+    assert mean_cost(cost, step_costs, 0.0, 64) < 1.015
+    gains = [1 / mean_cost(cost, step_costs, 0.75, 64, seed) for seed in range(40)]
+    assert sum(gains) / len(gains) > 2.0
+
+
 @pytest.mark.parametrize("bytes_per_weight", [2.0, 1.03, 0.57])
 @pytest.mark.parametrize(("acceptance", "gain"), [(0.5, 1.2), (0.75, 1.7), (0.9, 2.2), (1.0, 2.7)])
 def test_short_first_drafts_and_pauses_leave_most_of_the_gain(
@@ -139,7 +148,7 @@ def test_new_row_begins_with_as_many_drafts_as_cost_little() -> None:
         limits(AdaptiveLength(StepCost.of(kernels, bytes_per_weight), 1), [0], 16)[0]
         for kernels, bytes_per_weight in (("avx2", 0.57), ("avx512_bf16", 0.57), ("avx512_bf16", 2.0), ("amx", 2.0))
     ]
-    assert firsts == [1, 1, 4, 7]
+    assert firsts == [1, 1, 1, 7]
     lengths = AdaptiveLength(StepCost.of("avx512_bf16", 0.57), 1)
     lengths.record(0, 1, 1)
     assert limits(lengths, [0])[0] > 1

@@ -77,8 +77,8 @@ _SUPPORTED = (
     same(
         config("speculative_config", "-sc"),
         "`method` `ngram`, `suffix` or `draft_model`, with `model`, `num_speculative_tokens` (up to 16), "
-        "`prompt_lookup_min` and `prompt_lookup_max`; other methods and keys end the start; no token changes "
-        "([speculation](speculation.md))",
+        "`prompt_lookup_min` (2; in vLLM 5) and `prompt_lookup_max`; other methods and keys end the start; no token "
+        "changes ([speculation](speculation.md))",
         values.json_text,
     ),
     same(text("spec_method"), "`ngram`, `suffix` or `draft_model`"),

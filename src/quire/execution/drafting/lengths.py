@@ -21,7 +21,9 @@ from quire.execution.drafting.step_cost import StepCost
 
 PRIOR = np.array([0.6, 0.4])  # accepted and rejected draft tokens that a new row begins with: one in all
 RETRY = PRIOR / 8  # the same after a pause: one rejected draft or two begin the next one
-FIRST_COST = 1.2  # of a step with the first draft of a row or behind a pause, by one without: at most, or one token
+# Cost of a step with the first draft of a row or behind a pause, by one without: at most, or one token. Machines with
+# one instruction set differ: five rows of bfloat16 cost 1.17 on a Zen 4 and 1.43 on a Zen 5 (docs/speculation.md).
+FIRST_COST = 1.04
 MIN_GAIN = 1.03  # speedup of the best drafts possible below which nothing is looked up, and nothing drafted
 KEPT = 0.875  # share of the counts that remains with each verified draft: about the last eight of them matter
 PAUSES = (4, 64)  # drafts that a row skips, in its first pause and at most
