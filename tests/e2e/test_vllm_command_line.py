@@ -23,6 +23,6 @@ def test_server_starts_and_answers(demo_model: Path) -> None:
     assert [line.split()[1] for line in told] == [
         "--trust-remote-code", "--enforce-eager", "-O", "--disable-log-stats",
         "--enable-chunked-prefill", "--load-format", "--tokenizer-mode", "--disable-log-requests",
-        "--uvicorn-log-level", "--limit-mm-per-prompt", "--enable-prompt-tokens-details", "--compilation-config",
-        "QUIRE_ASYNC_SCHEDULING",
+        "--uvicorn-log-level", "--limit-mm-per-prompt", "--enable-prompt-tokens-details",
+        "QUIRE_ASYNC_SCHEDULING", "--compilation-config",       # keys one by one come last
     ]  # fmt: skip

@@ -70,6 +70,13 @@ def test_what_has_not_landed_is_refused_never_ignored() -> None:
         EngineOptions(distributed_executor_backend="ray")
 
 
+def test_revision_of_a_tokenizer_needs_one() -> None:
+    assert EngineOptions("owner/name", revision="v2", tokenizer_revision="v2").tokenizer_revision == "v2"
+    assert EngineOptions("owner/name", tokenizer="owner/other", tokenizer_revision="v2").revision is None
+    with pytest.raises(ConfigError, match="tokenizer_revision 'v2' needs a tokenizer"):
+        EngineOptions("owner/name", tokenizer_revision="v2")
+
+
 def test_executor_of_one_process_takes_no_ranks() -> None:
     assert EngineOptions(distributed_executor_backend="uni").tensor_parallel_size == 1
     with pytest.raises(ConfigError, match="'uni' is one process: tensor_parallel_size must be 1, got 2"):

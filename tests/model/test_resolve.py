@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.errors import ModelError
 from quire.model import resolve
-from quire.model.resolve import DEMO_MODEL, resolve_model
+from quire.model.resolve import DEMO_MODEL, resolve_model, resolve_tokenizer
 
 
 def test_a_local_folder_is_itself(tmp_path: Path) -> None:
@@ -63,6 +63,20 @@ def test_hub_id_without_network_is_found_in_the_cache(offline_hub: Path) -> None
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("0" * 40)
     assert resolve_model("owner/name") == snapshot
+    with pytest.raises(ModelError, match=r"owner/name \(revision 'v2'\): no such local folder; the hub gave"):
+        resolve_model("owner/name", revision="v2")
+    older = model / "snapshots" / ("1" * 40)
+    older.mkdir()
+    (older / "config.json").write_text("{}")
+    (model / "refs" / "v2").write_text("1" * 40)
+    for revision, found in (("v2", older), ("1" * 40, older), ("main", snapshot), (None, snapshot)):
+        assert resolve_model("owner/name", revision=revision) == found
+        assert resolve_tokenizer("owner/name", Path("model"), revision) == found
+    assert resolve_tokenizer(None, Path("model"), "v2") == Path("model")
+
+
+def test_folders_have_no_revisions(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path), revision="v2") == tmp_path
 
 
 def test_no_name_is_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

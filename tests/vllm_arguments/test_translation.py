@@ -114,7 +114,7 @@ REFUSED: dict[str, object] = {
     "pipeline_parallel_size": 2, "default_mm_loras": {"a": "b"}, "watermark_config": {"a": 1},
     "load_format": "pt", "tokenizer_mode": "mistral", "model_class_overrides": {"a": 1}, "cpu_offload_gb": 4.0,
     "logits_processors": ["a.b"], "quantization_config": {"linear": "int8"}, "rope_scaling": {"factor": 2},
-    "worker_cls": object, "revision": "main", "logprobs_mode": "raw_logits",
+    "worker_cls": object, "logprobs_mode": "raw_logits",
     "task": "classify", "convert": "reward", "pooler_config": {"task": "token_embed"},
 }  # fmt: skip
 

@@ -126,9 +126,10 @@ async def connect(engine: EngineOptions, server: ServerOptions, options: DeployO
     """Return the server's application over the engine replicas, once one of them is ready."""
     handle = serve.get_deployment_handle(ENGINES, options.name)
     ready = msgspec.msgpack.decode(await handle.ready.remote(), type=Ready)
-    folder = await asyncio.to_thread(resolve_model, engine.model)
+    folder = await asyncio.to_thread(resolve_model, engine.model, revision=engine.revision)
     use: TokenizerUse = "skipped" if engine.skip_tokenizer_init else "required"
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(resolve_tokenizer(engine.tokenizer, folder)), use)
+    text_source = resolve_tokenizer(engine.tokenizer, folder, engine.tokenizer_revision)
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(text_source), use)
     names = server.served_model_name or (engine.model or DEMO_NAME,)
     metrics = Metrics(names[0])
     metrics.engines[0].engine_ready(ready)

@@ -111,8 +111,8 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
 
 
 def _assemble(options: EngineOptions, ranks: "RankSet | None", *, loads_tokenizer: bool) -> AssembledEngine:
-    folder = resolve_model(options.model)
-    text_source = resolve_tokenizer(options.tokenizer, folder)
+    folder = resolve_model(options.model, revision=options.revision)
+    text_source = resolve_tokenizer(options.tokenizer, folder, options.tokenizer_revision)
     loaded = _load(options, folder) if ranks is None else ranks.join(load(options, folder, ranks.open))
     draft_model = _draft_model(options, loaded, text_source)
     if loads_tokenizer:

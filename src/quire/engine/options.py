@@ -57,6 +57,14 @@ class EngineOptions:
         row="folder, GGUF file or hub id with the tokenizer and the chat template; `None`: the model's own. For GGUF "
         "files with a vocabulary that is not read",
     )  # fmt: skip
+    revision: str | None = _engine(
+        None, "branch, tag or commit of the model's hub id", metavar="NAME", shown_default="the default branch",
+        row="branch, tag or commit of a hub id; `None`: the default branch. Folders and files have none",
+    )  # fmt: skip
+    tokenizer_revision: str | None = _engine(
+        None, "branch, tag or commit of the tokenizer's hub id", metavar="NAME", shown_default="the default branch",
+        row="the same of the hub id that `tokenizer` names; the model's own tokenizer is of `revision`",
+    )  # fmt: skip
     model_impl: ModelImpl = _engine(
         "auto", "layers of the model: Quire's own, transformers' on Quire's cache, or auto: its own where it has them",
         row="layers of the model: `quire`, its own; `transformers`, those of the transformers library on Quire's cache "
@@ -310,6 +318,10 @@ class EngineOptions:
             raise ConfigError(
                 f"speculative_config needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
                 f"{self.memory_policy!r}"
+            )
+        if self.tokenizer is None and self.tokenizer_revision not in (None, self.revision):
+            raise ConfigError(
+                f"tokenizer_revision {self.tokenizer_revision!r} needs a tokenizer: the model's own is of its revision"
             )
         if self.distributed_executor_backend == "ray":
             raise ConfigError("distributed_executor_backend 'ray' is not supported yet; use auto or mp")

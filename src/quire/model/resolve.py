@@ -15,10 +15,11 @@ TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "merges.txt")
 HUB_FILES_LEFT_OUT = ["original/*", "consolidated*"]  # a second copy of the weights, in the publisher's own format
 
 
-def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES) -> Path:
+def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES, revision: str | None = None) -> Path:
     """Return the folder of `model`, or its GGUF file; None is the bundled demo model.
 
-    The `files` of a hub id are downloaded into the hub's cache, or found there without network. Raises ModelError with
+    The `files` of a hub id are downloaded into the hub's cache, or found there without network, at a `revision` (a
+    branch, a tag or a commit; None: the default branch), which folders and files do not have. Raises ModelError with
     the sources that were tried.
     """
     if model is None:
@@ -34,12 +35,12 @@ def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES) -> Path
         raise ModelError(f"{model}: is no GGUF file; expected one, or a folder with {CONFIG_FILE} and safetensors")
     if not _is_hub_id(model):
         raise ModelError(f"{model!r}: no such folder, and not a hub id of the form owner/name")
-    return _from_hub(model, files)
+    return _from_hub(model, files, revision)
 
 
-def resolve_tokenizer(tokenizer: str | None, model: Path) -> Path:
+def resolve_tokenizer(tokenizer: str | None, model: Path, revision: str | None = None) -> Path:
     """Return the folder or file with the tokenizer named, or without a name that of the model found."""
-    return model if tokenizer is None else resolve_model(tokenizer, TOKENIZER_FILES)
+    return model if tokenizer is None else resolve_model(tokenizer, TOKENIZER_FILES, revision)
 
 
 def _demo_model() -> Path:
@@ -53,27 +54,32 @@ def _is_hub_id(model: str) -> bool:
     return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
 
 
-def _from_hub(model: str, files: tuple[str, ...]) -> Path:
+def _from_hub(model: str, files: tuple[str, ...], revision: str | None) -> Path:
     try:
-        return Path(_snapshot(model, files, local_files_only=False))
+        return Path(_snapshot(model, files, revision, local_files_only=False))
     except Exception as error:  # the hub client raises its HTTP library's errors as well
         log.debug("download of %s failed", model, exc_info=True)
         reason = error
     try:
-        return Path(_snapshot(model, files, local_files_only=True))  # some proxies hide the cache from it
+        return Path(_snapshot(model, files, revision, local_files_only=True))  # some proxies hide the cache from it
     except Exception:
         raise ModelError(
-            f"{model}: no such local folder; the hub gave {type(reason).__name__} ({_first_line(reason)}); "
-            "and the hub's local cache does not have it"
+            f"{model}{_at(revision)}: no such local folder; the hub gave {type(reason).__name__} "
+            f"({_first_line(reason)}); and the hub's local cache does not have it"
         ) from reason
 
 
-def _snapshot(model: str, files: tuple[str, ...], *, local_files_only: bool) -> str:
+def _at(revision: str | None) -> str:
+    return "" if revision is None else f" (revision {revision!r:.100})"
+
+
+def _snapshot(model: str, files: tuple[str, ...], revision: str | None, *, local_files_only: bool) -> str:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (0.3 s that a folder can start without)
 
     return str(
         snapshot_download(
             model,
+            revision=revision,
             allow_patterns=list(files),
             ignore_patterns=HUB_FILES_LEFT_OUT,
             local_files_only=local_files_only,

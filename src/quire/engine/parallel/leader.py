@@ -126,7 +126,7 @@ class RankSet:
         """Start the other ranks, which begin to load; return rank 0 and the number of positions of all."""
         check_shardable(spec, self._num_ranks)
         self._watcher.start()
-        path = resolve_model(self._options.model)
+        path = resolve_model(self._options.model, revision=self._options.revision)
         layout, digest = MemoryLayout.of(spec, self._options.resolved_max_num_seqs), model_digest(path)
         exchange = self._open_exchange(layout)
         isa = self._common_isa([self._receive(peer, messages.Hello) for peer in self.peers])
