@@ -124,3 +124,8 @@ def test_answers_of_a_cpu_are_always_exact() -> None:
         assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
     with pytest.raises(ConfigError, match="exact False is not supported on device cpu"):
         LLM(device="cpu", exact=False, num_kv_blocks=8)
+
+
+def test_graphs_are_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="capture_graphs True is not supported on device cpu"):
+        LLM(device="cpu", capture_graphs=True)

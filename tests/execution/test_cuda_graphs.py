@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.execution.cuda_graphs import SIZES, WANTED_BEFORE_CAPTURE, CudaGraphRunner
+from quire.execution.cuda_graphs import (
+    MIXED_ROWS,
+    MIXED_TOKENS,
+    SIZES,
+    WANTED_BEFORE_CAPTURE,
+    CudaGraphRunner,
+    graph_size,
+)
 from quire.model.batch import ForwardBatch
 
 MAX_BLOCKS = 5
@@ -106,9 +113,53 @@ def test_batch_is_padded_with_rows_of_no_sequence(graphs: CudaGraphRunner, recor
     assert torch.equal(seen.block_tables[:6, :2], batch.block_tables)
 
 
-def test_prompts_and_batches_above_the_last_size_run_as_they_are(graphs: CudaGraphRunner, recorder: Recorder) -> None:
+def test_step_with_chunks_is_padded_with_rows_without_tokens(graphs: CudaGraphRunner, recorder: Recorder) -> None:
+    for _ in range(WANTED_BEFORE_CAPTURE):
+        assert graphs.run(batch_of(3, counts=6)) is None
+        graphs.capture_one()
+    assert recorder.num_captured == 1, "the largest of its kind"
+    graphs.capture_one()
+    for num_rows in (5, 4):  # what the larger step left is covered
+        batch = batch_of(num_rows, counts=5)
+        hidden = graphs.run(batch)
+        assert hidden is not None
+        assert torch.equal(hidden, (batch.token_ids + batch.positions)[:, None].float())
+    seen = recorder.seen[-1]
+    assert seen.query_starts.tolist() == [0, 5, 10, 15, *[20] * 5]
+    assert seen.context_lens.tolist() == [4, 5, 6, 7, 0, 0, 0, 0]
+    assert seen.slot_mapping[20:].tolist() == [-1] * 12
+    assert torch.equal(seen.block_tables[:4, :2], batch.block_tables)
+
+
+def test_graph_of_a_step_with_chunks_has_more_tokens_than_rows() -> None:
+    """Else kernels would be launched as for decodes."""
+    assert graph_size(20, 25) == (32, 64)
+    assert graph_size(200, 220) == (256, 320)
+    for num_rows in range(1, MIXED_ROWS[-1] + 1):
+        for num_tokens in range(num_rows + 1, MIXED_TOKENS[-1] + 1):
+            size = graph_size(num_rows, num_tokens)
+            assert size is not None
+            assert size.is_mixed
+            assert size.num_rows >= num_rows
+            assert size.num_tokens >= num_tokens
+
+
+def test_every_size_of_an_engine_is_captured_at_start(recorder: Recorder) -> None:
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture, max_rows=20)
+    graphs.capture_all(max_tokens=100)
+    captured = recorder.num_captured
+    assert graphs._wanted == {}
+    for num_rows in range(1, 21):
+        assert graphs.run(batch_of(num_rows)) is not None
+        for counts in range(2, 100 // num_rows + 1):
+            assert graphs.run(batch_of(num_rows, counts)) is not None
+    graphs.capture_one()
+    assert recorder.num_captured == captured
+
+
+def test_batches_above_the_last_size_run_as_they_are(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE + 1):
-        assert graphs.run(batch_of(3, counts=2)) is None
+        assert graphs.run(batch_of(3, counts=171)) is None
         assert graphs.run(batch_of(SIZES[-1] + 1)) is None
         graphs.capture_one()
     assert recorder.num_captured == 0
@@ -125,4 +176,4 @@ def test_size_that_cannot_be_captured_runs_without_from_then_on(
     for _ in range(3):
         want(graphs, 7)
     assert recorder.num_captured == 2
-    assert "decodes of 8 rows run without a graph" in caplog.text
+    assert "steps of 8 rows and 8 tokens run without a graph" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.execution.cuda_graphs import dummy_batch
+from quire.execution.cuda_graphs import MIXED_TOKENS, dummy_batch
 from quire.execution.memory_profiling import GRAPHS_SHARE, CudaMemoryMeter, available_kv_bytes
 from quire.kernels.back_end import REFERENCE, cuda_back_end
 from quire.kernels.sampling import SamplingInputs
@@ -53,7 +53,8 @@ def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: py
     monkeypatch.setattr(Decoder, "forward", counting)
     kept_back = int(10 * GIB * GRAPHS_SHARE)
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter()) == 9 * GIB // 2 - kept_back
-    assert steps == [(90, torch.Size([4, 40])), (4, torch.Size([4, 40]))], "scratch memory goes by the widest table"
+    sizes = [(num_tokens, torch.Size([4, 40])) for num_tokens in (90, 4, MIXED_TOKENS[-1])]
+    assert steps == sizes, "scratch memory goes by the widest table"
 
 
 @pytest.mark.parametrize("block_size", [8, 16])

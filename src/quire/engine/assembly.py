@@ -233,6 +233,8 @@ def _build(
     adapters = _adapters(options, model)
     rows = None if adapters is None else AdapterRows(adapters)
     executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows, ranks)
+    if options.capture_graphs and isinstance(executor, AsyncCudaExecutor):
+        executor.worker.capture_graphs(scheduling.max_num_batched_tokens)
 
     def unprepared(request: Request) -> WaitReason | None:
         structured_outputs = request.params.structured_outputs

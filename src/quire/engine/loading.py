@@ -66,6 +66,8 @@ def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = N
         raise ConfigError(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
     if device.type == "cpu" and options.exact is False:
         raise ConfigError("exact False is not supported on device cpu: its answers never depend on other requests")
+    if device.type == "cpu" and options.capture_graphs:
+        raise ConfigError("capture_graphs True is not supported on device cpu: there are no CUDA graphs")
     back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True)
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, source.dtype(options.dtype))

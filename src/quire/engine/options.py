@@ -143,6 +143,11 @@ class EngineOptions:
         row="`True`: on a GPU, too, a row's logits have the same bits alone and in any batch "
         "([gpu.md](gpu.md#exact)); `None`: not on a GPU. On a CPU they always have, and `False` is refused",
     )  # fmt: skip
+    capture_graphs: bool = _engine(
+        False, "capture the CUDA graphs of all steps at start, not as they are needed",
+        row="`True`: on a GPU the graphs of all steps are captured at start ([gpu.md](gpu.md#graphs-of-steps)), which "
+        "takes longer; `False`: each after a few steps that need it, of which one then takes longer. Refused on a CPU",
+    )  # fmt: skip
     max_model_len: int | None = _engine(
         None, "longest prompt and output, tokens", low=1, shown_default="the model's, cut to what the KV cache holds",
         row="longest prompt and output together, tokens; `None`: the model's, cut to what the KV cache holds. The "

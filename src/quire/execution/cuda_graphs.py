@@ -1,14 +1,17 @@
-"""CUDA graphs of decode steps: if every row advances by one token, the launches of a step are replayed as one.
+"""CUDA graphs of steps: the launches of a forward pass are replayed as one, without Python per layer.
 
-A graph has a fixed number of rows and block tables of the maximum width. A smaller batch is padded with rows without a
-sequence, of context length 0 and slot -1, which read and write nothing. A size is captured after it was requested a few
-times, between two steps, one at a time, so that start-up does not wait. The largest size of the engine comes first: its
+A graph has a fixed number of rows and of tokens, and block tables of the maximum width: all launches of a step follow
+from these sizes. One kind has a token for each row, for decodes; the other has more tokens than rows, for steps with
+chunks of prompts or drafts. A smaller step is padded: rows without a sequence, of context length 0, and tokens of slot
+-1, which read and write nothing. A size is captured after it was requested a few times, between two steps, one at a
+time, so that start-up does not wait, or, with `capture_all`, at start. Of each kind the largest size comes first: its
 memory in the graphs' pool serves the smaller ones, too.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +20,36 @@ from quire.model.batch import ForwardBatch
 
 log = logging.getLogger(__name__)
 
-SIZES = (1, 2, 4, 8, *range(16, 257, 16))  # rows; larger steps run without a graph
+SIZES = (1, 2, 4, 8, *range(16, 257, 16))  # rows of decodes; larger steps run without a graph
+MIXED_ROWS = (8, 32, 256)
+MIXED_TOKENS = (16, 32, *range(64, 513, 64))  # beyond, a step computes for longer than its launches take
 WANTED_BEFORE_CAPTURE = 4  # steps; a capture takes as long as a few dozen of them
 
-Replay = Callable[[], Tensor]                    # runs the graph, returns its hidden states [rows, hidden_size]
+Replay = Callable[[], Tensor]                    # runs the graph, returns its hidden states [tokens, hidden_size]
 Capture = Callable[[Callable[[], Tensor]], Replay]
+
+
+class GraphSize(NamedTuple):
+    """Rows and tokens of a graph."""
+
+    num_rows: int
+    num_tokens: int
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether rows may have several tokens."""
+        return self.num_tokens > self.num_rows
+
+
+def graph_size(num_rows: int, num_tokens: int) -> GraphSize | None:
+    """Return the size of the graph for a step; None for a step that runs without one."""
+    if num_tokens == num_rows:
+        size = next((size for size in SIZES if size >= num_rows), None)
+        return None if size is None else GraphSize(size, size)
+    rows = next((rows for rows in MIXED_ROWS if rows >= num_rows), None)
+    # more tokens than rows, or the graph would be one of decodes
+    tokens = next((size for size in MIXED_TOKENS if size >= num_tokens and rows is not None and size > rows), None)
+    return None if rows is None or tokens is None else GraphSize(rows, tokens)
 
 
 class CudaGraphRunner:
@@ -35,16 +63,19 @@ class CudaGraphRunner:
         capture: Capture,
         max_rows: int = SIZES[-1],
     ) -> None:
-        self._largest = next((size for size in SIZES if size >= max_rows), SIZES[-1])
+        largest = graph_size(min(max_rows, SIZES[-1]), min(max_rows, SIZES[-1]))
+        mixed = graph_size(min(max_rows, MIXED_ROWS[-1]), MIXED_TOKENS[-1])
+        assert largest is not None
+        assert mixed is not None
+        self._largest = {False: largest, True: mixed}
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
-        self._graphs: dict[int, tuple[ForwardBatch, Replay] | None] = {}  # None: the capture failed
-        self._wanted: Counter[int] = Counter()
+        self._graphs: dict[GraphSize, tuple[ForwardBatch, Replay] | None] = {}  # None: the capture failed
+        self._wanted: Counter[GraphSize] = Counter()
 
     def run(self, batch: ForwardBatch) -> Tensor | None:
         """Return the hidden states [num_tokens, hidden_size] of a step, valid until the next; None without a graph."""
-        num_rows = len(batch.context_lens)
-        size = next((size for size in SIZES if size >= num_rows), None)
-        if size is None or len(batch.token_ids) > num_rows:
+        size = graph_size(len(batch.context_lens), len(batch.token_ids))
+        if size is None:
             return None
         if size not in self._graphs:
             self._wanted[size] += 1
@@ -52,26 +83,42 @@ class CudaGraphRunner:
         if graph is None:
             return None
         inputs, replay = graph
-        _fill(inputs, batch, num_rows)
-        return replay()[:num_rows]
+        _fill(inputs, batch)
+        return replay()[: len(batch.token_ids)]
 
     def capture_one(self) -> None:
-        """Capture the size that was requested most, if often enough. To be called between steps.
-
-        If that fails, mostly for lack of memory, steps of this size run without a graph.
-        """
-        size, count = next(iter(self._wanted.most_common(1)), (0, 0))
+        """Capture the size that was requested most, if often enough. To be called between steps."""
+        size, count = next(iter(self._wanted.most_common(1)), (self._largest[False], 0))
         if count < WANTED_BEFORE_CAPTURE:
             return
-        if not self._graphs:
-            size = self._largest
+        if not any(size.is_mixed == each.is_mixed for each in self._graphs):
+            size = self._largest[size.is_mixed]
+        self._capture_size(size)
+
+    def capture_all(self, max_tokens: int) -> None:
+        """Capture every size that a step of up to `max_tokens` tokens can need, the largest first."""
+        for size in self._sizes(max_tokens):
+            if size not in self._graphs:
+                self._capture_size(size)
+
+    def _sizes(self, max_tokens: int) -> Iterator[GraphSize]:
+        max_rows = self._largest[False].num_rows
+        yield from (GraphSize(size, size) for size in reversed(SIZES) if size <= max_rows)
+        largest = next((size for size in MIXED_TOKENS if size >= max_tokens), MIXED_TOKENS[-1])
+        for num_tokens in reversed([size for size in MIXED_TOKENS if size <= largest]):
+            for num_rows in reversed(MIXED_ROWS):
+                if num_rows < num_tokens and num_rows <= self._largest[True].num_rows:
+                    yield GraphSize(num_rows, num_tokens)
+
+    def _capture_size(self, size: GraphSize) -> None:
+        """Capture a size. If that fails, mostly for lack of memory, its steps run without a graph."""
         self._wanted.pop(size, None)
         self._graphs[size] = None
-        inputs = dummy_batch(size, size, self._max_blocks, self._device)
+        inputs = dummy_batch(*size, self._max_blocks, self._device)
         try:
             self._graphs[size] = inputs, self._capture(lambda: self._forward(inputs))
         except RuntimeError:
-            log.exception("decodes of %d rows run without a graph", size)
+            log.exception("steps of %d rows and %d tokens run without a graph", *size)
 
 
 def dummy_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
@@ -86,12 +133,20 @@ def dummy_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.d
     )
 
 
-def _fill(inputs: ForwardBatch, batch: ForwardBatch, num_rows: int) -> None:
-    """Copy a step into the first rows of a graph's inputs; pad the rest with rows without a sequence."""
-    inputs.slot_mapping[num_rows:].fill_(-1)
+def _fill(inputs: ForwardBatch, batch: ForwardBatch) -> None:
+    """Copy a step into the first rows and tokens of a graph's inputs; pad the rest.
+
+    In a graph of decodes each row without a sequence has a token, in the others none.
+    """
+    num_rows, num_tokens = len(batch.context_lens), len(batch.token_ids)
+    inputs.slot_mapping[num_tokens:].fill_(-1)
     inputs.context_lens[num_rows:].zero_()
-    for name in ("token_ids", "positions", "slot_mapping", "context_lens"):
-        getattr(inputs, name)[:num_rows].copy_(getattr(batch, name))
+    if len(inputs.token_ids) > len(inputs.context_lens):
+        inputs.query_starts[: num_rows + 1].copy_(batch.query_starts)
+        inputs.query_starts[num_rows + 1 :].fill_(num_tokens)
+    for name in ("token_ids", "positions", "slot_mapping"):
+        getattr(inputs, name)[:num_tokens].copy_(getattr(batch, name))
+    inputs.context_lens[:num_rows].copy_(batch.context_lens)
     inputs.block_tables[:num_rows, : batch.block_tables.shape[1]].copy_(batch.block_tables)
 
 

@@ -60,6 +60,12 @@ class CudaWorker(Worker):
             self._graphs = CudaGraphRunner(self.forward, max_blocks, model.device, CudaGraphCapture(), num_rows)
 
     @torch.inference_mode()
+    def capture_graphs(self, max_num_batched_tokens: int) -> None:
+        """Capture the graphs of all steps now, on a GPU, instead of after some steps that need them."""
+        if self._graphs is not None:
+            self._graphs.capture_all(max_num_batched_tokens)
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepInFlight:
         """Start a step without waiting for the device, unless logprobs are asked for."""
         started_s = time.perf_counter()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire.core.errors import ConfigError
-from quire.execution.cuda_graphs import SIZES, dummy_batch
+from quire.execution.cuda_graphs import MIXED_TOKENS, SIZES, dummy_batch
 from quire.execution.device_memory import device_allocator
 from quire.kernels.sampling import SamplingInputs
 from quire.model.kv_cache import KVCache
@@ -56,7 +56,7 @@ def available_kv_bytes(
     """Return the bytes that `utilization` of the device leaves after weights and the largest step. ConfigError if none.
 
     The largest step has `num_tokens` tokens of `num_seqs` sequences with contexts of up to `max_model_len` tokens. CUDA
-    graphs of decodes keep the memory of the largest one. Every kernel that a request could wait for is compiled here.
+    graphs keep the memory of the largest one. Every kernel that a request could wait for is compiled here.
     """
     cache = KVCache.allocate(model.kv_geometry, 2, block_size, model.back_end, device_allocator(model.device))
     max_blocks, num_seqs = -(-max_model_len // block_size), min(num_seqs, num_tokens)
@@ -71,7 +71,8 @@ def available_kv_bytes(
     peak_bytes = meter.peak_bytes()
     held_bytes = meter.reset_peak()
     num_decodes = min(num_seqs, SIZES[-1])
-    model.forward(dummy_batch(num_decodes, num_decodes, max_blocks, model.device), cache)
+    for graph_tokens in (num_decodes, MIXED_TOKENS[-1]):  # graphs share their memory
+        model.forward(dummy_batch(num_decodes, graph_tokens, max_blocks, model.device), cache)
     peak_bytes += meter.peak_bytes() - held_bytes
     meter.reset_peak()
     free_bytes, total_bytes = meter.free_and_total_bytes()

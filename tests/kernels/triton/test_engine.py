@@ -8,6 +8,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
+from quire.execution.cuda_graphs import CudaGraphRunner
 from quire.execution.cuda_worker import CudaWorker
 from quire.kernels.back_end import cuda_back_end
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
@@ -49,6 +50,33 @@ def test_quantized_weights_give_the_logprobs_of_the_cpu(method: str, tmp_path: P
         chosen = output.outputs[0]
         found.append([entry[token].logprob for token, entry in zip(chosen.token_ids, chosen.logprobs, strict=True)])
     assert found[0] == pytest.approx(found[1], abs=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*(overflow|invalid value) encountered:RuntimeWarning")  # in tokens of no row
+def test_steps_with_chunks_in_graphs_give_the_same_tokens(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is called again instead of replayed: what it pads reaches no row."""
+    settings = {"model": write_random_model(tmp_path), "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
+    settings["max_num_batched_tokens"] = 6  # prompts in chunks, beside decodes
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts, workers, found = [list(prompt) for prompt in PROMPTS[:2]], list[CudaWorker](), list[list[list[int]]]()
+    make = CudaWorker.__init__
+
+    def with_graphs(worker: CudaWorker, *parts: object) -> None:
+        make(worker, *parts)  # type: ignore[arg-type]
+        num_rows, max_blocks = worker._batch.block_tables.shape
+        worker._graphs = CudaGraphRunner(worker.forward, max_blocks, device, lambda call: call, num_rows)
+        workers.append(worker)
+
+    for has_graphs in (False, True):
+        if has_graphs:
+            monkeypatch.setattr(CudaWorker, "__init__", with_graphs)
+        with interpreted(**settings) as llm:
+            found.append([each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
+    assert workers[0]._graphs is not None
+    assert any(size.is_mixed and graph is not None for size, graph in workers[0]._graphs._graphs.items())
 
 
 def test_logprobs_of_an_exact_engine_have_the_same_bits_alone_and_together(
