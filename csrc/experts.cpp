@@ -3,7 +3,8 @@
 // A piece of work is some strips of one expert's layer times the rows of that expert, computed by the kernel of linear
 // layers, which finds all other threads at work and stays in its own. So one barrier, not one for each expert, is between
 // scores, inner activations and results; experts without a row are not read. An expert with many rows is a linear layer of
-// all threads. A row's results are added in the order of its scores, in float32, whatever rows are beside it.
+// all threads. A row's results are added in the order of its scores, in float32, whatever rows are beside it. Ranks of tensor
+// parallelism have the same choices, and exchange the inner activations of all experts at once.
 #include <algorithm>
 #include <cstring>
 
@@ -94,7 +95,7 @@ public:
     SomeRows(const Experts<T>& op, long first, long num_rows)
         : weights_(op.weights), x_(op.x + first * op.x_stride), x_stride_(op.x_stride), out_(op.out + first * op.out_stride),
           out_stride_(op.out_stride), num_rows_(num_rows), num_experts_(static_cast<long>(weights_.in.size())),
-          width_(weights_.router.in_features), num_places_(places_of(weights_)) {}
+          width_(weights_.router.in_features), num_outputs_(weights_.out[0].out_features), num_places_(places_of(weights_)) {}
 
     static long places_of(const ExpertWeights& weights) { return weights.num_chosen + weights.has_shared; }
 
@@ -103,11 +104,13 @@ public:
         choose_experts(memory);
         sort_rows(memory);
         gather(memory);
-        T* inner = memory.inner.at_least(place_inner_rows());
-        float* results = memory.results.at_least(num_rows_ * num_places_ * width_);
-        multiply<false>([&](long expert) { return rows_of(expert); }, [&](long expert) { return inner + inner_at_[expert]; });
-        multiply<true>([&](long expert) { return inner_rows(expert, inner); },
-                       [&](long expert) { return results + first_[expert] * width_; });
+        const InnerRows own = own_inner(), whole = whole_inner();
+        T* computed = memory.inner.at_least(own.num_elements);
+        float* results = memory.results.at_least(num_choices() * num_outputs_);
+        multiply<false>([&](long expert) { return rows_of(expert); }, [&](long expert) { return computed + own.before(first_[expert]); });
+        const T* inner = exchanged(computed, own, whole, memory);
+        multiply<true>([&](long expert) { return Rows<T>{inner + whole.before(first_[expert]), count_[expert], weights_.out[expert].in_features}; },
+                       [&](long expert) { return results + first_[expert] * num_outputs_; });
         add_up(results);
     }
 
@@ -116,25 +119,46 @@ private:
         Aligned<float> scores, shares, results;
         Aligned<std::int32_t> ids;
         Aligned<long> numbers;
-        Aligned<T> gathered, inner;
+        Aligned<T> gathered, inner, whole_inner;
     };
     const ExpertWeights& weights_;
     const T* x_;
     long x_stride_;
     T* out_;
-    long out_stride_, num_rows_, num_experts_, width_, num_places_;
+    long out_stride_, num_rows_, num_experts_, width_, num_outputs_, num_places_;
     // Of the choices of all rows, [row][place]: experts and their shares, and each one's place among the rows in their order
-    // by expert. The other way round: the row of each. Of the experts: their first one, how many, where their inner rows are,
-    // and those that are used, the ones with most rows first.
+    // by expert. The other way round: the row of each. Of the experts: their first one, how many, and those that are used, the
+    // ones with most rows first.
     std::int32_t* ids_ = nullptr;
     float* shares_ = nullptr;
-    long *sorted_ = nullptr, *row_of_ = nullptr, *first_ = nullptr, *count_ = nullptr, *inner_at_ = nullptr, *used_ = nullptr;
+    long *sorted_ = nullptr, *row_of_ = nullptr, *first_ = nullptr, *count_ = nullptr, *used_ = nullptr;
     long num_used_ = 0;
     long* piece_ = nullptr;  // of the used experts: each one's first piece of work
     T* gathered_ = nullptr;
 
-    long inner_width(long expert) const { return weights_.in[expert].out_features; }
     long num_choices() const { return num_rows_ * num_places_; }
+
+    // Inner activations of all experts in their order, a row for each choice; those of a shared expert, of another width, are
+    // behind all others.
+    struct InnerRows {
+        long width, num_elements;
+        long before(long num_rows) const { return num_rows * width; }
+    };
+    InnerRows inner_rows(long width, long shared_width) const {
+        return {width, num_rows_ * (weights_.num_chosen * width + (weights_.has_shared ? shared_width : 0))};
+    }
+    InnerRows own_inner() const { return inner_rows(weights_.in.front().out_features, weights_.in.back().out_features); }
+    InnerRows whole_inner() const { return inner_rows(weights_.out.front().in_features, weights_.out.back().in_features); }
+
+    const T* exchanged(const T* computed, const InnerRows& own, const InnerRows& whole, Memory& memory) const {
+        if (!weights_.routed_exchange.gather) return computed;
+        T* inner = memory.whole_inner.at_least(whole.num_elements);
+        const long num_routed = num_rows_ * weights_.num_chosen;
+        weights_.routed_exchange(computed, inner, num_routed, sizeof(T));
+        if (weights_.has_shared)
+            weights_.shared_exchange(computed + own.before(num_routed), inner + whole.before(num_routed), num_rows_, sizeof(T));
+        return inner;
+    }
 
     void choose_experts(Memory& memory) {
         float* scores = memory.scores.at_least(num_rows_ * num_experts_);
@@ -157,8 +181,8 @@ private:
 
     // By counting: the rows of an expert stay in their order.
     void sort_rows(Memory& memory) {
-        long* numbers = memory.numbers.at_least(2 * num_choices() + 5 * num_experts_ + 1);
-        for (long** each : {&first_, &count_, &inner_at_, &used_}) *each = numbers, numbers += num_experts_;
+        long* numbers = memory.numbers.at_least(2 * num_choices() + 4 * num_experts_ + 1);
+        for (long** each : {&first_, &count_, &used_}) *each = numbers, numbers += num_experts_;
         piece_ = numbers, numbers += num_experts_ + 1;
         sorted_ = numbers, row_of_ = numbers + num_choices();
         std::fill(count_, count_ + num_experts_, 0);
@@ -201,16 +225,6 @@ private:
         if (is_run(expert)) return {x_ + row_of_[first_[expert]] * x_stride_, count_[expert], x_stride_};
         return {gathered_ + first_[expert] * width_, count_[expert], width_};
     }
-    Rows<T> inner_rows(long expert, const T* inner) const {
-        return {inner + inner_at_[expert], count_[expert], inner_width(expert)};
-    }
-
-    long place_inner_rows() {
-        long sum = 0;
-        for (long expert = 0; expert < num_experts_; expert++)
-            inner_at_[expert] = sum, sum += rounded_up(count_[expert] * inner_width(expert), 64 / sizeof(T));
-        return sum;
-    }
 
     // One layer of all used experts, the one back or the one in. `rows` and `out` of an expert.
     template <bool is_back, typename RowsOf, typename OutOf>
@@ -252,11 +266,11 @@ private:
     void add_up(const float* results) const {
         share_range(num_rows_, ROWS_AT_ONCE, [&](long begin, long end) {
             for (long row = begin; row < end; row++)
-                for (long i = 0; i < width_; i += LANES) {
-                    const long count = std::min<long>(LANES, width_ - i);
+                for (long i = 0; i < num_outputs_; i += LANES) {
+                    const long count = std::min<long>(LANES, num_outputs_ - i);
                     Floats sum = {};
                     for (long place = row * num_places_; place < (row + 1) * num_places_; place++)
-                        sum += load_some(results + sorted_[place] * width_ + i, count) * splat(shares_[place]);
+                        sum += load_some(results + sorted_[place] * num_outputs_ + i, count) * splat(shares_[place]);
                     store_some(out_ + row * out_stride_ + i, sum, count);
                 }
         });
@@ -268,9 +282,8 @@ private:
 template <typename T>
 void experts(const Experts<T>& op) {
     const ExpertWeights& weights = op.weights;
-    const long widest = std::max_element(weights.in.begin(), weights.in.end(), [](const LinearWeights& a, const LinearWeights& b) {
-                            return a.out_features < b.out_features;
-                        })->out_features;
+    // Ranks are to take the same rows at once, so the sizes are those of all ranks.
+    const long widest = std::max(weights.out.front().in_features, weights.out.back().in_features);
     const long place_bytes = weights.router.in_features * static_cast<long>(sizeof(T) + sizeof(float)) + widest * static_cast<long>(sizeof(T));
     const long at_once = std::max(1L, SCRATCH_BYTES / (place_bytes * SomeRows<T>::places_of(weights)));
     for (long first = 0; first < op.num_rows; first += at_once) SomeRows<T>(op, first, std::min(at_once, op.num_rows - first))();

@@ -65,7 +65,7 @@ private:
     void exchange(const char* own, char* rows, long num_rows, const std::vector<long>& bounds, long element_bytes);
 };
 
-// A gather of activations with their columns divided in one way, as an op of a program calls it.
+// A gather of activations with their columns divided in one way, as a ColumnExchange (kernels.hpp) calls it.
 struct ColumnGather {
     RankGroup* group;
     std::vector<long> bounds;

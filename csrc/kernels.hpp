@@ -77,19 +77,32 @@ struct LinearWeights {
     Quantization quantization;
 };
 
+// An exchange between the ranks of tensor parallelism: each has computed some columns, own [num_rows, its columns], and gets
+// all, rows [num_rows, all columns]; both without gaps. gather null: one rank has all columns.
+struct ColumnExchange {
+    void (*gather)(void* context, const void* own, void* rows, long num_rows, long element_bytes);
+    void* context;
+
+    void operator()(const void* own, void* rows, long num_rows, long element_bytes) const {
+        gather(context, own, rows, num_rows, element_bytes);
+    }
+};
+
 // A mixture of experts (Shazeer et al. 2017). The router has one score for each expert, of which a row uses `num_chosen`,
 // weighted by the softmax of its scores: over the chosen ones if is_normalized, else over all. With has_shared the last
-// expert is not chosen: all rows use it, weighted by the sigmoid of its score.
+// expert is not chosen: all rows use it, weighted by the sigmoid of its score. The inner width of all others is the same.
+// A rank has some outputs of each layer but the router's: `in` makes some of the inner columns, which the ranks exchange.
 struct ExpertWeights {
     LinearWeights router;
     std::vector<LinearWeights> in, out;  // of each expert: to its inner width, activated, and back
     long num_chosen;
     bool is_normalized, has_shared;
+    ColumnExchange routed_exchange, shared_exchange;  // of inner columns: of the chosen experts, and of the shared one
 };
 
 // out = sum of the results of a row's experts times their weights, in float32, the highest score first and the shared
-// expert last, rounded to T once. Of equal scores that of the lower number counts as higher. Rows `stride` elements apart;
-// out may be x's memory.
+// expert last, rounded to T once; of a rank, its columns of it. Of equal scores that of the lower number counts as higher.
+// Rows `stride` elements apart; out may be x's memory.
 template <typename T>
 struct Experts {
     const T* x;

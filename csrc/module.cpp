@@ -108,7 +108,7 @@ void def_experts(nb::module_& module, const char* name) {
             chosen->experts.bf16(op);
         else
             chosen->experts.float32(op);
-    });
+    }, nb::call_guard<nb::gil_scoped_release>());  // it may wait for other ranks
 }
 
 template <typename T>
@@ -229,6 +229,7 @@ NB_MODULE(_kernels, module) {
     def_struct<Quantization>(module, "Quantization");
     def_struct<NormWeights>(module, "NormWeights");
     def_struct<LinearWeights>(module, "LinearWeights");
+    def_struct<ColumnExchange>(module, "ColumnExchange");
     def_struct<ExpertWeights>(module, "ExpertWeights");
     def_struct<Heads>(module, "Heads");
     def_struct<Buffer>(module, "Buffer");

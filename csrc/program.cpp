@@ -114,7 +114,7 @@ public:
     }
 
     void operator()(const GatherOp& op) const {
-        op.gather(op.context, at(op.x), at(op.out), step_.num_tokens, sizeof(T));
+        op.exchange(at(op.x), at(op.out), step_.num_tokens, sizeof(T));
     }
 
     void operator()(const CountLayerOp& op) const { *op.progress = *op.progress + 1; }

@@ -72,8 +72,7 @@ struct SumOp {  // out = x * factor + y, clipped; y -1: none, limit 0: not clipp
 // The ranks of tensor parallelism exchange an activation: each has computed some of its columns, x, and gets all, out.
 struct GatherOp {
     long x, out;
-    void (*gather)(void* context, const void* own, void* rows, long num_tokens, long element_bytes);
-    void* context;
+    ColumnExchange exchange;
 };
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it

@@ -15,7 +15,6 @@ from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.ranks import Ranks
 from quire.model.source import read_folder
-from quire.model.spec import Experts
 from support.thread_ranks import assert_ranks_have_the_bits_of_one
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -547,8 +546,6 @@ def test_ranks_have_the_bits_of_one(case: str, dtype: str, tmp_path: Path, paged
         pytest.skip("the kernels do not serve these heads")
     make_reference(*CASES[case]).save_pretrained(tmp_path)
     tokens, back_end = random_tokens(PROMPT_LEN), choose_back_end(torch.device("cpu"), "cpp")
-    if any(isinstance(layer.feed_forward, Experts) for layer in read_folder(tmp_path).spec.layers):
-        pytest.skip("experts are not divided yet")
 
     def load(ranks: Ranks | None) -> Decoder:
         return load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.gather import GatherHook
 from quire.kernels.linear import Linear
 
 
@@ -21,13 +22,28 @@ class Expert(NamedTuple):
     layer_out: Linear
 
 
+class ExpertSplit(NamedTuple):
+    """The part of a mixture that a rank of tensor parallelism has: some outputs of both layers of every expert.
+
+    Every rank has the whole router, and so the same choices. Between an expert's layers the ranks exchange their inner
+    columns; of the results, each has columns of its own, `num_outputs` of them.
+    """
+
+    num_outputs: int
+    routed: GatherHook         # of the experts that are chosen, which all have the same inner width
+    shared: GatherHook | None  # of the shared expert
+
+
 class ExpertLayer(Protocol):
     """A mixture of experts; `num_bytes` is what all packed weights take."""
 
     num_bytes: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the weighted results of each row's experts, of x's shape [num_rows, width] and dtype."""
+        """Return the weighted results of each row's experts in x's dtype, for x [num_rows, width].
+
+        They are [num_rows, width], of a split mixture this rank's columns of it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +78,33 @@ class Routing:
 class TorchExperts:
     """A mixture of experts in PyTorch, an expert at a time: the meaning that every other one must match.
 
-    router: a layer with float32 results, a score for each of `experts`.
+    router: a layer with float32 results, a score for each of `experts`. split: of the experts' layers; None: whole.
     """
 
-    def __init__(self, router: Linear, experts: Sequence[Expert], routing: Routing) -> None:
-        self._router, self._experts, self._routing = router, tuple(experts), routing
+    def __init__(
+        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
+    ) -> None:
+        self._router, self._experts, self._routing, self._split = router, tuple(experts), routing, split
         self.num_bytes = router.num_bytes + sum(layer.num_bytes for expert in experts for layer in expert)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute all rows of each expert that is used."""
         chosen, weights = self._routing(self._router(x))
-        results = torch.empty(*chosen.shape, x.shape[1])  # [num_rows, num_places, width]
+        num_outputs = x.shape[1] if self._split is None else self._split.num_outputs
+        results = torch.empty(*chosen.shape, num_outputs)  # [num_rows, num_places, num_outputs]
         for number in sorted(set(chosen.flatten().tolist())):
             expert, (rows, places) = self._experts[number], torch.where(chosen == number)
-            results[rows, places] = expert.layer_out(expert.layer_in(x[rows]))
+            results[rows, places] = expert.layer_out(self._inner(number, x[rows]))
         out = torch.zeros_like(results[:, 0])
         for place in range(chosen.shape[1]):
             out += results[:, place] * weights[:, place, None]
         return out.to(x.dtype)
+
+    def _inner(self, number: int, x: Tensor) -> Tensor:
+        inner = self._experts[number].layer_in(x)
+        if self._split is None:
+            return inner
+        is_shared = self._routing.has_shared and number == len(self._experts) - 1
+        gather = self._split.shared if is_shared else self._split.routed
+        assert gather is not None, "a shared expert without its exchange"
+        return gather(inner)

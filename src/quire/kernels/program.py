@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.kernels import experts as mixtures
 from quire.kernels import linear as linears
 from quire.kernels import norm as norms
+from quire.kernels.gather import GatherHook
 from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.paged_attention import AttentionMetadata
@@ -126,7 +127,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """out = the weighted results of each row's experts."""
+    """out = the weighted results of each row's experts; of ranks, each has some of the columns."""
 
     name: str
     experts: mixtures.ExpertLayer
@@ -421,25 +422,6 @@ class Clip:
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Clip."""
         activations[self.x] = activations[self.x].clamp(-self.limit, self.limit)
-
-
-class GatherHook(Protocol):
-    """Exchange of an activation's columns between the ranks of tensor parallelism."""
-
-    @property
-    def num_own(self) -> int:
-        """Columns that this rank computes."""
-
-    @property
-    def width(self) -> int:
-        """Columns of all ranks."""
-
-    @property
-    def address(self) -> tuple[int, int] | None:
-        """A C function (csrc/program.hpp, GatherOp) and its context, which does the same; None: there is none."""
-
-    def __call__(self, own: Tensor) -> Tensor:
-        """Return [num_tokens, width] of all ranks' columns, for own [num_tokens, num_own]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.core.errors import ConfigError
 from quire.kernels import program as ops
-from quire.kernels.experts import Routing
+from quire.kernels.experts import ExpertSplit, Routing
 from quire.kernels.kv_quantization import ONES
 from quire.kernels.norm import Norm
 from quire.kernels.program import INPUT, Op, Program
 from quire.model.ranks import Ranks
-from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, NormShape
+from quire.model.shapes import DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
 from quire.model.sharding import Cut, Range
 from quire.model.spec import DecoderSpec, Experts, LayerSpec, NormKind, NormPosition, Part, Rotary, SpecError
 from quire.model.weights import WeightReader
@@ -38,12 +37,7 @@ class ProgramInputs:
 
 
 def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs) -> Program:
-    """Read the layers and the final norm; return their program, of single ops.
-
-    Raises ConfigError for experts whose columns are split over ranks.
-    """
-    if shared.ranks is not None and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
-        raise ConfigError("experts are not supported yet with tensor_parallel_size above 1")
+    """Read the layers and the final norm; return their program, of single ops."""
     found: list[Op] = []
     is_summed = True  # whether the stream has the last sublayer's output; else it is in x, and the next norm adds it
     for index, layer in enumerate(spec.layers):
@@ -164,12 +158,14 @@ def _position_factors(beta: float, length: int, cos_sin: Tensor) -> Tensor:
 def _feed_forward_ops(
     layer: LayerSpec, shapes: LayerShapes, stem: str, weights: WeightReader, source: str, out: str, ranks: Ranks | None
 ) -> Iterator[Op]:
-    """Yield the ops of a feed-forward: two projections, or a mixture of experts, which ranks do not divide."""
+    """Yield the ops of a feed-forward: two projections, or a mixture of experts."""
     mixture = layer.feed_forward
     if isinstance(mixture, Experts):
         assert shapes.experts is not None
         routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
-        yield ops.Experts(f"{stem}feed_forward_out", weights.experts(shapes.experts, routing), source, out)
+        split = None if ranks is None else _expert_split(mixture, shapes.experts, ranks)
+        experts = weights.experts(shapes.experts, routing, split, lambda shape: _ranges(ranks, shape))
+        yield ops.Experts(f"{stem}feed_forward_out", experts, source, out)
         return
     assert shapes.up is not None
     assert shapes.down is not None
@@ -177,6 +173,13 @@ def _feed_forward_ops(
     down = weights.linear(shapes.down, _ranges(ranks, shapes.down))
     yield ops.Linear(f"{stem}feed_forward_in", up, source, "inner")
     yield ops.Linear(f"{stem}feed_forward_out", down, "inner", out)
+
+
+def _expert_split(mixture: Experts, shapes: ExpertShapes, ranks: Ranks) -> ExpertSplit:
+    """Return a rank's part of a mixture: outputs of both layers of every expert, as of a dense feed-forward."""
+    first, stop = ranks.shard.cut(shapes.router.width).of(ranks.shard.rank)
+    shared = None if mixture.shared is None else ranks.gather(ranks.shard.cut(mixture.shared.size))
+    return ExpertSplit(stop - first, ranks.gather(ranks.shard.cut(mixture.expert.size)), shared)
 
 
 def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, out: str = "x") -> Op:

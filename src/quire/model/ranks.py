@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
+from quire.kernels.gather import GatherHook
 from quire.kernels.linear import Linear
-from quire.kernels.program import GatherHook
 from quire.model.sharding import Cut, Shard
 
 

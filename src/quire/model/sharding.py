@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.model.spec import DecoderSpec, Experts, LayerSpec
+from quire.model.spec import DecoderSpec, LayerSpec
 
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
 Range = tuple[int, int]  # [start, stop)
@@ -111,9 +111,8 @@ def check_shardable(spec: DecoderSpec, num_ranks: int) -> None:
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")
-    if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
-        raise ConfigError(f"tensor_parallel_size {num_ranks}: models with experts are not supported yet")
-    narrowest = min([spec.hidden_size, spec.vocab_size, *(layer.feed_forward.active_size for layer in spec.layers)])
+    sizes = [size for layer in spec.layers for size in layer.feed_forward.sizes]
+    narrowest = min([spec.hidden_size, spec.vocab_size, *sizes])
     if narrowest < num_ranks:
         raise ConfigError(f"tensor_parallel_size {num_ranks} is above the {narrowest} outputs of a layer of the model")
 

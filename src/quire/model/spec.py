@@ -135,6 +135,11 @@ class FeedForward:
         """Inner dimensions that a token uses."""
         return self.size
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Widths of inner activations."""
+        return (self.size,)
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -155,6 +160,11 @@ class Experts:
     def active_size(self) -> int:
         """Inner dimensions that a token uses, over all of its experts."""
         return self.num_active * self.expert.size + (0 if self.shared is None else self.shared.size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Widths of inner activations: of an expert, and of the shared one."""
+        return (self.expert.size,) if self.shared is None else (self.expert.size, self.shared.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,14 @@
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
-from quire.kernels.experts import Expert, ExpertLayer, Routing
+from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
 from quire.model.checkpoints.checkpoint import Checkpoint
@@ -116,14 +116,25 @@ class WeightReader:
         found = [(0, count) for count in num_rows] if ranges is None else list(ranges)
         return [ModuleRows(stem, count, *rows) for stem, count, rows in zip(stems, num_rows, found, strict=True)]
 
-    def experts(self, shapes: ExpertShapes, routing: Routing) -> ExpertLayer:
-        """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32."""
+    def experts(
+        self,
+        shapes: ExpertShapes,
+        routing: Routing,
+        split: ExpertSplit | None = None,
+        ranges: Callable[[LinearShape], Sequence[Range] | None] = lambda shape: None,
+    ) -> ExpertLayer:
+        """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32.
+
+        split: of the experts over ranks, of whom `ranges` gives this one's outputs of a layer, as of `linear`.
+        """
         experts = [
-            Expert(self.linear(layer_in), self.linear(layer_out, dtype=torch.float32))
+            Expert(
+                self.linear(layer_in, ranges(layer_in)), self.linear(layer_out, ranges(layer_out), dtype=torch.float32)
+            )
             for layer_in, layer_out in shapes.experts
         ]
         router = self.linear(shapes.router, dtype=torch.float32, weight_format=DenseFormat())
-        return self.back_end.experts(router, experts, routing)
+        return self.back_end.experts(router, experts, routing, split)
 
     def kv_scales(self, shape: LinearShape) -> KVScales:
         """Return the scales of a layer's keys and values that calibrated checkpoints have, else 1; `shape`: of qkv."""

@@ -15,6 +15,7 @@ from quire.engine.loading import LoadedModel
 from quire.engine.parallel.leader import RankedModel, RankSet
 from quire.kernels.cpp.back_end import usable_isas
 from support.faults import raising
+from support.random_folder import write_random_folder
 from support.random_model import write_random_model
 from support.server import is_running, wait_until
 from support.stopping import stopped
@@ -33,6 +34,18 @@ TOGETHER: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 96, "max_num_b
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of a model with experts, a shared one among them."""
+    config = {
+        "architectures": ["Qwen2MoeForCausalLM"], "vocab_size": 320, "hidden_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
+        "intermediate_size": 112, "moe_intermediate_size": 80, "shared_expert_intermediate_size": 112,
+        "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    return write_random_folder(tmp_path_factory.mktemp("mixture"), config)
 
 
 def answers(outputs: list[RequestOutput]) -> list[object]:
@@ -68,6 +81,19 @@ def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int, sett
     assert found[0][0] == found[1][0]
     assert found[1][1].weights_bytes > found[0][1].weights_bytes  # embeddings and norms are on every rank
     assert found[1][1].num_parameters == found[0][1].num_parameters
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_experts_are_divided_with_the_bits_of_one_process(mixture: Path, quantization: str | None) -> None:
+    settings = TOGETHER | {"quantization": quantization, "preemption_mode": "swap", "swap_space": "1MiB"}
+    found = []
+    for size in (1, 2):
+        with LLM(mixture, tensor_parallel_size=size, **settings) as llm:
+            outputs = [answers(llm.generate(PROMPTS, each, use_tqdm=False)) for each in (SAMPLED, GREEDY)]
+            found.append((outputs, llm._engine.ready.weights_bytes))
+    assert found[0][0] == found[1][0]
+    on_each_rank = 4 * 96 * (320 + 5 + 2 * 16)  # the embedding table, norms, and routers, packed in sixteens
+    assert found[1][1] - found[0][1] == on_each_rank, "experts are divided, not copied"
 
 
 @pytest.fixture

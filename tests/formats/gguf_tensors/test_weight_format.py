@@ -143,6 +143,21 @@ def test_ranks_have_the_bits_of_one(
     )
 
 
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_ranks_divide_experts_of_files(
+    family: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    if back_end.name != "cpp":
+        pytest.skip("ranks need the C++ kernels")
+    folder = write_random_folder(tmp_path / "model", WITH_EXPERTS[family])
+    source = read_source(convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES["as Q4_K_M"])))
+    assert_ranks_have_the_bits_of_one(
+        source.spec,
+        lambda ranks: load_model(source, back_end=back_end, ranks=ranks),
+        lambda model: paged_runner(model).run("a", list(range(1, 40)), [7, 20, 12]),
+    )
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_file_quantized_by_the_gguf_package(
     kind: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]

@@ -14,6 +14,7 @@ from quire.kernels.back_end import BackEnd
 from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import QuantizationOptions
+from support.thread_ranks import assert_ranks_have_the_bits_of_one
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -75,6 +76,17 @@ def test_experts_in_blocks_give_the_bits_of_the_twin(tmp_path: Path, paged_runne
     assert (found - exact).norm() < 0.05 * exact.norm()
     if back_end.name == "cpp":
         assert quantized.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
+
+
+def test_ranks_have_the_bits_of_one(tmp_path: Path, paged_runner: type, back_end: BackEnd) -> None:
+    if back_end.name != "cpp":
+        pytest.skip("ranks need the C++ kernels")
+    source = read_source(write_pair(tmp_path)[0])
+    assert_ranks_have_the_bits_of_one(
+        source.spec,
+        lambda ranks: load_model(source, back_end=back_end, ranks=ranks),
+        lambda model: paged_runner(model).run("a", TOKENS, [7, 20]),
+    )
 
 
 def test_blocks_and_scales_of_other_forms_are_refused(tmp_path: Path, back_end: BackEnd) -> None:

@@ -84,15 +84,17 @@ def test_experts_give_the_bits_of_the_twin(tmp_path: Path, paged_runner: type, b
         assert quantized.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=expanded)
 
 
+@pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("activations", [None, "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_have_the_bits_of_one(
-    tmp_path: Path, paged_runner: type, back_end: BackEnd, kind: str, activations: Activations | None
+    tmp_path: Path, paged_runner: type, back_end: BackEnd, kind: str, activations: Activations | None, has_experts: bool
 ) -> None:
     if back_end.name != "cpp":
         pytest.skip("ranks need the C++ kernels")
     quantize, config, has_head = KINDS[kind]
-    source = read_source(write_pair(tmp_path, quantize, config, has_quantized_head=has_head).folder)
+    pair = write_pair(tmp_path, quantize, config, has_quantized_head=has_head, has_experts=has_experts)
+    source = read_source(pair.folder)
     quantization = source.quantization(QuantizationOptions(activations=activations))
     assert_ranks_have_the_bits_of_one(
         source.spec,

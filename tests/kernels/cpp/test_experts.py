@@ -1,15 +1,19 @@
 """Mixtures of experts in C++ against PyTorch's, and to the bit against themselves among other rows and threads."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
 from quire.kernels.cpp.experts import CppExperts
 from quire.kernels.cpp.linear import CppLinear
-from quire.kernels.experts import Expert, Routing, TorchExperts
+from quire.kernels.experts import Expert, ExpertSplit, Routing, TorchExperts
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, INT8, LinearWeight
 from quire.kernels.quantized import round_to_nearest
+from support.thread_ranks import in_threads, make_ranks
 
 WIDTH = 80
 NUM_ROWS = (1, 2, 3, 7, 17, 64, 200)
@@ -57,6 +61,46 @@ def mixture(
         for size in sizes
     ]
     return layer(WIDTH, len(sizes), (DENSE, A16), dtype, has_bias=has_bias, is_float=True), experts
+
+
+@pytest.mark.parametrize("make", [CppExperts, TorchExperts])
+@pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True)], ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_have_columns_of_the_whole(num_ranks: int, routing: Routing, make: type[CppExperts]) -> None:
+    sizes, (router, _) = [72] * 6 + [104] * routing.has_shared, mixture(routing)
+    weights = [(torch.randn(2, size, WIDTH) / 9, torch.randn(WIDTH, size) / 9) for size in sizes]
+    x = torch.randn(3000, WIDTH).bfloat16()  # more inner activations than are exchanged at once
+
+    def experts_of(rank: SharedRanks | None) -> list[Expert]:
+        def own(width: int) -> slice:
+            return slice(None) if rank is None else slice(*rank.shard.cut(width).of(rank.shard.rank))
+
+        def linear(weight: Tensor, **options: Any) -> CppLinear:  # noqa: ANN401
+            return CppLinear(LinearWeight.dense(weight.bfloat16()), **options)
+
+        return [
+            Expert(
+                linear(up[:, own(up.shape[1])].flatten(0, 1), activation="silu_and_mul"),
+                linear(down[own(WIDTH)], dtype=torch.float32),
+            )
+            for up, down in weights
+        ]
+
+    def compute(rank: SharedRanks) -> Tensor:
+        shared = rank.gather(rank.shard.cut(104)) if routing.has_shared else None
+        cut = rank.shard.cut(WIDTH)
+        first, stop = cut.of(rank.shard.rank)
+        split = ExpertSplit(stop - first, rank.gather(rank.shard.cut(72)), shared)
+        compute = make(router, experts_of(rank), routing, split)
+        assert compute(x[:0]).shape == (0, stop - first)
+        parts = torch.cat([compute(x[:1]), compute(x[1:])])
+        return torch.stack([rank.gather(cut)(rows) for rows in (compute(x), parts)])
+
+    layout = MemoryLayout(region_bytes=1 << 16, max_rows=4, vocab_size=33)
+    expected = make(router, experts_of(None), routing)(x)
+    for found in in_threads(make_ranks(num_ranks, layout), compute):
+        assert torch.equal(found[0], expected)
+        assert torch.equal(found[1], expected)
 
 
 @pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True), Routing(6, True), Routing(1, False)])

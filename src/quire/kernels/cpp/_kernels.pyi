@@ -126,6 +126,9 @@ class LinearWeights:
         quantization: Quantization,
     ) -> None: ...
 
+class ColumnExchange:
+    def __init__(self, gather: int, context: int) -> None: ...
+
 class ExpertWeights:
     def __init__(
         self,
@@ -135,6 +138,8 @@ class ExpertWeights:
         num_chosen: int,
         is_normalized: bool,
         has_shared: bool,
+        routed_exchange: ColumnExchange,
+        shared_exchange: ColumnExchange,
     ) -> None: ...
 
 class Heads:
@@ -199,7 +204,7 @@ class SumOp:
     def __init__(self, x: int, y: int, out: int, factor: float, limit: float) -> None: ...
 
 class GatherOp:
-    def __init__(self, x: int, out: int, gather: int, context: int) -> None: ...
+    def __init__(self, x: int, out: int, exchange: ColumnExchange) -> None: ...
 
 class InterruptedExchangeError(RuntimeError): ...
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import pair
 from quire.kernels.cpp.linear import CppLinear
-from quire.kernels.experts import Expert, Routing
+from quire.kernels.experts import Expert, ExpertSplit, Routing
+from quire.kernels.gather import GatherHook
 from quire.kernels.linear import Linear
 
 _COMPUTE = pair("experts")
@@ -17,17 +17,30 @@ _COMPUTE = pair("experts")
 class CppExperts:
     """A mixture of experts, as `experts.TorchExperts`, of layers of this back end, which are kept."""
 
-    def __init__(self, router: Linear, experts: Sequence[Expert], routing: Routing) -> None:
+    def __init__(
+        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
+    ) -> None:
         layers_in, layers_out = zip(*experts, strict=True)
         assert isinstance(router, CppLinear)
         self._layers = (router, *layers_in, *layers_out)
         self.num_bytes = sum(layer.num_bytes for layer in self._layers)
+        self._split = split  # kept: the extension calls its exchanges
         self.width, num_scores = router.sizes
+        self.num_outputs = self.width if split is None else split.num_outputs
         assert num_scores == len(experts), f"{num_scores} scores for {len(experts)} experts"
-        for layer_in, layer_out in experts:
+        num_routed = num_scores - routing.has_shared
+        for number, (layer_in, layer_out) in enumerate(experts):
             assert isinstance(layer_in, CppLinear)
             assert isinstance(layer_out, CppLinear)
-            assert (layer_in.sizes[0], *layer_out.sizes) == (self.width, layer_in.sizes[1], self.width), "widths"
+            num_own = num_inner = layer_out.sizes[0]
+            if split is not None:
+                gather = split.routed if number < num_routed else split.shared
+                assert gather is not None
+                num_own, num_inner = gather.num_own, gather.width
+            assert layer_in.sizes == (self.width, num_own), "widths"
+            assert layer_out.sizes == (num_inner, self.num_outputs), "widths"
+        routed = {layer.sizes for layer in layers_in[:num_routed]}
+        assert len(routed) == 1, f"experts of several widths: {routed}"
         num_chosen, limit = routing.num_chosen, num_scores - routing.has_shared
         assert 0 < num_chosen <= limit, f"{num_chosen} of {limit} experts"
         self.weights = _kernels.ExpertWeights(
@@ -37,6 +50,8 @@ class CppExperts:
             num_chosen,
             routing.is_normalized,
             routing.has_shared,
+            _exchange(None if split is None else split.routed),
+            _exchange(None if split is None else split.shared),
         )
         self._dtype = router.kernel_dtype
 
@@ -44,7 +59,14 @@ class CppExperts:
         """Compute all rows in one call; how many there are changes no row."""
         rows = x.to(self._dtype).contiguous()
         assert rows.shape[1] == self.width, f"{tuple(x.shape)} for {self.width} inputs"
-        out = torch.empty_like(rows)
-        num_rows, width = rows.shape
-        _COMPUTE[self._dtype](rows.data_ptr(), num_rows, width, out.data_ptr(), width, self.weights)
+        out = rows.new_empty(len(rows), self.num_outputs)
+        sizes = len(rows), self.width, out.data_ptr(), self.num_outputs
+        _COMPUTE[self._dtype](rows.data_ptr(), *sizes, self.weights)
         return out.to(x.dtype)
+
+
+def _exchange(gather: GatherHook | None) -> _kernels.ColumnExchange:
+    if gather is None:
+        return _kernels.ColumnExchange(0, 0)
+    assert gather.address is not None, "an exchange without a function of the extension"
+    return _kernels.ColumnExchange(*gather.address)

@@ -256,8 +256,8 @@ def _linear(op: ops.Linear, buffers: Buffers) -> list[object]:
 
 def _experts(op: ops.Experts, buffers: Buffers) -> list[object]:
     assert isinstance(op.experts, CppExperts)
-    width = op.experts.width
-    return [_kernels.ExpertsOp(buffers.read(op.x, width), buffers.write(op.out, width), op.experts.weights)]
+    x, out = buffers.read(op.x, op.experts.width), buffers.write(op.out, op.experts.num_outputs)
+    return [_kernels.ExpertsOp(x, out, op.experts.weights)]
 
 
 def _split_heads(op: ops.SplitHeads, buffers: Buffers) -> list[object]:
@@ -347,7 +347,7 @@ def _add(op: ops.Add, buffers: Buffers) -> list[object]:
 def _gather(op: ops.Gather, buffers: Buffers) -> list[object]:
     assert op.hook.address is not None
     x = buffers.read(op.x, op.hook.num_own)
-    return [_kernels.GatherOp(x, buffers.write(op.x, op.hook.width), *op.hook.address)]
+    return [_kernels.GatherOp(x, buffers.write(op.x, op.hook.width), _kernels.ColumnExchange(*op.hook.address))]
 
 
 def _count_layer(op: ops.CountLayer, buffers: Buffers) -> list[object]:
