@@ -229,8 +229,10 @@ def test_grammar_that_cannot_be_compiled_is_refused_before_anything_runs(demo_mo
 
 
 def test_allowed_tokens_outside_of_the_grammar_fail_the_request(demo_model: Path) -> None:
-    with LLM(demo_model, max_model_len=160) as llm, pytest.raises(RequestFailedError, match="leave no token"):
-        run(llm, [(PROMPTS[0], params("choice", allowed_token_ids=[3]))])
+    with LLM(demo_model, max_model_len=160) as llm:
+        with pytest.raises(InvalidRequestError, match="leave no token") as error:
+            run(llm, [(PROMPTS[0], params("choice", allowed_token_ids=[3]))])
+        assert error.value.param == "allowed_token_ids"
 
 
 def test_models_without_a_tokenizer_refuse_grammars(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from quire.core.outputs import TokenLogprobs
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
 from quire.decoding.pooling import pool
 from quire.decoding.row_grammars import RowGrammars, RowProgress, StepGrammars
-from quire.decoding.sampler import NOT_FINITE, SampledTokens, is_finite, join, prompt_logprobs, sample
+from quire.decoding.sampler import NOT_FINITE, NOTHING_ALLOWED, SampledTokens, is_finite, join, prompt_logprobs, sample
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.verification import num_accepted
 from quire.execution.batch import PersistentBatch, StepInputs
@@ -32,7 +32,7 @@ from quire.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_FIELD = "structured_outputs"
+GRAMMAR_FIELD, ALLOWED_FIELD = "structured_outputs", "allowed_token_ids"  # at fault for a failure
 PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256 x 150,000 x 4 bytes is 154 MB
 
 
@@ -113,6 +113,7 @@ class Worker:
         at_fault = dict[int, str]()
         if inputs.grammars is not None:
             at_fault = {int(inputs.sample_rows[index]): GRAMMAR_FIELD for index in inputs.grammars.masks().at_fault}
+            at_fault |= {row: ALLOWED_FIELD for row, why in failures.items() if why == NOTHING_ALLOWED}
             results |= self._advance_grammars(inputs, inputs.grammars, sampled, results, failures, at_fault)
             results |= _late(inputs, inputs.grammars.masks().late, results)
         if inputs.pooled:

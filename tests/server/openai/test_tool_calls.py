@@ -224,4 +224,7 @@ def test_tools_are_counted_by_tokenize(server: OpenAIServer, demo_model: Any) ->
     messages = [{"role": "user", "content": "hi"}]
     plain = server.ask("/tokenize", messages=messages)["count"]
     assert server.ask("/tokenize", messages=messages, tools=TOOLS)["count"] == plain  # the template writes none
-    assert server.refusal("/tokenize", messages=messages, tools=[1])[1]["param"] == "tools"
+    assert server.ask("/tokenize", messages=messages, tools=[])["count"] == plain
+    for tools in ([1], {}, False, 0, ""):
+        status, error = server.refusal("/tokenize", messages=messages, tools=tools)
+        assert (status, error["param"]) == (400, "tools")

@@ -201,6 +201,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": '%llguidance {"no_forcing": false}\nstart: "a"'}, "guided_grammar", "without no_forcing"),
     ({"guided_grammar": "root ::= ("}, "guided_grammar", "cannot be converted from GBNF"),
     ({"guided_grammar": "a" * 200_000}, "guided_grammar", "at most 131072 bytes (max_grammar_bytes)"),
+    ({"guided_choice": ["a"], "allowed_token_ids": [0]}, "allowed_token_ids", "leave no token"),
     ({"guided_choice": ["a"], **BEAMS, "n": 5}, "guided_choice", "fewer than the 5 beams"),
     ({"guided_choice": ["a"], **BEAMS, "ignore_eos": True}, "ignore_eos", "in a beam search with guided_choice"),
 ]

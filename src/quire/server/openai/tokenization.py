@@ -21,7 +21,7 @@ async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> byt
     text, adds_special_tokens = body.prompt or "", body.add_special_tokens is not False
     if body.messages is not None:
         adds_special_tokens = bool(body.add_special_tokens)
-        conversation = conversation_of(body, body.messages, check_tools(body.tools or []))
+        conversation = conversation_of(body, body.messages, [] if body.tools is None else check_tools(body.tools))
         text = await rendered(service, conversation, client_id)
 
     def response() -> bytes:

@@ -18,7 +18,7 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/ping")
-@router.post("/ping", include_in_schema=False)
+@router.post("/ping")
 async def ping(request: Request) -> Response:
     """Answer as /health, without a key: SageMaker asks so."""
     return await health(request)
