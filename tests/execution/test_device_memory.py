@@ -19,7 +19,7 @@ def test_tensors_arrive_as_they_were_whatever_their_sizes() -> None:
         block_tables=torch.arange(12, dtype=torch.int32).view(3, 4)[:2, :3],
     )
     logit_rows, sample_rows = torch.arange(3), torch.empty(0, dtype=torch.int64)
-    arrived, *rows = upload_step(forward, logit_rows, sample_rows, torch.device("cpu"))
+    arrived, rows = upload_step(forward, [logit_rows, sample_rows], torch.device("cpu"))
     pairs = list(zip([*forward.tensors, logit_rows, sample_rows], [*arrived.tensors, *rows], strict=True))
     assert all(there.dtype == here.dtype and torch.equal(there, here) for here, there in pairs)
     assert len({there.untyped_storage().data_ptr() for _, there in pairs}) == 1

@@ -83,8 +83,8 @@ class PersistentBatch:
         if new.pool is not None:
             self._pools[row] = RowPool(new.pool, new.num_prompt_tokens)
 
-    def inputs(self, plan: StepPlan) -> StepInputs:
-        """Gather the inputs of the forward pass and of the sampler."""
+    def inputs(self, plan: StepPlan, *, has_tables: bool = True) -> StepInputs:
+        """Gather the inputs of the forward pass and of the sampler; without block tables if the device has them."""
         rows, starts, counts = np.array(plan.rows), np.array(plan.starts), np.array(plan.counts)
         stops = starts + counts
         query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -95,7 +95,7 @@ class PersistentBatch:
         slots = blocks * self.block_size + positions % self.block_size
         if plan.stored_entries:
             slots[query_starts[plan.stored_entries]] = -1
-        max_blocks = -(-int(stops.max()) // self.block_size)
+        max_blocks = -(-int(stops.max()) // self.block_size) if has_tables else 0
         forward = ForwardBatch(
             token_ids=torch.from_numpy(self.token_ids[token_rows, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),

@@ -8,6 +8,7 @@ the device.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +23,11 @@ from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.cuda_graphs import CudaGraphCapture, CudaGraphRunner
 from quire.execution.device_memory import upload_step
+from quire.execution.device_tables import DeviceTables, table_edits
 from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
 from quire.execution.worker import StepAdapters, Worker
+from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 
@@ -47,12 +50,15 @@ class StepInFlight(NamedTuple):
 class CudaWorker(Worker):
     """A worker that launches its steps in order, and completes them in the same order."""
 
+    _sends_tables = False
+
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
         grammars: RowGrammars | None = None, drafter: Drafter | None = None, adapters: StepAdapters | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, cache, batch, swapper, grammars, drafter, adapters)
         self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
+        self._tables = DeviceTables(batch.block_tables.shape, model.device)
         self._completed_s = 0.0
         self._graphs: CudaGraphRunner | None = None
         if model.device.type == "cuda":
@@ -70,10 +76,7 @@ class CudaWorker(Worker):
         """Start a step without waiting for the device, unless logprobs are asked for."""
         started_s = time.perf_counter()
         inputs, swap_s = self._prepare(plan)
-        rows = torch.from_numpy(inputs.sample_rows)
-        forward, logit_rows, sample_rows = upload_step(
-            inputs.forward, torch.from_numpy(inputs.logit_rows), rows, self._model.device
-        )
+        forward, logit_rows, sample_rows = self._upload(plan, inputs)
         references = (-1 - forward.token_ids).clamp_(min=0)
         known = forward.token_ids
         forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
@@ -96,6 +99,16 @@ class CudaWorker(Worker):
         if self._graphs is not None:
             self._graphs.capture_one()
         return StepInFlight(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s)
+
+    def _upload(self, plan: StepPlan, inputs: StepInputs) -> tuple[ForwardBatch, Tensor, Tensor]:
+        """Return a step's inputs on the device, `logit_rows` and `sample_rows`; change the block tables there."""
+        edits = table_edits(plan, self._batch.block_tables)
+        arrays = inputs.logit_rows, inputs.sample_rows, inputs.rows, *edits
+        others = [torch.from_numpy(array) for array in arrays]
+        forward, (logit_rows, sample_rows, rows, *changes) = upload_step(inputs.forward, others, self._model.device)
+        self._tables.edit(*changes)
+        max_blocks = -(-int(inputs.stops.max()) // self._batch.block_size)
+        return replace(forward, block_tables=self._tables.gather(rows, max_blocks)), logit_rows, sample_rows
 
     @torch.inference_mode()
     def complete(self, step: StepInFlight) -> StepResult:

@@ -83,13 +83,15 @@ def use_exact_products() -> None:
 
 
 def upload_step(
-    forward: ForwardBatch, logit_rows: Tensor, sample_rows: Tensor, device: torch.device
-) -> tuple[ForwardBatch, Tensor, Tensor]:
+    forward: ForwardBatch, others: Sequence[Tensor], device: torch.device
+) -> tuple[ForwardBatch, list[Tensor]]:
     """Copy a step's inputs from the host's memory to `device` in one transfer, from one pinned buffer, without waiting.
+
+    Returns them in the order of the arguments.
 
     torch keeps the buffer from being handed out again before the transfer is over.
     """
-    tensors = [*forward.tensors, logit_rows, sample_rows]
+    tensors = [*forward.tensors, *others]
     stops = list(accumulate(tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors))
     buffer = torch.empty(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
 
@@ -99,5 +101,5 @@ def upload_step(
 
     for place, tensor in zip(places(buffer), tensors, strict=True):
         place.copy_(tensor)
-    *fields, logit_rows, sample_rows = places(buffer.to(device, non_blocking=True))
-    return ForwardBatch(*fields), logit_rows, sample_rows
+    arrived, num_fields = list(places(buffer.to(device, non_blocking=True))), len(forward.tensors)
+    return ForwardBatch(*arrived[:num_fields]), arrived[num_fields:]

@@ -46,6 +46,8 @@ class StepAdapters(Protocol):
 class Worker:
     """Turns a plan into tensors, runs the forward pass, samples."""
 
+    _sends_tables = True  # a step's inputs contain its block tables
+
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
         grammars: RowGrammars | None = None, drafter: Drafter | None = None, adapters: StepAdapters | None = None,
@@ -88,7 +90,7 @@ class Worker:
         self._batch.apply(plan)
         if self._drafter is not None:
             self._drafter.apply(plan)
-        inputs = self._batch.inputs(plan)
+        inputs = self._batch.inputs(plan, has_tables=self._sends_tables)
         if self._adapters is not None and (adapters := self._adapters.of_step(plan)) is not None:
             inputs = inputs._replace(forward=replace(inputs.forward, adapters=adapters))
         if self._grammars is not None:

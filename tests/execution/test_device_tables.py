@@ -1,0 +1,52 @@
+"""Block tables on the device: those of the host after every plan, and no table of a step is sent."""
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.core.plan import StepPlan
+from quire.execution import cuda_worker
+from quire.execution.async_cuda_executor import AsyncCudaExecutor
+from quire.execution.batch import StepInputs
+from quire.execution.cuda_worker import CudaWorker
+from quire.model.batch import ForwardBatch
+from support.random_model import write_random_model
+
+
+def test_rows_of_every_step_are_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With prompts in chunks, forks, beams and preemptions, in rows that get new owners."""
+    num_checked, sent = 0, list[int]()
+    upload_inputs, upload = CudaWorker._upload, cuda_worker.upload_step
+
+    def checking(self: CudaWorker, plan: StepPlan, inputs: StepInputs) -> tuple[ForwardBatch, Tensor, Tensor]:
+        nonlocal num_checked
+        found = upload_inputs(self, plan, inputs)
+        tables, num_blocks = self._batch.block_tables, -(-inputs.stops // self._batch.block_size)
+        for own, row, count in zip(found[0].block_tables.tolist(), inputs.rows, num_blocks, strict=True):
+            assert own[:count] == tables[row, :count].tolist()
+        num_checked += 1
+        return found
+
+    def counting(batch: ForwardBatch, *others: object) -> object:
+        sent.append(batch.block_tables.nbytes)
+        return upload(batch, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CudaWorker, "_upload", checking)
+    monkeypatch.setattr(cuda_worker, "upload_step", counting)
+    monkeypatch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
+    prompts = [[(7 * i + seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17))]
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=50, n=2, ignore_eos=True)
+    settings = {"num_kv_blocks": 10, "num_swap_blocks": 6, "max_num_batched_tokens": 16, "max_num_seqs": 5}
+    model = write_random_model(tmp_path)
+    with LLM(model, **settings) as llm:  # type: ignore[arg-type]
+        found = llm.generate(prompts, params, use_tqdm=False)
+        llm.beam_search(prompts[:2], BeamSearchParams(beam_width=3, max_tokens=8))
+        assert sum(llm.kv_stats().preemptions.values())
+    assert num_checked > 50
+    assert sum(sent) == 0
+    monkeypatch.undo()
+    with LLM(model, **settings) as llm:  # type: ignore[arg-type]
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    assert [each.outputs for each in found] == [each.outputs for each in expected]
