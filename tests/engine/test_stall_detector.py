@@ -1,8 +1,16 @@
 """A layer that takes long is in time as long as its work explains that."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import Mock
+
 import pytest
+import torch
 
 from quire.core.plan import StepPlan
+from quire.engine import process
+from quire.engine.assembly import AssembledEngine
 from quire.engine.stall_detector import FLOOR_FLOPS_PER_S, LATE_FACTOR, MIN_MEASURED_S, LayerCost, StallDetector
 
 COST = LayerCost(per_token=1e6, per_pair=1e3)
@@ -77,3 +85,19 @@ def test_nothing_is_expected_without_a_plan(clock: Clock) -> None:
     detector = StallDetector(COST, 8, clock)
     clock.now_s += 1
     assert not detector.is_on_time(0)
+
+
+def test_engine_is_expected_to_have_the_speed_of_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several engines, or the ranks of one, divide the CPUs of a machine."""
+    made, detector_of = list[int](), process.StallDetector
+
+    def recorded(cost: LayerCost, num_threads: int, clock: Callable[[], float]) -> StallDetector:
+        made.append(num_threads)
+        return detector_of(cost, num_threads, clock)
+
+    monkeypatch.setattr(process, "StallDetector", recorded)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    model = SimpleNamespace(progress=[0], device=torch.device("cpu"), layer_flops=(1.0, 1.0))
+    heartbeat = process._make_heartbeat(cast("AssembledEngine", SimpleNamespace(model=model, engine=Mock())), Mock())
+    assert heartbeat is not None
+    assert made == [3]

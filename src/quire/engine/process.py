@@ -290,7 +290,10 @@ def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> H
     progress = assembled.model.progress
     if assembled.model.device.type != "cpu":
         return Heartbeat(lambda: int(progress[0]), beat)
-    detector = StallDetector(LayerCost(*assembled.model.layer_flops), os.cpu_count() or 1, time.monotonic)
+    import torch  # noqa: PLC0415 (as above)
+
+    # Of this engine, not of the machine: engines divide its CPUs, and so do the ranks of one.
+    detector = StallDetector(LayerCost(*assembled.model.layer_flops), torch.get_num_threads(), time.monotonic)
     assembled.engine.on_submit = detector.begin_step
     return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)
 
