@@ -1,7 +1,8 @@
-"""Quire on Ray Serve, on a small cluster of this machine: `python tests/ray_serve.py small|full PORT`; 0 if all holds.
+"""Quire on Ray Serve, on a small cluster of this machine: `python tests/ray_serve.py MODE PORT`; 0 if all holds.
 
 small: start, one answer, one to two engine replicas under load. full: one to three and back under load, an upgrade
-while serving, and a replica that is killed; no request fails but those of the killed replica.
+while serving, and a replica that is killed; no request fails but those of the killed replica. ranks: an engine of two
+ranks, which has two bundles of CPUs and their threads, answers as one of one rank.
 """
 
 import asyncio
@@ -13,11 +14,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import psutil
 import ray
 from ray import serve
+from ray.util import placement_group_table
 
 from fleet_soak import end_of_stream
 from quire.cluster.deploy import ENGINES, DeployOptions, deploy
@@ -152,7 +155,27 @@ async def run(port: int, *, is_full: bool) -> None:
         assert again["choices"][0]["text"] == answer["choices"][0]["text"]
 
 
+async def run_ranks(port: int) -> None:
+    """Deploy an engine of two ranks, and look at its answer, its CPUs and its processes."""
+    engine = replace(ENGINE, tensor_parallel_size=2)
+    await asyncio.to_thread(deploy, engine, ServerOptions(port=port), options(1))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S) as http:
+        body = {"prompt": "def area(", "max_tokens": 8, "temperature": 0}
+        answer = (await http.post("/v1/completions", json=body)).json()
+    print("ANSWER", answer["choices"][0]["text"].encode().hex(), flush=True)
+    bundles = [each["bundles"] for each in placement_group_table().values() if each["state"] == "CREATED"]
+    assert [{"CPU": 0.5}, {"CPU": 0.5}] in [list(each.values()) for each in bundles], bundles
+    (process,) = (child for child in engine_process().children() if "quire.engine.process" in child.cmdline())
+    (rank,) = process.children()
+    assert process.environ()["OMP_NUM_THREADS"] == "2", "one thread for each rank"
+    print("RANKS", flush=True)
+    rank.kill()
+    await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    print("ENDED", flush=True)
+
+
 if __name__ == "__main__":
+    mode, asked_port = sys.argv[1], int(sys.argv[2])
     with cluster():
-        asyncio.run(run(int(sys.argv[2]), is_full=sys.argv[1] == "full"))
+        asyncio.run(run_ranks(asked_port) if mode == "ranks" else run(asked_port, is_full=mode == "full"))
     print("DONE", flush=True)

@@ -29,6 +29,16 @@ def lines_of(mode: str) -> list[str]:
     return run.stdout.splitlines()
 
 
+@pytest.mark.ray
+def test_replica_of_two_ranks_has_their_cpus_and_answers_as_llm(demo_model: Path) -> None:
+    lines = lines_of("ranks")
+    with LLM(str(demo_model), max_model_len=1024) as llm:
+        (expected,) = llm.generate("def area(", SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+    (answer,) = [line.split()[1] for line in lines if line.startswith("ANSWER")]
+    assert bytes.fromhex(answer).decode() == expected.outputs[0].text
+    assert [line for line in lines if line.isupper() and not line.startswith("ANSWER")] == ["RANKS", "ENDED", "DONE"]
+
+
 def test_model_is_deployed_answers_as_llm_and_gets_a_second_replica_under_load(demo_model: Path) -> None:
     lines = lines_of("small")
     with LLM(str(demo_model), max_model_len=1024) as llm:

@@ -103,6 +103,10 @@ def application(engine: EngineOptions, server: ServerOptions, options: DeployOpt
 def engine_deployment(engine: EngineOptions, server: ServerOptions, options: DeployOptions) -> serve.Application:
     """Return the deployment of engine replicas, each in a placement group of its own on one machine."""
     num_ranks = engine.tensor_parallel_size
+    actor: dict[str, Any] = {"num_cpus": options.cpus_per_engine}
+    if num_ranks > 1:   # Ray sets the threads to the CPUs of one bundle; the engine divides them among its ranks
+        threads = max(1, int(options.cpus_per_engine)) * num_ranks
+        actor["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
     scaling: dict[str, Any] = {"num_replicas": options.min_replicas}
     if options.max_replicas > options.min_replicas:
         config = AutoscalingConfig(
@@ -117,8 +121,8 @@ def engine_deployment(engine: EngineOptions, server: ServerOptions, options: Dep
         name=ENGINES, max_ongoing_requests=server.max_queued_requests + engine.resolved_max_num_seqs,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),  # type: ignore[arg-type]
         placement_group_bundles=[{"CPU": options.cpus_per_engine}] * num_ranks, placement_group_strategy="STRICT_PACK",
-        ray_actor_options={"num_cpus": options.cpus_per_engine}, graceful_shutdown_timeout_s=server.shutdown_timeout,
-        health_check_period_s=2, **scaling,
+        ray_actor_options=actor, graceful_shutdown_timeout_s=server.shutdown_timeout, health_check_period_s=2,
+        **scaling,
     )(EngineReplica).bind(engine, server.start_timeout)  # fmt: skip
 
 
