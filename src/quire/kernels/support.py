@@ -24,9 +24,9 @@ SUPPORT: dict[str, frozenset[str]] = {
     "Scale": EVERYWHERE,
     "Clip": EVERYWHERE,
     "PositionScale": EVERYWHERE,
-    "interleaved rotary": CPU,
-    "softcap on attention scores": CPU,
-    "attention sinks": CPU,
+    "interleaved rotary": EVERYWHERE,
+    "softcap on attention scores": EVERYWHERE,
+    "attention sinks": EVERYWHERE,
     "CountLayer": EVERYWHERE,
     "Gather": CPU,
     "side table": CPU,  # `ForwardBatch.side` is not transferred to a device

@@ -10,9 +10,12 @@ from quire import LLM, SamplingParams
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.cuda_graphs import CudaGraphRunner
 from quire.execution.cuda_worker import CudaWorker
-from quire.kernels.back_end import cuda_back_end
+from quire.kernels.back_end import TORCH, cuda_back_end
+from quire.model.loader import load_model
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
 from support.interpreter import rows_alike
+from support.paged_runner import PagedRunner
+from support.random_folder import write_random_folder
 from support.random_model import write_random_model
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -96,3 +99,27 @@ def test_logprobs_of_an_exact_engine_have_the_same_bits_alone_and_together(
 @pytest.mark.matrix
 def test_sharing_and_preemption_keep_to_the_margin(tmp_path: Path, device: torch.device) -> None:
     check_sharing(interpreted, write_random_model(tmp_path), margin=1e-3)
+
+
+SMALL = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "torch_dtype": "float32",
+}  # fmt: skip
+FAMILIES = {
+    "Gemma2": {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "GPTJ": {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "Glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
+    "Cohere": {"model_type": "cohere", "logit_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_with_softcaps_and_interleaved_rotary_have_the_logits_of_the_cpu(
+    name: str, tmp_path: Path, device: torch.device
+) -> None:
+    folder = write_random_folder(tmp_path, SMALL | {"architectures": [f"{name}ForCausalLM"]} | FAMILIES[name])
+    found, expected = (
+        PagedRunner(load_model(folder, back_end=back_end)).run("a", [3 * i % 61 for i in range(14)], [7, 5])
+        for back_end in (cuda_back_end(), TORCH)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

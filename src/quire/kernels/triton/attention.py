@@ -29,7 +29,7 @@ TARGET_PROGRAMS = 2048  # about four on each of 132 processors, with as much aga
 DECODE_ROWS = 16      # least height of a product on matrix units
 
 VARYING = ("num_seqs", "table_stride", "max_partitions")  # by the step: they get no kernels of their own
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def paged_attention(
@@ -39,6 +39,8 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches contiguous, in the plain layout.
 
@@ -53,12 +55,15 @@ def paged_attention(
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
     assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
     assert query.stride(2) == 1, "queries with gaps"
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
     shape = tile_shape(num_heads // num_kv_heads, head_dim, query.dtype)
     shape |= {"NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": metadata.block_size, "WINDOW": window or 0}
+    shape["SOFTCAP"] = softcap * LOG2_E.value
     step = (
         query, key_cache, value_cache, out, metadata.block_tables, metadata.query_starts, metadata.context_lens,
-        num_seqs, query.stride(0), query.stride(1), metadata.block_tables.stride(0), scale * LOG2_E,
+        num_seqs, query.stride(0), query.stride(1), metadata.block_tables.stride(0),
+        LOG2_E.value * (2 * scale / softcap if softcap else scale), sinks,
     )  # fmt: skip
     if num_tokens > num_seqs:
         options = chunk_options(shape["DIMS"], query.dtype, capability(query.device))
@@ -134,7 +139,7 @@ def _attend_decodes(
     )  # fmt: skip
     if max_partitions > 1:
         _combine_kernel[(num_seqs, num_heads)](
-            partials, out, metadata.query_starts, metadata.context_lens, max_partitions, num_heads,
+            partials, out, metadata.query_starts, metadata.context_lens, step[-1], max_partitions, num_heads,
             HEAD_DIM=shape["HEAD_DIM"], DIMS=dims, **limits, num_warps=4,
         )  # fmt: skip
 
@@ -152,13 +157,14 @@ def _partition(context_len, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexp
 def _fold_keys(
     query, positions, begin, end, first_seen, key_cache, value_cache, table, scale, kv_head,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    DIMS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend from rows at `positions` [ROWS] to keys [begin, end), of which those before `first_seen` are not there.
 
     Return the highest score, the sum of weights and the weighted values, [ROWS], [ROWS] and [ROWS, DIMS], base 2. A
     position of -1 sees nothing. Tiles of which a row sees nothing leave it exactly as it is. Of a row that sees
-    anything, the sum is at least the 1 of its highest score.
+    anything, the sum is at least the 1 of its highest score. With a softcap, `scale` is what makes scores exponents of
+    tanh.
     """
     dims = tl.arange(0, DIMS)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -173,6 +179,8 @@ def _fold_keys(
             key_cache + slots[None, :] + dims[:, None], mask=is_there[None, :] & (dims < HEAD_DIM)[:, None], other=0.0
         )  # [DIMS, KEYS]
         scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        if SOFTCAP > 0:
+            scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(scores))  # SOFTCAP * tanh
         is_seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
             is_seen &= keys[None, :] > positions[:, None] - WINDOW
@@ -190,13 +198,25 @@ def _fold_keys(
     return highest, total, weighted
 
 
+@triton.jit
+def _mean(highest, total, weighted, sinks, heads, is_row):
+    """Return the means [ROWS, DIMS] of weighted values; the sink of a row's head is one more key, of zeros."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=is_row, other=0.0) * LOG2_E
+        higher = tl.maximum(highest, sink)
+        rescale = tl.exp2(highest - higher)
+        return weighted * (rescale / (total * rescale + tl.exp2(sink - higher)))[:, None]
+    return weighted / tl.maximum(total, 1.0)[:, None]
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _decode_kernel(
     query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
-    token_stride, head_stride, table_stride, scale, partials, max_partitions,
+    token_stride, head_stride, table_stride, scale, sinks, partials, max_partitions,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexpr,
+    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, PARTITION: tl.constexpr,
+    MAX_PARTITIONS: tl.constexpr,
 ):  # fmt: skip
     """One sequence of one query and one key-value head: every `num_programs`-th partition of its context.
 
@@ -225,12 +245,12 @@ def _decode_kernel(
                 tile, positions, tl.maximum(partition * length, first_seen),
                 tl.minimum((partition + 1) * length, context_len), first_seen, key_cache, value_cache,
                 block_tables + sequence.to(tl.int64) * table_stride, scale, kv_head,
-                NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS, PRECISION,
+                NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS, PRECISION, SOFTCAP,
             )  # fmt: skip
             if num_partitions == 1:
                 tl.store(
                     out + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + dims[None, :],
-                    weighted / tl.maximum(total, 1.0)[:, None],
+                    _mean(highest, total, weighted, sinks, heads, is_row),
                     mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
                 )
             else:
@@ -243,7 +263,7 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=("max_partitions",))
 def _combine_kernel(
-    partials, out, query_starts, context_lens, max_partitions, num_heads,
+    partials, out, query_starts, context_lens, sinks, max_partitions, num_heads,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexpr,
 ):  # fmt: skip
     """One sequence of one query and one head: the mean of its partitions, weighed; those beyond it add exact zeros."""
@@ -257,8 +277,14 @@ def _combine_kernel(
         is_there = index < tl.cdiv(context_len, length)
         place = partials + ((sequence.to(tl.int64) * num_heads + head) * max_partitions + index) * (DIMS + 2)
         highest = tl.load(place + DIMS, mask=is_there, other=float("-inf"))
-        weights = tl.exp2(highest - tl.max(highest, 0))
+        highest_of_all = tl.max(highest, 0)
+        if sinks is not None:
+            sink = tl.load(sinks + head) * LOG2_E
+            highest_of_all = tl.maximum(highest_of_all, sink)
+        weights = tl.exp2(highest - highest_of_all)
         total = tl.sum(weights * tl.load(place + DIMS + 1, mask=is_there, other=0.0), 0)
+        if sinks is not None:
+            total += tl.exp2(sink - highest_of_all)
         weighted = tl.load(place[:, None] + dims[None, :], mask=is_there[:, None], other=0.0)
         mean = tl.sum(weighted * weights[:, None], 0) / total
         tl.store(out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims, mean, mask=dims < HEAD_DIM)
@@ -267,10 +293,10 @@ def _combine_kernel(
 @triton.jit(do_not_specialize=("num_seqs", "table_stride"))
 def _chunk_kernel(
     query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
-    token_stride, head_stride, table_stride, scale,
+    token_stride, head_stride, table_stride, scale, sinks,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A few consecutive tokens of one sequence and one key-value head, over the whole context that they see.
 
@@ -304,10 +330,10 @@ def _chunk_kernel(
         first_seen = first_position * 0
         if WINDOW > 0:
             first_seen = tl.maximum(first_position - WINDOW + 1, 0)
-        _, total, weighted = _fold_keys(
+        highest, total, weighted = _fold_keys(
             tile, positions, first_seen, tl.max(positions, 0) + 1, first_seen, key_cache, value_cache,
             block_tables + low.to(tl.int64) * table_stride, scale, kv_head,
-            NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS, PRECISION,
+            NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS, PRECISION, SOFTCAP,
         )  # fmt: skip
         place = out + (tokens * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(place, weighted / tl.maximum(total, 1.0)[:, None], mask=is_element)
+        tl.store(place, _mean(highest, total, weighted, sinks, heads, is_row), mask=is_element)

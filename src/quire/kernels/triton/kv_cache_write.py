@@ -20,6 +20,8 @@ def write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    *,
+    is_interleaved: bool = False,
 ) -> Tensor:
     """Do what `kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
 
@@ -44,6 +46,7 @@ def write_kv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HALF=half,
+        IS_INTERLEAVED=is_interleaved,
         QUERY_HEADS=triton.next_power_of_2(query.shape[1]),
         KEY_HEADS=triton.next_power_of_2(num_kv_heads),
         PAIRS=triton.next_power_of_2(max(1, half)),
@@ -58,7 +61,8 @@ def _write_kernel(
     query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
     query_stride, key_stride, value_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, PAIRS: tl.constexpr, DIMS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    DIMS: tl.constexpr,
 ):  # fmt: skip
     """One token. HALF is 0 where nothing is turned; dimensions past 2 * HALF pass through."""
     token = tl.program_id(0).to(tl.int64)
@@ -74,22 +78,28 @@ def _write_kernel(
     tl.store(key_cache + row + place, keys, mask=is_kept & (slot >= 0))
     if HALF > 0:
         pairs = tl.arange(0, PAIRS)
+        if IS_INTERLEAVED:
+            first_dims, APART = 2 * pairs, 1
+        else:
+            first_dims, APART = pairs, HALF
         angles = cos_sin + tl.load(positions + token) * (2 * HALF) + pairs
         cos = tl.load(angles, mask=pairs < HALF)[None, :]
         sin = tl.load(angles + HALF, mask=pairs < HALF)[None, :]
-        first = heads[:, None] * HEAD_DIM + pairs[None, :]
+        first = heads[:, None] * HEAD_DIM + first_dims[None, :]
         is_pair = (heads < NUM_KV_HEADS)[:, None] & (pairs < HALF)[None, :]
-        _turn(key + token * key_stride + first, key_cache + row + first, cos, sin, is_pair, is_pair & (slot >= 0), HALF)
+        _turn(
+            key + token * key_stride + first, key_cache + row + first, cos, sin, is_pair, is_pair & (slot >= 0), APART
+        )
         heads = tl.arange(0, QUERY_HEADS)
-        first = query + token * query_stride + heads[:, None] * HEAD_DIM + pairs[None, :]
+        first = query + token * query_stride + heads[:, None] * HEAD_DIM + first_dims[None, :]
         is_pair = (heads < NUM_HEADS)[:, None] & (pairs < HALF)[None, :]
-        _turn(first, first, cos, sin, is_pair, is_pair, HALF)
+        _turn(first, first, cos, sin, is_pair, is_pair, APART)
 
 
 @triton.jit
-def _turn(source, target, cos, sin, is_pair, is_written, HALF: tl.constexpr):
-    """Turn pairs of dimensions HALF apart, in float32, rounded once."""
+def _turn(source, target, cos, sin, is_pair, is_written, APART: tl.constexpr):
+    """Turn pairs of dimensions APART from each other, in float32, rounded once."""
     first = tl.load(source, mask=is_pair).to(tl.float32)
-    second = tl.load(source + HALF, mask=is_pair).to(tl.float32)
+    second = tl.load(source + APART, mask=is_pair).to(tl.float32)
     tl.store(target, first * cos - second * sin, mask=is_written)
-    tl.store(target + HALF, second * cos + first * sin, mask=is_written)
+    tl.store(target + APART, second * cos + first * sin, mask=is_written)
