@@ -56,6 +56,7 @@ def test_kernels_of_a_layer_compile_without_spilling(
 ) -> None:
     from quire.kernels.back_end import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
+    from quire.kernels.triton import attention
 
     ops, (num_heads, num_kv_heads, head_dim) = cuda_back_end(), heads
     cache = torch.empty(3, 16, num_kv_heads, head_dim, dtype=dtype)
@@ -64,12 +65,15 @@ def test_kernels_of_a_layer_compile_without_spilling(
     with compiled_launches(capability) as kernels:
         metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
         ops.paged_attention(query, cache, cache, metadata, 0.1)
+        if capability in (80, 90):
+            attention.paged_attention(query, cache, cache, metadata, 0.1, is_exact=True)
         ops.write_kv(query, key, key, int64, torch.empty(9, head_dim), cache, cache, int64)
         ops.norm(torch.empty(4096, dtype=dtype), None, 1e-5, False)(torch.empty(4, 4096, dtype=dtype), None)
-    assert {kernel.name for kernel in kernels} >= {"_chunk_kernel", "_decode_kernel", "_combine_kernel"}
+    assert {kernel.name for kernel in kernels} >= {"_attend_kernel", "_plan_kernel", "_combine_kernel"}
+    assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == (3 if capability in (80, 90) else 2)
     most = 12 if dtype is torch.float32 and capability >= 100 else 0  # of decodes with heads of 32: see docs/gpu.md
     assert all(kernel.spilled_bytes <= most for kernel in kernels), kernels
-    assert all(kernel.reads_widely for kernel in kernels if kernel.name in ("_chunk_kernel", "_decode_kernel")), kernels
+    assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_attend_kernel"), kernels
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] * 1024 for kernel in kernels), kernels
 
 
@@ -85,7 +89,7 @@ def test_softcap_sinks_window_and_interleaved_rotary_compile_without_spilling(ca
         metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
         ops.paged_attention(query, cache, cache, metadata, 0.1, 4096, softcap=50.0, sinks=torch.empty(32))
         ops.write_kv(query, key, key, int64, torch.empty(9, 64), cache, cache, int64, is_interleaved=True)
-    assert len(kernels) == 4
+    assert {kernel.name for kernel in kernels} == {"_attend_kernel", "_plan_kernel", "_combine_kernel", "_write_kernel"}
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
 
 

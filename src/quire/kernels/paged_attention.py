@@ -6,8 +6,8 @@ every product of a layer has one shape, and a row one place in it, because the m
 by both (docs/decisions/0002). So neither how a sequence is chunked nor what else runs changes a bit.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ class AttentionMetadata:
     query_starts: Tensor   # [num_seqs + 1] int32
     context_lens: Tensor   # [num_seqs] int32
     block_size: int
+    plans: dict[Hashable, Tensor] = field(default_factory=dict, compare=False)  # how a back end divides the step
 
     @property
     def num_tokens(self) -> int:

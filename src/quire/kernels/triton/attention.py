@@ -5,9 +5,15 @@ are read once for all of them; a tile of a chunk holds several tokens besides. K
 multiples of their size, in ascending order, under a running softmax (Milakov and Gimelshein 2018). A table entry is
 read once per tile, for keys and values, and never past what the tile sees.
 
-A sequence that advances by one token is cut into partitions of its context, which several programs share; a second
-kernel puts them together. How long a partition is depends on the context alone, so the order in which a row is reduced
-does, too: not on the batch, nor on how many programs there are. A chunk's tile sees its whole context in one program.
+The context is cut into segments at fixed positions: 256 tokens each at first, later ones longer (`count_segments`). A
+decode folds each segment by itself and adds them up in ascending order, either in the registers of one program, or
+out of memory where several programs share the context. Both take the same steps, so a row's bits do not depend on how
+many there are. A plan, made on the device once a step, gives programs items of about the same length
+(`_plan_kernel`); so one long context among many short ones, or a short query on a long context, is shared.
+
+A chunk's tile folds its whole context, or its share of it, at one go, which is faster. With `is_exact` it folds by
+segments, too, and decodes are tiles of one token of the same kernel: then a row's bits depend on neither batch nor
+chunks.
 
 Per token of context and key-value head, 2 * head_dim elements are read. Nothing has been measured on a GPU yet.
 """
@@ -23,12 +29,14 @@ from torch import Tensor
 from quire.kernels.paged_attention import AttentionMetadata
 
 MAX_HEAD_DIM = 256
-PARTITION = 256       # least tokens of context in a partition; a multiple of every key tile
-MAX_PARTITIONS = 32   # beyond, partitions double: what they leave behind stays small, and 8 heads still fill a card
-TARGET_PROGRAMS = 2048  # about four on each of 132 processors, with as much again for uneven contexts
-DECODE_ROWS = 16      # least height of a product on matrix units
+SEGMENT = tl.constexpr(256)   # tokens of a segment, a multiple of every key tile
+NUM_SHORT = tl.constexpr(16)  # segments of so many; beyond, each doubling of the context has half as many
+NUM_PROGRAMS = 2048           # about four on each of 132 processors, with as much again for uneven items
+DECODE_ITEMS, CHUNK_ITEMS = 1024, 264  # that a plan aims at: two to three rounds of as many programs as fit a card
+DECODE_ROWS = 16              # least height of a product on matrix units
+MAX_SCRATCH_BYTES = 256 << 20  # of what chunks leave behind to be added up; where it is more, tiles are many anyway
 
-VARYING = ("num_seqs", "table_stride", "max_partitions")  # by the step: they get no kernels of their own
+VARYING = ("num_seqs", "table_stride", "max_parts", "num_heads")  # by the step: they get no kernels of their own
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -41,11 +49,13 @@ def paged_attention(
     window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
+    is_exact: bool = False,
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches contiguous, in the plain layout.
 
     query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 is no sequence:
-    its rows of the result hold anything.
+    its rows of the result hold anything. With `is_exact` a row has the same bits in every batch and chunk.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_seqs, num_kv_heads = len(metadata.context_lens), key_cache.shape[2]
@@ -55,6 +65,7 @@ def paged_attention(
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
     assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
     assert query.stride(2) == 1, "queries with gaps"
+    assert scale > 0, f"scale {scale}"
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
     shape = tile_shape(num_heads // num_kv_heads, head_dim, query.dtype)
@@ -65,13 +76,12 @@ def paged_attention(
         num_seqs, query.stride(0), query.stride(1), metadata.block_tables.stride(0),
         LOG2_E.value * (2 * scale / softcap if softcap else scale), sinks,
     )  # fmt: skip
-    if num_tokens > num_seqs:
-        options = chunk_options(shape["DIMS"], query.dtype, capability(query.device))
-        options["ROWS"] = max(options["ROWS"], shape["ROWS_PER_TOKEN"])
-        tokens = options["ROWS"] // shape["ROWS_PER_TOKEN"]
-        grid = (num_tokens // tokens + num_seqs, num_kv_heads)  # at most so many tiles, each sequence's last not full
-        _chunk_kernel[grid](*step, **shape, **options)
-    _attend_decodes(step, shape, metadata, query, out)
+    if num_tokens > num_seqs or is_exact:
+        options = chunk_options(shape["DIMS"], query.dtype, capability(query.device), is_exact=is_exact)
+        _attend(step, shape | {"IS_DECODE": False, "IS_EXACT": is_exact}, metadata, options)
+    if not is_exact:
+        options = decode_options(shape["DIMS"], query.dtype)
+        _attend(step, shape | {"IS_DECODE": True, "IS_EXACT": False}, metadata, options)
     return out
 
 
@@ -93,22 +103,31 @@ def tile_shape(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def chunk_options(dims: int, dtype: torch.dtype, capability: int) -> dict[str, int]:
+def chunk_options(dims: int, dtype: torch.dtype, capability: int, *, is_exact: bool = False) -> dict[str, Any]:
     """Return a chunk's tiles, and how they are compiled: the largest that spill no register on sm_80 and sm_90.
 
     Five stages make two buffers of keys and two of values: the read of the block table before them takes the others.
-    For the largest heads that is more than the 99 KiB of a program on other cards.
+    For the largest heads that is more than the 99 KiB of a program on other cards. HAS_FULL_TILES: keys that all rows
+    see go by in a loop of their own, without masks.
     """
     if dtype.itemsize == 4:
-        rows, keys, num_warps, num_stages = (32, 32, 4, 2) if dims <= 128 else (16, 16, 8, 2)
+        rows, keys, num_warps, num_stages = (16 if is_exact else 32, 32, 4 if dims <= 64 or is_exact else 8, 2)
+        if dims > 128:
+            rows, keys, num_warps = 16, 16, 8
+    elif is_exact:  # the fold so far takes as many registers as that of a segment
+        rows, keys = 64 if dims <= 128 else 32, 64 if dims <= 128 and capability in (90, 100) else 32
+        num_warps, num_stages = 8, 5
     elif dims <= 128:
-        rows, keys, num_warps, num_stages = 128, 64 if dims <= 64 or capability >= 90 else 32, 8, 5
+        rows, keys, num_warps, num_stages = 128, 64 if dims <= 64 or capability in (90, 100) else 32, 8, 5
     else:
         rows, keys, num_warps, num_stages = 64, 32, 8, 5 if capability in (80, 90, 100) else 4
-    return {"ROWS": rows, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
+    return {
+        "ROWS": rows, "KEYS": keys, "HAS_FULL_TILES": dtype.itemsize == 2, "num_warps": num_warps,
+        "num_stages": num_stages,
+    }  # fmt: skip
 
 
-def decode_options(dims: int, dtype: torch.dtype) -> dict[str, int]:
+def decode_options(dims: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return a decode's tiles, and how they are compiled: 16 KiB of keys and as much of values, two of each in flight.
 
     That is 32 to 64 KiB for each of two or three programs on a processor, where 20 KiB would keep the memory busy.
@@ -117,223 +136,371 @@ def decode_options(dims: int, dtype: torch.dtype) -> dict[str, int]:
         keys, num_warps, num_stages = (32, 4, 5) if dims <= 128 else (16, 8, 2)
     else:
         keys, num_warps, num_stages = min(128, 8192 // dims), 4, 5
-    return {"KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
+    return {
+        "ROWS": DECODE_ROWS, "KEYS": keys, "HAS_FULL_TILES": False, "num_warps": num_warps, "num_stages": num_stages,
+    }  # fmt: skip
 
 
-def _attend_decodes(
-    step: tuple[object, ...], shape: dict[str, Any], metadata: AttentionMetadata, query: Tensor, out: Tensor
+def count_segments(context_len: int) -> int:
+    """Return how many segments a context has: 16 up to 4,096 tokens, and 8 more for each doubling."""
+    last, num_short = (context_len - 1) // SEGMENT.value, NUM_SHORT.value
+    octave = max(0, last.bit_length() - num_short.bit_length())
+    later = num_short + octave * (num_short // 2) + (last - (num_short << octave)) // (2 << octave) + 1
+    return last + 1 if last < num_short else later
+
+
+def _attend(
+    step: tuple[Any, ...], shape: dict[str, Any], metadata: AttentionMetadata, options: dict[str, Any]
 ) -> None:
-    """Attend for the sequences of one query: partition by partition, then all of them together."""
-    num_seqs, num_heads, dims = len(metadata.context_lens), query.shape[1], shape["DIMS"]
-    max_partitions = min(MAX_PARTITIONS, -(-metadata.block_tables.shape[1] * metadata.block_size // PARTITION))
-    partials = torch.empty(
-        (num_seqs, num_heads, max_partitions, dims + 2) if max_partitions > 1 else (1,),
-        dtype=torch.float32,
-        device=query.device,
+    """Attend for the sequences of one query, or for the others (`is_exact`: for all), with a plan of the step."""
+    query, num_seqs, sinks = step[0], step[7], step[-1]
+    num_tokens, num_heads = query.shape[:2]
+    is_decode, dims, num_kv_heads = shape["IS_DECODE"], shape["DIMS"], shape["NUM_KV_HEADS"]
+    options["ROWS"] = max(options["ROWS"], shape["ROWS_PER_TOKEN"])
+    if is_decode:  # a tile is one token
+        shape["ROWS_PER_TOKEN"] = options["ROWS"]
+    tokens = options["ROWS"] // shape["ROWS_PER_TOKEN"]
+    num_rows = num_seqs if is_decode else num_tokens
+    max_parts = count_segments(metadata.block_tables.shape[1] * metadata.block_size)
+    row_bytes = num_heads * max_parts * (dims + 4) * 4
+    if max_parts > 1 and not is_decode and num_rows * row_bytes > MAX_SCRATCH_BYTES:
+        max_parts = 1
+    plan = _plan(metadata, num_kv_heads, tokens, max_parts, shape)
+    num_items = (num_seqs if is_decode else num_tokens // tokens + num_seqs) * max_parts  # at most
+    scratch = (num_rows, num_heads, max_parts, dims + 4) if max_parts > 1 else (1,)
+    partials = torch.empty(scratch, dtype=torch.float32, device=query.device)
+    _attend_kernel[(min(num_items, -(-NUM_PROGRAMS // num_kv_heads)), num_kv_heads)](
+        *step, plan, partials, max_parts, **shape, **options
     )
-    num_programs = min(max_partitions, -(-TARGET_PROGRAMS // (num_seqs * shape["NUM_KV_HEADS"])))
-    limits = {"PARTITION": PARTITION, "MAX_PARTITIONS": MAX_PARTITIONS}
-    _decode_kernel[(num_seqs, shape["NUM_KV_HEADS"], num_programs)](
-        *step, partials, max_partitions, ROWS=max(DECODE_ROWS, shape["ROWS_PER_TOKEN"]),
-        **shape, **limits, **decode_options(dims, query.dtype),
-    )  # fmt: skip
-    if max_partitions > 1:
-        _combine_kernel[(num_seqs, num_heads)](
-            partials, out, metadata.query_starts, metadata.context_lens, step[-1], max_partitions, num_heads,
-            HEAD_DIM=shape["HEAD_DIM"], DIMS=dims, **limits, num_warps=4,
+    if max_parts > 1:
+        _combine_kernel[(num_rows, num_heads)](
+            partials, step[3], metadata.query_starts, metadata.context_lens, plan, sinks, num_seqs, max_parts,
+            num_heads, TOKENS=tokens, BY_SEGMENT=is_decode or shape["IS_EXACT"], num_warps=4,
+            **{name: shape[name] for name in ("WINDOW", "HEAD_DIM", "DIMS", "IS_DECODE", "IS_EXACT")},
         )  # fmt: skip
 
 
+def _plan(
+    metadata: AttentionMetadata, num_kv_heads: int, tokens: int, max_parts: int, shape: dict[str, Any]
+) -> Tensor:
+    """Return [num_seqs + 1] int32: how many items stand before each sequence's. Layers of one shape share a plan."""
+    kind = shape["IS_DECODE"], shape["IS_EXACT"]
+    key = (kind, num_kv_heads, tokens, max_parts, shape["WINDOW"])
+    if key not in metadata.plans:
+        num_seqs = len(metadata.context_lens)
+        plan = torch.empty(num_seqs + 1, dtype=torch.int32, device=metadata.context_lens.device)
+        aim = -(-(DECODE_ITEMS if kind[0] else CHUNK_ITEMS) // num_kv_heads)
+        _plan_kernel[(1,)](
+            metadata.query_starts, metadata.context_lens, plan, num_seqs, aim, max_parts, TOKENS=tokens,
+            IS_DECODE=kind[0], IS_EXACT=kind[1], WINDOW=shape["WINDOW"], BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+        metadata.plans[key] = plan
+    return metadata.plans[key]
+
+
 @triton.jit
-def _partition(context_len, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexpr):
-    """Return how many tokens a partition of this context has: as few as MAX_PARTITIONS of them allow."""
-    length = context_len * 0 + PARTITION
-    while length * MAX_PARTITIONS < context_len:
-        length *= 2
-    return length
+def _count_segments(context_len):
+    """Do what `count_segments` does, for any tensor: the number of segments that begin before `context_len`."""
+    last = (context_len - 1) // SEGMENT  # the last token, in units
+    octave = (tl.maximum(last, NUM_SHORT).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 131  # of 16 units: 0
+    later = NUM_SHORT + octave * (NUM_SHORT // 2) + (last - (NUM_SHORT << octave)) // (2 << octave) + 1
+    return tl.where(last < NUM_SHORT, last + 1, later)
+
+
+@triton.jit
+def _begin_of(segment):
+    """Return the first position of a segment."""
+    octave = tl.maximum(segment - NUM_SHORT, 0) // (NUM_SHORT // 2)
+    place = (segment - NUM_SHORT) % (NUM_SHORT // 2)
+    later = ((NUM_SHORT * SEGMENT) << octave) + place * ((2 * SEGMENT) << octave)
+    return tl.where(segment < NUM_SHORT, segment * SEGMENT, later)
+
+
+@triton.jit
+def _num_tiles(num_queries, context_len, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, IS_EXACT: tl.constexpr):
+    """Return the tiles of a sequence in a launch: none if it is no sequence, or if the other launch attends for it."""
+    is_here = context_len > 0
+    if not IS_EXACT:
+        is_here &= (num_queries == 1) if IS_DECODE else (num_queries > 1)
+    return tl.where(is_here, (num_queries + TOKENS - 1) // TOKENS, 0)
+
+
+@triton.jit
+def _find(starts, index, num_seqs):
+    """Return the last sequence whose start is not past `index`."""
+    low, high = index * 0, num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_later = tl.load(starts + middle) > index
+        high = tl.where(is_later, middle, high)
+        low = tl.where(is_later, low, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=("num_seqs", "aim", "max_parts"))
+def _plan_kernel(
+    query_starts, context_lens, plan, num_seqs, aim, max_parts,
+    TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, IS_EXACT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut each sequence's tiles into items, so that there are about `aim` of the same length, or one for each tile.
+
+    A unit of work is one tile of queries and SEGMENT tokens of context.
+    """
+    work = num_seqs * 0
+    length = work
+    for is_last in tl.static_range(2):
+        before = num_seqs * 0
+        for start in range(0, num_seqs, BLOCK):
+            sequence = start + tl.arange(0, BLOCK)
+            is_there = sequence < num_seqs
+            first = tl.load(query_starts + sequence, mask=is_there, other=0)
+            num_queries = tl.load(query_starts + sequence + 1, mask=is_there, other=0) - first
+            context_len = tl.load(context_lens + sequence, mask=is_there, other=0)
+            tiles = _num_tiles(num_queries, context_len, TOKENS, IS_DECODE, IS_EXACT)
+            seen = context_len
+            if WINDOW > 0:
+                seen = tl.minimum(context_len, WINDOW + num_queries)
+            units = (seen + SEGMENT - 1) // SEGMENT
+            if is_last == 0:
+                work += tl.sum(tiles * units, 0)
+            else:
+                parts = tl.minimum((units + length - 1) // length, tl.minimum(_count_segments(context_len), max_parts))
+                items = tiles * tl.maximum(parts, 1)
+                tl.store(plan + 1 + sequence, before + tl.cumsum(items, 0), mask=is_there)
+                before += tl.sum(items, 0)
+        length = tl.maximum((work + aim - 1) // aim, 1 if IS_DECODE else 2)
+    tl.store(plan, 0)
 
 
 @triton.jit
 def _fold_keys(
-    query, positions, begin, end, first_seen, key_cache, value_cache, table, scale, kv_head,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+    query, positions, begin, end, first_seen, highest, total, weighted, key_cache, value_cache, table, scale, kv_head,
+    IS_FULL: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend from rows at `positions` [ROWS] to keys [begin, end), of which those before `first_seen` are not there.
 
-    Return the highest score, the sum of weights and the weighted values, [ROWS], [ROWS] and [ROWS, DIMS], base 2. A
-    position of -1 sees nothing. Tiles of which a row sees nothing leave it exactly as it is. Of a row that sees
-    anything, the sum is at least the 1 of its highest score. With a softcap, `scale` is what makes scores exponents of
-    tanh.
+    Go on from the highest score, the sum of weights and the weighted values so far, [ROWS], [ROWS] and [ROWS, DIMS],
+    base 2, and return them. A position of -1 sees nothing. Tiles of which a row sees nothing leave it exactly as it is.
+    IS_FULL: every row that counts sees every key, in whole tiles. With a softcap, `scale` makes scores exponents of
+    tanh. Sums of products are written as such, so that both forms round alike.
     """
     dims = tl.arange(0, DIMS)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, DIMS], tl.float32)
+    is_dim = dims < HEAD_DIM
     for start in range(begin // KEYS * KEYS, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_there = (keys >= first_seen) & (keys < end)
-        block = tl.load(table + keys // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
+        if IS_FULL:
+            block = tl.load(table + keys // BLOCK_SIZE).to(tl.int64)
+        else:
+            block = tl.load(table + keys // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
         slots = ((block * BLOCK_SIZE + keys % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        key = tl.load(
-            key_cache + slots[None, :] + dims[:, None], mask=is_there[None, :] & (dims < HEAD_DIM)[:, None], other=0.0
-        )  # [DIMS, KEYS]
-        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        key_places, value_places = key_cache + slots[None, :] + dims[:, None], value_cache + slots[:, None] + dims[None]
+        if not IS_FULL:
+            key = tl.load(key_places, mask=is_there[None, :] & is_dim[:, None], other=0.0)  # [DIMS, KEYS]
+        elif HEAD_DIM == DIMS:
+            key = tl.load(key_places)
+        else:
+            key = tl.load(key_places, mask=is_dim[:, None], other=0.0)
+        scores = tl.dot(query, key, input_precision=PRECISION)
         if SOFTCAP > 0:
-            scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(scores))  # SOFTCAP * tanh
-        is_seen = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            is_seen &= keys[None, :] > positions[:, None] - WINDOW
-        scores = tl.where(is_seen & is_there[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
-        weights = tl.exp2(scores - base[:, None])
+            scores = tl.fma(1 / (1 + tl.exp2(scores * scale)), -2.0 * SOFTCAP, SOFTCAP)  # SOFTCAP * tanh
+        if not IS_FULL:
+            is_seen = keys[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                is_seen &= keys[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(is_seen & is_there[None, :], scores, float("-inf"))
+        factor = 1.0 if SOFTCAP > 0 else scale
+        higher = tl.maximum(highest, tl.max(scores, 1) * factor)
+        base = higher
+        if not IS_FULL:
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
+        weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         rescale = tl.exp2(highest - base)
-        value = tl.load(
-            value_cache + slots[:, None] + dims[None, :], mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
-        )  # [KEYS, DIMS]; zero where nothing is: 0 times NaN is NaN
-        total = total * rescale + tl.sum(weights, 1)
+        if not IS_FULL:  # zero where nothing is: 0 times NaN is NaN
+            value = tl.load(value_places, mask=is_there[:, None] & is_dim[None, :], other=0.0)  # [KEYS, DIMS]
+        elif HEAD_DIM == DIMS:
+            value = tl.load(value_places)
+        else:
+            value = tl.load(value_places, mask=is_dim[None, :], other=0.0)
+        total = tl.fma(total, rescale, tl.sum(weights, 1))
         weighted = tl.dot(weights.to(value.dtype), value, weighted * rescale[:, None], input_precision=PRECISION)
         highest = higher
     return highest, total, weighted
 
 
 @triton.jit
+def _fold(
+    query, positions, begin, full_end, end, first_seen, key_cache, value_cache, table, scale, kv_head,
+    HAS_FULL_TILES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Fold keys [begin, end) from nothing; those before `full_end`, which every row sees, without masks if asked to."""
+    highest, total, weighted = _nothing(ROWS, DIMS)
+    if HAS_FULL_TILES:
+        full = tl.maximum(tl.minimum(full_end, end // KEYS * KEYS), begin)
+        highest, total, weighted = _fold_keys(
+            query, positions, begin, full, first_seen, highest, total, weighted, key_cache, value_cache, table, scale,
+            kv_head, True, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, PRECISION, SOFTCAP,
+        )  # fmt: skip
+        begin = full
+    return _fold_keys(
+        query, positions, begin, end, first_seen, highest, total, weighted, key_cache, value_cache, table, scale,
+        kv_head, False, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, PRECISION, SOFTCAP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """Return the highest score, sum of weights and weighted values of rows that have seen no key."""
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    return highest, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIMS], tl.float32)
+
+
+@triton.jit
+def _add(highest, total, weighted, other_highest, other_total, other_weighted):
+    """Return the fold of two parts, the earlier one first; one that has seen nothing leaves the other as it is."""
+    higher = tl.maximum(highest, other_highest)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    rescale, other_rescale = tl.exp2(highest - base), tl.exp2(other_highest - base)
+    total = tl.fma(total, rescale, other_total * other_rescale)
+    if len(weighted.shape) == 2:
+        rescale, other_rescale = rescale[:, None], other_rescale[:, None]
+    return higher, total, tl.fma(weighted, rescale, other_weighted * other_rescale)
+
+
+@triton.jit
 def _mean(highest, total, weighted, sinks, heads, is_row):
-    """Return the means [ROWS, DIMS] of weighted values; the sink of a row's head is one more key, of zeros."""
+    """Return the means of weighted values; the sink of a row's head is one more key, of zeros."""
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0) * LOG2_E
         higher = tl.maximum(highest, sink)
         rescale = tl.exp2(highest - higher)
-        return weighted * (rescale / (total * rescale + tl.exp2(sink - higher)))[:, None]
-    return weighted / tl.maximum(total, 1.0)[:, None]
+        factor = rescale / tl.fma(total, rescale, tl.exp2(sink - higher))
+    else:
+        factor = 1.0 / tl.where(total > 0, total, 1.0)
+    if len(weighted.shape) == 2:
+        factor = factor[:, None]
+    return weighted * factor
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _decode_kernel(
+def _attend_kernel(
     query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
-    token_stride, head_stride, table_stride, scale, sinks, partials, max_partitions,
+    token_stride, head_stride, table_stride, scale, sinks, plan, partials, max_parts,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, PARTITION: tl.constexpr,
-    MAX_PARTITIONS: tl.constexpr,
+    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, HAS_FULL_TILES: tl.constexpr,
+    IS_DECODE: tl.constexpr, IS_EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One sequence of one query and one key-value head: every `num_programs`-th partition of its context.
+    """Items of the plan for one key-value head: a few tokens of one sequence over a run of segments of its context.
 
-    One partition is the answer; of several, each leaves its weighted values, highest score and sum of weights.
-    """
-    sequence, kv_head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_starts + sequence)
-    context_len = tl.load(context_lens + sequence)
-    if (tl.load(query_starts + sequence + 1) - token == 1) & (context_len > 0):
-        rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
-        is_row = rows < GROUP
-        heads = kv_head * GROUP + rows
-        tile = tl.load(
-            query + token.to(tl.int64) * token_stride + heads[:, None] * head_stride + dims[None, :],
-            mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        positions = tl.where(is_row, context_len - 1, -1)
-        first_seen = context_len * 0
-        if WINDOW > 0:
-            first_seen = tl.maximum(context_len - WINDOW, 0)
-        length = _partition(context_len, PARTITION, MAX_PARTITIONS)
-        num_partitions = tl.cdiv(context_len, length)
-        for partition in range(tl.program_id(2), num_partitions, tl.num_programs(2)):
-            highest, total, weighted = _fold_keys(
-                tile, positions, tl.maximum(partition * length, first_seen),
-                tl.minimum((partition + 1) * length, context_len), first_seen, key_cache, value_cache,
-                block_tables + sequence.to(tl.int64) * table_stride, scale, kv_head,
-                NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS, PRECISION, SOFTCAP,
-            )  # fmt: skip
-            if num_partitions == 1:
-                tl.store(
-                    out + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + dims[None, :],
-                    _mean(highest, total, weighted, sinks, heads, is_row),
-                    mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
-                )
-            else:
-                place = (sequence.to(tl.int64) * NUM_KV_HEADS * GROUP + heads) * max_partitions + partition
-                place = partials + place * (DIMS + 2)
-                tl.store(place[:, None] + dims[None, :], weighted, mask=is_row[:, None])
-                tl.store(place + DIMS, highest, mask=is_row)
-                tl.store(place + DIMS + 1, total, mask=is_row)
-
-
-@triton.jit(do_not_specialize=("max_partitions",))
-def _combine_kernel(
-    partials, out, query_starts, context_lens, sinks, max_partitions, num_heads,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PARTITION: tl.constexpr, MAX_PARTITIONS: tl.constexpr,
-):  # fmt: skip
-    """One sequence of one query and one head: the mean of its partitions, weighed; those beyond it add exact zeros."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_starts + sequence)
-    context_len = tl.load(context_lens + sequence)
-    length = _partition(context_len, PARTITION, MAX_PARTITIONS)
-    is_one_query = tl.load(query_starts + sequence + 1) - token == 1
-    if is_one_query & (context_len > length):
-        index, dims = tl.arange(0, MAX_PARTITIONS), tl.arange(0, DIMS)
-        is_there = index < tl.cdiv(context_len, length)
-        place = partials + ((sequence.to(tl.int64) * num_heads + head) * max_partitions + index) * (DIMS + 2)
-        highest = tl.load(place + DIMS, mask=is_there, other=float("-inf"))
-        highest_of_all = tl.max(highest, 0)
-        if sinks is not None:
-            sink = tl.load(sinks + head) * LOG2_E
-            highest_of_all = tl.maximum(highest_of_all, sink)
-        weights = tl.exp2(highest - highest_of_all)
-        total = tl.sum(weights * tl.load(place + DIMS + 1, mask=is_there, other=0.0), 0)
-        if sinks is not None:
-            total += tl.exp2(sink - highest_of_all)
-        weighted = tl.load(place[:, None] + dims[None, :], mask=is_there[:, None], other=0.0)
-        mean = tl.sum(weighted * weights[:, None], 0) / total
-        tl.store(out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims, mean, mask=dims < HEAD_DIM)
-
-
-@triton.jit(do_not_specialize=("num_seqs", "table_stride"))
-def _chunk_kernel(
-    query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
-    token_stride, head_stride, table_stride, scale, sinks,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    ROWS_PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """A few consecutive tokens of one sequence and one key-value head, over the whole context that they see.
-
-    Sequence i has its tiles from index query_starts[i] // TOKENS + i on, which leaves room for all before it.
+    The only part of a context is the answer; of several, each leaves its highest score, sum of weights and weighted
+    values: one for each segment, or of a chunk one for the part.
     """
     TOKENS: tl.constexpr = ROWS // ROWS_PER_TOKEN
-    index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # those that see most begin first
-    low, high = index * 0, num_seqs  # the tile's sequence is in [low, high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_later = tl.load(query_starts + middle) // TOKENS + middle > index
-        high = tl.where(is_later, middle, high)
-        low = tl.where(is_later, low, middle)
-    first_token = tl.load(query_starts + low)
-    num_queries = tl.load(query_starts + low + 1) - first_token
-    offset = (index - first_token // TOKENS - low) * TOKENS  # of the tile's first token in its sequence
-    if (num_queries > 1) & (offset < num_queries):
-        rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    BY_SEGMENT: tl.constexpr = IS_DECODE or IS_EXACT
+    kv_head, num_items = tl.program_id(1), tl.load(plan + num_seqs)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        item = num_items - 1 - number  # those that see most begin first
+        sequence = _find(plan, item, num_seqs)
+        first_token, context_len = tl.load(query_starts + sequence), tl.load(context_lens + sequence)
+        num_queries = tl.load(query_starts + sequence + 1) - first_token
+        own = tl.load(plan + sequence)
+        num_parts = (tl.load(plan + sequence + 1) - own) // tl.cdiv(num_queries, TOKENS)
+        offset, part = (item - own) // num_parts * TOKENS, (item - own) % num_parts
         queries = offset + rows // ROWS_PER_TOKEN
         heads = kv_head * GROUP + rows % ROWS_PER_TOKEN
         is_row = (queries < num_queries) & (rows % ROWS_PER_TOKEN < GROUP)
-        is_element = is_row[:, None] & (dims < HEAD_DIM)[None, :]
         tokens = (first_token + queries).to(tl.int64)
         tile = tl.load(
             query + tokens[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :],
-            mask=is_element,
+            mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
         )
-        first_position = tl.load(context_lens + low) - num_queries + offset
-        positions = tl.where(is_row, first_position + rows // ROWS_PER_TOKEN, -1)
+        first_position = context_len - num_queries + offset
+        positions = tl.where(is_row, context_len - num_queries + queries, -1)
+        end = tl.minimum(first_position + TOKENS, context_len)  # of what the tile sees
         first_seen = first_position * 0
         if WINDOW > 0:
             first_seen = tl.maximum(first_position - WINDOW + 1, 0)
-        highest, total, weighted = _fold_keys(
-            tile, positions, first_seen, tl.max(positions, 0) + 1, first_seen, key_cache, value_cache,
-            block_tables + low.to(tl.int64) * table_stride, scale, kv_head,
-            NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS, PRECISION, SOFTCAP,
-        )  # fmt: skip
-        place = out + (tokens * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(place, _mean(highest, total, weighted, sinks, heads, is_row), mask=is_element)
+        first_segment = _count_segments(first_seen + 1) - 1
+        num_segments = _count_segments(end) - first_segment
+        segment = first_segment + part * num_segments // num_parts
+        last_segment = first_segment + (part + 1) * num_segments // num_parts
+        place = partials + ((sequence if IS_DECODE else tokens) * NUM_KV_HEADS * GROUP + heads) * max_parts * (DIMS + 4)
+        table = block_tables + sequence.to(tl.int64) * table_stride
+        full_end = first_position * 0
+        if HAS_FULL_TILES and WINDOW == 0:
+            full_end = (first_position + 1) // KEYS * KEYS  # every row of a token sees all before
+        if BY_SEGMENT:
+            highest, total, weighted = _nothing(ROWS, DIMS)
+            for index in range(segment, last_segment):
+                own_highest, own_total, own_weighted = _fold(
+                    tile, positions, tl.maximum(_begin_of(index), first_seen), full_end,
+                    tl.minimum(_begin_of(index + 1), end), first_seen, key_cache, value_cache, table, scale, kv_head,
+                    HAS_FULL_TILES and WINDOW == 0, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS,
+                    PRECISION, SOFTCAP,
+                )  # fmt: skip
+                if num_parts > 1:
+                    _leave(place + index * (DIMS + 4), is_row, own_highest, own_total, own_weighted, DIMS)
+                else:
+                    highest, total, weighted = _add(highest, total, weighted, own_highest, own_total, own_weighted)
+        else:
+            highest, total, weighted = _fold(
+                tile, positions, tl.maximum(_begin_of(segment), first_seen), full_end,
+                tl.minimum(_begin_of(last_segment), end), first_seen, key_cache, value_cache, table, scale, kv_head,
+                HAS_FULL_TILES and WINDOW == 0, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS,
+                PRECISION, SOFTCAP,
+            )  # fmt: skip
+        if num_parts == 1:
+            tl.store(
+                out + (tokens * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :],
+                _mean(highest, total, weighted, sinks, heads, is_row),
+                mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
+            )
+        elif not BY_SEGMENT:
+            _leave(place + part * (DIMS + 4), is_row, highest, total, weighted, DIMS)
+
+
+@triton.jit
+def _leave(place, is_row, highest, total, weighted, DIMS: tl.constexpr):
+    """Store a part of rows at `place` [ROWS], in rows of DIMS + 4 floats: aligned to 16 bytes."""
+    tl.store(place[:, None] + tl.arange(0, DIMS)[None, :], weighted, mask=is_row[:, None])
+    tl.store(place + DIMS, highest, mask=is_row)
+    tl.store(place + DIMS + 1, total, mask=is_row)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _combine_kernel(
+    partials, out, query_starts, context_lens, plan, sinks, num_seqs, max_parts, num_heads,
+    WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr,
+    IS_EXACT: tl.constexpr, BY_SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """One head of one token, or of the token of a sequence: its parts folded in ascending order, if it has several."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    sequence = row if IS_DECODE else _find(query_starts, row, num_seqs)
+    token = tl.load(query_starts + sequence) if IS_DECODE else row
+    context_len = tl.load(context_lens + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence)
+    num_items = tl.load(plan + sequence + 1) - tl.load(plan + sequence)
+    num_parts = num_items // tl.maximum(_num_tiles(num_queries, context_len, TOKENS, IS_DECODE, IS_EXACT), 1)
+    if num_parts > 1:
+        dims = tl.arange(0, DIMS)
+        first, stop = num_parts * 0, num_parts
+        if BY_SEGMENT:
+            position = context_len - num_queries + token - tl.load(query_starts + sequence)
+            if WINDOW > 0:
+                first = _count_segments(tl.maximum(position - WINDOW + 1, 0) + 1) - 1
+            stop = _count_segments(position + 1)
+        place = partials + (row.to(tl.int64) * num_heads + head) * max_parts * (DIMS + 4)
+        highest, total, weighted = float("-inf"), 0.0, tl.zeros([DIMS], tl.float32)
+        for part in tl.range(first, stop, num_stages=4):
+            own = place + part * (DIMS + 4)
+            highest, total, weighted = _add(
+                highest, total, weighted, tl.load(own + DIMS), tl.load(own + DIMS + 1), tl.load(own + dims)
+            )
+        mean = _mean(highest, total, weighted, sinks, head, True)
+        tl.store(out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims, mean, mask=dims < HEAD_DIM)

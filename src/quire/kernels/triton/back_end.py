@@ -13,7 +13,7 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
     return {
         "linear": partial(linear.CudaLinear, is_exact=is_exact),
         "cache_layout": cache_layout.UNQUANTIZED,
-        "paged_attention": attention.paged_attention,
+        "paged_attention": partial(attention.paged_attention, is_exact=is_exact),
         "write_kv": kv_cache_write.write_kv,
         "copy_blocks": block_copy.copy_blocks,
         "norm": norm.TritonNorm,
