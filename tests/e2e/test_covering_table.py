@@ -263,7 +263,7 @@ def check_row(row: Row, folder: Path, ranks: type[RankSet] = ThreadRankSet) -> N
     ]
     torch.set_num_threads(row.num_threads)
     with ranks_as(ranks), model.llm(
-        tensor_parallel_size=row.tensor_parallel if row.adapter == "none" else 1,  # together they are refused
+        tensor_parallel_size=row.tensor_parallel,
         block_size=row.block_size,
         max_num_batched_tokens=row.budget,
         num_kv_blocks=num_blocks(row, model),

@@ -40,6 +40,7 @@ from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
+from quire.model.sharding import Shard
 from quire.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 
@@ -72,7 +73,13 @@ except ModuleNotFoundError as error:
     RankSet = None  # type: ignore[assignment,misc]  # optional: without it tensor parallelism is refused
 
 try:
-    from quire.engine.adapters.store import AdapterRows, AdapterStore, make_store
+    from quire.engine.adapters.store import (
+        AdapterRows,
+        AdapterStore,
+        RankAdapters,
+        make_rank_adapters,
+        make_store,
+    )
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("quire.engine.adapters"):
         raise
@@ -230,7 +237,7 @@ def _build(
         kv, method = kv.joined(own), draft_model.drafter(own, batch)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, geometry, kv)
     drafter = _drafter(options, batch, model, draft_model, method)
-    adapters = _adapters(options, model)
+    adapters = _adapters(options, model, ranks)
     rows = None if adapters is None else AdapterRows(adapters)
     executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows, ranks)
     if options.capture_graphs and isinstance(executor, AsyncCudaExecutor):
@@ -248,13 +255,22 @@ def _build(
     return Engine(scheduler, executor, grammars, adapters)
 
 
-def _adapters(options: EngineOptions, model: LanguageModel) -> "AdapterStore | None":
+def _adapters(options: EngineOptions, model: LanguageModel, ranks: "RankSet | None") -> "AdapterStore | None":
     """Return the adapters of an engine; None if they are off. Raises ConfigError where they are not installed."""
     if not options.enable_lora:
         return None
     if make_store is None:
         raise ConfigError("enable_lora needs the package quire.engine.adapters, which is not in this installation")
-    return make_store(options, model)
+    if ranks is None:
+        return make_store(options, model)
+    assert ranks.own_model is not None, "ranks that have not joined"
+    return make_store(options, ranks.own_model, ranks.exchange.shard, ranks)
+
+
+def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "tuple[RankAdapters, AdapterRows]":
+    """Return the adapters of a rank other than 0, and those of its rows. Rank 0 has refused where there are none."""
+    adapters = make_rank_adapters(options, model, shard)
+    return adapters, AdapterRows(adapters)
 
 
 def _ready(

@@ -99,8 +99,6 @@ def _check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> No
         raise ConfigError(f"{name} needs the C++ kernels of device cpu, which do not serve this model here")
     if options.memory_policy != "paged" or options.batching != "continuous":
         raise ConfigError(f"{name} needs memory_policy 'paged' and batching 'continuous'")
-    if options.enable_lora:
-        raise ConfigError(f"{name} is not supported yet with enable_lora")
     check_shardable(spec, options.tensor_parallel_size)
 
 

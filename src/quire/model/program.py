@@ -146,7 +146,7 @@ def _attention_ops(
 
 def _ranges(ranks: Ranks | None, shape: LinearShape) -> list[Range] | None:
     """Return the outputs of a layer, module by module, that this rank computes; None: all."""
-    return None if ranks is None else [ranks.shard.cut(count).of(ranks.shard.rank) for count in shape.num_rows]
+    return None if ranks is None else ranks.shard.ranges(shape)
 
 
 def _position_factors(beta: float, length: int, cos_sin: Tensor) -> Tensor:

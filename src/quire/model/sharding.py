@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
+from quire.model.shapes import LinearShape
 from quire.model.spec import DecoderSpec, LayerSpec
 
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
@@ -71,6 +72,18 @@ class Shard:
         """Return the ranks' columns of what attention returns."""
         last = [heads.query[1] * layer.head_dim for heads in head_ranges(layer, self.num_ranks)]
         return Cut((0, *last))
+
+    def ranges(self, shape: LinearShape) -> list[Range]:
+        """Return this rank's outputs of a linear layer other than qkv, module by module."""
+        return [self.cut(count).of(self.rank) for count in shape.num_rows]
+
+    def adapted_ranges(self, layer: LayerSpec, op: str, shape: LinearShape) -> list[Range]:
+        """Return this rank's outputs of the linear op `op` of a layer, `qkv` or another one, module by module."""
+        if op != "qkv":
+            return self.ranges(shape)
+        if layer.is_query_key_norm_over_heads:  # needs the outputs of all heads
+            return [(0, count) for count in shape.num_rows]
+        return list(self.qkv_ranges(layer))
 
     def qkv_ranges(self, layer: LayerSpec) -> tuple[Range, Range, Range]:
         """Return this rank's outputs of the query, key and value projections."""

@@ -16,6 +16,7 @@ from quire.core.errors import ModelError
 from quire.engine.adapters.peft_config import parse_config
 from quire.engine.adapters.peft_weights import LoadedAdapter, ModelTargets
 from quire.kernels.back_end import choose_back_end
+from quire.model.sharding import Shard
 from quire.model.source import read_folder
 from support.hostile_models import is_refused
 from support.peft_folders import write_adapter
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def targets(model: Path) -> ModelTargets:
     """Return what an adapter may change of it."""
-    return ModelTargets(read_folder(model).spec, choose_back_end(torch.device("cpu")), torch.float16)
+    return ModelTargets(read_folder(model).spec, choose_back_end(torch.device("cpu")), torch.float16, Shard(0, 1))
 
 
 @pytest.fixture

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.errors import ConfigError, RankLostError
 from quire.engine import assembly
 from quire.engine.loading import LoadedModel
 from quire.engine.parallel.leader import RankedModel, RankSet
+from quire.engine.parallel.messages import LoadAdapter
 from quire.kernels.cpp.back_end import usable_isas
 from support.faults import raising
+from support.peft_folders import ALL, write_adapter
 from support.random_folder import write_random_folder
 from support.random_model import write_random_model
 from support.server import is_running, wait_until
@@ -94,6 +96,57 @@ def test_experts_are_divided_with_the_bits_of_one_process(mixture: Path, quantiz
     assert found[0][0] == found[1][0]
     on_each_rank = 4 * 96 * (320 + 5 + 2 * 16)  # the embedding table, norms, and routers, packed in sixteens
     assert found[1][1] - found[0][1] == on_each_rank, "experts are divided, not copied"
+
+
+SMALL = {
+    "vocab_size": 301, "hidden_size": 96, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+FUSED: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "single modules": (SMALL | {"architectures": ["LlamaForCausalLM"]}, ALL),
+    "fused modules": (
+        SMALL | {"architectures": ["Phi3ForCausalLM"]}, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    ),
+    "rows in groups": (
+        SMALL | {"architectures": ["GPTNeoXForCausalLM"], "layer_norm_eps": 1e-5},
+        ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    ),
+    "norms over all heads": (SMALL | {"architectures": ["Olmo2ForCausalLM"]}, ALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_adapters_have_the_bits_of_one_process(family: str, tmp_path: Path) -> None:
+    config, targets = FUSED[family]
+    model = write_random_folder(tmp_path / "model", config)
+    folders = [write_adapter(tmp_path / f"{seed}", model, seed, targets=targets, rank=seed + 1) for seed in (1, 2, 3)]
+    adapters = [LoRARequest(each.name, number, str(each)) for number, each in enumerate(folders, start=1)]
+    found = []
+    for size in (1, 2):
+        # With room for two adapters, so that one is evicted on all ranks, and read again.
+        with LLM(model, tensor_parallel_size=size, enable_lora=True, max_loras=2, num_kv_blocks=64) as llm:
+            mixed = [
+                answers(llm.generate(PROMPTS, GREEDY, lora_request=[*others, None], use_tqdm=False))
+                for others in (adapters[:2], adapters[1:], adapters[:2])
+            ]
+            alone = answers(llm.generate(PROMPTS[:1], GREEDY, lora_request=adapters[0], use_tqdm=False))
+            assert alone[0] == mixed[0][0] == mixed[2][0] != mixed[1][0]
+            found.append(mixed)
+    assert found[0] == found[1]
+
+
+def test_adapter_that_one_rank_cannot_read_fails_its_requests(folder: Path, tmp_path: Path) -> None:
+    adapter = LoRARequest("a", 1, str(write_adapter(tmp_path / "a", folder, 1)))
+    with LLM(folder, tensor_parallel_size=2, enable_lora=True, num_kv_blocks=64) as llm:
+        plain = answers(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False))
+        ranks = llm._engine.ranks
+        assert ranks is not None
+        (peer,) = ranks.peers
+        send = peer.send
+        peer.send = lambda command: None if isinstance(command, LoadAdapter) else send(command)  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="a step has failed on rank 1: KeyError"):
+            llm.generate(PROMPTS[:1], GREEDY, lora_request=adapter, use_tqdm=False)
+        assert answers(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)) == plain
 
 
 @pytest.fixture

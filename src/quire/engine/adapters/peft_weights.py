@@ -20,6 +20,7 @@ from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart
 from quire.model.shapes import LayerShapes, LinearShape
+from quire.model.sharding import Range, Shard, shifted
 from quire.model.spec import DecoderSpec
 from quire.model.weights import ungrouped
 
@@ -34,14 +35,24 @@ _REFUSED = {
 
 
 class Target(NamedTuple):
-    """A module that may have factors: rows [first, first + num_rows) of the weight of a linear op."""
+    """A module that may have factors, of `num_rows` outputs and `width` inputs.
+
+    `rows`: the outputs that the linear op has, on a rank of tensor parallelism some of them: its outputs from `first`
+    on, of `all_rows`.
+    """
 
     op: str
     first: int
-    num_rows: int
+    rows: tuple[Range, ...]
     all_rows: int
+    num_rows: int
     width: int
     grouped: LinearShape | None = None  # of rows that the checkpoint stores in groups
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that the linear op has of the module."""
+        return sum(stop - start for start, stop in self.rows)
 
 
 class LoadedAdapter(NamedTuple):
@@ -53,11 +64,11 @@ class LoadedAdapter(NamedTuple):
 
 
 class ModelTargets:
-    """What an adapter may change of a model: the linear layers of attention and feed-forward."""
+    """What an adapter may change of a model, or of a rank's part of it: linear layers of attention and feed-forward."""
 
-    def __init__(self, spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype) -> None:
+    def __init__(self, spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype, shard: Shard) -> None:
         self._prefixes = sorted(spec.weights.prefixes, key=len, reverse=True)
-        self._targets = dict(_targets(spec))
+        self._targets = dict(_targets(spec, shard))
         self._back_end, self._dtype = back_end, dtype
 
     def max_bytes(self, max_rank: int) -> int:
@@ -126,8 +137,9 @@ class ModelTargets:
             parts, rank = [], 0
             for target in targets:
                 up = scaled[target][1]
-                factor = make(LinearWeight.dense(up), dtype=torch.float32)
-                parts.append(LowRankPart(factor, rank, up.shape[1], target.first, target.num_rows))
+                own = [up[slice(*rows)] for rows in target.rows]
+                factor = make(LinearWeight.dense(own), dtype=torch.float32)
+                parts.append(LowRankPart(factor, rank, up.shape[1], target.first, target.num_outputs))
                 rank += up.shape[1]
             down = make(LinearWeight.dense([scaled[target][0] for target in targets]))
             layers[op] = LowRankLayer(down, rank, targets[0].all_rows, tuple(parts))
@@ -135,7 +147,7 @@ class ModelTargets:
         return AdapterWeights(layers, num_bytes)
 
 
-def _targets(spec: DecoderSpec) -> list[tuple[str, Target]]:
+def _targets(spec: DecoderSpec, shard: Shard) -> list[tuple[str, Target]]:
     found = []
     for index, layer in enumerate(spec.layers):
         shapes, stem = LayerShapes.of(spec, layer), spec.weights.layer.format(layer=index)
@@ -146,13 +158,16 @@ def _targets(spec: DecoderSpec) -> list[tuple[str, Target]]:
         for name, shape in linears.items():
             if shape is None:  # experts, which adapters do not change
                 continue
-            all_rows, first = sum(shape.num_rows), 0
-            counts = shape.num_rows if len(shape.modules) > 1 else (all_rows,)
-            for module, count in zip(shape.modules, counts, strict=True):
-                grouped = shape if shape.num_groups > 1 else None
-                target = Target(f"layers.{index}.{name}", first, count, all_rows, shape.width, grouped)
+            ranges, first = shard.adapted_ranges(layer, name, shape), 0
+            all_rows, grouped = sum(stop - start for start, stop in ranges), shape if shape.num_groups > 1 else None
+            own: list[tuple[int, tuple[Range, ...]]]  # of each module: all of its rows, and those that the op has
+            own = [(count, (rows,)) for count, rows in zip(shape.num_rows, ranges, strict=True)]
+            if len(shape.modules) == 1:
+                own = [(sum(shape.num_rows), tuple(shifted(ranges, shape.num_rows)))]
+            for module, (count, rows) in zip(shape.modules, own, strict=True):
+                target = Target(f"layers.{index}.{name}", first, rows, all_rows, count, shape.width, grouped)
                 found.append((stem + module, target))
-                first += count
+                first += target.num_outputs
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
 import torch
 
@@ -27,27 +28,57 @@ from quire.kernels.low_rank import AdapterWeights, RowAdapters
 from quire.kernels.support import require
 from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
+from quire.model.sharding import Shard
 from quire.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 Signature = tuple[tuple[int, ...], ...]
+WHOLE = Shard(0, 1)
 
 
-def make_store(options: EngineOptions, model: LanguageModel) -> "AdapterStore":
-    """Return the store of a model. ConfigError names a model or a device that serves no adapters."""
+class AdapterCopies(Protocol):
+    """Adapters of the other ranks of tensor parallelism: those that are in memory here. Any thread may call it."""
+
+    def load(self, adapter: Adapter) -> None:
+        """Let the ranks read an adapter, each its part, unless they have it."""
+
+    def drop(self, digest: str) -> None:
+        """Let them forget an adapter, if they have it."""
+
+
+def make_store(
+    options: EngineOptions, model: LanguageModel, shard: Shard = WHOLE, copies: AdapterCopies | None = None
+) -> "AdapterStore":
+    """Return the store of a model, or of rank 0. ConfigError names a model or a device that serves no adapters."""
     require(model.back_end.name, ["adapters"])
     if not isinstance(model, Decoder):
         raise ConfigError(f"enable_lora needs a model of Quire's own families, got a {type(model).__name__}")
-    targets = ModelTargets(model.spec, model.back_end, model.dtype)
     limits = options.max_loras, options.resolved_max_cpu_loras
-    return AdapterStore(lambda folder: targets.read(folder, options.max_lora_rank), *limits)
+    return AdapterStore(_reader(options, model, shard), *limits, copies)
+
+
+def make_rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "RankAdapters":
+    """Return the adapters of a rank other than 0."""
+    return RankAdapters(_reader(options, model, shard))
+
+
+def _reader(options: EngineOptions, model: Decoder, shard: Shard) -> Callable[[Path], LoadedAdapter]:
+    targets = ModelTargets(model.spec, model.back_end, model.dtype, shard)
+    return lambda folder: targets.read(folder, options.max_lora_rank)
 
 
 class AdapterStore:
     """Adapters of one engine. `read` may be called by any thread, all other methods by the one that runs steps."""
 
-    def __init__(self, read: Callable[[Path], LoadedAdapter], max_running: int, max_in_memory: int) -> None:
+    def __init__(
+        self,
+        read: Callable[[Path], LoadedAdapter],
+        max_running: int,
+        max_in_memory: int,
+        copies: AdapterCopies | None = None,
+    ) -> None:
+        self._copies = copies  # None: there is one rank
         self._read, self._max_running, self._max_in_memory = read, max_running, max_in_memory
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, "adapters")
@@ -82,17 +113,17 @@ class AdapterStore:
             while len(self._known) > MAX_ADAPTERS:
                 del self._known[next(iter(self._known))]
         with self._lock:
-            if len(self._in_memory) + len(self._loading) < self._max_in_memory:
-                self._in_memory.setdefault(loaded.digest, loaded.weights)
+            has_room = len(self._in_memory) + len(self._loading) < self._max_in_memory
+            if has_room and loaded.digest not in self._in_memory:
+                self._in_memory[loaded.digest] = loaded.weights
+                if self._copies is not None:
+                    self._copies.load(adapter)
         return adapter
 
     def _load(self, adapter: Adapter) -> None:
         weights: AdapterWeights | None = None
         try:
-            loaded = self._read(Path(adapter.folder))
-            if loaded.digest != adapter.digest:
-                raise ModelError(f"{adapter.folder}: the files have changed since the adapter was named")
-            weights = loaded.weights
+            weights = _read_unchanged(self._read, adapter)
         except EngineError as error:
             log.warning("an adapter cannot be loaded: %s", error)
         except Exception:
@@ -101,6 +132,7 @@ class AdapterStore:
             del self._loading[adapter.digest]
             if weights is None:
                 self._failed.add(adapter.digest)
+                self._drop_copies(adapter.digest)
             else:
                 self._in_memory[adapter.digest] = weights
 
@@ -156,8 +188,15 @@ class AdapterStore:
                 return False
             del self._in_memory[victim]
             self._wanted.pop(victim, None)
+            self._drop_copies(victim)
+        if self._copies is not None:
+            self._copies.load(adapter)  # they read at the same time
         self._loading[adapter.digest] = self._pool.submit(self._load, adapter)
         return True
+
+    def _drop_copies(self, digest: str) -> None:
+        if self._copies is not None:
+            self._copies.drop(digest)
 
     def _victim(self) -> str | None:
         """Return the least recently used adapter that nothing needs."""
@@ -202,10 +241,40 @@ def _signature(folder: Path) -> Signature | None:
     return tuple((each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in stats)
 
 
+def _read_unchanged(read: Callable[[Path], LoadedAdapter], adapter: Adapter) -> AdapterWeights:
+    loaded = read(Path(adapter.folder))
+    if loaded.digest != adapter.digest:
+        raise ModelError(f"{adapter.folder}: the files have changed since the adapter was named")
+    return loaded.weights
+
+
+class RankAdapters:
+    """Adapters of a rank of tensor parallelism: those that rank 0 names, of each the rank's part."""
+
+    def __init__(self, read: Callable[[Path], LoadedAdapter]) -> None:
+        self._read = read
+        self._pool = ThreadPoolExecutor(1, "adapters")
+        self._adapters = dict[str, Future[AdapterWeights]]()
+
+    def load(self, adapter: Adapter) -> None:
+        """Begin to read an adapter, unless it has begun."""
+        if adapter.digest not in self._adapters:
+            self._adapters[adapter.digest] = self._pool.submit(_read_unchanged, self._read, adapter)
+
+    def drop(self, digest: str) -> None:
+        """Forget an adapter, if there is one. No row of the next step uses it."""
+        if (adapter := self._adapters.pop(digest, None)) is not None:
+            adapter.cancel()
+
+    def weights(self, digest: str) -> AdapterWeights:
+        """Return an adapter that a row uses, once it is read. EngineError if it cannot be."""
+        return self._adapters[digest].result()
+
+
 class AdapterRows:
     """The adapters of the worker's rows."""
 
-    def __init__(self, store: AdapterStore) -> None:
+    def __init__(self, store: AdapterStore | RankAdapters) -> None:
         self._store = store
         self._digests = dict[int, str]()  # of rows that have one, or had until their sequence ended
 

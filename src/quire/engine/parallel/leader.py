@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, ModelError, RankLostError
+from quire.core.lora import Adapter
 from quire.core.plan import StepPlan, StepResult
 from quire.core.plan_codec import encode
 from quire.core.version import __version__
@@ -115,6 +117,7 @@ class RankSet:
         self._is_closing, self._losing = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._exchange: RankExchange | None = None
+        self.own_model: Decoder | None = None  # rank 0's part, once it is joined
 
     @property
     def exchange(self) -> RankExchange:
@@ -142,6 +145,7 @@ class RankSet:
         others = [self._receive(peer, messages.Loaded).weight_bytes for peer in self.peers]
         model = loaded.model
         assert isinstance(model, Decoder)
+        self.own_model = model
         return replace(loaded, model=RankedModel(model, Link(self.exchange), model.weight_bytes + sum(others)))
 
     def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
@@ -157,6 +161,19 @@ class RankSet:
     def worker(self, worker: StepWorker) -> "RankedWorker":
         """Return the worker of all ranks around rank 0's."""
         return RankedWorker(worker, self, Link(self.exchange))
+
+    def load(self, adapter: Adapter) -> None:
+        """Let all other ranks read an adapter, before a step uses it."""
+        self._tell(messages.LoadAdapter(*adapter))
+
+    def drop(self, digest: str) -> None:
+        """Let all other ranks forget an adapter."""
+        self._tell(messages.DropAdapter(digest))
+
+    def _tell(self, command: messages.Command) -> None:
+        for peer in self.peers:
+            with suppress(RankLostError):  # the next step raises it
+                peer.send(command)
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send a plan to all ranks. RankLostError if one is lost."""

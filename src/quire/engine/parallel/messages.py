@@ -39,7 +39,20 @@ class Resume(msgspec.Struct, tag="resume", array_like=True, frozen=True):
     """To a rank: the exchange has been reset on every rank; the next step follows."""
 
 
-Command = Load | Allocate | Step | Resume
+class LoadAdapter(msgspec.Struct, tag="load adapter", array_like=True, frozen=True):
+    """To a rank, between steps: read its part of an adapter, which a later step uses."""
+
+    digest: str
+    folder: str
+
+
+class DropAdapter(msgspec.Struct, tag="drop adapter", array_like=True, frozen=True):
+    """To a rank, between steps: forget an adapter."""
+
+    digest: str
+
+
+Command = Load | Allocate | Step | Resume | LoadAdapter | DropAdapter
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 from msgspec import structs
 
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
+from quire.core.lora import Adapter
 from quire.core.plan_codec import decode_plan
 from quire.core.version import __version__
 from quire.engine.loading import LoadedModel, load
@@ -26,10 +27,15 @@ from quire.engine.parallel.link import END, FORWARD, LOGITS, Link, RankExchange
 from quire.execution.batch import PersistentBatch
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import Swapper
+from quire.execution.worker import StepAdapters
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.sharding import Shard
+
+if TYPE_CHECKING:
+    from quire.engine.adapters.store import RankAdapters
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +53,8 @@ class RankWorker:
     batch: PersistentBatch
     swapper: Swapper | None
     link: Link
+    adapters: "RankAdapters | None" = None  # None: no row has one
+    adapter_rows: StepAdapters | None = None
 
     @torch.inference_mode()
     def execute(self, plan_message: bytes) -> None:
@@ -54,6 +62,8 @@ class RankWorker:
         plan = decode_plan(plan_message)
         self.batch.apply(plan)
         batch = self.batch.inputs(plan).forward
+        if self.adapter_rows is not None:
+            batch = replace(batch, adapters=self.adapter_rows.of_step(plan))
         if self.swapper is not None:
             self.swapper.move(plan, batch.slot_mapping)
         if plan.copies:
@@ -108,13 +118,19 @@ def _start(
     loaded = load(command.options, Path(command.options.model or ""), lambda spec, num_positions: opened)
     channel.send(messages.Loaded(loaded.model.weight_bytes))
     worker = allocate(loaded, command, _expect(channel, messages.Allocate), Link(ranks))
+    worker = _with_adapters(worker, command.options, ranks.shard)
     channel.send(messages.Allocated())
     return ranks, worker
 
 
-def _expect(channel: Channel, kind: type[CommandT]) -> CommandT:
-    """Wait for a command of this kind. EOFError if rank 0 has ended."""
-    command = channel.receive()
+def _expect(channel: Channel, kind: type[CommandT], adapters: "RankAdapters | None" = None) -> CommandT:
+    """Wait for a command of this kind; follow those about adapters that come before. EOFError if rank 0 has ended."""
+    while isinstance(command := channel.receive(), messages.LoadAdapter | messages.DropAdapter):
+        assert adapters is not None, f"{command} for a rank without adapters"
+        if isinstance(command, messages.LoadAdapter):
+            adapters.load(Adapter(command.digest, command.folder))
+        else:
+            adapters.drop(command.digest)
     assert isinstance(command, kind), f"expected {kind.__name__}, got {command}"
     return command
 
@@ -135,10 +151,20 @@ def allocate(loaded: LoadedModel, load: messages.Load, sizes: messages.Allocate,
     return RankWorker(model, cache, batch, swapper, link)
 
 
+def _with_adapters(worker: RankWorker, options: EngineOptions, shard: Shard) -> RankWorker:
+    if not options.enable_lora:
+        return worker
+    # The one place that knows the room of adapters; it loads what only engines with a scheduler need otherwise.
+    from quire.engine.assembly import rank_adapters  # noqa: PLC0415
+
+    adapters, rows = rank_adapters(options, worker.model, shard)
+    return replace(worker, adapters=adapters, adapter_rows=rows)
+
+
 def run(channel: Channel, ranks: RankExchange, worker: RankWorker) -> NoReturn:
     """Run plans. A step that fails here, or on another rank, is left, and the next one waits for all."""
     while True:
-        command = _expect(channel, messages.Step)
+        command = _expect(channel, messages.Step, worker.adapters)
         try:
             worker.execute(command.plan)
         except Exception as error:
@@ -147,5 +173,5 @@ def run(channel: Channel, ranks: RankExchange, worker: RankWorker) -> NoReturn:
                 log.exception("a step has failed")
             ranks.interrupt()
             channel.send(messages.Stopped(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS] if is_own else None))
-            _expect(channel, messages.Resume)
+            _expect(channel, messages.Resume, worker.adapters)
             ranks.reset()
