@@ -1,4 +1,4 @@
-// Causal attention of a flat batch over paged keys and values (Kwon et al. 2023, section 4.1): one kernel for decode rows
+// Attention of a flat batch over paged keys and values (Kwon et al. 2023, section 4.1): one kernel for decode rows
 // and for chunks of prompts.
 //
 // A thread computes one query tile under one KV head at a time: all query heads of the group times some tokens are the
@@ -81,12 +81,18 @@ struct Scratch {
     Aligned<long> positions;
 };
 
+// One past the last token that the token at a position of a tile's sequence sees.
+template <typename T>
+long end_of_seen(const Attention<T>& op, const QueryTile& tile, long position) {
+    return std::min<long>(position + 1 + op.ahead, op.context_lens[tile.sequence]);
+}
+
 // The tokens of a partition that some row of a tile sees.
 template <typename T>
 TokenRange live(const Attention<T>& op, const QueryTile& tile, long partition, long head) {
     const long first = op.window ? tile.first_position - op.window + 1 : 0, start = partition * PARTITION;
     return {op.block_tables + tile.sequence * op.table_stride, tile.kv_head + head, std::max(first, start),
-            std::min(tile.first_position + tile.num_tokens, start + PARTITION)};
+            std::min(end_of_seen(op, tile, tile.first_position + tile.num_tokens - 1), start + PARTITION)};
 }
 
 // One query tile, computed by one thread, over a cache that stores S.
@@ -191,7 +197,7 @@ private:
     Columns seen(long partition, long row, long end) const {
         const long start = partition * PARTITION;
         const long begin = op_.window ? positions_[row] - op_.window + 1 - start : 0;
-        return {std::clamp(begin, 0L, PARTITION), std::clamp(positions_[end - 1] + 1 - start, 0L, PARTITION)};
+        return {std::clamp(begin, 0L, PARTITION), std::clamp(end_of_seen(op_, tile_, positions_[end - 1]) - start, 0L, PARTITION)};
     }
 
     template <typename Compute>
@@ -252,7 +258,7 @@ void attend(const Attention<T>& op) {
     using E = ReadElement<T, S>;
     static thread_local AttentionWork work;
     static thread_local Aligned<float> kept;
-    cut_work({op.query_starts, op.context_lens, op.num_seqs, op.num_heads, op.num_kv_heads, op.window},
+    cut_work({op.query_starts, op.context_lens, op.num_seqs, op.num_heads, op.num_kv_heads, op.window, op.ahead},
              num_threads(), work);
     if (work.tiles.empty()) return;
     const AttentionWork& shared = work;

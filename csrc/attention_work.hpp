@@ -35,7 +35,7 @@ struct AttentionWork {
 
 struct AttentionShape {
     const std::int32_t *query_starts, *context_lens;
-    long num_seqs, num_heads, num_kv_heads, window;
+    long num_seqs, num_heads, num_kv_heads, window, ahead;
 };
 
 // Cut a step's attention for so many threads, into vectors that are used again from call to call.

@@ -165,12 +165,13 @@ struct LayerCache {
     bool has_scales() const { return format == KVFormat::int8_scaled || format == KVFormat::e4m3_scaled; }
 };
 
-// Causal attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
+// Attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
 // head_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
 // query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
-// block_tables. window: tokens that a token sees, itself included; 0: all. softcap: scores, times the scale, become
-// softcap * tanh(score / softcap); 0: they stay. sinks [num_heads]: the score of one more key, with a value of zeros, for
-// each query head; null: none.
+// block_tables. window: tokens that a token sees, itself and those before it; 0: all. softcap: scores, times the scale,
+// become softcap * tanh(score / softcap); 0: they stay. sinks [num_heads]: the score of one more key, with a value of
+// zeros, for each query head; null: none. ahead: tokens after itself that a token sees, if the context has them; 0 is
+// causal attention.
 template <typename T>
 struct Attention {
     const T* query;
@@ -185,6 +186,7 @@ struct Attention {
     long window;
     float softcap = 0;
     const float* sinks = nullptr;
+    long ahead = 0;
 };
 
 // Turn queries (in place) and keys by their positions, write keys and values to their slots of the paged cache. query,

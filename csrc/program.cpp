@@ -96,7 +96,7 @@ public:
              Attention<T>{at(op.query), stride(op.query), program_.caches_[op.layer], at(op.out), stride(op.out),
                           step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
                           step_.num_seqs, op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
-                          op.scale, op.window, op.softcap, op.sinks});
+                          op.scale, op.window, op.softcap, op.sinks, op.ahead});
     }
 
     void operator()(const PositionScaleOp& op) const {

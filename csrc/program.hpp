@@ -60,6 +60,7 @@ struct AttentionOp {
     Heads heads;
     float softcap;       // 0: none
     const float* sinks;  // null: none
+    long ahead;          // 0: causal
 };
 struct PositionScaleOp {  // rows times factors[their position], in place
     long x;

@@ -8,7 +8,7 @@ the keys that it reads and refuses are recorded.
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import getdoc
 from pathlib import Path
@@ -18,15 +18,17 @@ from unittest.mock import patch
 from page_tables import Page, table
 from quire.kernels.support import SUPPORT
 from quire.model.config_reader import ConfigReader
-from quire.model.families import FAMILIES
+from quire.model.families import ENCODER_HEADS, ENCODERS, FAMILIES
+from quire.model.spec import DecoderSpec
 
-TESTS = Path(__file__).parents[1] / "tests/model/test_families.py"
+TESTS = Path(__file__).parents[1] / "tests/model"
 TEXT_CONFIG = {
     "vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "hidden_size": 64, "ffn_dim": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "max_position_embeddings": 32,
-    "num_key_value_heads": 2, "rotary_dim": 16,
+    "num_key_value_heads": 2, "rotary_dim": 16, "dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 16,
 }  # fmt: skip
 CONFIG: dict[str, object] = {**TEXT_CONFIG, "text_config": TEXT_CONFIG}  # of a model with vision
+Family = Callable[[ConfigReader], DecoderSpec]
 SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"}
 
 
@@ -61,7 +63,7 @@ def recording() -> Iterator[Recorded]:
 
 
 class Cases:
-    """Names of the cases in the tests, by architecture."""
+    """Names of the cases in the tests of a file, by architecture, or by the name of a kind of encoder."""
 
     NAMES: ClassVar[Mapping[str, str]] = {
         "GPT2": "GPT2LMHeadModel",
@@ -70,8 +72,9 @@ class Cases:
         "Mistral3": "Mistral3ForConditionalGeneration",
     }
 
-    def __init__(self) -> None:
-        found = (node for node in ast.parse(TESTS.read_text(encoding="utf-8")).body if isinstance(node, ast.AnnAssign))
+    def __init__(self, file: str = "test_families.py", end: str = "ForCausalLM") -> None:
+        text = (TESTS / file).read_text(encoding="utf-8")
+        found = (node for node in ast.parse(text).body if isinstance(node, ast.AnnAssign))
         cases = next(node.value for node in found if isinstance(node.target, ast.Name) and node.target.id == "CASES")
         assert isinstance(cases, ast.Dict)
         self.by_architecture: dict[str, list[str]] = {}
@@ -80,7 +83,7 @@ class Cases:
             assert isinstance(value, ast.Tuple)
             family = value.elts[0]
             assert isinstance(family, ast.Constant)
-            name = self.NAMES.get(str(family.value), f"{family.value}ForCausalLM")
+            name = self.NAMES.get(str(family.value), f"{family.value}{end}")
             self.by_architecture.setdefault(name, []).append(str(key.value))
 
 
@@ -91,16 +94,28 @@ def code(names: Collection[str]) -> str:
 
 def families() -> str:
     """Return the table of the families."""
-    cases, rows = Cases().by_architecture, []
-    for architecture, family in FAMILIES.items():
+    return _table("architecture", Cases().by_architecture, {name: (name,) for name in FAMILIES}, FAMILIES)
+
+
+def encoders() -> str:
+    """Return the table of the encoders."""
+    names = {name: tuple(name + end for end in ENCODER_HEADS) for name in ENCODERS}
+    return _table("architectures", Cases("test_encoders.py", "").by_architecture, names, ENCODERS)
+
+
+def _table(
+    head: str, cases: Mapping[str, Collection[str]], names: Mapping[str, Collection[str]], known: Mapping[str, Family]
+) -> str:
+    rows = []
+    for key, family in known.items():
         with recording() as found:
             family(ConfigReader(CONFIG, "config.json"))
         options = [key for key in found.read if key not in SIZES and key not in found.refused]
         refused = "; ".join(f"`{key}`: {why}" for key, why in found.refused.items())
         what = re.split(r"(?<!et al)\. ", getdoc(family) or "")[0].removeprefix("Return the spec of ").rstrip(".")
-        tested = [name.partition(", ")[2] or "plain" for name in cases[architecture]]
-        rows.append((f"`{architecture}`", what, code(sorted(options)), refused, "; ".join(tested)))
-    return table(("architecture", "models", "options that are read", "options that are refused", "cases tested"), *rows)
+        tested = [name.partition(", ")[2] or "plain" for name in cases[key]]
+        rows.append((code(names[key]), what, code(sorted(options)), refused, "; ".join(tested)))
+    return table((head, "models", "options that are read", "options that are refused", "cases tested"), *rows)
 
 
 def parts() -> str:
@@ -109,7 +124,7 @@ def parts() -> str:
     return table(("op or feature", "CPU", "CUDA"), *rows)
 
 
-TABLES = {"families": families, "parts": parts}
+TABLES = {"families": families, "encoders": encoders, "parts": parts}
 
 
 PAGE = Page("models.md", "models", TABLES)

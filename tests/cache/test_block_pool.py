@@ -8,9 +8,9 @@ from quire.cache.prefix_tree import PrefixTree
 from quire.core.errors import EngineError
 
 
-@pytest.mark.parametrize("num_blocks", [0, -1])
-def test_pool_without_blocks_is_refused(num_blocks: int) -> None:
-    with pytest.raises(ValueError, match=f"num_blocks must be at least 1, got {num_blocks}"):
+@pytest.mark.parametrize("num_blocks", [-1, -7])
+def test_pool_of_less_than_no_block_is_refused(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match=f"num_blocks must be at least 0, got {num_blocks}"):
         BlockPool(num_blocks)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.encoders import write_encoder
 from support.quantized_folder import awq, awq_config, write_pair
 from support.zero_model import write_zero_model
 
@@ -125,3 +126,10 @@ def test_plan_that_cannot_be_served_yet_is_marked(run: Run, tmp_path: Path) -> N
     plain = run("plan", "OPT-13B", "--hardware", "A100-40GB", "--json", path)
     assert "not servable" not in plain.out
     assert json.loads(path.read_text())["not_servable_yet"] == []
+
+
+def test_encoder_has_no_cache_and_is_bound_by_the_rows_of_a_step(run: Run, tmp_path: Path) -> None:
+    ran = run("plan", write_encoder(tmp_path, "Bert", kind="mean"), "--max-num-seqs", 4)
+    assert ran.code == 0, ran.err
+    for text in ("none: the model keeps no keys and values", "mean of 48 dimensions", "max_num_seqs: 4 requests of 64"):
+        assert text in " ".join(ran.out.split())

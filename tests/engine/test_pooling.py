@@ -159,7 +159,7 @@ def test_base_model_without_a_head_gives_embeddings_alone(tmp_path: Path) -> Non
     folder = write_embedder(tmp_path / "model", "llama", None, architectures=["LlamaModel"])
     with LLM(folder, dtype="float32") as llm:
         found = embed(llm, [[5, 6, 7]])
-        with pytest.raises(InvalidRequestError, match="no output head"):
+        with pytest.raises(InvalidRequestError, match="the model generates no text"):
             llm.generate([5, 6, 7], GREEDY)
     np.testing.assert_allclose(found, expected_embeddings(folder, [[5, 6, 7]], "last"), atol=1e-4)
     with pytest.raises(ModelError, match="no output head, and gives no vectors"):

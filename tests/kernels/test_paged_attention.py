@@ -61,6 +61,19 @@ def test_reference_is_softmax_attention() -> None:
     torch.testing.assert_close(result, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
+def test_reference_in_both_directions_is_softmax_attention_without_a_mask() -> None:
+    tokens = Tokens.random(40, (4, 2, 16))
+    reference = replace(REFERENCE, paged_attention=partial(REFERENCE.paged_attention, is_causal=False))
+    query, key, value = (x.transpose(0, 1) for x in (tokens.query, tokens.key, tokens.value))
+    seen = {None: None, 5: (torch.arange(40)[:, None] - torch.arange(40)).abs() < 5}
+    for window, mask in seen.items():
+        (result,) = attend([Part(tokens, 0, 40)], window=window, back_end=reference)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, key.repeat_interleave(2, 0), value.repeat_interleave(2, 0), attn_mask=mask
+        )
+        torch.testing.assert_close(result, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
 def test_reference_has_the_sinks_of_gpt_oss() -> None:
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     tokens, sinks = Tokens.random(40, (4, 2, 16)), torch.tensor([-1.0, 0.0, 2.0, 5.0])

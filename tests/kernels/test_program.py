@@ -19,12 +19,12 @@ from quire.kernels.program import (
     Program,
     RotaryWrite,
 )
-from quire.kernels.support import CPU, SUPPORT, require, require_ops
+from quire.kernels.support import CPU, SUPPORT, require_ops
 
 
 @dataclass(frozen=True)
 class Look:
-    """Adds a column of the side table to x, and notes which activations there are."""
+    """Adds positions to x, and notes which activations there are."""
 
     name: str
     x: str
@@ -40,19 +40,19 @@ class Look:
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         self.seen.append(set(activations))
-        activations["y"] = activations[self.x] + inputs.side["shift"][:, None]
+        activations["y"] = activations[self.x] + inputs.positions[:, None]
 
 
-def inputs_with(**side: torch.Tensor) -> LayerInputs:
+def inputs_at(*positions: int) -> LayerInputs:
     starts = torch.arange(3, dtype=torch.int32)
     metadata = build_metadata(torch.zeros(2, 1, dtype=torch.int32), starts, torch.ones(2, dtype=torch.int32), 8)
-    return LayerInputs(torch.zeros(2).long(), torch.tensor([-1, -1]), metadata, [], [], side)
+    return LayerInputs(torch.tensor(positions), torch.tensor([-1, -1]), metadata, [], [])
 
 
-def test_activations_are_dropped_after_their_last_reader_and_ops_read_the_side_table() -> None:
+def test_activations_are_dropped_after_their_last_reader() -> None:
     seen: list[set[str]] = []
     ops: list[Op] = [Look("a", INPUT, seen), Add("b", "y", "y", "z", width=3), Look("c", "z", seen)]
-    result = Program(tuple(ops), "y").run(torch.ones(2, 3), inputs_with(shift=torch.tensor([1.0, 10.0])))
+    result = Program(tuple(ops), "y").run(torch.ones(2, 3), inputs_at(1, 10))
     assert result.tolist() == [[5.0] * 3, [32.0] * 3]
     assert seen == [{INPUT}, {"z"}]
 
@@ -63,8 +63,6 @@ def test_ops_without_a_gpu_path_are_refused_by_name() -> None:
     require_ops("cuda", ops[:1])
     with pytest.raises(ConfigError, match="device cuda does not support Look yet; use --device cpu"):
         require_ops("cuda", ops)
-    with pytest.raises(ConfigError, match="side table"):
-        require("cuda", ["side table"])
 
 
 def test_features_without_a_gpu_path_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

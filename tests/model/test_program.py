@@ -1,4 +1,4 @@
-"""Layer programs of decoders: layers that differ, parts, gather hooks and the side table."""
+"""Layer programs of decoders: layers that differ, parts and gather hooks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,6 @@ from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear
 from quire.kernels.program import Activations, LayerInputs
-from quire.model.batch import ForwardBatch
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
@@ -36,15 +35,15 @@ def load(
 
 @dataclass(frozen=True)
 class Shift:
-    """x plus a value per sequence, from the side table."""
+    """x plus its position, times a factor."""
 
     name: str
+    factor: float = 1.0
     reads: tuple[str, ...] = ("x",)
     writes: tuple[str, ...] = ("x",)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        counts = inputs.metadata.query_starts.diff()
-        activations["x"] = activations["x"] + inputs.side["shift"].repeat_interleave(counts)[:, None]
+        activations["x"] = activations["x"] + self.factor * inputs.positions[:, None]
 
 
 @dataclass
@@ -106,25 +105,20 @@ def test_gather_follows_each_op_that_ranks_divide(
     assert torch.equal(found, alone)
 
 
-def test_op_reads_the_side_table_of_the_batch(
+def test_op_of_a_part_runs_in_its_place_and_is_refused_on_other_devices(
     write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable
 ) -> None:
-    part = Part("shift", "attention_out", lambda reader, name: Shift(name))
     folder = write_llama()
-    decoder = load(folder, back_end, lambda layer, index: replace(layer, parts=(part,)))
 
-    def run(*shifts: float) -> Tensor:
-        int32 = torch.tensor([0, 3, 5], dtype=torch.int32)
-        batch = ForwardBatch(
-            torch.tensor(TOKENS[:5]), torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 1, 2, 8, 9]), int32,
-            int32.diff(), torch.tensor([[0], [1]], dtype=torch.int32), side={"shift": torch.tensor(shifts)},
-        )  # fmt: skip
-        return decoder.forward(batch, paged_runner(decoder).cache)
+    def run(back_end: BackEnd, factor: float) -> Tensor:
+        part = Part("shift", "attention_out", lambda reader, name: Shift(name, factor))
+        decoder = load(folder, back_end, lambda layer, index: replace(layer, parts=(part,)))
+        return paged_runner(decoder).run("a", TOKENS, [13])
 
-    plain, one, both = run(0.0, 0.0), run(0.0, 0.5), run(0.5, 0.5)
-    assert torch.equal(plain[:3], one[:3])
-    assert torch.equal(one[3:], both[3:])
-    assert not torch.allclose(plain[3:], one[3:])
-    on_cuda = replace(back_end, name="cuda")
+    plain = paged_runner(load(folder, back_end, lambda layer, index: layer)).run("a", TOKENS, [13])
+    assert torch.equal(run(back_end, 0.0), plain)
+    shifted = run(back_end, 0.5)
+    assert torch.equal(shifted[:1], plain[:1])
+    assert not torch.allclose(shifted[1:], plain[1:])
     with pytest.raises(ConfigError, match="device cuda does not support Shift yet"):
-        load(folder, on_cuda, lambda layer, index: replace(layer, parts=(part,)))
+        run(replace(back_end, name="cuda"), 0.5)

@@ -56,10 +56,10 @@ def unpack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _packed_attention(
     query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float, window: int | None,
-    scales: KVScales = ONES, softcap: float = 0.0, sinks: Tensor | None = None,
+    scales: KVScales = ONES, softcap: float = 0.0, sinks: Tensor | None = None, *, is_causal: bool = True,
 ) -> Tensor:  # fmt: skip
     caches = pack(keys, values, query.shape[2])
-    return paged_attention(query, *caches, metadata, scale, window, scales, softcap, sinks)
+    return paged_attention(query, *caches, metadata, scale, window, scales, softcap, sinks, is_causal=is_causal)
 
 
 CPP = replace(TORCH, name="cpp", paged_attention=_packed_attention)  # attention over plain caches, by the kernels

@@ -94,6 +94,9 @@ def print_refusals(refusals: list[str]) -> None:
 def _rows(found: MemoryPlan) -> dict[str, Any]:
     cache, each = found.cache, " each" if found.num_devices > 1 else ""
     held = f"{cache.num_blocks:,} blocks of {cache.block_size}: {cache.num_blocks * cache.block_size:,} tokens"
+    kv_cache = "none: the model keeps no keys and values"
+    if cache.num_blocks:
+        kv_cache = f"{held}, {format_bytes(found.kv_cache_bytes)}{each}"
     engines = {"engines": f"{found.num_engines}, each with what follows"} if found.num_engines > 1 else {}
     return {
         "memory": format_bytes(found.memory_bytes) + each,
@@ -105,7 +108,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
         "workspaces": (
             f"up to {format_bytes(found.workspace_bytes)}{each}; block tables {format_bytes(found.table_bytes)}"
         ),
-        "KV cache": f"{held}, {format_bytes(found.kv_cache_bytes)}{each}",
+        "KV cache": kv_cache,
         "of each token": f"{format_bytes(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
         **({"windows": found.windows} if found.windows else {}),
         "longest request": f"{found.scheduler.max_model_len:,} tokens",

@@ -19,7 +19,7 @@ KERNEL_BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; cache and scheduler by them
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: how many blocks, of how many tokens.
+    """The KV cache: how many blocks, of how many tokens; of a model that keeps no keys and values, 0 blocks.
 
     `sliding_window`: tokens that a query may look back on, itself included, if every layer has such a window (the
     widest one); None when some layer looks back on everything. `enable_prefix_caching`: what sequences have computed is
@@ -36,8 +36,8 @@ class CacheConfig:
     memory_policy: MemoryPolicy = "paged"
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 1:
-            raise ConfigError(f"num_kv_blocks must be at least 1, got {self.num_blocks}")
+        if self.num_blocks < 0:
+            raise ConfigError(f"num_kv_blocks must be at least 0, got {self.num_blocks}")
         if self.num_swap_blocks < 0:
             raise ConfigError(f"num_swap_blocks must be at least 0, got {self.num_swap_blocks}")
         if self.block_size < 1:
@@ -57,10 +57,16 @@ class SchedulerConfig:
     batching: Batching = "continuous"
     scheduling_policy: SchedulingPolicy = "priority"
     max_kv_share: float = 1.0              # of the KV blocks that the running requests of one client may hold
+    chunks_prompts: bool = True            # False: a step has all of a prompt or nothing of it
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.chunks_prompts and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, but prompts of up to {self.max_model_len} "
+                "tokens (max_model_len) are computed in one step each"
+            )
         if not 0 < self.max_kv_share <= 1:
             raise ConfigError(f"max_kv_share must be above 0 and at most 1, got {self.max_kv_share}")

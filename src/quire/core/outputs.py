@@ -245,8 +245,8 @@ class KVStats:
 
     @property
     def usage(self) -> float:
-        """Share of all blocks that are in use."""
-        return self.used_blocks / self.total_blocks
+        """Share of all blocks that are in use; 0 without a KV cache."""
+        return self.used_blocks / max(self.total_blocks, 1)
 
     @property
     def tail_waste_ratio(self) -> float:

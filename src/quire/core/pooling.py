@@ -17,7 +17,8 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
     """Pooling of a model, as its folder says. Hidden states are those that the output head reads.
 
     `score_token_ids`: of a reranker, the tokens for no and yes: their logits behind a prompt are its score, and it
-    gives no embeddings. `score_tokens`: the same as texts, which the tokenizer has to look up.
+    gives no embeddings. `score_tokens`: the same as texts, which the tokenizer has to look up. `has_classifier`: the
+    reranker is an encoder with a classifier of one label, which reads a pair as two texts.
     """
 
     kind: PoolingKind
@@ -27,14 +28,18 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
     matryoshka_dimensions: tuple[int, ...] = ()  # the only numbers of them; empty: any
     score_token_ids: tuple[int, int] | None = None
     score_tokens: tuple[str, str] | None = None
+    has_classifier: bool = False
+    is_probability: bool = True               # a reranker's score, unless a request says otherwise; else a logit
 
     @property
     def is_reranker(self) -> bool:
         """Whether it scores pairs by itself."""
-        return self.score_token_ids is not None or self.score_tokens is not None
+        return self.score_token_ids is not None or self.score_tokens is not None or self.has_classifier
 
     def __str__(self) -> str:
         """Describe the pooling in words, for the banner and for `quire plan`."""
+        if self.has_classifier:
+            return "scores of pairs, by a classifier"
         if self.is_reranker:
             return "scores of pairs, by the logits of two tokens"
         end = ", normalized" if self.normalizes else ""
@@ -44,14 +49,16 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
 class Pool(msgspec.Struct, tag="pool", array_like=True, frozen=True):
     """The task of a request for the vector of its prompt; no token is sampled.
 
-    With `token_ids` the vector is the logits of these tokens behind the prompt; else it is the pooled hidden states,
-    of which the first `num_dimensions` are kept (0: all), then normalized if asked for.
+    With `token_ids` the vector is the logits of these tokens, or of these labels of a classifier, for the last or the
+    first token of the prompt; else it is the pooled hidden states, of which the first `num_dimensions` are kept
+    (0: all), then normalized if asked for. `second_text`: where the second text of a pair begins; 0: nowhere.
     """
 
     kind: PoolingKind
     num_dimensions: int = 0
     normalizes: bool = True
     token_ids: tuple[int, ...] = ()
+    second_text: int = 0
 
     @property
     def reads_all_states(self) -> bool:
@@ -87,6 +94,8 @@ def pool_for(params: PoolingParams, pooler: PoolerConfig, task: PoolingTask) -> 
         raise InvalidRequestError(f"task must be {task} here, got {params.task}", param="task")
     if task == "score" and pooler.score_token_ids is not None:
         return Pool("last", token_ids=pooler.score_token_ids)
+    if task == "score" and pooler.has_classifier:
+        return Pool("cls", token_ids=(0,))
     if pooler.is_reranker:
         raise InvalidRequestError("the model scores pairs of texts: it gives no embeddings", param="model")
     _check_dimensions(params.dimensions, pooler)

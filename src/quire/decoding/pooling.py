@@ -61,6 +61,14 @@ class PooledEntry(NamedTuple):
         """Whether it ends with the last token of the prompt."""
         return self.start + self.end - self.begin == self.state.num_tokens
 
+    @property
+    def scored(self) -> int:
+        """The token of the flat batch behind which the logits are read; the first one is in the first step alone."""
+        if self.state.pool.kind != "cls":
+            return self.end - 1
+        assert self.start == 0, "the first token was computed in an earlier step"
+        return self.begin
+
 
 def pool(
     entries: Sequence[PooledEntry], hidden: Tensor, logits: Callable[[Tensor], Tensor]
@@ -73,7 +81,7 @@ def pool(
     vectors = dict[int, NDArray[np.float32]]()
     scored = [each for each in entries if each.state.pool.token_ids and each.is_last]
     if scored:
-        found = logits(hidden[[each.end - 1 for each in scored]])
+        found = logits(hidden[[each.scored for each in scored]])
         for each, row in zip(scored, found, strict=True):
             vectors[each.row] = row[list(each.state.pool.token_ids)].float().numpy(force=True).copy()
     for each in entries:

@@ -8,6 +8,7 @@ from pathlib import Path
 from msgspec import structs
 
 from quire.cache.manager import KVCacheManager
+from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
 from quire.core.optional_package import needs_package
@@ -294,7 +295,7 @@ def _ready(
         sampling=loaded.sampling,
         pooler=None if is_static else loaded.pooler,
         no_pooler_reason="its batches are static" if is_static else loaded.no_pooler_reason,
-        generates=loaded.has_head,
+        generates=loaded.generates,
     )
 
 
@@ -302,6 +303,8 @@ def _scheduler(
     config: SchedulerConfig, cache_config: CacheConfig, unprepared: Callable[[Request], WaitReason | None]
 ) -> Scheduler:
     """Return the scheduler over its cache; the baselines are loaded only if the settings name one of them."""
+    if cache_config.num_blocks == 0:
+        return Scheduler(config, UncachedManager(cache_config), unprepared=unprepared)
     if cache_config.memory_policy == "paged" and config.batching == "continuous":
         return Scheduler(config, KVCacheManager(cache_config), unprepared=unprepared)
     from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)

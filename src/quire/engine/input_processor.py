@@ -68,6 +68,7 @@ class TokenizedPrompt(NamedTuple):
     cache_salt: str | None = None
     key_number: int = 0         # from 1; 0: none
     adapter: Adapter | None = None
+    second_text: int = 0        # where the second text of a pair begins; 0: nowhere
 
     def salted(self, cache_salt: str | None, key_number: int = 0) -> "TokenizedPrompt":
         """Return the prompt with a salt, which has been checked, and the number of its key."""
@@ -259,6 +260,16 @@ class InputProcessor:
             ids = _truncated(ids, truncation._replace(num_tokens=most - len(head) - len(tail)))
         return TokenizedPrompt(before + text + after, self._check_token_ids([*head, *ids, *tail]))
 
+    def tokenize_pair(self, first: str, second: str, truncation: Truncation | None) -> TokenizedPrompt:
+        """Return the tokens of two texts as the tokenizer joins them; of truncated ones the longer loses first."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer: scores need one", param="model")
+        most, keeps_last = (0, False) if truncation is None else truncation
+        if most == 0 and len(first) + len(second) > self.limits.max_model_len:
+            self.limits.check_length(self._tokenizer.min_num_tokens(first) + self._tokenizer.min_num_tokens(second))
+        ids, second_text = self._tokenizer.encode_pair(first, second, most, keeps_last=keeps_last)
+        return TokenizedPrompt(None, self._check_token_ids(ids), second_text=second_text)
+
     def cut_text(self, text: str, max_tokens: int) -> str:
         """Return the beginning of a text that has at most so many tokens; 0: all of it."""
         if max_tokens == 0 or self._tokenizer is None:
@@ -305,7 +316,7 @@ class InputProcessor:
             )
         params = replace(params)
         if not self._generates:
-            raise InvalidRequestError("the model has no output head: it gives embeddings alone", param="model")
+            raise InvalidRequestError("the model generates no text: it gives embeddings or scores alone", param="model")
         params.check_vocabulary(self._vocab_size)
         names = ["logprobs", "prompt_logprobs"]
         if params.logprob_token_ids:
@@ -414,7 +425,10 @@ class InputProcessor:
     ) -> PreparedRequest:  # fmt: skip
         """Return a request for the vector of a prompt. ContextLengthError if one of this length could never run."""
         self.limits.check_admissible(len(prompt.token_ids), 0, 1)
-        request = self._request(request_id, prompt, checked.params.params, checked.task)
+        task = checked.task
+        if prompt.second_text:
+            task = structs.replace(task, second_text=prompt.second_text)
+        request = self._request(request_id, prompt, checked.params.params, task)
         request.priority, request.client_id, request.weight = checked.params.priority, client_id, weight
         return PreparedRequest(request, prompt)
 

@@ -35,7 +35,7 @@ RankOpener = Callable[[DecoderSpec, int], tuple[Ranks, int]]  # from positions o
 class LoadedModel:
     """A model on its device. `meter` measures the GPU's memory; None on a CPU.
 
-    `pooler`: None for a model that gives no vectors, for `no_pooler_reason`. `has_head`: False if it cannot generate.
+    `pooler`: None for a model that gives no vectors, for `no_pooler_reason`. `generates`: it has logits of next tokens.
     """
 
     model: LanguageModel
@@ -46,7 +46,7 @@ class LoadedModel:
     sampling: SamplingDefaults = NO_DEFAULTS
     pooler: PoolerConfig | None = None
     no_pooler_reason: str = ""
-    has_head: bool = True
+    generates: bool = True
 
 
 def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = None) -> LoadedModel:
@@ -59,8 +59,11 @@ def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = N
         options, source.path, source.spec.vocab_size, source.eos_token_ids
     )
     pooler = find_pooler(options.runner, folder, spec, options.hf_overrides)
-    if not spec.has_head and pooler.config is None:
-        raise ModelError(f"{folder}: the model has no output head, and gives no vectors: {pooler.reason}")
+    if not spec.generates and pooler.config is None:
+        what = "has no output head" if spec.is_causal else "is an encoder"
+        raise ModelError(f"{folder}: the model {what}, and gives no vectors: {pooler.reason}")
+    if not spec.is_causal:
+        _check_encoder(options)
     device = resolve_device(options.device)
     if device.type == "cuda" and options.data_parallel_size > 1:
         raise ConfigError(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
@@ -88,8 +91,24 @@ def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = N
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
-        model, limits, ends, meter, quantization, sampling, pooler.config, pooler.reason, model.spec.has_head
+        model, limits, ends, meter, quantization, sampling, pooler.config, pooler.reason, model.spec.generates
     )
+
+
+def _check_encoder(options: EngineOptions) -> None:
+    """Raise ConfigError for an option that a model without a KV cache does not have."""
+    refused = {
+        "tensor_parallel_size": options.tensor_parallel_size > 1,
+        "data_parallel_size": options.data_parallel_size > 1,
+        "enable_lora": options.enable_lora,
+        "kv_cache_dtype": options.kv_cache_dtype != "auto",
+        "speculative_config": options.speculation is not None,
+        "memory_policy": options.memory_policy != "paged",
+        "batching": options.batching != "continuous",
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{name} {getattr(options, name)!r}: not supported for an encoder")
 
 
 def _check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> None:

@@ -1,7 +1,8 @@
 """Scores of pairs of texts: their prompts, and from the vectors of these the scores.
 
 A reranker reads a pair as one prompt, in the words of Qwen3-Reranker's model card, and its score is the probability of
-"yes" against "no". With an embedder the score of a pair is the cosine of the texts' embeddings.
+"yes" against "no"; one with a classifier reads the two texts as its tokenizer joins them. With an embedder the score of
+a pair is the cosine of the texts' embeddings.
 """
 
 import math
@@ -33,7 +34,7 @@ class PairOptions(NamedTuple):
     instruction: str = INSTRUCTION
     max_query_tokens: int = 0
     max_document_tokens: int = 0
-    is_probability: bool = True  # a reranker's score; else the difference of the two logits
+    is_probability: bool = True  # a reranker's score; else the logit, or the difference of the two
 
 
 class Scoring(NamedTuple):
@@ -46,7 +47,7 @@ class Scoring(NamedTuple):
     def scores(self, vectors: Sequence["array[float]"]) -> list[float]:
         """Return the score of each pair, from the vector of each prompt."""
         if not self.num_queries:
-            return [_pair_score(no, yes, is_probability=self.is_probability) for no, yes in vectors]
+            return [_pair_score(vector, is_probability=self.is_probability) for vector in vectors]
         found = [np.asarray(vector, dtype=np.float64) for vector in vectors]
         queries, documents = found[: self.num_queries], found[self.num_queries :]
         if len(queries) == 1:
@@ -69,12 +70,14 @@ def pair_options(
     text = INSTRUCTION
     if instruction is not None:
         text = check_text("instruction", instruction, MAX_INSTRUCTION_CHARS)
+        if inputs.pooler.has_classifier:
+            raise InvalidRequestError("the model scores pairs without an instruction", param="instruction")
     return PairOptions(
         truncation,
         text,
         check_int("max_tokens_per_query", max_tokens_per_query, 0, longest),
         check_int("max_tokens_per_doc", max_tokens_per_doc, 0, longest),
-        use_activation is not False,
+        inputs.pooler.is_probability if use_activation is None else use_activation,
     )
 
 
@@ -101,6 +104,9 @@ def tokenize_pairs(
         return Scoring(prompts, len(queries), options.is_probability)
     if len(queries) == 1:
         queries = queries * len(documents)
+    if inputs.pooler.has_classifier:
+        pairs = zip(queries, documents, strict=True)
+        return Scoring([inputs.tokenize_pair(*pair, options.truncation) for pair in pairs], 0, options.is_probability)
     prompts = [
         inputs.tokenize_framed(
             BEFORE, PAIR.format(instruction=options.instruction, query=query, document=document), AFTER,
@@ -111,9 +117,9 @@ def tokenize_pairs(
     return Scoring(prompts, 0, options.is_probability)
 
 
-def _pair_score(no: float, yes: float, *, is_probability: bool) -> float:
-    """Return the softmax of both logits, for yes."""
-    difference = yes - no
+def _pair_score(logits: Sequence[float], *, is_probability: bool) -> float:
+    """Return the softmax of the logits of no and yes, for yes, or the sigmoid of the only one."""
+    difference = logits[-1] - (logits[0] if len(logits) > 1 else 0.0)
     if not is_probability:
         return difference
     if difference >= 0:

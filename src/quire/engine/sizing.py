@@ -45,7 +45,7 @@ def table_positions(
     Raises ConfigError if max_model_len is beyond the model, or if its tables do not fit into the memory.
     """
     longest = _longest(options, limits)
-    if options.max_model_len is None:
+    if options.max_model_len is None and limits.kv_bytes_per_token:
         num_blocks, memory_bytes = -(-longest // options.block_size), int(free_bytes * share)
         num_blocks = _num_blocks(options, limits, memory_bytes // options.data_parallel_size, num_blocks)
         return min(longest, num_blocks * options.block_size)
@@ -77,8 +77,10 @@ def size_engine(
 ) -> tuple[CacheConfig, SchedulerConfig]:
     """Return the cache and scheduler configuration. ConfigError names the setting and a value that works.
 
-    The KV cache takes `share` of the free bytes by default.
+    The KV cache takes `share` of the free bytes by default. A model that keeps no keys and values has none.
     """
+    if limits.kv_bytes_per_token == 0:
+        return _without_cache(options, limits)
     free_bytes = max(0, free_bytes - limits.scratch_bytes)
     longest = _longest(options, limits)
     max_num_seqs = options.resolved_max_num_seqs
@@ -117,6 +119,29 @@ def size_engine(
         memory_policy=options.memory_policy,
     )
     return cache, scheduler
+
+
+def _without_cache(options: EngineOptions, limits: ModelLimits) -> tuple[CacheConfig, SchedulerConfig]:
+    """Return the configuration of an engine without a KV cache: prompts are computed as a whole.
+
+    The token budget is at least the longest prompt; one that is set is its limit, unless that is set as well.
+    """
+    for name in ("num_kv_blocks", "kv_cache_memory", "num_swap_blocks", "swap_space"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"{name} is set, but the model keeps no keys and values")
+    longest, budget = _longest(options, limits), options.max_num_batched_tokens
+    if budget is None:
+        budget = max(options.resolved_max_num_batched_tokens, longest)
+    elif options.max_model_len is None:
+        longest = min(longest, budget)
+    scheduler = SchedulerConfig(
+        max_num_seqs=options.resolved_max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=longest,
+        scheduling_policy=options.scheduling_policy,
+        chunks_prompts=False,
+    )
+    return CacheConfig(0, options.block_size, enable_prefix_caching=False), scheduler
 
 
 def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, most_blocks: int) -> int:

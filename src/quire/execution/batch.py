@@ -6,6 +6,7 @@ with NumPy, without a Python loop over sequences.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +105,9 @@ class PersistentBatch:
             context_lens=torch.from_numpy(stops.astype(np.int32)),
             block_tables=torch.from_numpy(self.block_tables[rows, :max_blocks]),
         )
+        pooled = list(self._pooled_entries(plan)) if self._pools else []
+        if any(each.state.pool.second_text for each in pooled):
+            forward = replace(forward, token_types=torch.from_numpy(_token_types(pooled, len(positions))))
         logit_rows = np.array(plan.sample_tokens, dtype=np.int64)
         return StepInputs(
             forward=forward,
@@ -114,7 +118,7 @@ class PersistentBatch:
             sample_num_tokens=positions[logit_rows] + 1,
             logit_rows=logit_rows,
             drafts=plan.drafts,
-            pooled=list(self._pooled_entries(plan)) if self._pools else [],
+            pooled=pooled,
         )
 
     def _pooled_entries(self, plan: StepPlan) -> Iterator[PooledEntry]:
@@ -146,6 +150,15 @@ class PersistentBatch:
     def append(self, row: int, position: int, token_ids: Sequence[int]) -> None:
         """Write the known tokens of a row from `position` on; there are positions for them."""
         self.token_ids[row, position : position + len(token_ids)] = token_ids
+
+
+def _token_types(pooled: Sequence[PooledEntry], num_tokens: int) -> IntArray:
+    """Return 1 for the tokens of second texts of pairs, 0 for all others, [num_tokens]."""
+    types = np.zeros(num_tokens, dtype=np.int64)
+    for each in pooled:
+        if each.state.pool.second_text:
+            types[each.begin + max(0, each.state.pool.second_text - each.start) : each.end] = 1
+    return types
 
 
 def _touched_zeros(num_rows: int, num_columns: int) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Causal attention of a flat batch of tokens over paged keys and values (Kwon et al. 2023, section 4.1).
+"""Attention of a flat batch of tokens over paged keys and values (Kwon et al. 2023, section 4.1); causal, or not.
 
 The stand-in works in float32, tile by tile: a key tile is SLOTS_PER_KEY_TILE consecutive positions, and the queries at
 the positions of one key tile are multiplied with all key tiles up to it. All borders stand at fixed absolute positions,
@@ -18,6 +18,7 @@ from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.kv_quantization import LARGEST, ONES, KVScales, as_bytes, decode, is_quantized
 
 SLOTS_PER_KEY_TILE = 64
+MAX_AHEAD = 2**31      # tokens: beyond every context
 ROWS_PER_PRODUCT = 16  # divides SLOTS_PER_KEY_TILE; fewer rows than these may take another path through the library
 
 
@@ -51,6 +52,11 @@ def build_metadata(
     return AttentionMetadata(tables, query_starts.contiguous(), context_lens.contiguous(), block_size)
 
 
+def num_ahead(window: int | None, *, is_causal: bool) -> int:
+    """Return how many tokens after itself a token sees: none, or as many as before it."""
+    return 0 if is_causal else MAX_AHEAD if window is None else window - 1
+
+
 def reference(
     query: Tensor,
     key_cache: Tensor,
@@ -61,15 +67,18 @@ def reference(
     scales: KVScales = ONES,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
     head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with `scales`. A sequence's
     queries are the last tokens of its context. With a window, a token sees itself and the `window` - 1 tokens before
-    it. With a softcap, scores become softcap * tanh(score / softcap). sinks [num_heads] float32: the score of one more
-    key, with a value of zeros, for each query head (gpt-oss; OpenAI 2025). Sums in float32. A key's scale is multiplied
-    onto its scores, a value's onto its softmax weights, which are summed without it. Returns query's shape and dtype.
+    it; unless it is causal, as many after it, up to the end of its context. With a softcap, scores become
+    softcap * tanh(score / softcap). sinks [num_heads] float32: the score of one more key, with a value of zeros, for
+    each query head (gpt-oss; OpenAI 2025). Sums in float32. A key's scale is multiplied onto its scores, a value's
+    onto its softmax weights, which are summed without it. Returns query's shape and dtype.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads  # query heads per key-value head
@@ -86,7 +95,8 @@ def reference(
         scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop].float(), k), key_scales) * scale
         scores = _capped(scores, softcap)
         query_pos = torch.arange(context_len - (stop - start), context_len, device=query.device)[:, None]
-        scores.masked_fill_(pos > query_pos, float("-inf"))  # a token sees itself and what came before
+        ahead = num_ahead(window, is_causal=is_causal)
+        scores.masked_fill_(pos > query_pos + ahead, float("-inf"))  # causal: a token sees itself and what came before
         if window is not None:
             scores.masked_fill_(pos <= query_pos - window, float("-inf"))
         if sinks is not None:
@@ -111,12 +121,16 @@ def _times(scores: Tensor, scales: Tensor | float) -> Tensor:
 
 
 class _Span(NamedTuple):
-    """Queries at consecutive positions of one key tile, [start, stop), from row `row` of the flat batch on."""
+    """Queries at consecutive positions of one key tile, [start, stop), from row `row` of the flat batch on.
+
+    They see keys at positions before `end`, at most.
+    """
 
     table: Tensor
     row: int
     start: int
     stop: int
+    end: int
 
 
 def paged_attention(
@@ -129,26 +143,28 @@ def paged_attention(
     scales: KVScales = ONES,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
     """Attend as `reference` does; caches contiguous."""
-    out = query.new_empty(query.shape)
-    for span in _spans(metadata):
+    out, ahead = query.new_empty(query.shape), num_ahead(window, is_causal=is_causal)
+    for span in _spans(metadata, ahead):
         rows = slice(span.row, span.row + span.stop - span.start)
         attended = _attend(
-            query[rows].float() * scale, (key_cache, value_cache), span, window, scales, softcap, sinks
+            query[rows].float() * scale, (key_cache, value_cache), span, window, ahead, scales, softcap, sinks
         )
         out[rows] = attended.to(query.dtype)
     return out
 
 
-def _spans(metadata: AttentionMetadata) -> Iterator[_Span]:
+def _spans(metadata: AttentionMetadata, ahead: int) -> Iterator[_Span]:
     """Cut the step's queries at the borders of key tiles."""
     rows = pairwise(metadata.query_starts.tolist())
     for table, (row, end), context_len in zip(metadata.block_tables, rows, metadata.context_lens.tolist(), strict=True):
         first = start = context_len - (end - row)
         while start < context_len:
             stop = min(context_len, (start // SLOTS_PER_KEY_TILE + 1) * SLOTS_PER_KEY_TILE)
-            yield _Span(table, row + start - first, start, stop)
+            yield _Span(table, row + start - first, start, stop, min(stop + ahead, context_len))
             start = stop
 
 
@@ -157,6 +173,7 @@ def _attend(
     caches: tuple[Tensor, Tensor],
     span: _Span,
     window: int | None,
+    ahead: int,
     scales: KVScales,
     softcap: float,
     sinks: Tensor | None,
@@ -180,12 +197,13 @@ def _attend(
 
     tile_start = span.start // SLOTS_PER_KEY_TILE * SLOTS_PER_KEY_TILE
     first = 0 if window is None else max(0, tile_start - window + 1) // SLOTS_PER_KEY_TILE * SLOTS_PER_KEY_TILE
-    slots = torch.arange(first, tile_start + SLOTS_PER_KEY_TILE)        # positions in the sequence
+    num_tiles = -(-(span.end - first) // SLOTS_PER_KEY_TILE)
+    slots = torch.arange(first, first + num_tiles * SLOTS_PER_KEY_TILE)  # positions in the sequence
     (keys, key_scales), (values, value_scales) = (
         _gather(cache, span, slots, window, head_dim, own) for cache, own in zip(caches, scales, strict=True)
     )
     positions = torch.arange(begin, begin + num_products * height)[:, None]
-    hidden = slots > positions
+    hidden = (slots > positions + ahead) | (slots >= span.end)
     if window is not None:
         hidden |= slots <= positions - window
     hidden = hidden.view(num_products, height, -1, SLOTS_PER_KEY_TILE).transpose(1, 2)  # [.., num_tiles, height, slots]
@@ -220,7 +238,7 @@ def _gather(
     is replaced by one that is seen: it may hold anything, and 0 times NaN is NaN.
     """
     _, block_size, num_kv_heads, width = cache.shape
-    seen = slots.clamp(0 if window is None else max(0, span.start - window + 1), span.stop - 1)
+    seen = slots.clamp(0 if window is None else max(0, span.start - window + 1), span.end - 1)
     places = span.table[seen // block_size].long() * block_size + seen % block_size
     taken = as_bytes(cache).view(-1, num_kv_heads * width).index_select(0, places)
     taken = taken.view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, width).transpose(1, 2).flatten(0, 1)

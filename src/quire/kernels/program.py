@@ -7,7 +7,7 @@ with the attributes of `Op` and needs no other interpreter. The memory of an act
 may overwrite what it reads, and an activation that it consumes is not to be read again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -36,7 +36,6 @@ class LayerInputs:
     metadata: AttentionMetadata
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-    side: Mapping[str, Tensor] = field(default_factory=dict)  # per row of the batch, by name: see `ForwardBatch.side`
     adapters: RowAdapters | None = None  # None: no row has one
 
 
@@ -305,7 +304,7 @@ class PositionScale:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """out [num_tokens, num_heads * head_dim] = causal attention of the queries over the paged cache."""
+    """out [num_tokens, num_heads * head_dim] = attention of the queries over the paged cache."""
 
     name: str
     layer: int                  # index of the caches
@@ -318,6 +317,7 @@ class Attention:
     kv_scales: KVScales = ONES
     softcap: float = 0.0         # 0: none
     sinks: Tensor | None = None  # [num_heads] float32
+    is_causal: bool = True       # False: a token also sees those after it
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -332,13 +332,16 @@ class Attention:
     @property
     def features(self) -> tuple[str, ...]:
         """Features beyond the op's plain form, by their names in the support table."""
-        found = {"softcap on attention scores": self.softcap, "attention sinks": self.sinks is not None}
+        found = {
+            "softcap on attention scores": self.softcap, "attention sinks": self.sinks is not None,
+            "attention in both directions": not self.is_causal,
+        }  # fmt: skip
         return tuple(name for name, is_used in found.items() if is_used)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Attend."""
         query, keys, values = activations[self.query], inputs.keys[self.layer], inputs.values[self.layer]
-        more = {"softcap": self.softcap or None, "sinks": self.sinks}
+        more = {"softcap": self.softcap or None, "sinks": self.sinks, "is_causal": None if self.is_causal else False}
         attended = self.attend(
             query, keys, values, inputs.metadata, self.scale, self.window, *_unless_ones(self),
             **{name: value for name, value in more.items() if value is not None},

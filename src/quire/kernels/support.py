@@ -27,9 +27,9 @@ SUPPORT: dict[str, frozenset[str]] = {
     "interleaved rotary": EVERYWHERE,
     "softcap on attention scores": EVERYWHERE,
     "attention sinks": EVERYWHERE,
+    "attention in both directions": CPU,
     "CountLayer": EVERYWHERE,
     "Gather": CPU,
-    "side table": CPU,  # `ForwardBatch.side` is not transferred to a device
     "adapters": CPU,
 } | {f"kv_cache_dtype {name}": CPU for name in QUANTIZED}
 

@@ -3,14 +3,14 @@
 Of generation_config.json only the end-of-sequence tokens are read here; `quire.engine.generation_config` has the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json_object
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
-from quire.model.families import FAMILIES, MODEL_TYPES, REFUSED
+from quire.model.families import ENCODER_ARCHITECTURES, FAMILIES, MODEL_TYPES, REFUSED
 from quire.model.spec import DecoderSpec, SpecError
 from quire.model.weight_formats.sizes import DTYPE_BYTES
 
@@ -40,8 +40,8 @@ def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) ->
     """
     reader = ConfigReader(config, source)
     try:
-        architecture, has_head = _architecture(reader)
-        return replace(FAMILIES[architecture](reader), has_head=has_head)
+        family, has_head = _family(reader)
+        return replace(family(reader), has_head=has_head)
     except SpecError as error:
         raise reader.error(str(error)) from error
 
@@ -75,8 +75,8 @@ def checked_eos_token_ids(value: object, place: str, vocab_size: int) -> frozens
     return frozenset(_checked(item, place, vocab_size) for item in items)
 
 
-def _architecture(config: ConfigReader) -> tuple[str, bool]:
-    """Return the architecture that the config names, or that of its model type if it names none.
+def _family(config: ConfigReader) -> tuple[Callable[[ConfigReader], DecoderSpec], bool]:
+    """Return the family of the architecture that the config names, or of its model type if it names none.
 
     The second is False for the base model of the architecture, which has no head: `Qwen3Model` of `Qwen3ForCausalLM`.
     """
@@ -86,14 +86,17 @@ def _architecture(config: ConfigReader) -> tuple[str, bool]:
     if isinstance(found, str) and found.endswith(BASE_MODEL):
         whole = found.removesuffix(BASE_MODEL) + WITH_HEAD
         if whole in FAMILIES:
-            return whole, False
+            return FAMILIES[whole], False
+    if isinstance(found, str) and found in ENCODER_ARCHITECTURES:
+        return ENCODER_ARCHITECTURES[found]
     for name in (found, whole):
         if isinstance(name, str) and name in REFUSED:
             raise config.error(f"architecture {found!r} is not supported yet: {REFUSED[name]}")
     if not isinstance(found, str) or found not in FAMILIES:
         what = f"architecture {found!r:.80}" if found is not None else f"model_type {config.raw('model_type')!r:.80}"
-        raise UnknownArchitectureError(str(config.error(f"unknown {what}; known are {', '.join(FAMILIES)}")))
-    return found, True
+        known = ", ".join((*FAMILIES, *ENCODER_ARCHITECTURES))
+        raise UnknownArchitectureError(str(config.error(f"unknown {what}; known are {known}")))
+    return FAMILIES[found], True
 
 
 def _generation_config(folder: Path) -> Mapping[str, object]:

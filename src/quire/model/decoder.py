@@ -1,4 +1,4 @@
-"""The decoder: embeddings, a layer program and a head, built from a spec."""
+"""The decoder, or encoder: embeddings, a layer program and a head, built from a spec."""
 
 import torch
 from torch import Tensor
@@ -13,15 +13,19 @@ from quire.model.footprint import num_layer_weights
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
-from quire.model.program import ProgramInputs, build_program
+from quire.model.program import ProgramInputs, build_program, make_norm
 from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.spec import DecoderSpec, Rotary
+from quire.model.text_cache import TextCache
 from quire.model.weights import WeightReader
 
 
 class Decoder:
-    """A model that is ready to run. Knows token ids, positions and cache tensors; no request and no sequence."""
+    """A model that is ready to run. Knows token ids, positions and cache tensors; no request and no sequence.
+
+    An encoder computes whole texts, on keys and values that it keeps for a step alone.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Decoder:
         local = spec if ranks is None else ranks.shard.local_spec(spec)
         self.kv_geometry = KVGeometry.of(local, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
         shapes = DecoderShapes.of(spec)
+        self._text_cache = None if spec.is_causal else TextCache(spec, self.dtype, self.back_end)
         self._embedding = Embedding(spec, shapes, weights)
         cos_sin = {each: _rotary_table(each, max_positions, table_positions, weights.device) for each in spec.rotaries}
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
@@ -45,7 +50,9 @@ class Decoder:
         require_ops(self.back_end.name, program.ops)
         self._program = self.back_end.fuse(program)
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
-        self._head = None
+        self._classifier, self._head = None, None
+        if shapes.classifier is not None:
+            self._classifier = weights.unprefixed().linear(shapes.classifier)
         if spec.has_head:
             self._head = _head(spec, shapes.head, self._embedding.tokens, weights, ranks)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
@@ -65,16 +72,20 @@ class Decoder:
 
         The hidden states are normed, ready for `logits`. They are in the model's dtype.
         """
-        if batch.side or batch.adapters is not None:
-            require(self.back_end.name, ["side table"] if batch.side else ["adapters"])
+        if batch.adapters is not None:
+            require(self.back_end.name, ["adapters"])
+        if self._text_cache is not None:
+            batch, cache = self._text_cache.place(batch)
         metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
         inputs = LayerInputs(
-            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.side, batch.adapters
+            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters
         )
-        return self._program.run(self._embedding(batch.token_ids, batch.positions), inputs)
+        return self._program.run(self._embedding(batch.token_ids, batch.positions, batch.token_types), inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
+        """Return float32 logits [num_rows, vocab_size or labels] of hidden states [num_rows, hidden_size]."""
+        if self._classifier is not None:
+            hidden = self._classified(hidden)
         logits = self.head_sums(hidden)
         if self.spec.logit_multiplier != 1:
             logits *= self.spec.logit_multiplier
@@ -82,6 +93,12 @@ class Decoder:
             logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits
 
+    def _classified(self, hidden: Tensor) -> Tensor:
+        """Return the rows that a classifier's last layer reads. Each is activated by itself: its bits are its own."""
+        assert self.spec.classifier is not None
+        assert self._classifier is not None
+        activate = torch.tanh if self.spec.classifier.activation == "tanh" else torch.relu
+        return torch.stack([activate(row.clone()) for row in self._classifier(hidden)])
 
     def head_sums(self, hidden: Tensor) -> Tensor:
         """Return the logits before the multiplier and the softcap; of several ranks, rank 0 has them."""
@@ -104,20 +121,31 @@ def _head(
 class Embedding:
     """Token ids to hidden states: a row each, projected if it has another width, plus a learned position's row.
 
-    A decoder without learned positions may multiply the rows instead.
+    A decoder without learned positions may multiply the rows instead. An encoder adds its token type's row, and
+    normalizes the sum.
     """
 
     def __init__(self, spec: DecoderSpec, shapes: DecoderShapes, weights: WeightReader) -> None:
         self.tokens = weights.table(shapes.embedding)
         self._project = None if shapes.project_in is None else weights.linear(shapes.project_in)
         self._positions = None if shapes.positions is None else weights.table(shapes.positions)[spec.position_offset:]
+        self._types = None if shapes.token_types is None else weights.table(shapes.token_types)
+        norm = shapes.embedding_norm
+        self._norm = None if norm is None else make_norm(spec, weights, norm)
         self._embed = weights.back_end.embed
         self._multiplier = spec.embedding_multiplier
         if spec.is_embedding_multiplier_rounded:
             self._multiplier = torch.tensor(self._multiplier).to(weights.dtype).item()
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return [num_tokens, hidden_size] for token_ids and positions [num_tokens] int64."""
+    def __call__(self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
+        """Return [num_tokens, hidden_size] for token_ids, positions and types [num_tokens] int64; None: all 0."""
+        x = self._sums(token_ids, positions)
+        if self._types is not None:
+            has_types = token_types is not None and len(self._types) > 1
+            x = x + (self._types[token_types] if has_types else self._types[0])
+        return x if self._norm is None else self._norm(x)[0]
+
+    def _sums(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         if self._project is None:
             x = self._embed(self.tokens, token_ids, self._positions, positions)
             return x if self._multiplier == 1 else x * self._multiplier

@@ -110,7 +110,8 @@ def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1, sca
 
     `scale_bytes`: of the scale that is stored for each token and head; 0: none is.
     """
-    return 2 * spec.num_layers * kv_heads_per_rank(spec, num_ranks) * (spec.head_dim * itemsize + scale_bytes)
+    num_layers = spec.num_layers if spec.is_causal else 0
+    return 2 * num_layers * kv_heads_per_rank(spec, num_ranks) * (spec.head_dim * itemsize + scale_bytes)
 
 
 def stored_kv_bytes_per_token(spec: DecoderSpec, kv_cache_dtype: str, num_ranks: int = 1) -> int:

@@ -35,8 +35,12 @@ class KVGeometry:
 
     @classmethod
     def of(cls, spec: DecoderSpec, dtype: str, scale_dtype: str | None = None) -> "KVGeometry":
-        """Return the geometry of a decoder with cache elements of `dtype`, and scales if `scale_dtype` is not None."""
-        layers = (LayerKV(each.num_kv_heads, each.head_dim, dtype, scale_dtype, each.window) for each in spec.layers)
+        """Return the geometry of a model with cache elements of `dtype`, and scales if `scale_dtype` is not None.
+
+        An encoder keeps nothing: its geometry has no layers.
+        """
+        kept = (each for each in spec.layers if each.is_causal)
+        layers = (LayerKV(each.num_kv_heads, each.head_dim, dtype, scale_dtype, each.window) for each in kept)
         return cls(tuple(layers))
 
     def joined(self, *others: "KVGeometry") -> "KVGeometry":

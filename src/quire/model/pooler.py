@@ -24,6 +24,10 @@ OVERRIDES = (
 )  # fmt: skip
 _RERANKERS = ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")  # the template of pairs is that of Qwen3-Reranker
 _MAX_MODULES = 16
+_ACTIVATIONS = {  # of a classifier's score: whether it is a probability
+    "torch.nn.modules.activation.Sigmoid": True, "torch.nn.Sigmoid": True,
+    "torch.nn.modules.linear.Identity": False, "torch.nn.Identity": False,
+}  # fmt: skip
 _KINDS: dict[str, PoolingKind] = {
     "lasttoken": "last", "last_token": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls",
 }  # fmt: skip
@@ -48,11 +52,11 @@ def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = 
     if runner == "pooling":
         return FoundPooler(_pooler(path, spec, parse_overrides(overrides)))
     try:
-        if not (overrides or not spec.has_head or _has_modules(path)):
+        if spec.generates and not (overrides or _has_modules(path)):
             return FoundPooler(None, f"its folder has no {POOLING_FOLDER}/config.json; --runner pooling makes it pool")
         return FoundPooler(_pooler(path, spec, parse_overrides(overrides)))
     except ModelError as error:
-        if not spec.has_head:
+        if not spec.generates:
             raise
         return FoundPooler(None, str(error))
 
@@ -82,27 +86,45 @@ def _has_modules(path: Path) -> bool:
 def _pooler(path: Path, spec: DecoderSpec, overrides: Mapping[str, Any]) -> PoolerConfig:
     config: dict[str, Any] = read_json_object(path, CONFIG_FILE) if path.is_dir() else {}
     reader = ConfigReader({**config, **overrides}, str(path / CONFIG_FILE))
-    if not reader.flag("is_causal", True) or reader.flag("use_bidirectional_attention", False):
+    if spec.is_causal and (not reader.flag("is_causal", True) or reader.flag("use_bidirectional_attention", False)):
         raise reader.error("attention is bidirectional, which is not supported yet")
     if spec.embedding_size != spec.hidden_size:
         raise reader.error("hidden states of another width than embeddings cannot be pooled yet")
     folders = dict(_modules(path)) if path.is_dir() else {}
     for kind in folders.keys() - {"Transformer", "Pooling", "Normalize", "LogitScore"}:
         raise ModelError(f"{path / MODULES_FILE}: modules of type {shown(kind)} are not supported yet")
+    if spec.classifier is not None and spec.has_head:
+        return _classifier(reader, spec)
     if (ids := _score_token_ids(path, reader, folders)) is not None:
         return PoolerConfig("last", spec.hidden_size, score_token_ids=ids)
     if (texts := _score_tokens(reader)) is not None:
         return PoolerConfig("last", spec.hidden_size, score_tokens=texts)
     has_config = "Pooling" in folders or (path / POOLING_FOLDER / CONFIG_FILE).exists()
-    kind = _pooling_kind(path, folders.get("Pooling", POOLING_FOLDER), spec) if has_config else "last"
+    pooling: PoolingKind = "last" if spec.is_causal else "cls"  # as in vLLM
+    if has_config:
+        pooling = _pooling_kind(path, folders.get("Pooling", POOLING_FOLDER), spec)
     dimensions = _matryoshka_dimensions(reader, spec)
     return PoolerConfig(
-        kind,
+        pooling,
         spec.hidden_size,
         normalizes="Normalize" in folders if folders else True,
         is_matryoshka=bool(dimensions) or reader.flag("is_matryoshka", False),
         matryoshka_dimensions=dimensions,
     )
+
+
+def _classifier(reader: ConfigReader, spec: DecoderSpec) -> PoolerConfig:
+    """Return the scores of a classifier of pairs, with the activation that sentence-transformers gives its logit."""
+    assert spec.classifier is not None
+    if spec.classifier.num_labels != 1:
+        raise reader.error(
+            f"classifiers are served of one label, which is the score of a pair, got {spec.classifier.num_labels}"
+        )
+    section = reader.nested("sentence_transformers", reader.section("sentence_transformers"))
+    key, default = "sbert_ce_default_activation_function", "torch.nn.modules.activation.Sigmoid"
+    old = reader.choice(key, _ACTIVATIONS, default=default)
+    is_probability = section.choice("activation_fn", _ACTIVATIONS) if section.has("activation_fn") else old
+    return PoolerConfig("cls", spec.hidden_size, has_classifier=True, is_probability=is_probability)
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

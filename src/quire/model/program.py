@@ -138,7 +138,7 @@ def _attention_ops(
         sinks = sinks[slice(*taken.query)].clone()
     yield ops.Attention(
         f"{stem}attention", index, own, layer.scale, layer.window, back_end.paged_attention,
-        kv_scales=scales, softcap=layer.softcap, sinks=sinks,
+        kv_scales=scales, softcap=layer.softcap, sinks=sinks, is_causal=layer.is_causal,
     )  # fmt: skip
     out = weights.linear(shapes.attention_out, _ranges(shared.ranks, shapes.attention_out))
     yield ops.Linear(f"{stem}attention_out", out, "attended", "x")

@@ -149,23 +149,33 @@ class DecoderShapes(NamedTuple):
 
     embedding: TableShape
     positions: TableShape | None
+    token_types: TableShape | None
+    embedding_norm: NormShape | None
     project_in: LinearShape | None
     final_norm: NormShape | None
     project_out: LinearShape | None
+    classifier: LinearShape | None
     head: LinearShape
 
     @classmethod
     def of(cls, spec: DecoderSpec) -> "DecoderShapes":
         """Return the shapes of a model. Raises ModelError for a width that nothing projects to."""
         names, width, hidden = spec.weights, spec.embedding_size, spec.hidden_size
-        num_positions = spec.max_position_embeddings + spec.position_offset
+        num_positions, classifier = spec.max_position_embeddings + spec.position_offset, None
+        num_outputs = spec.vocab_size if spec.classifier is None else spec.classifier.num_labels
+        if spec.classifier is not None and spec.has_head:
+            assert names.classifier is not None, "a classifier in a map of names without it"
+            classifier = LinearShape((names.classifier,), (hidden,), hidden, has_bias=True)
         return cls(
             embedding=TableShape(names.embedding, spec.vocab_size, width),
             positions=None if names.positions is None else TableShape(names.positions, num_positions, hidden),
+            token_types=_token_types(names.token_types, spec.num_token_types, hidden),
+            embedding_norm=_norm_or_none(spec, names.embedding_norm, hidden) if spec.has_embedding_norm else None,
             project_in=_projection(names.project_in, hidden, width),
             final_norm=_norm(spec, names.final_norm, hidden) if spec.has_final_norm else None,
             project_out=_projection(names.project_out, width, hidden),
-            head=LinearShape((names.head,), (spec.vocab_size,), width, spec.has_head_bias),
+            classifier=classifier,
+            head=LinearShape((names.head,), (num_outputs,), width, spec.has_head_bias),
         )
 
 
@@ -200,6 +210,10 @@ def _norm_or_none(spec: DecoderSpec, module: str | None, width: int) -> NormShap
 def _head_norm(spec: DecoderSpec, layer: LayerSpec, module: str | None, num_heads: int) -> NormShape | None:
     width = layer.head_dim * (num_heads if layer.is_query_key_norm_over_heads else 1)
     return _norm_or_none(spec, module, width) if layer.has_query_key_norm else None
+
+
+def _token_types(module: str | None, num_types: int, width: int) -> TableShape | None:
+    return TableShape(module, num_types, width) if module is not None and num_types > 0 else None
 
 
 def _sinks(name: str | None, num_heads: int) -> SinksShape:

@@ -83,7 +83,10 @@ class WeightMap:
     feed_forward_in: tuple[str, ...]        # gate and up, or the one projection of an ungated feed-forward
     feed_forward_out: str
     final_norm: str
-    head: str = "lm_head"
+    head: str = "lm_head"                   # or the last layer of a classifier
+    classifier: str | None = None           # the layer before it; both have names without a prefix
+    token_types: str | None = None          # embeddings of the two texts of a pair
+    embedding_norm: str | None = None
     positions: str | None = None            # learned position embeddings
     query_norm: str | None = None
     key_norm: str | None = None
@@ -204,6 +207,7 @@ class LayerSpec:
     position_scale: tuple[float, int] | None = None  # b, n: queries times 1 + b * log(1 + position // n)
     has_rotary: bool = True                     # False: no positions in this layer
     rotary: Rotary | None = None                # of this layer alone; None: the decoder's
+    is_causal: bool = True                      # False: a token attends to those after it as well
     parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
@@ -217,8 +221,20 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Classifier:
+    """A head that classifies a text by its first hidden state: a layer of that width, activated, and one to labels."""
+
+    num_labels: int
+    activation: Literal["tanh", "relu"]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """Sizes and choices of a decoder, and how its weights are called."""
+    """Sizes and choices of a decoder, or of an encoder, and how its weights are called.
+
+    The layers of an encoder are not causal. It keeps no keys and values: it computes whole texts, and its hidden states
+    are pooled or classified.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -240,6 +256,9 @@ class DecoderSpec:
     is_embedding_multiplier_rounded: bool = False  # to the model's dtype, before it multiplies
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0                  # logits become softcap * tanh(logit / softcap); 0: none
+    num_token_types: int = 0                    # 0: no embeddings of token types
+    has_embedding_norm: bool = False
+    classifier: Classifier | None = None        # the head, in place of one over the vocabulary
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
@@ -247,6 +266,8 @@ class DecoderSpec:
             object.__setattr__(self, "max_position_embeddings", self.rotary.max_positions)
         if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in self.layers}) != 1:
             raise SpecError("layers with different heads are not supported yet")
+        if len({layer.is_causal for layer in self.layers}) != 1:
+            raise SpecError("causal layers together with others are not supported yet")
         for rotary in self.rotaries:
             if rotary.head_dim % 2:
                 raise SpecError(f"rotary embedding needs an even head_dim, got {rotary.head_dim}")
@@ -284,6 +305,16 @@ class DecoderSpec:
         return self.layers[0].head_dim
 
     @property
+    def is_causal(self) -> bool:
+        """Whether it is a decoder; else an encoder."""
+        return self.layers[0].is_causal
+
+    @property
+    def generates(self) -> bool:
+        """Whether it has logits of next tokens."""
+        return self.is_causal and self.has_head
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
         return tuple(layer.window for layer in self.layers)
@@ -318,7 +349,7 @@ class DecoderSpec:
 def widest_window(windows: Sequence[int | None]) -> int | None:
     """Return the widest of the layers' windows if every layer has one, else None: blocks before it can be freed."""
     widths = [window for window in windows if window is not None]
-    return max(widths) if len(widths) == len(windows) else None
+    return max(widths) if widths and len(widths) == len(windows) else None
 
 
 def interleaved(spec: DecoderSpec) -> DecoderSpec:

@@ -63,6 +63,12 @@ class WeightReader:
         scoped._prefix = self._prefix + self.names.layer.format(layer=index)
         return scoped
 
+    def unprefixed(self) -> "WeightReader":
+        """Return a reader of modules that are not below the prefix."""
+        scoped = copy.copy(self)
+        scoped._prefix = ""
+        return scoped
+
     def table(self, shape: TableShape) -> Tensor:
         """Return an embedding table [num_rows, width]."""
         return self._read_kept([f"{self._prefix}{shape.module}.weight"], [(shape.num_rows, shape.width)])

@@ -2,7 +2,7 @@
 
 A long prompt is computed in chunks, and a chunk leaves half of the budget to sequences with little to compute, as far
 as they can use it. So a short request waits for a step or two, not for a whole long prompt; without short requests,
-long prompts take the whole budget.
+long prompts take the whole budget. A model that computes texts as a whole has no chunks.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,3 +55,14 @@ class ChunkedPrefillBudget:
             if wanted >= most:
                 return most
         return wanted
+
+
+class WholePrompts(ChunkedPrefillBudget):
+    """The budget of steps in which a prompt is computed as a whole or not at all: shorter ones may pass it."""
+
+    def share(self, num_missing: int, budget: int) -> int:
+        """Return the tokens of a whole prompt, 0 if they are more than what is left of the budget.
+
+        The first prompt of a step always fits: none is longer than a budget.
+        """
+        return num_missing if num_missing <= budget else 0

@@ -20,7 +20,7 @@ MAX_PINNED_PREFIXES = 64  # those that are still being computed count too
 class AdmissionLimits:
     """The longest sequence, the rows of a step, and the whole pool of KV blocks, of which some are pinned."""
 
-    num_blocks: int
+    num_blocks: int           # 0: the model keeps no keys and values
     block_size: int           # tokens
     max_num_seqs: int
     max_model_len: int        # prompt and output together, tokens
@@ -40,6 +40,8 @@ class AdmissionLimits:
                 f"n is {n}, but at most {self.max_num_seqs} sequences run at once (max_num_seqs)", param="n"
             )
         self._check_length(num_prompt_tokens, max_tokens)
+        if self.num_blocks == 0:
+            return
         need = worst_case_blocks(num_prompt_tokens, max_tokens, n, self.block_size)
         if need > self._num_usable_blocks:
             pinned = f", {self.num_pinned_blocks} of them pinned" if self.num_pinned_blocks else ""
@@ -110,7 +112,7 @@ def check_pinned(requests: Collection[Request], cache: KVCacheManager, limits: A
     """Assert that the limits know what is pinned, and that each accepted request can still run."""
     num_pinned = num_pinned_blocks(requests, cache)
     assert limits.num_pinned_blocks == num_pinned, f"{num_pinned} blocks are pinned, but the limits are {limits}"
-    most = _most_needed_blocks(requests, cache.block_size)
+    most = _most_needed_blocks(requests, cache.block_size) if limits.num_blocks else 0
     assert most + num_pinned <= limits.num_blocks, f"{num_pinned} blocks are pinned, and a request may need {most}"
 
 

@@ -13,13 +13,14 @@ from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
+from quire.core.config import SchedulerConfig
 from quire.core.outputs import WaitReason
 from quire.core.plan import BlockCopy
 from quire.core.pooling import Pool
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.core.task import BeamSearch, Pin
 from quire.scheduling.admission import AdmissionControl
-from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
+from quire.scheduling.chunked_prefill import ChunkedPrefillBudget, WholePrompts
 from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
 from quire.scheduling.policies import ByPriority, SkippedRequests
@@ -37,13 +38,14 @@ class Planner:
     """Writes plans: moves requests between queues, allocates and frees their blocks."""
 
     def __init__(
-        self, budget: int, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
+        self, config: SchedulerConfig, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
         order: ByPriority, cache: KVCacheManager, shares: KVShares, unprepared: Callable[[Request], WaitReason | None],
     ) -> None:  # fmt: skip
         self._shares, self._unprepared = shares, unprepared
         self._queues, self._admission, self._preemption = queues, admission, preemption
         self._order, self._cache = order, cache
-        self._prefill_budget = ChunkedPrefillBudget(budget, self._budget_candidates)
+        budget = ChunkedPrefillBudget if config.chunks_prompts else WholePrompts
+        self._prefill_budget = budget(config.max_num_batched_tokens, self._budget_candidates)
 
     def start_step(self) -> None:
         """Reset what is counted per step."""

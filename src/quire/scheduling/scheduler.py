@@ -57,11 +57,11 @@ class Scheduler:
         self.queues = RequestQueues(cache, config.max_num_seqs, self.order)
         self.admission = admission(self.queues, cache, config)
         self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
-        max_blocks = None if config.max_kv_share == 1 else int(config.max_kv_share * cache.num_blocks)
+        is_shared = config.max_kv_share < 1 and cache.num_blocks > 0
+        max_blocks = int(config.max_kv_share * cache.num_blocks) if is_shared else None
         self._shares = KVShares(max_blocks, self.running, self.admission.known_blocks, self.admission.head_room)
         self.planner = Planner(
-            config.max_num_batched_tokens, self.queues, self.admission, self.preemption, self.order, cache,
-            self._shares, unprepared,
+            config, self.queues, self.admission, self.preemption, self.order, cache, self._shares, unprepared
         )
         self._step = PlanBuilder()                  # that is being planned, or is under way
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already

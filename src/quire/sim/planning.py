@@ -125,7 +125,7 @@ def plan_memory(
         draft_weight_bytes=draft_bytes,
         cache=cache,
         scheduler=scheduler,
-        num_fitting={at: min(num_seqs, cache.num_blocks // math.ceil(at / cache.block_size)) for at in lengths},
+        num_fitting={at: min(num_seqs, _num_fitting(cache, at, num_seqs)) for at in lengths},
         binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
         windows=describe_windows(windows),
     )
@@ -184,11 +184,16 @@ def _packing(hardware: Hardware) -> Packing:
     return CPU_PACKING if hardware.device == "cpu" else PLAIN_PACKING
 
 
+def _num_fitting(cache: CacheConfig, length: int, most: int) -> int:
+    """Return how many requests of a length the KV cache holds; `most` if the model needs none."""
+    return cache.num_blocks // math.ceil(length / cache.block_size) if cache.num_blocks else most
+
+
 def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) -> str:
     """Return the setting or resource that bounds the number of full-length requests at once."""
     if scheduler.max_model_len < longest:
         return f"KV cache: {scheduler.max_model_len} tokens are the longest request, the model takes {longest}"
-    num_fitting = cache.num_blocks // math.ceil(longest / cache.block_size)
+    num_fitting = _num_fitting(cache, longest, scheduler.max_num_seqs)
     if num_fitting >= scheduler.max_num_seqs:
         return f"max_num_seqs: {scheduler.max_num_seqs} requests of {longest} tokens fit"
     return f"KV cache: {num_fitting} requests of {longest} tokens fit, max_num_seqs is {scheduler.max_num_seqs}"

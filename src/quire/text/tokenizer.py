@@ -154,6 +154,29 @@ class Tokenizer:
         ids: list[int] = self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
         return ids[:num_tokens], is_cut
 
+    def encode_pair(self, first: str, second: str, num_tokens: int, *, keeps_last: bool) -> tuple[list[int], int]:
+        """Return the ids of two texts with the special tokens of a pair, and where the second type begins; 0: nowhere.
+
+        At most `num_tokens` ids (0: any number): the longer text is cut first, then both, as transformers does.
+        InvalidRequestError as `encode`.
+        """
+        try:
+            one, two = self._backend.encode_batch_fast([first, second], add_special_tokens=False)
+        except TypeError as error:
+            raise InvalidRequestError("prompt must be a valid Unicode string", param="prompt") from error
+        if num_tokens:
+            most = num_tokens - int(self._backend.num_special_tokens_to_add(is_pair=True))
+            if most < 2:
+                least = num_tokens - most + 2
+                message = f"truncate_prompt_tokens must be at least {least} for a pair, got {num_tokens}"
+                raise InvalidRequestError(message, param="truncate_prompt_tokens")
+            lengths = _cut_longest_first(len(one.ids), len(two.ids), most)
+            for encoding, length in zip((one, two), lengths, strict=True):
+                encoding.truncate(length, direction="left" if keeps_last else "right")
+        joined = self._backend.post_process(one, two, add_special_tokens=True)
+        ids, types = list(joined.ids), list(joined.type_ids)
+        return ids, types.index(1) if 1 in types else 0
+
     def cut(self, text: str, max_tokens: int) -> str:
         """Return the longest beginning of a text that has at most so many tokens, special tokens not counted.
 
@@ -266,3 +289,12 @@ class Tokenizer:
             raise InvalidRequestError("the model has no chat template", param="messages")
         variables = {**self.named_tokens, **kwargs}
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+
+def _cut_longest_first(first: int, second: int, most: int) -> tuple[int, int]:
+    """Return how many tokens of two texts are kept, `most` in all: of the longer one less, until both are as long."""
+    short, long = min(first, second), max(first, second)
+    if short + long > most:
+        long = max(most - short, most - most // 2)
+        short = min(short, most - long)
+    return (short, long) if first <= second else (long, short)

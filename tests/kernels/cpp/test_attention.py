@@ -101,6 +101,26 @@ def test_sinks_match_the_reference(
     assert not torch.allclose(expected[0], unsunk[0], rtol=tol, atol=tol)
 
 
+def both_ways(back_end: BackEnd) -> BackEnd:
+    return replace(back_end, paged_attention=partial(back_end.paged_attention, is_causal=False))
+
+
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES[:2], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4, 8), (14, 2, 64)], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 50])
+def test_attention_in_both_directions_matches_the_reference_and_has_the_bits_of_texts_alone(
+    window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
+) -> None:
+    spans = [(0, 1), (0, 31), (0, 257), (0, 600), (20, 40)]
+    parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
+    expected = attend(parts, window=window, back_end=both_ways(REFERENCE))
+    for back_end in (CPP, TORCH):
+        found = attend(parts, window=window, back_end=both_ways(back_end))
+        for part, result, wanted in zip(parts, found, expected, strict=True):
+            torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
+            assert torch.equal(attend([part], window=window, back_end=both_ways(back_end))[0], result)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
 @pytest.mark.parametrize("back_end", [CPP, TORCH], ids=lambda each: each.name)

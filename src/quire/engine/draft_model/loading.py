@@ -92,7 +92,7 @@ def _require_support(target: LoadedModel) -> None:
     device = target.model.device
     if device.type != "cpu":
         raise ConfigError(f"speculative_config: the method draft_model is not supported on device {device.type} yet")
-    if not target.has_head:
+    if not target.generates:
         raise ConfigError("speculative_config: the model has no output head, so there is nothing to draft")
 
 
@@ -100,8 +100,8 @@ def _load(options: EngineOptions, name: str, num_drafts: int, target: LoadedMode
     folder = resolve_model(name)
     source = read_source(folder)
     spec, back_end = source.spec, target.model.back_end
-    if not spec.has_head:
-        raise ModelError("it has no output head")
+    if not spec.generates:
+        raise ModelError("it has no output head over the vocabulary")
     require_same_tokens(tokenizer, target.model.vocab_size, folder, spec.vocab_size)
     needed = choose_back_end(target.model.device, isa=options.cpu_isa, head_dim=spec.head_dim)
     if needed.name != back_end.name:

@@ -194,7 +194,8 @@ class RotaryWriteOp:
 
 class AttentionOp:
     def __init__(
-        self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads, softcap: float, sinks: int
+        self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads, softcap: float, sinks: int,
+        ahead: int,
     ) -> None: ...
 
 class PositionScaleOp:

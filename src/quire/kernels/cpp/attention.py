@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.kv_quantization import ONES, KVScales
-from quire.kernels.paged_attention import AttentionMetadata
+from quire.kernels.paged_attention import AttentionMetadata, num_ahead
 
 _KERNELS = pair("attention")
 
@@ -24,6 +24,8 @@ def paged_attention(
     scales: KVScales = ONES,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches in the kernels' layout, scale above 0.
 
@@ -33,7 +35,7 @@ def paged_attention(
     if dtype != query.dtype:
         converted = query.to(dtype)
         return paged_attention(
-            converted, key_cache, value_cache, metadata, scale, window, scales, softcap, sinks
+            converted, key_cache, value_cache, metadata, scale, window, scales, softcap, sinks, is_causal=is_causal
         ).to(query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
@@ -50,7 +52,7 @@ def paged_attention(
     _KERNELS[dtype](
         query.data_ptr(), token_stride, cache, out.data_ptr(), num_heads * head_dim, *metadata_arguments(metadata),
         num_heads, num_kv_heads, head_dim, metadata.block_size, scale, window or 0, softcap,
-        address(sinks),
+        address(sinks), num_ahead(window, is_causal=is_causal),
     )  # fmt: skip
     return out
 

@@ -23,6 +23,7 @@ from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.linear import Linear
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer
+from quire.kernels.paged_attention import num_ahead
 from quire.kernels.program import Activations, LayerInputs, Op, Program, live_after
 
 log = logging.getLogger(__name__)
@@ -318,8 +319,8 @@ def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
     query = _read_heads(op.query, num_heads, head_dim, buffers)
     out = buffers.write(op.out, num_heads * head_dim)
     heads = _kernels.Heads(*op.heads)
-    window, sinks = op.window or 0, address(op.sinks)
-    return [_kernels.AttentionOp(query, out, op.layer, op.scale, window, heads, op.softcap, sinks)]
+    window, sinks, ahead = op.window or 0, address(op.sinks), num_ahead(op.window, is_causal=op.is_causal)
+    return [_kernels.AttentionOp(query, out, op.layer, op.scale, window, heads, op.softcap, sinks, ahead)]
 
 
 def _position_scale(op: ops.PositionScale, buffers: Buffers) -> list[object]:

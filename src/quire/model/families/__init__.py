@@ -1,13 +1,15 @@
 """Model families: a function each from config.json to a `DecoderSpec`, and the names of its tensors.
 
 `FAMILIES` maps the architecture that config.json names to its function, which has the name of the model type: that
-counts where no architecture is named; `REFUSED` has reasons for others. docs/adding-a-model.md walks through one.
+counts where no architecture is named; `ENCODERS` has those of encoders; `REFUSED` has reasons for others.
+docs/adding-a-model.md walks through one.
 """
 
 from collections.abc import Callable
 
 from quire.model.config_reader import ConfigReader
 from quire.model.families import (
+    bert,
     cohere,
     falcon,
     gemma,
@@ -60,11 +62,23 @@ FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "SmolLM3ForCausalLM": smollm3.smollm3,
     "StableLmForCausalLM": stablelm.stablelm,
 }
-MODEL_TYPES = {family.__name__: architecture for architecture, family in FAMILIES.items()}
+ENCODERS: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
+    "Bert": bert.bert,
+    "DistilBert": bert.distilbert,
+    "Roberta": bert.roberta,
+    "XLMRoberta": bert.xlm_roberta,
+}
+ENCODER_HEADS = {"Model": False, "ForMaskedLM": False, "ForSequenceClassification": True}  # whether a head is read
+ENCODER_ARCHITECTURES = {
+    name + end: (family, has_head) for name, family in ENCODERS.items() for end, has_head in ENCODER_HEADS.items()
+}
+MODEL_TYPES = {family.__name__: architecture for architecture, family in FAMILIES.items()} | {
+    family.__name__: f"{name}Model" for name, family in ENCODERS.items()
+}
 ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
 LATENT = "multi-head latent attention is not computed"
 RECURRENT = "recurrent state is not kept"
-ENCODER = "only causal decoders are served, and its attention looks ahead"
+ENCODER = "of encoders, BERT, DistilBERT, RoBERTa and XLM-RoBERTa are served"
 REFUSED: dict[str, str] = {
     "BloomForCausalLM": ALIBI,
     "MptForCausalLM": ALIBI,
@@ -82,10 +96,6 @@ REFUSED: dict[str, str] = {
     "Qwen3NextForCausalLM": RECURRENT,
     "RecurrentGemmaForCausalLM": RECURRENT,
     "RwkvForCausalLM": RECURRENT,
-    "BertModel": ENCODER,
-    "BertForMaskedLM": ENCODER,
     "ModernBertModel": ENCODER,
-    "RobertaModel": ENCODER,
     "T5ForConditionalGeneration": ENCODER,
-    "XLMRobertaModel": ENCODER,
 }

@@ -38,8 +38,9 @@ def print_banner(
 
 def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
     limits = ready.limits
-    blocks_each = -(-limits.max_model_len // limits.block_size)
-    num_fitting = min(limits.num_blocks // blocks_each, limits.max_num_seqs)
+    blocks_each, num_fitting = -(-limits.max_model_len // limits.block_size), limits.max_num_seqs
+    if limits.num_blocks:
+        num_fitting = min(limits.num_blocks // blocks_each, num_fitting)
     return [
         ("model", name),
         ("weights", f"{format_bytes(ready.weights_bytes)}, {ready.num_parameters:,} parameters of {ready.dtype}"),
@@ -55,6 +56,8 @@ def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
 
 def _blocks(num_blocks: int, ready: Ready) -> str:
     """Return a number of blocks with their tokens and bytes."""
+    if num_blocks == 0:
+        return "none: the model keeps no keys and values"
     num_tokens = num_blocks * ready.limits.block_size
     num_bytes = format_bytes(num_tokens * ready.kv_bytes_per_token)
     return f"{num_blocks:,} blocks of {ready.limits.block_size}: {num_tokens:,} tokens, {num_bytes}"
