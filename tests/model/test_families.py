@@ -255,12 +255,12 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     ),
     "olmoe": ("Olmoe", LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3}),
-    "olmoe, normalized, biases": (
+    "olmoe, normalized, biases, clipped": (
         "Olmoe",
         LLAMA
         | SPECIAL
         | {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True}
-        | {"num_key_value_heads": 6},
+        | {"num_key_value_heads": 6, "clip_qkv": 0.7},
     ),
     "qwen2 moe": ("Qwen2Moe", MIXTURE | {"shared_expert_intermediate_size": 56}),
     "qwen2 moe, every option": (

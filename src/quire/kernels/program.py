@@ -379,14 +379,11 @@ class Add:
         activations[self.out] = activations[self.x] + activations[self.y]
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """x multiplied by a factor, in place."""
+class InPlace:
+    """An op that changes one activation, x, in place."""
 
-    name: str
+    __slots__ = ()
     x: str
-    width: int
-    factor: float
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -397,6 +394,16 @@ class Scale:
     def writes(self) -> tuple[str, ...]:
         """x."""
         return (self.x,)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(InPlace):
+    """x multiplied by a factor."""
+
+    name: str
+    x: str
+    width: int
+    factor: float
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Multiply."""
@@ -405,45 +412,38 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """x clipped to [-limit, limit], in place."""
+    """Queries, keys and values clipped to [-limit, limit], in place."""
 
     name: str
-    x: str
-    width: int
+    heads: Heads
     limit: float
+    query: str = "query"
+    key: str = "key"
+    value: str = "value"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
+        """query, key and value."""
+        return self.query, self.key, self.value
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
+        """query, key and value."""
+        return self.query, self.key, self.value
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Clip."""
-        activations[self.x] = activations[self.x].clamp(-self.limit, self.limit)
+        for name in self.reads:
+            activations[name] = activations[name].clamp(-self.limit, self.limit)
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(InPlace):
     """Exchange of an activation between ranks: each has some of its columns before, and all of them behind."""
 
     name: str
     x: str
     hook: GatherHook
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Call the hook."""

@@ -115,12 +115,11 @@ def _attention_ops(
     if shapes.query_norm is not None and shapes.key_norm is not None:
         norms = make_norm(spec, weights, shapes.query_norm), make_norm(spec, weights, shapes.key_norm)
     yield ops.Linear(f"{stem}qkv", weights.linear(shapes.qkv, ranges), source, "qkv")
-    if layer.qkv_limit:
-        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-        yield ops.Clip(f"{stem}qkv_clip", "qkv", width, layer.qkv_limit)
     yield ops.SplitHeads(f"{stem}split_heads", heads)
     if norms is not None:
         yield ops.QKNorm(f"{stem}query_key_norm", *norms, heads, layer.is_query_key_norm_over_heads)
+    if layer.qkv_limit:
+        yield ops.Clip(f"{stem}qkv_clip", heads, layer.qkv_limit)
     if taken is not None and heads != own:
         yield ops.TakeHeads(f"{stem}take_heads", heads, (taken.query[0], taken.kv[0]), own)
     scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES

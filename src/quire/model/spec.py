@@ -203,7 +203,7 @@ class LayerSpec:
     residual_multiplier: float = 1.0            # of what each sublayer adds to the stream
     softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: none
     has_sinks: bool = False                     # a score for each head, of one more key without values
-    qkv_limit: float = 0.0                      # queries, keys and values are clipped to +- limit; 0: they are not
+    qkv_limit: float = 0.0                      # normed queries, keys, and values are clipped to +- limit; 0: not
     position_scale: tuple[float, int] | None = None  # b, n: queries times 1 + b * log(1 + position // n)
     has_rotary: bool = True                     # False: no positions in this layer
     rotary: Rotary | None = None                # of this layer alone; None: the decoder's

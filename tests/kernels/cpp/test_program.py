@@ -107,9 +107,9 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
     return [
         first,
         ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, DENSE), "x", "qkv"),
-        ops.Clip(f"{stem}clip", "qkv", query_width + 2 * kv_width, 0.9),
         ops.SplitHeads(f"{stem}split", HEADS),
         ops.QKNorm(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
+        ops.Clip(f"{stem}clip", HEADS, 0.9),
         ops.RotaryWrite(f"{stem}rotary", layer, table, HEADS, write_kv, is_interleaved=True),
         ops.PositionScale(f"{stem}position_scale", HEADS, (torch.rand(64) + 1).to(dtype).float()),
         ops.Attention(f"{stem}attention", layer, HEADS, 0.3, None, paged_attention, softcap=0.8, sinks=torch.randn(4)),

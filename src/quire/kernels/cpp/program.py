@@ -113,6 +113,14 @@ class Buffers:
         self._bound[name] = len(self._views)
         self._views.append(View(base, offset, width, head_dim))
 
+    def memory_of(self, views: Iterable[int]) -> list[int]:
+        """Return the memory that views together fill, each once."""
+        widths = dict[int, int]()
+        for view in map(self._views.__getitem__, views):
+            widths[view.base] = widths.get(view.base, 0) + view.width
+        assert all(self._views[base].width == width for base, width in widths.items()), "columns of no view"
+        return list(widths)
+
     def number_linear(self, name: str) -> int:
         """Return the number of a linear op, by which adapters have its factors."""
         self.linears.append(name)
@@ -336,8 +344,10 @@ def _scale(op: ops.Scale, buffers: Buffers) -> list[object]:
 
 
 def _clip(op: ops.Clip, buffers: Buffers) -> list[object]:
-    x = buffers.read(op.x, op.width)
-    return [_kernels.SumOp(x, -1, x, 1.0, op.limit)]
+    num_heads, num_kv_heads, head_dim = op.heads
+    counts = (op.query, num_heads), (op.key, num_kv_heads), (op.value, num_kv_heads)
+    views = [_read_heads(name, count, head_dim, buffers) for name, count in counts]
+    return [_kernels.SumOp(x, -1, x, 1.0, op.limit) for x in buffers.memory_of(views)]
 
 
 def _add(op: ops.Add, buffers: Buffers) -> list[object]:

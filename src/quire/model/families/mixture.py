@@ -53,12 +53,14 @@ def mixtral(config: ConfigReader) -> DecoderSpec:
 
 def olmoe(config: ConfigReader) -> DecoderSpec:
     """Return the spec of an OLMoE: norms on queries and keys, over all heads (Muennighoff et al. 2024)."""
-    config.reject("clip_qkv", why="queries, keys and values are not clipped")
+    limit = config.number("clip_qkv") if config.has("clip_qkv") else 0.0
     spec = _llama_without_mlp_bias(config.with_default("rms_norm_eps", NORM_EPS))
     is_normalized = config.flag("norm_topk_prob", False)
     mixture = _experts(config, 64, 8, config.size("intermediate_size"), is_normalized=is_normalized)
     norms = {"has_query_key_norm": True, "is_query_key_norm_over_heads": True}
-    return replace(spec, weights=WEIGHTS).with_layers(partial(replace, feed_forward=mixture, **norms))
+    return replace(spec, weights=WEIGHTS).with_layers(
+        partial(replace, feed_forward=mixture, qkv_limit=limit, **norms)
+    )
 
 
 def qwen2_moe(config: ConfigReader) -> DecoderSpec:
