@@ -410,6 +410,9 @@ NEWER = [
     "falcon, a key per head, one sublayer after the other", "falcon, new architecture",
     "falcon, new architecture with one norm", "ministral3", "olmo", "olmo, clipped, biases, tied",
     "glm4", "cohere, biases, untied, scaled", "cohere2", "stablelm", "stablelm, parallel, biases",
+    "ministral3, window, plain rope, tied", "gemma3, with vision", "gemma3, with vision, untied, linear rope",
+    "mistral3, with vision", "mistral3, ministral with vision, tied", "gemma3, linear rope in full layers",
+    "olmo3, yarn in full layers", "cohere2, layer types, biases", "glm4, whole heads turned, tied",
 ]  # fmt: skip
 
 

@@ -81,8 +81,8 @@ def random_sinks(num_heads: int) -> Tensor:
     return sinks
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(4, 2, 24), (14, 2, 64), (40, 1, 16)], ids=str)
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES[:2], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 24), (40, 1, 16)], ids=str)
 @pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (50, 0.0), (None, 2.0)])
 def test_sinks_match_the_reference(
     window: int | None, softcap: float, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
