@@ -34,13 +34,15 @@ def table_edits(plan: StepPlan, tables: NDArray[np.int32]) -> TableEdits:
 class DeviceTables:
     """The tables, int32 [num_rows, num_columns]."""
 
+    @torch.inference_mode()  # as the steps that view them
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._entries = torch.zeros(shape[0] * shape[1], dtype=torch.int32, device=device)
+        self._tables = self._entries.view(shape)
 
     def edit(self, places: Tensor, blocks: Tensor) -> None:
         """Write `TableEdits` that are on the device, behind all steps launched so far."""
         if len(places):
-            self._tables.view(-1).index_copy_(0, places, blocks)
+            self._entries.index_copy_(0, places, blocks)
 
     def gather(self, rows: Tensor, num_columns: int) -> Tensor:
         """Return the first columns of some rows, [len(rows), num_columns]."""
