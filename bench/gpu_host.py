@@ -1,0 +1,96 @@
+"""Host time of a step of the CUDA worker, without a GPU: all that runs in Python between two results.
+
+    python bench/gpu_host.py [--steps 200]
+
+Scheduler, plan, gathering and upload of inputs, graph, sampling and result are those of a GPU. Instead of a graph's
+replay hidden states of zeros are returned, and logits of a few tokens; tensors are in host memory: an op on a small
+tensor stands for a launch. `decodes` are steps in which every row advances by one token, `mixed` ones have a chunk of a
+prompt, too. Aim: under 0.5 ms with 32 sequences, mixed.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median, quantiles
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.core.plan import StepPlan
+from quire.engine.engine import Engine
+from quire.execution.async_cuda_executor import AsyncCudaExecutor
+from quire.execution.cuda_graphs import MIXED_TOKENS, CudaGraphRunner
+from quire.execution.cuda_worker import CudaWorker
+from quire.model.decoder import Decoder
+
+SEQUENCES = (1, 32, 256)
+NUM_LOGITS = 32
+CHUNK = 32  # tokens of a prompt beside the decodes
+
+
+def worker_with_graphs(*parts: object) -> AsyncCudaExecutor:
+    """Return the executor of a GPU whose graphs, all captured at start, compute nothing."""
+    worker = CudaWorker(*parts[:-1])  # type: ignore[arg-type]
+    hidden = torch.zeros(MIXED_TOKENS[-1], 8)  # of any width: nothing reads them
+
+    def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: hidden
+
+    num_rows, max_blocks = worker._batch.block_tables.shape
+    worker._graphs = CudaGraphRunner(worker.forward, max_blocks, worker._model.device, capture, num_rows)
+    worker._graphs.capture_all(MIXED_TOKENS[-1])
+    return AsyncCudaExecutor(worker)
+
+
+def measure(num_seqs: int, num_steps: int, *, is_mixed: bool) -> list[float]:
+    """Return the seconds of steps of `num_seqs` sequences, the last of them a prompt in chunks if `is_mixed`."""
+    times, plans = defaultdict[bool, list[float]](list), list[StepPlan]()
+    step = Engine.step
+
+    def timed(self: Engine) -> object:
+        self.on_submit = plans.append
+        plans.clear()
+        started_s = time.perf_counter()
+        deltas = step(self)
+        taken_s = time.perf_counter() - started_s
+        if len(plans) == 1 and len(plans[0].rows) == num_seqs:
+            times[max(plans[0].counts) > 1].append(taken_s)
+        return deltas
+
+    with (
+        patch("quire.engine.assembly._executor", worker_with_graphs),
+        patch.object(Engine, "step", timed),
+        patch.object(Decoder, "logits", lambda self, hidden: torch.zeros(len(hidden), NUM_LOGITS)),
+        LLM(
+            device="cpu", max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs + CHUNK - 1, max_model_len=2048,
+            num_kv_blocks=8192, enable_prefix_caching=False, dtype="float32",
+        ) as llm,
+    ):  # fmt: skip
+        params = [SamplingParams(temperature=0.0, max_tokens=num_steps + 50, ignore_eos=True)] * num_seqs
+        prompts = [[5, 6, 7]] * num_seqs
+        if is_mixed:
+            prompts[-1] = [5] * min(CHUNK * num_steps, 2000)
+            params[-1] = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+    return times[is_mixed][5:]
+
+
+def main() -> None:
+    """Print the median of each case, with the fifth and the ninety-fifth percentile."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    steps = parser.parse_args().steps
+    torch.set_num_threads(1)
+    for num_seqs in SEQUENCES:
+        for is_mixed in (False, True):
+            times = [1e3 * each for each in measure(num_seqs, steps, is_mixed=is_mixed)]
+            cuts = quantiles(times, n=20)
+            kind = "mixed" if is_mixed else "decodes"
+            print(f"{num_seqs:4} {kind:8} {median(times):.2f} ms ({cuts[0]:.2f} to {cuts[-1]:.2f}), {len(times)} steps")
+
+
+if __name__ == "__main__":
+    main()
