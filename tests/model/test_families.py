@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.kernels.back_end import BackEnd, choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.decoder import Decoder
+from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.ranks import Ranks
 from quire.model.source import read_folder
@@ -551,7 +552,10 @@ def test_ranks_have_the_bits_of_one(case: str, dtype: str, tmp_path: Path, paged
     tokens, back_end = random_tokens(PROMPT_LEN), choose_back_end(torch.device("cpu"), "cpp")
 
     def load(ranks: Ranks | None) -> Decoder:
-        return load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
+        decoder = load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
+        shard = None if ranks is None else ranks.shard
+        assert decoder.weight_bytes == weight_bytes(decoder.spec, dtype, shard=shard)
+        return decoder
 
     def use(decoder: Decoder) -> Tensor:
         return paged_runner(decoder).run("a", tokens, [7, 1, 28])

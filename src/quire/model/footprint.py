@@ -23,6 +23,7 @@ from quire.model.shapes import (
     TableShape,
     layer_shapes,
 )
+from quire.model.sharding import Range, Shard
 from quire.model.spec import DecoderSpec, Experts, LayerSpec
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
 
@@ -75,11 +76,13 @@ def weight_bytes(
     num_ranks: int = 1,
     quantization: Quantization = UNQUANTIZED,
     *,
+    shard: Shard | None = None,
     of_one_token: bool = False,
 ) -> int:
-    """Return the bytes of all weights as one of `num_ranks` ranks keeps them.
+    """Return the bytes of all weights as one of `num_ranks` devices keeps them.
 
-    Tables and linear layers are split over the ranks of tensor parallelism, norms are kept on each. `of_one_token`:
+    Tables and linear layers are split over the devices, norms are kept on each. `shard`, in place of `num_ranks`: as
+    this rank of tensor parallelism on CPUs keeps them, which has outputs of the linear layers. `of_one_token`:
     those that a step of one token reads, without tables, and of experts without those that the token does not use.
     """
     around, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
@@ -101,8 +104,10 @@ def weight_bytes(
     total = sum(kept(shape, prefix) for shape in around[:-1])
     for index, layer in enumerate(spec.layers):
         stem = prefix + spec.weights.layer.format(layer=index)
-        total += sum(kept(shape, stem) for shape in _shapes_of_rank(spec, layer, num_ranks))
-    return int(total) + (_kept_bytes(around.head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0)
+        shapes = _shapes_of_rank(spec, layer, num_ranks) if shard is None else _shapes_of_shard(spec, layer, shard)
+        total += sum(kept(shape, stem) for shape in shapes)
+    head = around.head if shard is None else _own_part(around.head, shard.ranges(around.head))
+    return int(total) + (_kept_bytes(head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1, scale_bytes: int = 0) -> int:
@@ -144,6 +149,21 @@ def _shapes_of_rank(spec: DecoderSpec, layer: LayerSpec, num_ranks: int) -> list
     num_kv_rows = num_ranks * kv_heads_per_rank(spec, num_ranks) * layer.head_dim
     of_ranks = qkv._replace(num_rows=(qkv.num_rows[0], num_kv_rows, num_kv_rows))
     return [of_ranks if shape == qkv else shape for shape in layer_shapes(spec, layer)]
+
+
+def _shapes_of_shard(spec: DecoderSpec, layer: LayerSpec, shard: Shard) -> list[Shape | None]:
+    """Return the shapes of what a rank has of a layer: outputs of the linear layers but routers, everything else."""
+    qkv = LayerShapes.of(spec, layer).qkv
+    return [
+        _own_part(shape, shard.adapted_ranges(layer, "qkv" if shape == qkv else "", shape))
+        if isinstance(shape, LinearShape) and not shape.is_always_dense
+        else shape
+        for shape in layer_shapes(spec, layer)
+    ]
+
+
+def _own_part(shape: LinearShape, ranges: list[Range]) -> LinearShape:
+    return shape._replace(num_rows=tuple(stop - start for start, stop in ranges))
 
 
 def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int, scheme: WeightScheme) -> int:

@@ -102,10 +102,9 @@ class WeightReader:
         modules = self._module_rows(shape, ranges)
         weight_format = weight_format or self._format
         weight = weight_format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed)
-        bias = self._read_biases(modules) if shape.has_bias else None
-        if shape.num_groups > 1:
-            order = ungrouped(shape, ranges)
-            weight, bias = weight.take(order), None if bias is None else bias[order]
+        order = ungrouped(shape, ranges) if shape.num_groups > 1 else None
+        weight = weight if order is None else weight.take(order)
+        bias = self._read_biases(modules, order) if shape.has_bias else None
         layer = self.back_end.linear(weight, bias, dtype=dtype, activation=shape.activation or "none")
         num_rows = shape.num_rows if ranges is None else [stop - start for start, stop in ranges]
         self._tally_layer(layer, sum(num_rows) * shape.width)
@@ -194,11 +193,10 @@ class WeightReader:
         parts = zip(names, shapes, strict=True)
         return self._kept([self._tensors.floats(name, shape, dtype=dtype) for name, shape in parts])
 
-    def _read_biases(self, modules: Sequence[ModuleRows]) -> Tensor:
-        """Return the biases of some outputs of modules, one after the other."""
-        return self._kept(
-            [self._tensors.floats(f"{each.module}.bias", (each.num_rows,), each.rows) for each in modules]
-        )
+    def _read_biases(self, modules: Sequence[ModuleRows], order: Tensor | None = None) -> Tensor:
+        """Return the biases of some outputs of modules, one after the other; of those, the ones at `order`."""
+        found = [self._tensors.floats(f"{each.module}.bias", (each.num_rows,), each.rows) for each in modules]
+        return self._kept(found if order is None else [torch.cat(found)[order]])
 
     def _kept(self, tensors: Sequence[Tensor]) -> Tensor:
         whole = torch.cat(list(tensors))

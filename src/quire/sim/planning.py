@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.draft_scratch import ScratchBlocks
@@ -19,6 +20,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.model.footprint import expert_reads, num_parameters, stored_kv_bytes_per_token, weight_bytes
 from quire.model.quantization import UNQUANTIZED
+from quire.model.sharding import Shard, check_shardable
 from quire.model.spec import widest_window
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
 from quire.sim.hardware import Hardware
@@ -40,6 +42,7 @@ class MemoryPlan:
     dtype: str
     kv_cache_dtype: str
     num_devices: int
+    num_ranks: int  # of tensor parallelism on a CPU, which hold the weights and the cache together
     num_engines: int
     num_parameters: int
     quantization: str            # in words; empty: none
@@ -68,14 +71,19 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the plan. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be.
 
+    `num_devices`: alike GPUs with tensor parallelism; on a CPU, processes of the one machine, counted together.
     `draft`: the draft model of `options.speculation`; it is kept whole on each device.
     """
     spec, packing = model.spec, _packing(hardware)
     kv_dtype = packing.kernel_dtype(model.dtype) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     num_seqs = options.resolved_max_num_seqs
     num_tokens = options.resolved_max_num_batched_tokens
-    token_bytes = stored_kv_bytes_per_token(spec, kv_dtype, num_devices)
-    weights = weight_bytes(spec, model.dtype, packing, num_devices, model.quantization)
+    num_ranks = num_devices if hardware.device == "cpu" else 1
+    num_devices //= num_ranks
+    held = _held_bytes(model, packing, kv_dtype, num_devices)
+    if num_ranks > 1:
+        held = _held_by_ranks(model, kv_dtype, num_ranks)
+    token_bytes, weights, token_weights = held
     draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
     token_bytes += draft_token_bytes
     windows = [*spec.windows, *(() if draft is None else draft.spec.windows)]  # both models' layers share the blocks
@@ -110,14 +118,13 @@ def plan_memory(
         dtype=model.dtype,
         kv_cache_dtype=kv_dtype,
         num_devices=num_devices,
+        num_ranks=num_ranks,
         num_engines=num_engines,
         num_parameters=num_parameters(spec),
         quantization="" if model.quantization == UNQUANTIZED else str(model.quantization),
         memory_bytes=int(hardware.memory_bytes),
         weight_bytes=weights,
-        token_weight_bytes=weight_bytes(
-            spec, model.dtype, packing, num_devices, model.quantization, of_one_token=True
-        ),
+        token_weight_bytes=token_weights,
         has_experts=expert_reads(spec) is not None,
         workspace_bytes=workspaces,
         table_bytes=4 * num_seqs * (length + math.ceil(length / cache.block_size)),
@@ -129,6 +136,33 @@ def plan_memory(
         binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
         windows=describe_windows(windows),
     )
+
+
+class _HeldBytes(NamedTuple):
+    """Bytes of a device or a rank: of a token's keys and values, of weights, and of those that a token reads."""
+
+    token: int
+    weights: int
+    token_weights: int
+
+
+def _held_bytes(
+    model: Model, packing: Packing, kv_dtype: str, num_devices: int = 1, shard: Shard | None = None
+) -> _HeldBytes:
+    local = model.spec if shard is None else shard.local_spec(model.spec)
+    weights, token_weights = (
+        weight_bytes(model.spec, model.dtype, packing, num_devices, model.quantization, shard=shard, of_one_token=each)
+        for each in (False, True)
+    )
+    return _HeldBytes(stored_kv_bytes_per_token(local, kv_dtype, num_devices), weights, token_weights)
+
+
+def _held_by_ranks(model: Model, kv_dtype: str, num_ranks: int) -> _HeldBytes:
+    """Return what all ranks of a CPU hold together; they have as many blocks as the one with the most KV heads."""
+    check_shardable(model.spec, num_ranks)
+    ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard=Shard(rank, num_ranks)) for rank in range(num_ranks)]
+    token_bytes, weights, token_weights = zip(*ranks, strict=True)
+    return _HeldBytes(num_ranks * max(token_bytes), sum(weights), sum(token_weights))
 
 
 def describe_windows(windows: Sequence[int | None]) -> str:

@@ -12,9 +12,13 @@ from quire import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOut
 from quire.core.errors import ConfigError, RankLostError
 from quire.engine import assembly
 from quire.engine.loading import LoadedModel
+from quire.engine.options import EngineOptions
 from quire.engine.parallel.leader import RankedModel, RankSet
 from quire.engine.parallel.messages import LoadAdapter
 from quire.kernels.cpp.back_end import usable_isas
+from quire.sim.hardware import Hardware
+from quire.sim.models import read_model
+from quire.sim.planning import plan_memory
 from support.faults import raising
 from support.peft_folders import ALL, write_adapter
 from support.random_folder import write_random_folder
@@ -96,6 +100,24 @@ def test_experts_are_divided_with_the_bits_of_one_process(mixture: Path, quantiz
     assert found[0][0] == found[1][0]
     on_each_rank = 4 * 96 * (320 + 5 + 2 * 16)  # the embedding table, norms, and routers, packed in sixteens
     assert found[1][1] - found[0][1] == on_each_rank, "experts are divided, not copied"
+
+
+@pytest.mark.parametrize(("num_ranks", "settings"), [(2, {}), (3, {"quantization": "int4", "dtype": "bfloat16"})])
+@pytest.mark.parametrize("name", ["folder", "mixture"])
+def test_plan_is_what_the_ranks_hold(
+    name: str, num_ranks: int, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    settings = settings | {"tensor_parallel_size": num_ranks, "kv_cache_memory": 1 << 20, "max_model_len": 64}
+    options = EngineOptions(str(model), **settings)
+    machine = Hardware("this machine", 1 << 30, 1.0, 1.0, device="cpu")
+    read = read_model(options.model, options.dtype, options.quantization_options)
+    planned = plan_memory(read, machine, options, num_ranks)
+    with LLM(model, **settings) as llm:
+        ready = llm._engine.ready
+    assert planned.weight_bytes == ready.weights_bytes
+    assert planned.kv_bytes_per_token == ready.kv_bytes_per_token
+    assert planned.cache.num_blocks == ready.limits.num_blocks
 
 
 SMALL = {
