@@ -71,8 +71,7 @@ def test_kernels_of_a_layer_compile_without_spilling(
         ops.norm(torch.empty(4096, dtype=dtype), None, 1e-5, False)(torch.empty(4, 4096, dtype=dtype), None)
     assert {kernel.name for kernel in kernels} >= {"_attend_kernel", "_plan_kernel", "_combine_kernel"}
     assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == (3 if capability in (80, 90) else 2)
-    most = 12 if dtype is torch.float32 and capability >= 100 else 0  # of decodes with heads of 32: see docs/gpu.md
-    assert all(kernel.spilled_bytes <= most for kernel in kernels), kernels
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_attend_kernel"), kernels
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] * 1024 for kernel in kernels), kernels
 

@@ -77,7 +77,7 @@ def paged_attention(
         LOG2_E.value * (2 * scale / softcap if softcap else scale), sinks,
     )  # fmt: skip
     if num_tokens > num_seqs or is_exact:
-        options = chunk_options(shape["DIMS"], query.dtype, capability(query.device), is_exact=is_exact)
+        options = chunk_options(head_dim, query.dtype, capability(query.device), is_exact=is_exact)
         _attend(step, shape | {"IS_DECODE": False, "IS_EXACT": is_exact}, metadata, options)
     if not is_exact:
         options = decode_options(shape["DIMS"], query.dtype)
@@ -103,13 +103,14 @@ def tile_shape(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def chunk_options(dims: int, dtype: torch.dtype, capability: int, *, is_exact: bool = False) -> dict[str, Any]:
+def chunk_options(head_dim: int, dtype: torch.dtype, capability: int, *, is_exact: bool = False) -> dict[str, Any]:
     """Return a chunk's tiles, and how they are compiled: the largest that spill no register on sm_80 and sm_90.
 
     Five stages make two buffers of keys and two of values: the read of the block table before them takes the others.
     For the largest heads that is more than the 99 KiB of a program on other cards. HAS_FULL_TILES: keys that all rows
-    see go by in a loop of their own, without masks.
+    see go by in a loop of their own, without masks; on sm_120 that spills.
     """
+    dims = triton.next_power_of_2(head_dim)
     if dtype.itemsize == 4:
         rows, keys, num_warps, num_stages = (16 if is_exact else 32, 32, 4 if dims <= 64 or is_exact else 8, 2)
         if dims > 128:
@@ -117,12 +118,14 @@ def chunk_options(dims: int, dtype: torch.dtype, capability: int, *, is_exact: b
     elif is_exact:  # the fold so far takes as many registers as that of a segment
         rows, keys = 64 if dims <= 128 else 32, 64 if dims <= 128 and capability in (90, 100) else 32
         num_warps, num_stages = 8, 5
+        if head_dim < dims and capability not in (90, 100):
+            keys = 16
     elif dims <= 128:
         rows, keys, num_warps, num_stages = 128, 64 if dims <= 64 or capability in (90, 100) else 32, 8, 5
     else:
         rows, keys, num_warps, num_stages = 64, 32, 8, 5 if capability in (80, 90, 100) else 4
     return {
-        "ROWS": rows, "KEYS": keys, "HAS_FULL_TILES": dtype.itemsize == 2, "num_warps": num_warps,
+        "ROWS": rows, "KEYS": keys, "HAS_FULL_TILES": dtype.itemsize == 2 and capability < 120, "num_warps": num_warps,
         "num_stages": num_stages,
     }  # fmt: skip
 
@@ -130,12 +133,13 @@ def chunk_options(dims: int, dtype: torch.dtype, capability: int, *, is_exact: b
 def decode_options(dims: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return a decode's tiles, and how they are compiled: 16 KiB of keys and as much of values, two of each in flight.
 
-    That is 32 to 64 KiB for each of two or three programs on a processor, where 20 KiB would keep the memory busy.
+    That is 64 KiB for each of two programs on a processor, where 20 KiB would keep the memory busy. Heads of 32 have at
+    most 4 KiB of each: more spill.
     """
     if dtype.itemsize == 4:
-        keys, num_warps, num_stages = (32, 4, 5) if dims <= 128 else (16, 8, 2)
+        keys, num_warps, num_stages = (16 if dims <= 32 else 32, 4, 5) if dims <= 128 else (16, 8, 2)
     else:
-        keys, num_warps, num_stages = min(128, 8192 // dims), 4, 5
+        keys, num_warps, num_stages = 64 if dims <= 32 else min(128, 8192 // dims), 4, 5
     return {
         "ROWS": DECODE_ROWS, "KEYS": keys, "HAS_FULL_TILES": False, "num_warps": num_warps, "num_stages": num_stages,
     }  # fmt: skip
