@@ -1,7 +1,12 @@
 """`quire serve`: an OpenAI-compatible server over one model."""
 
+import signal
+from typing import NoReturn
+
 from quire.cli.flag_groups import with_config_file, with_flag_groups
+from quire.core.optional_package import needs_package
 from quire.engine.options import EngineOptions
+from quire.server.ops.signals import STOP_SIGNALS, exit_on_signal
 from quire.server.options import ServerOptions
 from quire.server.start import start
 
@@ -9,5 +14,18 @@ from quire.server.start import start
 @with_config_file
 @with_flag_groups
 def serve(engine: EngineOptions, server: ServerOptions) -> None:
-    """Serve a model over HTTP, as OpenAI's API does."""
-    start(server.with_engine_settings(engine), server)
+    """Serve a model over HTTP, as OpenAI's API does; or, as a node other than 0, compute for such a server."""
+    engine = server.with_engine_settings(engine)
+    if engine.node_rank == 0:
+        start(engine, server)
+    else:
+        run_other_node(engine, server.restart_engine)
+
+
+def run_other_node(engine: EngineOptions, num_restarts: int) -> NoReturn:
+    """Run the ranks of a node other than 0. Raises the reason of their end."""
+    with needs_package("quire.engine.nodes", f"node_rank {engine.node_rank}"):
+        from quire.engine.nodes.agent import run_node  # noqa: PLC0415 (a room)
+    for number in STOP_SIGNALS:
+        signal.signal(number, exit_on_signal)
+    raise run_node(engine, num_restarts)

@@ -74,6 +74,13 @@ except ModuleNotFoundError as error:
     RankSet = None  # type: ignore[assignment,misc]  # optional: without it tensor parallelism is refused
 
 try:
+    from quire.engine.nodes.leader import NodeRankSet
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith(("quire.engine.nodes", "quire.engine.parallel", "quire.kernels.cpp._kernels")):
+        raise
+    NodeRankSet = None  # type: ignore[assignment,misc]  # optional: without it nnodes above 1 is refused
+
+try:
     from quire.engine.adapters.store import (
         AdapterRows,
         AdapterStore,
@@ -112,9 +119,9 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
     ranks = _ranks(options)
     try:
         return _assemble(options, ranks, loads_tokenizer=loads_tokenizer)
-    except BaseException:
+    except BaseException as error:
         if ranks is not None:
-            ranks.close()
+            ranks.close(str(error))
         raise
 
 
@@ -139,7 +146,18 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
             f"tensor_parallel_size {options.tensor_parallel_size} needs the package quire.engine.parallel and the C++ "
             "kernels, which are not in this installation"
         )
-    return RankSet(options)
+    if options.nnodes == 1:
+        return RankSet(options)
+    if NodeRankSet is None:
+        raise ConfigError(
+            f"nnodes {options.nnodes} needs the package quire.engine.nodes, which is not in this installation"
+        )
+    if options.node_rank:
+        raise ConfigError(
+            f"node_rank {options.node_rank}: node 0 has the engine; start the other nodes by `quire serve` with the "
+            "same settings"
+        )
+    return NodeRankSet(options)
 
 
 def _load(options: EngineOptions, folder: Path) -> LoadedModel:
@@ -176,7 +194,8 @@ def build_engine(
     if grammars is not None and tokenizer is None:
         grammars.load()
     limits = loaded.limits if draft_model is None else draft_model.limits(loaded.limits, options.block_size)
-    cache, scheduling = configs_for(options, limits, loaded.model, loaded.meter)
+    most_bytes = None if ranks is None else ranks.free_bytes
+    cache, scheduling = configs_for(options, limits, loaded.model, loaded.meter, most_bytes)
     if ranks is not None:
         ranks.allocate(cache, scheduling)
     engine = _build(options, loaded.model, cache, scheduling, grammars, draft_model, ranks)

@@ -25,11 +25,16 @@ def positions_for(options: EngineOptions, limits: ModelLimits, meter: CudaMemory
 
 
 def configs_for(
-    options: EngineOptions, limits: ModelLimits, model: LanguageModel, meter: CudaMemoryMeter | None
-) -> tuple[CacheConfig, SchedulerConfig]:
-    """Return the cache and scheduler configuration by the memory of the model's device."""
+    options: EngineOptions, limits: ModelLimits, model: LanguageModel, meter: CudaMemoryMeter | None,
+    most_bytes: int | None = None,
+) -> tuple[CacheConfig, SchedulerConfig]:  # fmt: skip
+    """Return the cache and scheduler configuration by the memory of the model's device.
+
+    `most_bytes`: free on the machine of another rank that has the least; all ranks have as many blocks.
+    """
     if meter is None:
-        return size_engine(options, limits, free_memory_bytes())
+        free_bytes = free_memory_bytes()
+        return size_engine(options, limits, free_bytes if most_bytes is None else min(free_bytes, most_bytes))
     left = available_kv_bytes(
         model,
         options.resolved_max_num_seqs,

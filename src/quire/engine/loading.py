@@ -26,7 +26,7 @@ from quire.model.pooler import find_pooler
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.ranks import Ranks
 from quire.model.sharding import Shard, check_shardable
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, Experts
 
 RankOpener = Callable[[DecoderSpec, int], tuple[Ranks, int]]  # from positions of tables to this rank, and those of all
 
@@ -79,7 +79,7 @@ def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = N
     num_ranks = options.tensor_parallel_size
     if num_ranks > 1:
         _check_ranks(options, back_end.name, spec)
-    limits = _limits(spec, _widest(spec, stored, num_ranks), num_ranks)
+    limits = _limits(spec, _widest(spec, stored, num_ranks), num_ranks // options.nnodes)
     num_positions, ranks = positions_for(options, limits, meter), None
     if open_ranks is not None:
         ranks, num_positions = open_ranks(spec, num_positions)
@@ -118,6 +118,8 @@ def _check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> No
         raise ConfigError(f"{name} needs the C++ kernels of device cpu, which do not serve this model here")
     if options.memory_policy != "paged" or options.batching != "continuous":
         raise ConfigError(f"{name} needs memory_policy 'paged' and batching 'continuous'")
+    if options.nnodes > 1 and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
+        raise ConfigError(f"nnodes {options.nnodes}: models with experts are not supported over several machines yet")
     check_shardable(spec, options.tensor_parallel_size)
 
 
@@ -130,7 +132,10 @@ def _widest(spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int) -
 
 
 def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int) -> ModelLimits:
-    """Return the limits of a model; `geometry` is that of a rank, for all models that share the block tables."""
+    """Return the limits of a model of which this machine has `num_ranks` ranks.
+
+    `geometry` is that of a rank, for all models that share the block tables.
+    """
     table_bytes = sum(rotary.head_dim for rotary in spec.rotaries) * torch.float32.itemsize
     return ModelLimits(
         spec.max_position_embeddings,

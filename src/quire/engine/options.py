@@ -294,6 +294,30 @@ class EngineOptions:
         "auto", "start of these processes: auto is mp; uni is one process",
         row="start of these processes: `auto`, `mp` (the same), or `uni`, which is for one process",
     )  # fmt: skip
+    nnodes: int = _engine(
+        1, "machines that these processes are on, each with as many; start the same command on each", low=1, high=64,
+        short="-n",
+        row="machines (nodes) that these processes are on, each with as many: the same command is started on each of "
+        "them ([scaling](scaling.md#several-machines-by-hand))",
+    )  # fmt: skip
+    node_rank: int = _engine(
+        0, "number of this machine, from 0: that serves", low=0, high=63, short="-r",
+        row="number of this machine, from 0; node 0 has the engine, and the others are started by `quire serve`",
+    )  # fmt: skip
+    master_addr: str = _engine(
+        "127.0.0.1", "address of node 0 for the other nodes", metavar="HOST",
+        row="address of node 0, at which it listens for the other nodes; one beyond this machine needs "
+        "`node_secret_file`",
+    )  # fmt: skip
+    master_port: int = _engine(29501, "port of node 0 for the other nodes", low=1, high=65535)
+    node_secret_file: str | None = _engine(
+        None, "file with a secret that all nodes share", metavar="FILE",
+        row="file with a secret of 16 to 4,096 bytes, the same on all nodes, without which none joins the run",
+    )  # fmt: skip
+    allow_public_master_addr: bool = _engine(
+        False, "let master_addr be a public address: what nodes exchange is not encrypted",
+        row="`True`: `master_addr` may be an address of no private network; what the nodes exchange is not encrypted",
+    )  # fmt: skip
     stall_limit: float = option(
         10.0, "seconds without a heartbeat of a rank, after which the engine ends", kind="none",
         low=1, high=86400, unit="seconds",
@@ -335,6 +359,7 @@ class EngineOptions:
                 f"distributed_executor_backend 'uni' is one process: tensor_parallel_size must be 1, got "
                 f"{self.tensor_parallel_size}"
             )
+        self._check_nodes()
         self._check_swap()
         self._check_adapters()
         if self.model_impl == "transformers" and self.tensor_parallel_size != 1:
@@ -384,6 +409,19 @@ class EngineOptions:
                 f"enable_lora needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
                 f"{self.memory_policy!r}"
             )
+
+    def _check_nodes(self) -> None:
+        if self.tensor_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"nnodes must divide tensor_parallel_size {self.tensor_parallel_size}, got {self.nnodes}: each node "
+                "has as many of these processes"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"node_rank must be below nnodes {self.nnodes}, got {self.node_rank}")
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ConfigError(f"nnodes {self.nnodes} does not go with data_parallel_size {self.data_parallel_size}")
+        if self.nnodes > 1 and self.enable_lora:
+            raise ConfigError(f"nnodes {self.nnodes} does not go with enable_lora yet")
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)

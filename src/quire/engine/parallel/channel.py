@@ -64,11 +64,11 @@ class Channel:
 
     def beat(self) -> None:
         """Send a heartbeat, unless it would have to wait: then something has just been sent, or is not read."""
-        if self._sending.acquire(blocking=False):
-            with suppress(OSError, ValueError):  # the thread that reads finds the end
-                if has_room(self._socket):
-                    self._socket.sendall(self._sealed(bytes(LENGTH_BYTES)))
-            self._sending.release()
+        self._offer(bytes(LENGTH_BYTES))
+
+    def offer(self, message: msgspec.Struct) -> None:
+        """Send a message, unless it would have to wait, or the other end has closed."""
+        self._offer(frame(message))
 
     def receive(self) -> Any:  # noqa: ANN401 (what `decode` returns)
         """Wait for the next message. EOFError if the stream has ended."""
@@ -83,6 +83,13 @@ class Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def _offer(self, content: bytes) -> None:
+        if self._sending.acquire(blocking=False):
+            with suppress(OSError, ValueError):  # the thread that reads finds the end
+                if has_room(self._socket):
+                    self._socket.sendall(self._sealed(content))
+            self._sending.release()
 
     def _sealed(self, content: bytes) -> bytes:
         if self._seals is None:

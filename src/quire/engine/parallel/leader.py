@@ -8,6 +8,7 @@ the request that is the cause, as with one rank.
 import logging
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -71,9 +72,11 @@ class Peer:
         self.rank, self.channel, self.process, self.place = rank, channel, process, place
         self.refusal: EngineError | None = None  # the rank's reason to end
 
-    def start(self, on_end: Callable[["Peer"], None]) -> None:
-        """Start to read its reports; `on_end` is called when it has ended."""
-        self.channel.start(lambda: on_end(self), self._notes_refusal)
+    def start(
+        self, on_end: Callable[["Peer"], None], handles: Callable[[messages.Report], bool] = lambda report: False
+    ) -> None:
+        """Start to read its reports; `on_end` is called when it has ended. `handles` as of `Channel.start`."""
+        self.channel.start(lambda: on_end(self), lambda report: self._notes_refusal(report) or handles(report))
 
     def send(self, command: messages.Command) -> None:
         """Send a command. RankLostError if the rank has ended."""
@@ -95,6 +98,12 @@ class Peer:
         """Return the error of a rank that has ended."""
         return RankLostError(f"rank {self.rank} ({self.place}) {reason}")
 
+    def end(self, reason: str) -> None:
+        """Close the channel, which ends the process."""
+        if self.process is None:
+            self.channel.offer(messages.End(reason))
+        self.channel.close()
+
     def _notes_refusal(self, report: messages.Report) -> bool:
         if not isinstance(report, messages.Refused):
             return False
@@ -111,6 +120,7 @@ class RankSet:
         self.on_lost: Callable[[EngineError], None] = lambda error: None  # called by another thread
         self.on_beat: Callable[[], None] = lambda: None  # likewise, while this process runs
         self.peers: list[Peer] = []
+        self.free_bytes = sys.maxsize  # of memory on the machine of another rank that has the least
         self._options, self._silence_limit_s = options, SILENCE_SHARE * options.stall_limit
         self._num_ranks = options.tensor_parallel_size
         self._num_threads = torch.get_num_threads()
@@ -132,21 +142,33 @@ class RankSet:
         path = resolve_model(self._options.model, revision=self._options.revision)
         layout, digest = MemoryLayout.of(spec, self._options.resolved_max_num_seqs), model_digest(path)
         exchange = self._open_exchange(layout)
-        isa = self._common_isa([self._receive(peer, messages.Hello) for peer in self.peers])
+        hellos = [self._receive(peer, messages.Hello) for peer in self.peers]
+        for peer, hello in zip(self.peers, hellos, strict=True):
+            self._check_hello(peer, hello)
+        isa = self._common_isa(hellos)
         options = replace(self._options, model=str(path), cpu_isa=isa)
         for peer in self.peers:
             threads = self._threads_of(peer.rank)
-            peer.send(messages.Load(options, peer.rank, self._num_ranks, threads, num_positions, layout, digest))
+            load = messages.Load(
+                options, peer.rank, self._num_ranks, threads, num_positions, layout, digest, self._host_of(peer)
+            )
+            peer.send(load)
         torch.set_num_threads(self._threads_of(0))
+        try:
+            exchange.reset()
+        except RuntimeError as error:
+            raise self.lost or error from error
         return exchange, num_positions
 
     def join(self, loaded: LoadedModel) -> LoadedModel:
         """Wait until all ranks have loaded; return the model of all of them. RankLostError if one has ended."""
-        others = [self._receive(peer, messages.Loaded).weight_bytes for peer in self.peers]
+        others = [self._receive(peer, messages.Loaded) for peer in self.peers]
+        self.free_bytes = min((other.free_bytes for other in others), default=self.free_bytes)
         model = loaded.model
         assert isinstance(model, Decoder)
         self.own_model = model
-        return replace(loaded, model=RankedModel(model, Link(self.exchange), model.weight_bytes + sum(others)))
+        weight_bytes = model.weight_bytes + sum(other.weight_bytes for other in others)
+        return replace(loaded, model=RankedModel(model, Link(self.exchange), weight_bytes))
 
     def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
         """Let all ranks allocate what rank 0 has: their parts of as many blocks."""
@@ -185,7 +207,7 @@ class RankSet:
 
     def recover(self, error: BaseException) -> None:
         """Begin again after a step that failed here or on another rank. Raises RankLostError, or the other's reason."""
-        self.exchange.interrupt()
+        self.exchange.leave()
         reasons = [(peer.rank, self._receive(peer, messages.Stopped).reason) for peer in self.peers]
         if self.lost is not None:
             raise self.lost from error
@@ -197,11 +219,14 @@ class RankSet:
             failed = ", ".join(f"rank {rank}: {reason}" for rank, reason in reasons if reason is not None)
             raise RuntimeError(f"a step has failed on {failed}") from error
 
-    def close(self) -> None:
-        """End the processes and wait for them; kill those that do not end. Idempotent."""
+    def close(self, reason: str = "rank 0 was closed") -> None:
+        """End the processes and wait for them; kill those that do not end. Idempotent.
+
+        Ranks of other machines get the reason.
+        """
         self._is_closing.set()
         for peer in self.peers:
-            peer.channel.close()
+            peer.end(reason)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for process in (peer.process for peer in self.peers if peer.process is not None):
             try:
@@ -236,7 +261,11 @@ class RankSet:
         """Begin to watch a rank."""
         peer.channel.silence_limit_s = self._silence_limit_s
         self.peers.append(peer)
-        peer.start(lambda peer: self._lose(peer.refusal or peer.lost()))
+        peer.start(lambda peer: self._lose(peer.refusal or peer.lost()), lambda report: self._handles(peer, report))
+
+    def _handles(self, peer: Peer, report: messages.Report) -> bool:
+        """Handle a report that comes unasked, in the thread that reads; return whether it was one."""
+        return False
 
     def _receive(self, peer: Peer, kind: type[ReportT]) -> ReportT:
         """Wait for a report. Raises the reason of the rank that was lost first."""
@@ -245,11 +274,17 @@ class RankSet:
         except RankLostError as error:
             raise self.lost or error from error
 
+    def _check_hello(self, peer: Peer, hello: messages.Hello) -> None:
+        """Raise ConfigError for a rank that cannot be one of this run."""
+        if hello.version != __version__:
+            raise ConfigError(f"rank {peer.rank} runs Quire {hello.version}, rank 0 runs {__version__}")
+
+    def _host_of(self, peer: Peer) -> str:
+        """Return the address for exchanges over a network; empty: they go through shared memory."""
+        return ""
+
     def _common_isa(self, hellos: list[messages.Hello]) -> CpuIsa:
-        """Return the best instruction set that all ranks have. ConfigError for another version, or if there is none."""
-        for peer, hello in zip(self.peers, hellos, strict=True):
-            if hello.version != __version__:
-                raise ConfigError(f"rank {peer.rank} runs Quire {hello.version}, rank 0 runs {__version__}")
+        """Return the best instruction set that all ranks have. ConfigError if there is none."""
         asked = self._options.cpu_isa
         usable = usable_isas() if asked == "auto" else (asked,)
         common = [isa for isa in usable if all(isa in hello.isas for hello in hellos)]
@@ -281,7 +316,7 @@ class RankSet:
         for peer in self.peers:
             if peer.process is not None:
                 peer.process.kill()
-            peer.channel.close()
+            peer.end(str(error))
         if self._exchange is not None:
             self._exchange.interrupt()
         self.on_lost(error)

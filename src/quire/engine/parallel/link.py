@@ -14,10 +14,10 @@ END: Final = 2
 
 
 class RankExchange(Ranks, Protocol):
-    """A `Ranks` whose exchanges can be given up, on all ranks, and begun again.
+    """A `Ranks` whose exchanges can be given up and begun again.
 
-    Once `interrupt` was called, the current and all later exchanges raise InterruptedExchangeError. When no rank
-    exchanges, rank 0 calls `resume`, lets the other ranks call `reset`, and calls it too.
+    After `interrupt` the current and all later exchanges of this rank raise InterruptedExchangeError, after `leave`
+    those of all ranks. When no rank exchanges, rank 0 calls `resume`, lets the other ranks call `reset`, and calls it.
     """
 
     def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -25,6 +25,9 @@ class RankExchange(Ranks, Protocol):
 
     def interrupt(self) -> None:
         """Give up; any thread may call it."""
+
+    def leave(self) -> None:
+        """Give up on all ranks; called by the thread that exchanges."""
 
     def resume(self) -> None:
         """Let exchanges begin again."""

@@ -18,6 +18,7 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
     num_positions: int              # of rotary tables
     layout: tuple[int, int, int]    # a `MemoryLayout`
     digest: str                     # of the model's files
+    host: str = ""                  # of exchanges over a network: the address of the rank's machine
 
 
 class Allocate(msgspec.Struct, tag="allocate", array_like=True, frozen=True):
@@ -52,7 +53,21 @@ class DropAdapter(msgspec.Struct, tag="drop adapter", array_like=True, frozen=Tr
     digest: str
 
 
-Command = Load | Allocate | Step | Resume | LoadAdapter | DropAdapter
+class End(msgspec.Struct, tag="end", array_like=True, frozen=True):
+    """To a rank on another machine: the run ends for this reason."""
+
+    reason: str
+
+
+class Published(msgspec.Struct, tag="published", array_like=True, frozen=True):
+    """To a rank and from it: an entry of the address book of ranks that connect for the time with this number."""
+
+    number: int
+    key: str
+    value: bytes
+
+
+Command = Load | Allocate | Step | Resume | LoadAdapter | DropAdapter | End | Published
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
@@ -60,12 +75,14 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
 
     version: str
     isas: tuple[str, ...]           # instruction sets of its CPU, the best first
+    options: EngineOptions | None = None  # of its command; None: rank 0 has started it
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     """From a rank: its part of the model is in memory."""
 
     weight_bytes: int
+    free_bytes: int                 # of its machine's memory
 
 
 class Allocated(msgspec.Struct, tag="allocated", array_like=True, frozen=True):
@@ -85,7 +102,7 @@ class Stopped(msgspec.Struct, tag="stopped", array_like=True, frozen=True):
     reason: str | None
 
 
-Report = Hello | Loaded | Allocated | Refused | Stopped
+Report = Hello | Loaded | Allocated | Refused | Stopped | Published
 
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -24,6 +24,7 @@ from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.digest import model_digest
 from quire.engine.parallel.link import END, FORWARD, LOGITS, Link, RankExchange
+from quire.engine.sizing import free_memory_bytes
 from quire.execution.batch import PersistentBatch
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import Swapper
@@ -32,6 +33,7 @@ from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.resolve import resolve_model
 from quire.model.sharding import Shard
 
 if TYPE_CHECKING:
@@ -82,20 +84,21 @@ class RankWorker:
 
 
 def serve(
-    channel: Channel, open_ranks: Callable[[messages.Load], RankExchange],
-    localize: Callable[[EngineOptions], EngineOptions] = lambda options: options,
-) -> NoReturn:  # fmt: skip
+    channel: Channel, open_ranks: Callable[[messages.Load], RankExchange], own: EngineOptions | None = None
+) -> NoReturn:
     """Load a part of the model, then run plans. Errors of the start are reported and raised; EOFError at the end.
 
-    `localize` replaces what is this machine's own, such as folders, in the options of rank 0.
+    `own`: the options of a rank's own command on another machine, where folders have other names.
     """
-    channel.send(messages.Hello(__version__, usable_isas()))
+    channel.send(messages.Hello(__version__, usable_isas(), own))
     load_command = _expect(channel, messages.Load)
     channel.silence_limit_s = load_command.options.stall_limit
     try:
-        ranks, worker = _start(
-            channel, structs.replace(load_command, options=localize(load_command.options)), open_ranks
-        )
+        if own is not None:
+            folder = str(resolve_model(own.model, revision=own.revision))
+            options = replace(load_command.options, model=folder, swap_dir=own.swap_dir)
+            load_command = structs.replace(load_command, options=options)
+        ranks, worker = _start(channel, load_command, open_ranks)
     except (EOFError, OSError):
         raise
     except Exception as error:
@@ -114,9 +117,10 @@ def _start(
     if model_digest(Path(command.options.model or "")) != command.digest:
         raise ConfigError(f"rank {command.rank} finds another model than rank 0 at {command.options.model}")
     ranks = open_ranks(command)
+    ranks.reset()
     opened = ranks, command.num_positions
     loaded = load(command.options, Path(command.options.model or ""), lambda spec, num_positions: opened)
-    channel.send(messages.Loaded(loaded.model.weight_bytes))
+    channel.send(messages.Loaded(loaded.model.weight_bytes, free_memory_bytes()))
     worker = allocate(loaded, command, _expect(channel, messages.Allocate), Link(ranks))
     worker = _with_adapters(worker, command.options, ranks.shard)
     channel.send(messages.Allocated())
@@ -171,7 +175,7 @@ def run(channel: Channel, ranks: RankExchange, worker: RankWorker) -> NoReturn:
             is_own = not isinstance(error, InterruptedExchangeError)
             if is_own:
                 log.exception("a step has failed")
-            ranks.interrupt()
+            ranks.leave()
             channel.send(messages.Stopped(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS] if is_own else None))
             _expect(channel, messages.Resume, worker.adapters)
             ranks.reset()

@@ -84,6 +84,10 @@ class SharedRanks:
         """Give up all exchanges."""
         self.group.interrupt()
 
+    def leave(self) -> None:
+        """Give up all exchanges."""
+        self.group.interrupt()
+
     def resume(self) -> None:
         """Let exchanges begin again."""
         self.group.resume()

@@ -1,0 +1,55 @@
+"""Address and secret of a run over several machines: what may be used without a secret, and what is refused."""
+
+import ipaddress
+import socket
+from hashlib import sha256
+from pathlib import Path
+
+from quire.core.errors import ConfigError
+from quire.engine.options import EngineOptions
+
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4096
+
+
+def master_address(options: EngineOptions) -> str:
+    """Return the IP address of `master_addr`. ConfigError if it is unknown, or needs a flag or a secret."""
+    name = options.master_addr
+    try:
+        found = socket.getaddrinfo(name, options.master_port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"master_addr {name} is not an address that is known here: {error}") from error
+    text = str(found[0][4][0])
+    address = ipaddress.ip_address(text)
+    if address.is_unspecified or address.is_multicast:
+        raise ConfigError(f"master_addr must be an address of node 0 that the other nodes reach, got {name}")
+    if not address.is_loopback and options.node_secret_file is None:
+        raise ConfigError(f"master_addr {name} can be reached by others: set node_secret_file, the same on all nodes")
+    if address.is_global and not options.allow_public_master_addr:
+        raise ConfigError(
+            f"master_addr {name} is a public address, and activations are not encrypted: use an address of a private "
+            "network, or set allow_public_master_addr"
+        )
+    return text
+
+
+def secret_key(options: EngineOptions) -> bytes:
+    """Return the key of the run, of 32 bytes. ConfigError if the file of the secret cannot be used."""
+    if options.node_secret_file is None:
+        return key_of(b"")
+    try:
+        with Path(options.node_secret_file).open("rb") as file:
+            secret = file.read(MAX_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"node_secret_file {options.node_secret_file} cannot be read: {error.strerror}") from error
+    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        raise ConfigError(
+            f"node_secret_file {options.node_secret_file} must have {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, "
+            f"such as those of `openssl rand -hex 32`, got {len(secret)}"
+        )
+    return key_of(secret)
+
+
+def key_of(secret: bytes) -> bytes:
+    """Return the key of a secret."""
+    return sha256(b"quire nodes\0" + secret).digest()

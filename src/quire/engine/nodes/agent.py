@@ -1,0 +1,95 @@
+"""Command of a node other than the first: starts the processes of its ranks, and ends with them.
+
+Loads no torch.
+"""
+
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+
+from quire.core.errors import ConfigError, EngineError, ModelError
+from quire.engine.launcher import SPINS, num_threads_of, start_module
+from quire.engine.nodes.addresses import master_address, secret_key
+from quire.engine.nodes.messages import Ended, Join, decode_ended
+from quire.engine.options import EngineOptions
+from quire.engine.parallel.channel import Channel
+
+log = logging.getLogger(__name__)
+
+MEMBER_MODULE = "quire.engine.nodes.member"
+STOP_TIMEOUT_S = 3.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+
+class Members:
+    """Processes of ranks on this machine, which join a run."""
+
+    def __init__(self, options: EngineOptions, ranks: Sequence[int], address: str, port: int, key: bytes) -> None:
+        self._processes: list[tuple[subprocess.Popen[bytes], Channel]] = []
+        self._ends = SimpleQueue[tuple[int, Ended | None]]()
+        environment = dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
+        num_local = options.tensor_parallel_size // options.nnodes
+        for rank in ranks:
+            threads = {"OMP_NUM_THREADS": str(num_threads_of(rank % num_local, num_local, environment))}
+            process, connection = start_module(MEMBER_MODULE, env=environment | threads)
+            channel = Channel(connection, decode_ended)
+            channel.start(partial(self._ends.put, (rank, None)), partial(self._note, rank))
+            self._processes.append((process, channel))
+            channel.send(Join(options, rank, address, port, key))
+
+    def wait(self) -> EngineError:
+        """Wait until one of them ends; return the reason."""
+        rank, ended = self._ends.get()
+        if ended is None:
+            return EngineError(f"the process of rank {rank} has ended")
+        return {"ConfigError": ConfigError, "ModelError": ModelError}.get(ended.kind, EngineError)(ended.message)
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        for _, channel in self._processes:
+            channel.close()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        for process, _ in self._processes:
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _note(self, rank: int, ended: Ended) -> bool:
+        self._ends.put((rank, ended))
+        return True
+
+
+def run_node(options: EngineOptions, num_restarts: int = 0) -> EngineError:
+    """Run the ranks of this node until they end, and after that again, `num_restarts` times; return the last reason.
+
+    ConfigError for settings that do not work.
+    """
+    address, key = master_address(options), secret_key(options)
+    num_local = options.tensor_parallel_size // options.nnodes
+    ranks = range(options.node_rank * num_local, (options.node_rank + 1) * num_local)
+    for number in range(num_restarts + 1):
+        with running(options, ranks, address, key) as members:
+            reason = members.wait()
+        if isinstance(reason, ConfigError | ModelError) or number == num_restarts:
+            break
+        pause_s = min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S)
+        log.error("%s; restart %d of %d in %g s (restart_engine)", reason, number + 1, num_restarts, pause_s)
+        time.sleep(pause_s)
+    return reason
+
+
+@contextmanager
+def running(options: EngineOptions, ranks: Sequence[int], address: str, key: bytes) -> Iterator[Members]:
+    """Run ranks that join node 0; all have ended afterwards."""
+    members = Members(options, ranks, address, options.master_port, key)
+    try:
+        yield members
+    finally:
+        members.close()

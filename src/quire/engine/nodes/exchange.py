@@ -1,0 +1,216 @@
+"""Exchange of activations between machines, by collectives of torch.distributed's gloo over TCP.
+
+Columns of ranks differ in number, and a collective's parts do not, so each part has room for the most columns. The
+addresses at which the ranks' gloo listens travel over the ranks' own channels; gloo's connections themselves know no
+secret.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GatherOptions, Store, Work
+from torch.distributed import ProcessGroupGloo
+
+from quire.engine.nodes.address_book import AddressBook
+from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.linear import Linear
+from quire.model.sharding import Cut, Shard
+
+COLLECTIVE_TIMEOUT = timedelta(days=1)  # heartbeats find ranks that do not answer
+CONNECT_TIMEOUT = timedelta(minutes=1)
+TO_FIRST = GatherOptions()
+TO_FIRST.rootRank = 0
+POLL = timedelta(seconds=0.25)          # between looks at an interruption
+
+
+class BookStore(Store):
+    """The address book as torch.distributed asks for it. `number`: of the time that the ranks connect."""
+
+    def __init__(self, book: AddressBook, number: int) -> None:
+        super().__init__()
+        self._book, self._number = book, number
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # as gloo calls it
+        """Publish an entry."""
+        self._book.publish(self._number, key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for an entry. InterruptedExchangeError if it does not come."""
+        value = self._book.find(self._number, key)
+        if value is None:
+            raise InterruptedExchangeError("the ranks did not find each other")
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for entries. InterruptedExchangeError if they do not come."""
+        for key in keys:
+            self.get(key)
+
+
+class NetworkRanks:
+    """A `RankExchange` over a network. `host`: the address of this machine at which the other ranks reach it."""
+
+    def __init__(self, shard: Shard, host: str, book: AddressBook) -> None:
+        self.shard = shard
+        self._host, self._book = host, book
+        self._num_connects = 0
+        self._group: Any = None  # a ProcessGroupGloo, of which torch's types know no method
+        self._is_interrupted = threading.Event()
+
+    def gather(self, cut: Cut) -> "NetworkGather":
+        """Return the exchange of an activation that is divided like this."""
+        return NetworkGather(self, cut)
+
+    def joined_head(self, head: Linear, cut: Cut) -> "NetworkHead":
+        """Return the head of all ranks from this one's."""
+        return NetworkHead(self, head, cut)
+
+    def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
+        sent = torch.empty(*shape, dtype=dtype) if rows is None else rows.contiguous()
+        if sent.numel():
+            self._run(lambda group: group.broadcast(as_bytes(sent), 0))
+        return sent
+
+    def gather_columns(self, own: Tensor, cut: Cut) -> Tensor:
+        """Return [num_rows, width] of all ranks' columns, for own [num_rows, columns of this rank]."""
+        num_rows, num_ranks = len(own), self.shard.num_ranks
+        rows = own.new_empty(num_rows, cut.width)
+        if not num_rows:
+            return rows
+        sent, received = _padded(own, cut), own.new_empty(num_ranks, num_rows, _widest(cut))
+        self._run(lambda group: group._allgather_base(as_bytes(received), as_bytes(sent)))
+        return _joined(received, cut, rows)
+
+    def gather_columns_to_first(self, own: Tensor, cut: Cut) -> Tensor:
+        """Return [num_rows, width] of all ranks' columns on rank 0, of other ranks nothing: [0, width]."""
+        num_rows, is_first = len(own), self.shard.rank == 0
+        if not num_rows:
+            return own.new_empty(0, cut.width)
+        sent = as_bytes(_padded(own, cut))
+        received = own.new_empty(self.shard.num_ranks if is_first else 0, num_rows, _widest(cut))
+        parts = [list(as_bytes(received).view(-1, len(sent)).unbind())] if is_first else []
+        self._run(lambda group: group.gather(parts, [sent], TO_FIRST))
+        return _joined(received, cut, own.new_empty(num_rows if is_first else 0, cut.width))
+
+    def interrupt(self) -> None:
+        """Give up all exchanges of this rank."""
+        self._is_interrupted.set()
+        self._book.interrupt()
+
+    def leave(self) -> None:
+        """Give up all exchanges, and close the connections, by which the other ranks notice."""
+        self.interrupt()
+        self._drop()
+
+    def resume(self) -> None:
+        """Do nothing: `reset` connects again."""
+
+    def reset(self) -> None:
+        """Connect the ranks, again after an interruption. Returns when all have called it."""
+        self._drop()
+        self._is_interrupted.clear()
+        self._book.begin(self._num_connects)
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = CONNECT_TIMEOUT
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=self._host)]
+        store = BookStore(self._book, self._num_connects)
+        self._num_connects += 1
+        self._group = gloo(store, self.shard.rank, self.shard.num_ranks, options)
+        self._group._set_default_timeout(COLLECTIVE_TIMEOUT)
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self.leave()
+
+    def _drop(self) -> None:
+        self._group = None
+
+    def _run(self, start: Callable[[Any], Work]) -> None:
+        """Run a collective. InterruptedExchangeError if it is given up, here or by another rank."""
+        group = self._group
+        if group is None or self._is_interrupted.is_set():
+            self._drop()
+            raise InterruptedExchangeError("the exchange between ranks was interrupted")
+        try:
+            work = start(group)
+        except RuntimeError as error:
+            raise self._broken(error) from error
+        while True:
+            try:
+                work.wait(POLL)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._broken(error) from error
+            if self._is_interrupted.is_set():
+                # A thread of gloo's still waits, for a rank that is stopped; freeing the group would wait for it.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                self._drop()
+                raise InterruptedExchangeError("the exchange between ranks was interrupted")
+
+    def _broken(self, error: RuntimeError) -> InterruptedExchangeError:
+        self._drop()
+        return InterruptedExchangeError(f"the connection between ranks has ended: {str(error)[:200]}")
+
+
+class NetworkGather:
+    """A `GatherHook` over a network, in Python: its time is that of the network."""
+
+    address = None
+
+    def __init__(self, ranks: NetworkRanks, cut: Cut) -> None:
+        first, stop = cut.of(ranks.shard.rank)
+        self.num_own, self.width = stop - first, cut.width
+        self._ranks, self._cut = ranks, cut
+
+    def __call__(self, own: Tensor) -> Tensor:
+        """Exchange."""
+        return self._ranks.gather_columns(own, self._cut)
+
+
+class NetworkHead:
+    """A head that is split by the vocabulary: rank 0 gets the logits of all."""
+
+    def __init__(self, ranks: NetworkRanks, head: Linear, cut: Cut) -> None:
+        self._ranks, self._head, self._cut = ranks, head, cut
+        self.num_bytes = head.num_bytes
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+        """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
+        assert addend is None, "an addend of a head that is split"
+        return self._ranks.gather_columns_to_first(self._head(x), self._cut)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as uint8, which every collective takes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _widest(cut: Cut) -> int:
+    return max(cut.of(rank)[1] - cut.of(rank)[0] for rank in range(len(cut.bounds) - 1))
+
+
+def _padded(own: Tensor, cut: Cut) -> Tensor:
+    """Return own with room for the most columns."""
+    num_own, widest = own.shape[1], _widest(cut)
+    if num_own == widest:
+        return own.contiguous()
+    padded = own.new_zeros(len(own), widest)
+    padded[:, :num_own] = own
+    return padded
+
+
+def _joined(received: Tensor, cut: Cut, rows: Tensor) -> Tensor:
+    """Copy the ranks' parts [num_ranks, num_rows, most columns] into rows."""
+    for rank, part in enumerate(received):
+        first, stop = cut.of(rank)
+        rows[:, first:stop] = part[:, : stop - first]
+    return rows

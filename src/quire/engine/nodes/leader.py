@@ -1,0 +1,143 @@
+"""Rank 0 of a run over several machines (door of the room): listens for the other ranks, which join over TCP."""
+
+import logging
+import socket
+import threading
+import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from quire.core.errors import ConfigError, EngineError, RankLostError
+from quire.core.options import declared_options
+from quire.engine.nodes.address_book import AddressBook
+from quire.engine.nodes.addresses import master_address, secret_key
+from quire.engine.nodes.agent import Members
+from quire.engine.nodes.exchange import NetworkRanks
+from quire.engine.nodes.handshake import greet
+from quire.engine.options import EngineOptions
+from quire.engine.parallel import messages
+from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.leader import Peer, RankSet
+from quire.engine.parallel.link import RankExchange
+from quire.engine.parallel.shared_memory import MemoryLayout
+from quire.model.sharding import Shard
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 110.0      # for all ranks to join: below the default of --start-timeout
+ACCEPT_POLL_S = 0.25
+MAX_HANDSHAKES = 16         # at once
+# Settings of a machine, which may differ; of the model the digest decides.
+OWN_SETTINGS = {"model", "tokenizer", "node_rank", "swap_dir", "node_secret_file", "chat_template", "generation_config"}
+
+
+class NodeRankSet(RankSet):
+    """All ranks but this one, on this machine and on others."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._address, self._key = master_address(options), secret_key(options)
+        self._book = AddressBook(lambda entry: self._publish(entry, self.peers))
+        self._members: Members | None = None
+        self._joined = SimpleQueue[tuple[int, Channel, str] | ConfigError]()
+
+    def close(self, reason: str = "rank 0 was closed") -> None:
+        """End the ranks of this machine, and let those of others end. Idempotent."""
+        super().close(reason)
+        if self._members is not None:
+            self._members.close()
+
+    def _open_exchange(self, layout: MemoryLayout) -> RankExchange:
+        port = self._options.master_port
+        try:
+            listener = socket.create_server((self._address, port), family=_family(self._address))
+        except OSError as error:
+            raise ConfigError(
+                f"node 0 cannot listen at {self._address} port {port} (master_addr, master_port): {error.strerror}"
+            ) from error
+        with listener:
+            own = range(1, self._num_ranks // self._options.nnodes)
+            self._members = Members(self._options, own, self._address, port, self._key)
+            self._accept_ranks(listener)
+        self._exchange = NetworkRanks(Shard(0, self._num_ranks), self._address, self._book)
+        return self._exchange
+
+    def _accept_ranks(self, listener: socket.socket) -> None:
+        """Wait until all ranks have joined. EngineError if they do not, or one is not of this run."""
+        places = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        listener.settimeout(ACCEPT_POLL_S)
+        while missing := set(range(1, self._num_ranks)) - {peer.rank for peer in self.peers}:
+            if self.lost is not None:
+                raise self.lost
+            if time.monotonic() > deadline_s:
+                ranks = ", ".join(map(str, sorted(missing)))
+                raise EngineError(f"rank {ranks} did not join at {self._address} within {JOIN_TIMEOUT_S:g} s")
+            with suppress(TimeoutError):
+                connection, place = listener.accept()
+                if places.acquire(blocking=False):
+                    threading.Thread(target=self._greet, args=(connection, place[0], places), daemon=True).start()
+                else:
+                    connection.close()
+            with suppress(Empty):
+                while True:
+                    self._add_joined(self._joined.get_nowait(), missing)
+
+    def _add_joined(self, joined: tuple[int, Channel, str] | ConfigError, missing: set[int]) -> None:
+        if isinstance(joined, ConfigError):
+            raise joined
+        rank, channel, place = joined
+        if rank not in missing:
+            channel.close()
+            raise ConfigError(f"a rank {rank} has joined twice, or there is none: node_rank must differ between nodes")
+        missing.discard(rank)
+        self._add(Peer(rank, channel, None, place))
+
+    def _greet(self, connection: socket.socket, place: str, places: threading.BoundedSemaphore) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            rank, seals = greet(connection, self._key)
+            self._joined.put((rank, Channel(connection, messages.decode_report, seals), place))
+        except ConfigError as error:
+            connection.close()
+            self._joined.put(error)
+        except OSError as error:
+            log.warning("a connection from %s is no rank of this run: %s", place, error)
+            connection.close()
+        finally:
+            places.release()
+
+    def _check_hello(self, peer: Peer, hello: messages.Hello) -> None:
+        super()._check_hello(peer, hello)
+        for each in declared_options(EngineOptions):
+            default = each.option.flag_default  # what None means
+            theirs, ours = (
+                default if (value := getattr(options, each.name)) is None else value
+                for options in (hello.options, self._options)
+            )
+            if each.name not in OWN_SETTINGS and theirs != ours:
+                raise ConfigError(f"rank {peer.rank} ({peer.place}) has {each.name} {theirs!r}, rank 0 has {ours!r}")
+
+    def _host_of(self, peer: Peer) -> str:
+        return peer.place
+
+    def _threads_of(self, rank: int) -> int:
+        """Return the threads of rank 0; other ranks count those of their machines."""
+        num_local = self._num_ranks // self._options.nnodes
+        return max(1, -(-self._num_threads // num_local)) if rank == 0 else 0
+
+    def _handles(self, peer: Peer, report: messages.Report) -> bool:
+        if not isinstance(report, messages.Published):
+            return False
+        self._book.add(report)
+        self._publish(report, [other for other in self.peers if other is not peer])
+        return True
+
+    def _publish(self, entry: messages.Published, peers: list[Peer]) -> None:
+        with suppress(RankLostError):  # the thread that reads finds the end
+            for peer in peers:
+                peer.send(entry)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,108 @@
+"""Process of a rank that joins over TCP: `python -m quire.engine.nodes.member FD`, started by the command of its node.
+
+It ends with that command, with the connection to rank 0, and when rank 0 sends no heartbeats.
+"""
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+from quire.core.errors import ConfigError, EngineError
+from quire.engine.messages import failed
+from quire.engine.nodes.address_book import AddressBook
+from quire.engine.nodes.handshake import answer
+from quire.engine.nodes.messages import Ended, Join, decode_join
+from quire.engine.parallel import messages
+from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.process import beat
+
+if TYPE_CHECKING:
+    from quire.engine.nodes.exchange import NetworkRanks
+
+CONNECT_TIMEOUT_S = 100.0   # for node 0 to listen: below the default of --start-timeout
+CONNECT_PAUSE_S = 0.2
+
+
+class Member:
+    """A rank, its channel to rank 0, and that to the command of its node. Raises as `connect` and `answer`."""
+
+    def __init__(self, agent: Channel, join: Join) -> None:
+        self._agent, self._join = agent, join
+        self._reason = f"rank 0 at {join.address} port {join.port} has closed the connection"
+        connection = connect(join)
+        self._channel = Channel(connection, messages.decode_command, answer(connection, join.key, join.rank))
+        self._book = AddressBook(self._channel.send)
+
+    def run(self) -> NoReturn:
+        """Join the run, and serve it. Errors as of `quire.engine.parallel.rank.serve`."""
+        join, channel = self._join, self._channel
+        channel.silence_limit_s = join.options.stall_limit
+        silence = f"rank 0 at {join.address} gave no sign for {join.options.stall_limit:g} s (stall_limit)"
+        threading.Thread(target=beat, args=(channel, lambda: self.end(silence)), name="beat", daemon=True).start()
+        channel.start(lambda: self.end(self._reason), self._handles)
+        from quire.engine.parallel.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
+
+        serve(channel, self._open_ranks, join.options)
+
+    def end(self, reason: str) -> NoReturn:
+        """End the process, with a reason for the command of the node."""
+        self._agent.offer(Ended("EngineError", reason))
+        os._exit(1)
+
+    def _open_ranks(self, load: messages.Load) -> "NetworkRanks":
+        from quire.engine.nodes.exchange import NetworkRanks  # noqa: PLC0415 (loads torch)
+        from quire.model.sharding import Shard  # noqa: PLC0415
+
+        return NetworkRanks(Shard(load.rank, load.num_ranks), load.host, self._book)
+
+    def _handles(self, command: messages.Command) -> bool:
+        if isinstance(command, messages.End):
+            self._reason = command.reason
+            return True
+        if isinstance(command, messages.Published):
+            self._book.add(command)
+            return True
+        return False
+
+
+def connect(join: Join) -> socket.socket:
+    """Return a connection to rank 0, as soon as it listens. EngineError if it does not for long."""
+    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        try:
+            connection = socket.create_connection((join.address, join.port), timeout=CONNECT_PAUSE_S * 10)
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise EngineError(
+                    f"node 0 did not listen at {join.address} port {join.port} within {CONNECT_TIMEOUT_S:g} s "
+                    f"(master_addr, master_port): {error}"
+                ) from error
+            time.sleep(CONNECT_PAUSE_S)
+            continue
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+
+def main() -> None:
+    """Serve the socket with the number given as the only argument."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s rank: %(message)s")
+    agent = Channel(socket.socket(fileno=int(sys.argv[1])), decode_join)
+    agent.start(lambda: os._exit(1))
+    try:
+        Member(agent, agent.receive()).run()
+    except EOFError:
+        threading.Event().wait()  # the thread that reads ends the process
+    except Exception as error:
+        if not isinstance(error, EngineError):
+            logging.exception("the rank ends")
+        failure = failed(error)
+        agent.offer(Ended("ConfigError" if isinstance(error, ConfigError) else failure.kind, failure.message))
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

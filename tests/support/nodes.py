@@ -1,0 +1,58 @@
+"""Commands of nodes on this machine: a server over several of them, and what is left of it."""
+
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.server import is_running
+
+START = "from quire.cli.entry import main; main()"
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    with socket.socket() as found:
+        found.bind((address, 0))
+        return int(found.getsockname()[1])
+
+
+class NodeCommand:
+    """`quire serve` as a node other than 0, whose processes can be told from all others of the machine."""
+
+    def __init__(self, *flags: str, within: Sequence[str] = ()) -> None:
+        self.mark = uuid.uuid4().hex
+        command = [*within, sys.executable, "-c", START, "serve", *flags]
+        env = os.environ | {"NODE_MARK": self.mark}
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def pids(self) -> list[int]:
+        """Return its processes that run, the command's own first."""
+        return [pid for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if self._is_own(pid)]
+
+    def wait(self, timeout_s: float = 60.0) -> tuple[int, str]:
+        """Wait for the end; return the status and the output."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def _is_own(self, pid: int) -> bool:
+        try:
+            return self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes() and is_running(pid)
+        except OSError:
+            return False
+
+
+@contextmanager
+def node(*flags: str, within: Sequence[str] = ()) -> Iterator[NodeCommand]:
+    """Run a node; it is killed at the end, if it still runs."""
+    command = NodeCommand(*flags, within=within)
+    try:
+        yield command
+    finally:
+        command.process.kill()
+        command.process.wait()
+        if command.process.stdout is not None:
+            command.process.stdout.close()
