@@ -147,7 +147,7 @@ def decode_options(dims: int, dtype: torch.dtype) -> dict[str, Any]:
 
 def count_segments(context_len: int) -> int:
     """Return how many segments a context has: 16 up to 4,096 tokens, and 8 more for each doubling."""
-    last, num_short = (context_len - 1) // SEGMENT.value, NUM_SHORT.value
+    last, num_short = (context_len - 1) // int(SEGMENT.value), int(NUM_SHORT.value)
     octave = max(0, last.bit_length() - num_short.bit_length())
     later = num_short + octave * (num_short // 2) + (last - (num_short << octave)) // (2 << octave) + 1
     return last + 1 if last < num_short else later
