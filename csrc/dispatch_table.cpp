@@ -21,6 +21,8 @@ template <typename T>
 void sum(const Sum<T>&);
 template <typename T>
 void experts(const Experts<T>&);
+template <typename T>
+void low_rank_product(const LowRankProduct<T>&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
@@ -34,6 +36,7 @@ const Kernels kernels = {
     {embedding<bf16>, embedding<float>},
     {sum<bf16>, sum<float>},
     {experts<bf16>, experts<float>},
+    {low_rank_product<bf16>, low_rank_product<float>},
 };
 
 }  // namespace quire::ISA

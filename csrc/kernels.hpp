@@ -42,11 +42,28 @@ struct Quantization {
     const float* codebook = nullptr;       // 16 values
 };
 
+// B of outputs [first_output, first_output + num_outputs) of a linear layer (Hu et al. 2021), of the `rank` outputs of A from
+// `first_input` on. Packed as float weights are, of words: a float, or a pair of bfloat16, the last of which has a zero where
+// the rank is odd.
+struct LowRankPart {
+    const void* packed;
+    long first_input, rank, first_output, num_outputs;
+};
+
+// What an adapter adds to the sums of a row: B times `inner`, the outputs of A, for each part; no parts: nothing.
+template <typename T>
+struct LowRankRow {
+    const T* inner = nullptr;
+    const LowRankPart* parts = nullptr;
+    long num_parts = 0;
+    bool is_first = false;  // of the rows of its adapter
+};
+
 // A linear layer: out = activation(x W^T + addend + bias), x [num_rows, in_features] and out [num_rows, out_features], rows
 // `stride` elements apart. Packed weights as packing.hpp says; those of a gated activation are two layers, a
-// strip of gates and a strip of ups in turn. bias is float32 or null, of a gated one the gates' and then the ups'. addend
-// is float32 [num_rows, as many as bias has] or null; with addend_rows, row i gets the addend's row addend_rows[i], none
-// where that is negative. A format that is not served is a std::invalid_argument.
+// strip of gates and a strip of ups in turn. bias is float32 or null, of a gated one the gates' and then the ups'. The addend
+// is float32 [num_rows, as many as bias has] or null, and what low_rank [num_rows] has, or null. A format that is not
+// served is a std::invalid_argument.
 template <typename T>
 struct Linear {
     const T* x;
@@ -62,9 +79,22 @@ struct Linear {
     Quantization quantization = {};
     const float* addend = nullptr;
     long addend_stride = 0;
-    const std::int32_t* addend_rows = nullptr;
+    const LowRankRow<T>* low_rank = nullptr;
 
+    bool has_addends() const { return addend || low_rank; }
     bool is_gated() const { return quire::is_gated(activation); }
+};
+
+// out = inner B^T, float32 [num_rows, num_outputs]: what a part of an adapter adds to the sums of a linear layer, to the bit.
+// inner [num_rows, rank], and `packed` as of LowRankPart.
+template <typename T>
+struct LowRankProduct {
+    const T* inner;
+    long num_rows, rank, inner_stride;
+    const T* packed;
+    long num_outputs;
+    float* out;
+    long out_stride;
 };
 
 // What a layer keeps between calls, as of Linear.
@@ -224,6 +254,7 @@ struct Kernels {
     ForBoth<Embedding> embedding;
     ForBoth<Sum> sum;
     ForBoth<Experts> experts;
+    ForBoth<LowRankProduct> low_rank_product;
 };
 
 namespace portable { extern const Kernels kernels; }

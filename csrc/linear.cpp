@@ -31,4 +31,21 @@ template void linear(const Linear<bf16>&);
 #endif
 template void linear(const Linear<float>&);
 
+template <typename T>
+void low_rank_product(const LowRankProduct<T>& op) {
+    constexpr long strips_at_once = 16;
+    share_range(num_strips(op.num_outputs), strips_at_once, [&](long begin, long end) {
+        for (long row = 0; row < op.num_rows; row++)
+            for (long strip = begin; strip < end; strip++) {
+                float product[STRIP];
+                const T* packed = op.packed + strip * low_rank_strip_elements<T>(op.rank);
+                multiply_low_rank<T, 1>(op.inner + row * op.inner_stride, packed, op.rank).store(product, STRIP);
+                store_some(op.out + row * op.out_stride + strip * STRIP, load(product), op.num_outputs - strip * STRIP);
+            }
+    });
+}
+
+template void low_rank_product(const LowRankProduct<bf16>&);
+template void low_rank_product(const LowRankProduct<float>&);
+
 }  // namespace quire::ISA

@@ -167,7 +167,7 @@ void few_rows(const Linear<bf16>& op, const PackedWords<bf16>& weights, const Ro
         multiply_strips<row_tiles, strips>(weights, x, strip, sums[0]);
         for (long row = 0; row < op.num_rows; row++) {
             TileSums* of_row = sums[0] + row / x.rows * strips;
-            for (int i = 0; op.addend && i < strips; i++) add_addend(op, row, strip + i, of_row[i].sums + row % x.rows * STRIP);
+            for (int i = 0; op.has_addends() && i < strips; i++) add_addends(op, row, strip + i, 1, of_row[i].sums + row % x.rows * STRIP);
             for (int i = 0; i < strips; i += 2)
                 finish_pair(op, row, strip + i, of_row[i].row(row % x.rows), of_row[i + 1].row(row % x.rows));
         }
@@ -176,8 +176,8 @@ void few_rows(const Linear<bf16>& op, const PackedWords<bf16>& weights, const Ro
         const bool is_pair = strip + 1 < end;
         for (int i = 0; i <= is_pair; i++) multiply_strips<row_tiles, 1>(weights, x, strip + i, sums[i]);
         for (long row = 0; row < op.num_rows; row++) {
-            for (int i = 0; op.addend && i <= is_pair; i++)
-                add_addend(op, row, strip + i, sums[i][row / x.rows].sums + row % x.rows * STRIP);
+            for (int i = 0; op.has_addends() && i <= is_pair; i++)
+                add_addends(op, row, strip + i, 1, sums[i][row / x.rows].sums + row % x.rows * STRIP);
             const Floats left = sums[0][row / x.rows].row(row % x.rows), right = sums[1][row / x.rows].row(row % x.rows);
             if (is_pair)
                 finish_pair(op, row, strip, left, right);
@@ -270,8 +270,8 @@ private:
         for (long i = 0; i < 2 && row + i < end_row_tile; i++) {
             const long first = (row + i) * TILE_ROWS, rows = std::min(TILE_ROWS, op.num_rows - first);
             for (long r = 0; r < rows; r++) {
-                for (long j = 0; op.addend && left + j < end_strip && j < 2; j++)
-                    add_addend(op, first + r, left + j, four.tiles[i][j].sums + r * STRIP);
+                for (long j = 0; op.has_addends() && left + j < end_strip && j < 2; j++)
+                    add_addends(op, first + r, left + j, 1, four.tiles[i][j].sums + r * STRIP);
                 if (left + 1 < end_strip)
                     finish_pair(op, first + r, left, four.tiles[i][0].row(r), four.tiles[i][1].row(r));
                 else

@@ -26,9 +26,8 @@ constexpr int strips_beside(long rows) {
 // Finish a block of sums, [row][strip][16].
 template <typename T>
 void finish_block(const Linear<T>& op, long row, long num_rows, long strip, long num_strips, float* sums) {
-    if (op.addend)
-        for (long r = 0; r < num_rows; r++)
-            for (long s = 0; s < num_strips; s++) add_addend(op, row + r, strip + s, sums + r * SUMS_STRIDE + s * STRIP);
+    for (long r = 0; r < num_rows && op.has_addends(); r++)
+        if (op.addend || op.low_rank[row + r].num_parts) add_addends(op, row + r, strip, num_strips, sums + r * SUMS_STRIDE);
     for (long r = 0; r < num_rows; r++)
         for (long s = 0; s < num_strips; s += 2) {
             const float* left = sums + r * SUMS_STRIDE + s * STRIP;
@@ -168,6 +167,7 @@ void share_blocks(const Linear<T>& op, long strip_bytes, Compute&& compute) {
             after = -1;
             for (long strip = first_strip(i); strip < end; strip += FEW_STRIPS) {
                 const long num_strips = std::min(FEW_STRIPS, end - strip);
+                if (op.low_rank) fetch_addends(op, row, num_rows, strip, num_strips);
                 const bool is_last = strip + FEW_STRIPS >= end;
                 if (is_last && is_early) after = chunks.take();
                 if constexpr (looks_ahead)

@@ -10,8 +10,7 @@
 namespace quire {
 namespace {
 
-constexpr long ROWS_AT_ONCE = 256;  // as many as a block of many rows has: weights are read once more for each
-constexpr long FEWEST_STRIPS = 16;  // of a piece of B that a thread takes
+constexpr long ROWS_AT_ONCE = 64;  // of one adapter, that a thread takes: as many as the tiles of one pass over the weights
 
 template <typename T>
 void call_linear(const Linear<T>& op) {
@@ -21,36 +20,17 @@ void call_linear(const Linear<T>& op) {
         chosen->linear.float32(op);
 }
 
-template <typename T>
-long total_outputs(const Linear<T>& layer) { return layer.out_features * (layer.is_gated() ? 2 : 1); }
-
-bool covers(const LowRankFactors& factors, long num_outputs) {
-    long covered = 0;
-    for (const LowRankPart& part : factors.parts) covered += part.num_outputs;
-    return covered == num_outputs;
-}
-
-// x + -0 is x, of every x.
-void fill_with_nothing(float* addend, long num_rows, long stride) { std::fill(addend, addend + num_rows * stride, -0.0f); }
-
 }  // namespace
 
 template <typename T>
 StepAdapters<T>::StepAdapters(const std::vector<const AdapterFactors*>& adapters, const std::int32_t* of_row, long num_rows)
-    : addend_rows_(num_rows, -1) {
-    for (long begin = 0; begin < num_rows; begin += ROWS_AT_ONCE) {
-        const long end = std::min(begin + ROWS_AT_ONCE, num_rows), first_group = groups_.size(), slice_start = order_.size();
-        for (std::size_t i = 0; i < adapters.size(); i++) {
-            const long first = order_.size();
-            for (long row = begin; row < end; row++)
-                if (of_row[row] == static_cast<std::int32_t>(i)) {
-                    addend_rows_[row] = order_.size() - slice_start;
-                    order_.push_back(row);
-                }
-            const long count = order_.size() - first;
-            if (count) groups_.push_back({adapters[i], first, count});
-        }
-        slices_.push_back({begin, end, first_group, static_cast<long>(groups_.size())});
+    : num_rows_(num_rows) {
+    for (std::size_t i = 0; i < adapters.size(); i++) {
+        const long first = order_.size();
+        for (long row = 0; row < num_rows; row++)
+            if (of_row[row] == static_cast<std::int32_t>(i)) order_.push_back(row);
+        for (long begin = first, end = order_.size(); begin < end; begin += ROWS_AT_ONCE)
+            groups_.push_back({adapters[i], begin, std::min(ROWS_AT_ONCE, end - begin)});
     }
 }
 
@@ -58,75 +38,54 @@ template <typename T>
 void StepAdapters<T>::linear(const Linear<T>& layer, long number) const {
     const bool is_adapted = std::any_of(groups_.begin(), groups_.end(), [&](const Group& group) { return group.adapter->layers[number].rank; });
     if (!is_adapted) return call_linear(layer);
-    static thread_local ISA::Aligned<float> scratch;
-    const long stride = total_outputs(layer);
-    for (const Slice& slice : slices_) {
-        Linear<T> rows = layer;
-        rows.x += slice.begin * layer.x_stride;
-        rows.num_rows = slice.end - slice.begin;
-        rows.out = static_cast<T*>(layer.out) + slice.begin * layer.out_stride;
-        long num_adapted = 0;
-        for (long i = slice.first_group; i < slice.end_group; i++) num_adapted += groups_[i].count;
-        if (num_adapted) {
-            float* addend = scratch.at_least(num_adapted * stride);
-            compute_addend(layer, slice, number, addend, stride);
-            rows.addend = addend;
-            rows.addend_stride = stride;
-            rows.addend_rows = addend_rows_.data() + slice.begin;
-        }
-        call_linear(rows);
-    }
+    static thread_local std::vector<LowRankRow<T>> rows;
+    rows.assign(num_rows_, {});
+    multiply_down(layer, number, rows.data());
+    Linear<T> adapted = layer;
+    adapted.low_rank = rows.data();
+    call_linear(adapted);
 }
 
-// Write the addends of a slice's rows, in their order, [rows with adapters, all outputs].
+// Compute A x of all rows with adapters, and say where each row has its own; valid until the thread's next.
 template <typename T>
-void StepAdapters<T>::compute_addend(const Linear<T>& layer, const Slice& slice, long number, float* addend, long stride) const {
-    const Group* groups = groups_.data() + slice.first_group;
-    const long num_groups = slice.end_group - slice.first_group, slice_start = groups[0].first;
-    struct Piece {  // of one part of one group: some strips
+void StepAdapters<T>::multiply_down(const Linear<T>& layer, long number, LowRankRow<T>* rows) const {
+    struct Piece {  // of A of one group: outputs [first, first + count)
         const Group* group;
-        const LowRankPart* part;
-        const T* inner;
-        long inner_stride, strip, num_strips;
+        T* inner;
+        long first, count;
     };
     static thread_local std::vector<Piece> pieces;
     static thread_local ISA::Aligned<T> scratch;
-    pieces.clear();
     long inner_size = 0, all_strips = 0;
-    for (long i = 0; i < num_groups; i++) {
-        const LowRankFactors& factors = groups[i].adapter->layers[number];
-        inner_size += groups[i].count * factors.rank;
-        for (const LowRankPart& part : factors.parts) all_strips += num_strips(part.num_outputs);
+    for (const Group& group : groups_) {
+        const long rank = group.adapter->layers[number].rank;
+        inner_size += group.count * rank;
+        all_strips += num_strips(rank);
     }
     T* inner = scratch.at_least(inner_size);
-    const long strips_at_once = std::max(FEWEST_STRIPS, all_strips / (4 * num_threads()));
-    std::vector<T*> inners(num_groups);
-    for (long i = 0; i < num_groups; i++) {
-        const LowRankFactors& factors = groups[i].adapter->layers[number];
-        inners[i] = inner;
-        for (const LowRankPart& part : factors.parts)
-            for (long strip = 0, strips = num_strips(part.num_outputs); strip < strips; strip += strips_at_once)
-                pieces.push_back({&groups[i], &part, inner + part.first_input, factors.rank, strip, std::min(strips_at_once, strips - strip)});
-        inner += groups[i].count * factors.rank;
+    const long outputs_at_once = std::max(1L, all_strips / (2 * num_threads())) * STRIP;
+    pieces.clear();
+    const AdapterFactors* before = nullptr;
+    for (const Group& group : groups_) {
+        const LowRankFactors& factors = group.adapter->layers[number];
+        const long num_parts = factors.parts.size();
+        for (long i = 0; i < group.count; i++) {
+            const bool is_first = i == 0 && group.adapter != before;
+            rows[order_[group.first + i]] = {inner + i * factors.rank, factors.parts.data(), num_parts, is_first};
+        }
+        for (long first = 0; first < factors.rank; first += outputs_at_once)
+            pieces.push_back({&group, inner + first, first, std::min(outputs_at_once, factors.rank - first)});
+        inner += group.count * factors.rank;
+        before = group.adapter;
     }
-    share_range(num_groups, 1, [&](long i, long) {
-        const LowRankFactors& factors = groups[i].adapter->layers[number];
-        float* own = addend + (groups[i].first - slice_start) * stride;
-        if (!covers(factors, stride)) fill_with_nothing(own, groups[i].count, stride);
-        if (!factors.rank) return;
+    share_range(pieces.size(), 1, [&, own = pieces.data()](long i, long) {
+        const Piece& piece = own[i];
+        const LowRankFactors& factors = piece.group->adapter->layers[number];
+        const T* packed = static_cast<const T*>(factors.packed) + packed_size<T>(piece.first, layer.in_features);
         long x_stride = layer.x_stride;
-        const T* x = rows_of(groups[i], layer, x_stride);
-        call_linear(Linear<T>{x, groups[i].count, layer.in_features, x_stride, static_cast<const T*>(factors.packed), factors.rank,
-                              nullptr, inners[i], factors.rank, false, Activation::none});
-    });
-    share_range(pieces.size(), 1, [&, own_pieces = pieces.data()](long i, long) {
-        const Piece& piece = own_pieces[i];
-        const LowRankPart& part = *piece.part;
-        const long first = piece.strip * STRIP, num_outputs = std::min(piece.num_strips * STRIP, part.num_outputs - first);
-        float* out = addend + (piece.group->first - slice_start) * stride + part.first_output + first;
-        call_linear(Linear<T>{piece.inner, piece.group->count, part.rank, piece.inner_stride,
-                              static_cast<const T*>(part.packed) + packed_size<T>(first, part.rank), num_outputs, nullptr, out, stride,
-                              true, Activation::none});
+        const T* x = rows_of(*piece.group, layer, x_stride);
+        call_linear(Linear<T>{x, piece.group->count, layer.in_features, x_stride, packed, piece.count, nullptr, piece.inner,
+                              factors.rank, false, Activation::none});
     });
 }
 

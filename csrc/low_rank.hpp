@@ -1,8 +1,8 @@
 // Low-rank addends of linear layers: what the adapters of a step add to the sums of a layer (Hu et al. 2021).
 //
-// delta = B (A x) of the rows of each adapter, by the kernels of linear layers: A's outputs are rounded to T, B's stay float32. So a
-// row's bits depend on its own adapter alone, and a row without one is not touched. A step has few rows and many small products: one
-// dispatch computes A of all adapters, one B of all adapters and outputs.
+// delta = B (A x) of the rows of each adapter. One dispatch computes A x of all adapters by the kernels of linear layers,
+// rounded to T; the layer's own kernel adds B times that to its sums (low_rank_output.hpp), so that the delta is never in
+// memory. A row's bits depend on its own adapter alone, and a row without one is not touched.
 #pragma once
 
 #include <vector>
@@ -10,13 +10,6 @@
 #include "kernels.hpp"
 
 namespace quire {
-
-// Outputs [first_output, first_output + num_outputs) of a layer: B [num_outputs, rank], dense and packed, of the `rank` outputs
-// of A from `first_input` on.
-struct LowRankPart {
-    const void* packed;
-    long first_input, rank, first_output, num_outputs;
-};
 
 // The factors of one layer: A [rank, in_features], dense and packed, of all parts together. rank 0: the layer is as it is.
 struct LowRankFactors {
@@ -30,7 +23,7 @@ struct AdapterFactors {
     std::vector<LowRankFactors> layers;
 };
 
-// The adapters of a step's rows. Rows are taken some at a time, which bounds the memory of addends.
+// The adapters of a step's rows.
 template <typename T>
 class StepAdapters {
 public:
@@ -45,15 +38,11 @@ private:
         const AdapterFactors* adapter;
         long first, count;
     };
-    struct Slice {  // rows [begin, end), their order by adapters, and their groups
-        long begin, end, first_group, end_group;
-    };
-    std::vector<std::int32_t> order_;         // of a slice's rows with adapters, by adapter; numbers within all rows
-    std::vector<std::int32_t> addend_rows_;   // of each row: its place in the slice's order; -1: it has no adapter
+    std::vector<std::int32_t> order_;  // rows with adapters, by adapter
     std::vector<Group> groups_;
-    std::vector<Slice> slices_;
+    long num_rows_;
 
-    void compute_addend(const Linear<T>& rows, const Slice& slice, long number, float* addend, long stride) const;
+    void multiply_down(const Linear<T>& layer, long number, LowRankRow<T>* rows) const;
     const T* rows_of(const Group& group, const Linear<T>& all, long& stride) const;
 };
 

@@ -262,6 +262,7 @@ NB_MODULE(_kernels, module) {
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);
+    def(module, "low_rank_product", &Kernels::low_rank_product);
     def_experts<bf16>(module, "experts_bf16");
     def_experts<float>(module, "experts_float");
     def(module, "rms_norm", &Kernels::rms_norm);

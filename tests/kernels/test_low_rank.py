@@ -5,7 +5,7 @@ import torch
 
 from quire.kernels.linear import make_linear, reference
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.low_rank import RowAdapters
+from quire.kernels.low_rank import RowAdapters, TorchUp
 from quire.kernels.low_rank import reference as addend_of
 from quire.kernels.quantized import round_to_nearest
 from support.adapters import adapter, random_layer
@@ -23,7 +23,7 @@ def test_scale_is_folded_in_before_rounding() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_addend_of_fused_parts_has_those_of_each_module(dtype: torch.dtype) -> None:
     ranges = [(0, 16, 4), (32, 40, 3)]
-    layer, factors = random_layer(make_linear, WIDTH, OUTPUTS, ranges, dtype, seed=1)
+    layer, factors = random_layer(make_linear, TorchUp, WIDTH, OUTPUTS, ranges, dtype, seed=1)
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = layer.addend(x)
     for (first, count, _), (down, up) in zip(ranges, factors, strict=True):
@@ -44,7 +44,10 @@ def test_rows_depend_on_their_own_adapter_alone(dtype: torch.dtype, weight_forma
     layer = make_linear(weight)
     x = torch.randn(70, WIDTH, generator=generator).to(dtype)
     x[1] = 0.0
-    layers = [random_layer(make_linear, WIDTH, OUTPUTS, [(0, OUTPUTS, rank)], dtype, seed=rank)[0] for rank in (2, 16)]
+    layers = [
+        random_layer(make_linear, TorchUp, WIDTH, OUTPUTS, [(0, OUTPUTS, rank)], dtype, seed=rank)[0]
+        for rank in (2, 16)
+    ]
     adapters = [adapter(up=each) for each in layers] + [adapter()]
     of_row = torch.arange(-1, 69, dtype=torch.int32) % 4 - 1
     addend = RowAdapters(adapters, of_row).addend("up", x)

@@ -7,13 +7,19 @@ from torch import Tensor
 
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart
+from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart, Up
 
 Ranges = Sequence[tuple[int, int, int]]  # first output, number of outputs, rank
 
 
 def random_layer(
-    make: Callable[..., Linear], width: int, num_outputs: int, ranges: Ranges, dtype: torch.dtype, seed: int
+    make: Callable[..., Linear],
+    make_up: Callable[[Tensor], Up],
+    width: int,
+    num_outputs: int,
+    ranges: Ranges,
+    dtype: torch.dtype,
+    seed: int,
 ) -> tuple[LowRankLayer, list[tuple[Tensor, Tensor]]]:
     """Return a layer of an adapter, and A and B of each of its parts."""
     generator = torch.Generator().manual_seed(seed)
@@ -21,8 +27,7 @@ def random_layer(
     ups = [torch.randn(count, rank, generator=generator).to(dtype) for _, count, rank in ranges]
     parts, first_input = [], 0
     for (first, count, rank), up in zip(ranges, ups, strict=True):
-        layer = make(LinearWeight.dense(up), dtype=torch.float32)
-        parts.append(LowRankPart(layer, first_input, rank, first, count))
+        parts.append(LowRankPart(make_up(up), first_input, rank, first, count))
         first_input += rank
     down = make(LinearWeight.dense(downs))
     return LowRankLayer(down, first_input, num_outputs, tuple(parts)), list(zip(downs, ups, strict=True))

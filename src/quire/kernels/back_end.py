@@ -22,6 +22,7 @@ from quire.kernels import (
     experts,
     kv_cache_write,
     linear,
+    low_rank,
     paged_attention,
     sampling_ops,
 )
@@ -37,13 +38,15 @@ log = logging.getLogger(__name__)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `experts` makes a mixture of layers, as
+    `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `low_rank_up` makes B of an adapter's
+    module from its weight, as `low_rank.TorchUp` is one; `experts` makes a mixture of layers, as
     `experts.TorchExperts` is one; `norm` makes one from its parameters, as `norm.TorchNorm` does. `fuse` replaces
     those stretches of a layer program that the back end runs in one call.
     """
 
     name: str
     linear: Callable[..., linear.Linear]
+    low_rank_up: Callable[..., low_rank.Up]
     experts: Callable[..., experts.ExpertLayer]
     fuse: Callable[[Program], Program]
     cache_layout: cache_layout.CacheLayout
@@ -59,6 +62,7 @@ class BackEnd:
 TORCH = BackEnd(
     name="torch",
     linear=linear.make_linear,
+    low_rank_up=low_rank.TorchUp,
     experts=experts.TorchExperts,
     fuse=lambda program: program,
     cache_layout=cache_layout.PLAIN,

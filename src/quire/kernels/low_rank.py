@@ -8,20 +8,43 @@ alone. Rows without an adapter get the addend -0, which changes no number.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import Linear
+from quire.kernels.linear import Linear, make_linear
+from quire.kernels.linear_weight import LinearWeight
 
 NOTHING = -0.0  # x + -0.0 is x, also where x is -0.0
+
+
+class Up(Protocol):
+    """B of an adapter's module, packed."""
+
+    num_bytes: int
+
+    def __call__(self, inner: Tensor, /) -> Tensor:
+        """Return float32 [num_rows, num_outputs] for A's outputs [num_rows, rank], in the model's dtype."""
+        ...
+
+
+class TorchUp:
+    """B [num_outputs, rank] by PyTorch: the linear layer with float32 outputs."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._linear = make_linear(LinearWeight.dense(weight), dtype=torch.float32)
+        self.num_bytes = self._linear.num_bytes
+
+    def __call__(self, inner: Tensor, /) -> Tensor:
+        """Multiply all rows."""
+        return self._linear(inner)
 
 
 class LowRankPart(NamedTuple):
     """B of outputs [first_output, first_output + num_outputs) of a layer, over `rank` outputs of A."""
 
-    up: Linear          # float32 [num_rows, num_outputs] of [num_rows, rank]
+    up: Up              # float32 [num_rows, num_outputs] of [num_rows, rank]
     first_input: int    # the first of A's outputs
     rank: int
     first_output: int   # of a gated layer: gates, then ups

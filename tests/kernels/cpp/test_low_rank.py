@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.low_rank import CppUp
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.cpp.program import FusedOps, fuse
 from quire.kernels.linear import GATED, Activation
@@ -49,9 +50,9 @@ def adapters_for(dtype: torch.dtype, activation: Activation) -> list[AdapterWeig
     """Return adapters of both layers, of some outputs of one, of the other one, and of neither."""
     make: Callable[..., CppLinear] = partial(CppLinear, memory=PackedMemory())
     outputs = INNER * (2 if activation in GATED else 1)
-    whole = random_layer(make, WIDTH, outputs, [(0, outputs, 5)], dtype, seed=1)[0]
-    parts = random_layer(make, WIDTH, outputs, [(0, 24, 16), (40, outputs - 40, 33)], dtype, seed=2)[0]
-    down = random_layer(make, INNER, WIDTH, [(0, WIDTH, 1)], dtype, seed=3)[0]
+    whole = random_layer(make, CppUp, WIDTH, outputs, [(0, outputs, 5)], dtype, seed=1)[0]
+    parts = random_layer(make, CppUp, WIDTH, outputs, [(0, 24, 16), (40, outputs - 40, 33)], dtype, seed=2)[0]
+    down = random_layer(make, CppUp, INNER, WIDTH, [(0, WIDTH, 1)], dtype, seed=3)[0]
     return [adapter(up=whole, down=down), adapter(up=parts), adapter(down=down), adapter()]
 
 

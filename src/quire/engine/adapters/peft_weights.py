@@ -18,7 +18,7 @@ from quire.engine.adapters.peft_config import CONFIG_FILE, Factor, parse_config
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart
+from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart, Up
 from quire.model.shapes import LayerShapes, LinearShape
 from quire.model.sharding import Range, Shard, shifted
 from quire.model.spec import DecoderSpec
@@ -128,7 +128,7 @@ class ModelTargets:
         return None
 
     def _pack(self, scaled: Mapping[Target, tuple[Tensor, Tensor]]) -> AdapterWeights:
-        make = _linear_maker(self._back_end)
+        make_down, make_up = _makers(self._back_end)
         by_op: dict[str, list[Target]] = {}
         for target in sorted(scaled, key=lambda each: (each.op, each.first)):
             by_op.setdefault(target.op, []).append(target)
@@ -137,11 +137,10 @@ class ModelTargets:
             parts, rank = [], 0
             for target in targets:
                 up = scaled[target][1]
-                own = [up[slice(*rows)] for rows in target.rows]
-                factor = make(LinearWeight.dense(own), dtype=torch.float32)
-                parts.append(LowRankPart(factor, rank, up.shape[1], target.first, target.num_outputs))
+                own = torch.cat([up[slice(*rows)] for rows in target.rows])
+                parts.append(LowRankPart(make_up(own), rank, up.shape[1], target.first, target.num_outputs))
                 rank += up.shape[1]
-            down = make(LinearWeight.dense([scaled[target][0] for target in targets]))
+            down = make_down(LinearWeight.dense([scaled[target][0] for target in targets]))
             layers[op] = LowRankLayer(down, rank, targets[0].all_rows, tuple(parts))
             num_bytes += down.num_bytes + sum(part.up.num_bytes for part in parts)
         return AdapterWeights(layers, num_bytes)
@@ -212,10 +211,11 @@ def _check(
             )
 
 
-def _linear_maker(back_end: BackEnd) -> Callable[..., Linear]:
-    """Return the back end's maker of linear layers; of C++ with memory of its own, which is freed with the adapter."""
+def _makers(back_end: BackEnd) -> tuple[Callable[..., Linear], Callable[..., Up]]:
+    """Return the back end's makers of A and B; of C++ with memory of its own, which is freed with the adapter."""
     if back_end.name != "cpp":
-        return back_end.linear
+        return back_end.linear, back_end.low_rank_up
     from quire.kernels.cpp.huge_pages import PackedMemory  # noqa: PLC0415 (of the C++ back end alone)
 
-    return partial(back_end.linear, memory=PackedMemory())
+    memory = PackedMemory()
+    return partial(back_end.linear, memory=memory), partial(back_end.low_rank_up, memory=memory)

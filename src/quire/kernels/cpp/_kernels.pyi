@@ -154,6 +154,13 @@ class NormOp:
 class LinearOp:
     def __init__(self, x: int, out: int, number: int, layer: LinearWeights) -> None: ...
 
+def low_rank_product_bf16(
+    inner: int, num_rows: int, rank: int, inner_stride: int, packed: int, num_outputs: int, out: int, out_stride: int
+) -> None: ...
+def low_rank_product_float(
+    inner: int, num_rows: int, rank: int, inner_stride: int, packed: int, num_outputs: int, out: int, out_stride: int
+) -> None: ...
+
 class LowRankPart:
     def __init__(self, packed: int, first_input: int, rank: int, first_output: int, num_outputs: int) -> None: ...
 

@@ -29,6 +29,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         huge_pages,
         kv_cache_write,
         linear,
+        low_rank,
         norm,
         program,
         sampling,
@@ -37,6 +38,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     _kernels.use_isa(isa)
     return {
         "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
+        "low_rank_up": low_rank.CppUp,
         "experts": experts.CppExperts,
         "fuse": program.fuse,
         "cache_layout": CacheLayout(cache_layout.cache_shapes, dtypes.kernel_dtype, cache_layout.STORED),

@@ -20,9 +20,10 @@ from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.experts import CppExperts
 from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.low_rank import CppUp
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.linear import Linear
-from quire.kernels.low_rank import AdapterWeights, LowRankLayer
+from quire.kernels.low_rank import AdapterWeights, LowRankLayer, Up
 from quire.kernels.paged_attention import num_ahead
 from quire.kernels.program import Activations, LayerInputs, Op, Program, live_after
 
@@ -231,8 +232,8 @@ def _low_rank(layer: LowRankLayer | None) -> _kernels.LowRankFactors:
     return _kernels.LowRankFactors(_packed(layer.down), layer.rank, parts)
 
 
-def _packed(factor: Linear) -> int:
-    assert isinstance(factor, CppLinear)
+def _packed(factor: Linear | Up) -> int:
+    assert isinstance(factor, CppLinear | CppUp)
     return factor.packed_address
 
 
