@@ -392,7 +392,7 @@ class LLM:
         if adapters is None:
             raise InvalidRequestError(NO_ADAPTERS, param="lora_request")
         try:
-            return adapters.read(lora_request.lora_path).result()
+            return adapters.read(lora_request.lora_path).result()._replace(name=lora_request.lora_name)
         except ModelError as error:
             raise InvalidRequestError(str(error), param="lora_request") from error
 

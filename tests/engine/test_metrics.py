@@ -40,6 +40,10 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "vllm:kv_cache_usage_perc": [MODEL],
     "vllm:gpu_cache_usage_perc": [MODEL],
     "vllm:cache_config_info": [MODEL | dict.fromkeys(CACHE_LABELS, "")],
+    "vllm:lora_requests_info": [
+        MODEL | {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""},
+    ],
+    "quire:lora_adapters": [{"state": state} for state in ("running", "waiting")],
     "quire:kv_blocks_pinned": [{}],
     "quire:kv_blocks": [{"state": state} for state in ("free", "cached", "used")],
     "quire:kv_tail_waste_ratio": [{}],

@@ -11,13 +11,31 @@ MAX_RANK = 512           # highest max_lora_rank
 MAX_ADAPTERS = 4096      # highest max_loras and max_cpu_loras
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
+MAX_SHOWN_NAMES = 64  # of each kind in an AdapterUse
 
 
 class Adapter(NamedTuple):
-    """An adapter that an engine has read: the content of a folder, by its digest."""
+    """An adapter that an engine has read: the content of a folder, by its digest. `name`: what its request calls it."""
 
     digest: str
     folder: str
+    name: str = ""
+
+
+class AdapterUse(NamedTuple):
+    """Adapters of the requests of an engine: how many, and the first MAX_SHOWN_NAMES of their names in order.
+
+    Requests that were preempted or swapped out wait.
+    """
+
+    max_running: int  # max_loras; 0: adapters are off
+    num_running: int
+    num_waiting: int
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+NO_ADAPTER_USE = AdapterUse(0, 0, 0, (), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ class Request:
     task: Task = GENERATE
     scope: Scope = NO_SCOPE           # requests find only what those of the same scope have computed
     adapter_folder: str = ""          # of `scope.adapter`
+    adapter_name: str = ""            # by which the client asked for it: for metrics alone
     priority: int = 0                 # lower is served first
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import InvalidRequestError, RankLostError
-from quire.core.lora import Adapter
+from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import Admission, KVStats, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
@@ -46,6 +46,9 @@ class Adapters(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the next one is loaded, at most this long. No request runs."""
+
+    def use(self) -> AdapterUse:
+        """Return the adapters of running and of waiting requests."""
 
     @property
     def num_in_memory(self) -> int:
@@ -174,8 +177,11 @@ class Engine:
         ]  # fmt: skip
 
     def state(self, kv: KVStats) -> EngineState:
-        """Return the state between two steps; `kv` are statistics of the cache."""
-        scheduler = self.scheduler
+        """Return the state between two steps; `kv` are statistics of the cache.
+
+        The adapters of requests are counted when blocks by owner are: both take time with the number of requests.
+        """
+        scheduler, is_count_due = self.scheduler, kv.blocks_by_owner is not None
         return EngineState(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + scheduler.num_held,
@@ -186,6 +192,7 @@ class Engine:
             num_running_seqs=scheduler.num_running_seqs,
             waits_for=scheduler.wait_reason,
             num_deferred=scheduler.num_deferred,
+            adapters=self.adapters.use() if self.adapters is not None and is_count_due else None,
         )
 
     def kv_stats(self, *, by_owner: bool = True) -> KVStats:

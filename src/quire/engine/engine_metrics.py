@@ -4,6 +4,7 @@ Families are built for each page from plain numbers: counting costs an addition.
 the same order, so that `Metrics` can join their samples.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import get_args
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quire.core.config import PreemptionKind
+from quire.core.lora import NO_ADAPTER_USE
 from quire.core.outputs import FinishReason, KVStats
 from quire.core.owner_labels import OTHER
 from quire.core.speculation import MAX_DRAFTS
@@ -73,6 +75,7 @@ class EngineMetrics:
         self._weights: Sample = {"dtype": "", "quantization": ""} | self._own, 0
         self._cache_config: Sample = dict.fromkeys(CACHE_LABELS, ""), 0
         self._requests = _RequestCounters()
+        self._adapters = NO_ADAPTER_USE, 0.0                        # and when they were counted, in seconds since 1970
         self._num_restarts = 0
         self._histograms = RequestHistograms()
 
@@ -121,9 +124,13 @@ class EngineMetrics:
         self._state = EngineState(0, 0, 0)
         self._kv = self._earlier = _counted_on(self._kv, _NO_STATS)
         self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
+        used, counted_s = self._adapters
+        self._adapters = NO_ADAPTER_USE._replace(max_running=used.max_running), counted_s
 
     def _update_state(self, state: EngineState) -> None:
         self._state = state
+        if state.adapters is not None:
+            self._adapters = state.adapters, time.time()
         if state.kv is not None:
             self._kv = state.kv if self._earlier is None else _counted_on(self._earlier, state.kv)
             if state.kv.blocks_by_owner is not None:
@@ -144,6 +151,7 @@ class EngineMetrics:
     def families(self) -> Iterator[Metric]:
         """Yield the families of the engine, each with its samples."""
         yield from self._engine_families()
+        yield from self._adapter_families()
         yield from self._cache_families()
         yield from self._request_families()
         yield from self._draft_families()
@@ -167,6 +175,18 @@ class EngineMetrics:
         yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", (own, kv.recovery_saved_s))
         yield gauge("quire:weights_bytes", "Bytes of the weights in memory.", self._weights)
         yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", (own, self._num_restarts))
+
+    def _adapter_families(self) -> Iterator[Metric]:
+        adapters, counted_s = self._adapters
+        labels = {
+            "max_lora": str(adapters.max_running),
+            "running_lora_adapters": ",".join(adapters.running),
+            "waiting_lora_adapters": ",".join(adapters.waiting),
+        }
+        counted = self._model | labels, counted_s
+        yield gauge("vllm:lora_requests_info", "When adapters were counted; their names are labels.", counted)
+        numbers = {"running": adapters.num_running, "waiting": adapters.num_waiting}
+        yield gauge("quire:lora_adapters", "Adapters of requests, by state.", *by("state", numbers, self._own))
 
     def _cache_families(self) -> Iterator[Metric]:
         kv, model, own = self._kv, self._model, self._own

@@ -383,6 +383,7 @@ class InputProcessor:
             task=task,
             scope=Scope(prompt.cache_salt, None if prompt.adapter is None else prompt.adapter.digest),
             adapter_folder="" if prompt.adapter is None else prompt.adapter.folder,
+            adapter_name="" if prompt.adapter is None else prompt.adapter.name,
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),
         )
 

@@ -11,7 +11,7 @@ import msgspec
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, ModelError
-from quire.core.lora import Adapter
+from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
 from quire.core.pooling import PoolerConfig
 from quire.core.sequence import Request
@@ -120,6 +120,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     num_running_seqs: int = 0           # sequences that run
     waits_for: WaitReason | None = None  # of the next waiting request
     num_deferred: int = 0               # waiting requests that the last step skipped
+    adapters: AdapterUse | None = None  # None: not counted with this report
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):

@@ -102,7 +102,8 @@ class AdapterNames:
 
     def add(self, name: str, adapter: Adapter, parent: str | None = None) -> None:
         """Add an adapter, or replace that of its name."""
-        self._served[name] = ServedAdapter(name, adapter, parent or self._model_names[0], int(time.time()))
+        named = adapter._replace(name=name)
+        self._served[name] = ServedAdapter(name, named, parent or self._model_names[0], int(time.time()))
 
     def remove(self, name: str) -> bool:
         """Remove an adapter; return False for an unknown name. Requests that were sent keep it."""

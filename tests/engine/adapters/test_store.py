@@ -8,6 +8,8 @@ import pytest
 
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError
+from quire.core.lora import AdapterUse
+from quire.engine.adapters import store as store_module
 from quire.engine.adapters.store import AdapterStore
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
@@ -64,6 +66,30 @@ def test_limits_hold_up_requests_and_change_no_token(
     assert in_order[:4] == expected
     assert in_order[5:] == expected[1:]
     assert in_order[4] != expected[0]
+
+
+def test_use_names_the_adapters_of_running_and_of_waiting_requests(model: Path, adapters: list[LoRARequest]) -> None:
+    with LLM(model, enable_lora=True, max_loras=2) as llm:
+        store = store_of(llm)
+        assert store.use() == AdapterUse(2, 0, 0, (), ())
+        outputs = llm.stream(PROMPTS * 2, PARAMS, lora_request=[*adapters, *adapters[:2], None, adapters[3]])
+        next(outputs)
+        names = [each.lora_name for each in adapters]
+        assert store.use() == AdapterUse(2, 2, 4, tuple(names[:2]), tuple(names)), "they wait behind the third"
+        assert len(list(outputs)) > 0
+        assert store.use() == AdapterUse(2, 0, 0, (), ())
+
+
+def test_use_shows_so_many_names_and_counts_all(
+    model: Path, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_SHOWN_NAMES", 1)
+    with LLM(model, enable_lora=True, max_loras=2) as llm:
+        outputs = llm.stream(PROMPTS, PARAMS, lora_request=adapters)
+        next(outputs)
+        names = [each.lora_name for each in adapters]
+        assert store_of(llm).use() == AdapterUse(2, 2, 2, (names[0],), (names[2],))
+        outputs.close()
 
 
 def test_requests_without_an_adapter_run_while_one_is_loaded(

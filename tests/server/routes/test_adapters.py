@@ -1,11 +1,14 @@
 """LoRA adapters over HTTP: names in every route, loading and unloading while requests run, and what is refused."""
 
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
@@ -108,6 +111,42 @@ def test_adapter_is_unloaded_while_a_request_runs(server: OpenAIServer) -> None:
     status, error = server.refusal("/v1/completions", model="a", prompt=PROMPT)
     assert (status, error["code"]) == (404, "model_not_found")
     assert "a" not in error["message"].split("this server has ")[1].split(", ")
+
+
+def test_metrics_name_the_adapters_of_requests(server: OpenAIServer) -> None:
+    load(server, "a")
+    load(server, "b")
+    long = {"prompt": PROMPT, "n": 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+    def wait_for(running: str, waiting: str) -> str:
+        expected = {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        expected |= {"model_name": NAME, "engine": "0", "max_lora": "1"}
+        deadline_s = time.monotonic() + 60
+        while True:
+            page = server.http.get("/metrics").text
+            (sample,) = (
+                sample
+                for family in text_string_to_metric_families(page)
+                for sample in family.samples
+                if sample.name == "vllm:lora_requests_info"
+            )
+            if sample.labels == expected:
+                assert abs(sample.value - time.time()) < 60
+                return page
+            assert time.monotonic() < deadline_s, sample.labels
+            time.sleep(0.02)
+
+    with ThreadPoolExecutor(1) as pool:
+        with server.http.stream("POST", "/v1/completions", json=long | {"model": "a"}) as running:
+            lines = running.iter_lines()                # kept: the stream is closed with it
+            next(lines)
+            waiting = pool.submit(text, server, "b")
+            page = wait_for("a", "b")
+            assert 'quire:lora_adapters{engine="0",state="running"} 1.0' in page
+            assert 'quire:lora_adapters{engine="0",state="waiting"} 1.0' in page
+        assert waiting.result()
+    page = wait_for("", "")
+    assert 'quire:lora_adapters{engine="0",state="running"} 0.0' in page
 
 
 def test_adapter_is_replaced_in_place_and_shares_no_prefix_with_the_old_one(server: OpenAIServer) -> None:

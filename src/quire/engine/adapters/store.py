@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from quire.core.errors import ConfigError, EngineError, ModelError
-from quire.core.lora import MAX_ADAPTERS, Adapter
+from quire.core.lora import MAX_ADAPTERS, MAX_SHOWN_NAMES, Adapter, AdapterUse
 from quire.core.plan import StepPlan
 from quire.core.sequence import Request
 from quire.engine.adapters.peft_config import CONFIG_FILE
@@ -219,6 +219,17 @@ class AdapterStore:
         """Return an adapter that a row uses."""
         with self._lock:
             return self._in_memory[digest]
+
+    def use(self) -> AdapterUse:
+        """Return the adapters of running requests, and those of all others."""
+        assert self._scheduler is not None
+        running = {each.request_id for each in self._scheduler.running}
+        found: dict[bool, dict[str, str]] = {True: {}, False: {}}  # is it running: names by digests
+        for each in self._scheduler.requests.values():
+            if each.scope.adapter is not None:
+                found[each.request_id in running].setdefault(each.scope.adapter, each.adapter_name)
+        names = {is_running: tuple(sorted(found[is_running].values())[:MAX_SHOWN_NAMES]) for is_running in found}
+        return AdapterUse(self._max_running, len(found[True]), len(found[False]), names[True], names[False])
 
     @property
     def num_in_memory(self) -> int:

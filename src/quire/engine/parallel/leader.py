@@ -186,7 +186,7 @@ class RankSet:
 
     def load(self, adapter: Adapter) -> None:
         """Let all other ranks read an adapter, before a step uses it."""
-        self._tell(messages.LoadAdapter(*adapter))
+        self._tell(messages.LoadAdapter(adapter.digest, adapter.folder))
 
     def drop(self, digest: str) -> None:
         """Let all other ranks forget an adapter."""
