@@ -1,0 +1,59 @@
+"""Engines of several ranks behind one server: restarted after the death of a rank, alone and as one of two engines."""
+
+import os
+import signal
+from pathlib import Path
+
+from support.metrics_page import read_metrics
+from support.server import ServerProcess, engine_pids, is_running, running_server, wait_until
+
+SIZES = "--num-kv-blocks", "512", "--max-model-len", "256"
+BODY = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+def token_ids(server: ServerProcess) -> list[int]:
+    answer = server.post("/v1/completions", BODY)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
+
+
+def ranks_of(engine: int) -> list[int]:
+    """Return the processes of an engine's ranks but the first, which is the engine's own."""
+    return list(map(int, Path(f"/proc/{engine}/task/{engine}/children").read_text().split()))
+
+
+def restarts(server: ServerProcess) -> float:
+    name = "quire:engine_restarts_total"
+    return sum(value for key, value in read_metrics(server.url).items() if key.startswith(name))
+
+
+def test_all_ranks_are_started_again_when_one_was_killed() -> None:
+    with running_server("-tp", "2", "--restart-engine", "1", *SIZES) as server:
+        expected = token_ids(server)
+        engine = server.engine_pid()
+        (rank,) = ranks_of(engine)
+        os.kill(rank, signal.SIGKILL)
+        wait_until(lambda: not is_running(engine))
+        wait_until(lambda: server.get("/health").status_code == 200)
+        assert restarts(server) == 1
+        (again,) = ranks_of(server.engine_pid())
+        assert again != rank
+        assert token_ids(server) == expected
+        server.stop()
+        wait_until(lambda: not is_running(again))
+
+
+def test_killed_rank_ends_its_engine_alone() -> None:
+    with running_server("-dp", "2", "-tp", "2", *SIZES) as server:
+        expected = token_ids(server)
+        first, second = engine_pids(server)
+        ranks = ranks_of(first) + ranks_of(second)
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGKILL)
+        wait_until(lambda: not is_running(first))
+        assert server.get("/health").status_code == 200
+        assert token_ids(server) == expected
+        wait_until(lambda: restarts(server) == 1)
+        assert is_running(second)
+        assert is_running(ranks[1])
+        assert token_ids(server) == expected
