@@ -8,10 +8,19 @@ from quire.cache.prefix_tree import PrefixTree
 from quire.core.errors import EngineError
 
 
-@pytest.mark.parametrize("num_blocks", [-1, -7])
-def test_pool_of_less_than_no_block_is_refused(num_blocks: int) -> None:
-    with pytest.raises(ValueError, match=f"num_blocks must be at least 0, got {num_blocks}"):
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_pool_without_blocks_is_refused(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match=f"num_blocks must be at least 1, got {num_blocks}"):
         BlockPool(num_blocks)
+
+
+def test_pool_that_may_be_empty_has_nothing_to_give() -> None:
+    pool = BlockPool(0, may_be_empty=True)
+    assert pool.num_free_blocks == 0
+    with pytest.raises(OutOfBlocksError, match="need 1 blocks, 0 of 0 are free"):
+        pool.allocate(1)
+    with pytest.raises(ValueError, match="num_blocks must be at least 0, got -1"):
+        BlockPool(-1, may_be_empty=True)
 
 
 def test_new_pool_is_free_altogether() -> None:

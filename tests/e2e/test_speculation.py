@@ -187,8 +187,8 @@ def draws_for_the_next_position(patch: pytest.MonkeyPatch) -> None:
     """Samples behind drafts have the random number of the position after theirs."""
     right = PersistentBatch.inputs
 
-    def inputs(self: PersistentBatch, plan: StepPlan) -> StepInputs:
-        found = right(self, plan)
+    def inputs(self: PersistentBatch, plan: StepPlan, **how: bool) -> StepInputs:
+        found = right(self, plan, **how)
         first = np.append(True, found.sample_rows[1:] != found.sample_rows[:-1])
         return found._replace(sample_num_tokens=found.sample_num_tokens + ~first)
 
@@ -199,8 +199,8 @@ def reads_logits_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
     """Samples behind drafts read the logits one position off."""
     right = PersistentBatch.inputs
 
-    def inputs(self: PersistentBatch, plan: StepPlan) -> StepInputs:
-        found = right(self, plan)
+    def inputs(self: PersistentBatch, plan: StepPlan, **how: bool) -> StepInputs:
+        found = right(self, plan, **how)
         first = np.append(True, found.sample_rows[1:] != found.sample_rows[:-1])
         return found._replace(logit_rows=found.logit_rows - ~first)
 
@@ -231,8 +231,8 @@ def penalizes_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     """Tokens of a row up to its last draft count as its output."""
     right = PersistentBatch.inputs
 
-    def inputs(self: PersistentBatch, plan: StepPlan) -> StepInputs:
-        found = right(self, plan)
+    def inputs(self: PersistentBatch, plan: StepPlan, **how: bool) -> StepInputs:
+        found = right(self, plan, **how)
         last = {row: start + len(drafts) for row, start, drafts in found.drafts}
         ends = [last.get(row, own) for row, own in zip(found.sample_rows, found.sample_num_tokens, strict=True)]
         return found._replace(sample_num_tokens=np.array(ends, dtype=np.int64))

@@ -40,9 +40,9 @@ class BlockPool:
         "num_evicted",
     )  # fmt: skip
 
-    def __init__(self, num_blocks: int, tree: PrefixTree | None = None) -> None:
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
+    def __init__(self, num_blocks: int, tree: PrefixTree | None = None, *, may_be_empty: bool = False) -> None:
+        if num_blocks < (least := 0 if may_be_empty else 1):
+            raise ValueError(f"num_blocks must be at least {least}, got {num_blocks}")
         self.num_blocks = num_blocks
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._ref_counts_view: NDArray[np.int32] = np.frombuffer(self._ref_counts, dtype=np.int32)

@@ -36,7 +36,8 @@ class UncachedManager(KVCacheManager):
     __slots__ = ()
 
     def __init__(self, config: CacheConfig) -> None:
-        assert config.num_blocks == config.num_swap_blocks == 0, f"{config}"
+        assert not config.has_blocks, f"{config}"
+        assert config.num_swap_blocks == 0, f"{config}"
         assert not config.enable_prefix_caching, f"{config}"
         super().__init__(config)
 

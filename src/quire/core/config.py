@@ -19,13 +19,14 @@ KERNEL_BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; cache and scheduler by them
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: how many blocks, of how many tokens; of a model that keeps no keys and values, 0 blocks.
+    """The KV cache: how many blocks, of how many tokens.
 
     `sliding_window`: tokens that a query may look back on, itself included, if every layer has such a window (the
     widest one); None when some layer looks back on everything. `enable_prefix_caching`: what sequences have computed is
     kept while there is room, and found again by those that begin alike. `num_swap_blocks`: places outside of the cache,
     of the same size, for the blocks of preempted requests. `memory_policy`: how blocks are given out; those but `paged`
     are what paging is compared with (see quire.cache.baselines.contiguous), and neither cache prefixes nor swap.
+    `has_blocks`: False for a model that keeps no keys and values; there are 0 blocks then.
     """
 
     num_blocks: int
@@ -34,10 +35,13 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     num_swap_blocks: int = 0
     memory_policy: MemoryPolicy = "paged"
+    has_blocks: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 0:
-            raise ConfigError(f"num_kv_blocks must be at least 0, got {self.num_blocks}")
+        if self.has_blocks and self.num_blocks < 1:
+            raise ConfigError(f"num_kv_blocks must be at least 1, got {self.num_blocks}")
+        if not self.has_blocks and self.num_blocks != 0:
+            raise ConfigError(f"num_kv_blocks must be 0 for a model without keys and values, got {self.num_blocks}")
         if self.num_swap_blocks < 0:
             raise ConfigError(f"num_swap_blocks must be at least 0, got {self.num_swap_blocks}")
         if self.block_size < 1:

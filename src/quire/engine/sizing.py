@@ -141,7 +141,7 @@ def _without_cache(options: EngineOptions, limits: ModelLimits) -> tuple[CacheCo
         scheduling_policy=options.scheduling_policy,
         chunks_prompts=False,
     )
-    return CacheConfig(0, options.block_size, enable_prefix_caching=False), scheduler
+    return CacheConfig(0, options.block_size, enable_prefix_caching=False, has_blocks=False), scheduler
 
 
 def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, most_blocks: int) -> int:

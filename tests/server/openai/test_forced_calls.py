@@ -94,7 +94,6 @@ def test_logprobs_of_forced_calls(server: OpenAIServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"use_beam_search": True, "n": 2, "temperature": 0}, None),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "http://x/y"}}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {
             "type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)"}}}}}]}, "tools"),
@@ -102,10 +101,18 @@ def test_logprobs_of_forced_calls(server: OpenAIServer) -> None:
             "type": "object", "properties": {"a": HOSTILE}}}}]}, "tools"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_forced_is_refused(server: OpenAIServer, fields: Json, param: str | None) -> None:
+def test_what_cannot_be_forced_is_refused(server: OpenAIServer, fields: Json, param: str) -> None:
     status, error = server.refusal(CHAT, **asked(tool_choice="required", **fields))
-    assert status == 400
-    assert param is None or error["param"] == param, error
+    assert (status, error["param"]) == (400, param), error
+
+
+def test_beams_fit_the_schema_of_a_required_call(server: OpenAIServer) -> None:
+    body = asked(tool_choice=named("get_forecast"), use_beam_search=True, n=2, temperature=0, max_tokens=100)
+    choices = server.ask(CHAT, **body)["choices"]
+    assert len(choices) == 2
+    for choice in choices:
+        ((_, arguments),) = calls_of(choice)
+        jsonschema.validate(arguments, PLACE)
 
 
 # --- in the notation of the model's calls -----------------------------------------------------------------------------
