@@ -157,6 +157,25 @@ def test_last_append_can_be_taken_back_in_a_window_and_no_block_that_is_gone() -
     assert cache.num_tokens(0) == 12
 
 
+def test_stored_token_that_was_to_be_computed_once_more_goes_too() -> None:
+    """A prompt that is found whole lacks only the logits of its last token, whose block it has already."""
+    cache = make_cache()
+    compute(cache, 0, TOKENS[:8])
+    shared = cache.block_ids(0)
+    owned = TOKENS[:8]
+    cache.create(1, owned, None, cache.match(owned, 8))
+    assert (cache.num_tokens(1), cache.block_ids(1)) == (7, shared)
+    cache.truncate(1, 7)
+    cache.check()
+    owned[-1] = 7
+    cache.append(1, 1)
+    assert cache.block_ids(1)[-1] not in shared, "another token in a block that others read"
+    cache.end_step()
+    cache.free(1, 8)
+    cache.check()
+    assert num_found(cache, owned) == num_found(cache, TOKENS[:8]) == 8
+
+
 @pytest.mark.parametrize("num_tokens", [-1, 9])
 def test_more_tokens_than_there_are_cannot_stay(num_tokens: int) -> None:
     cache = make_cache()

@@ -286,9 +286,10 @@ class KVCacheManager:
         """Take back computed tokens of a sequence, swapped out or not: its first `num_tokens` stay.
 
         Between two steps, or at the end of one before `end_step`. Blocks behind the tokens are released, and leave the
-        prefix cache unless other sequences hold them; copies that a step has made stay. The owner of the
-        token list truncates that as well. Raises ValueError, and changes nothing, if there are fewer tokens, or if the
-        sliding window before the next token has lost a block: the tokens of the last append can always be taken back.
+        prefix cache unless other sequences hold them; copies that a step has made stay. A stored token that was to be
+        computed once more goes, too: its owner may replace it. The owner of the token list truncates that as well.
+        Raises ValueError, and changes nothing, if there are fewer tokens, or if the sliding window before the next
+        token has lost a block: the tokens of the last append can always be taken back.
         """
         is_swapped = self._swap is not None and seq_id in self._swap
         table = self._swap.table(seq_id) if self._swap is not None and is_swapped else self._tables[seq_id]
@@ -299,7 +300,7 @@ class KVCacheManager:
             )
         if is_swapped:
             table.truncate(num_tokens)
-        elif num_tokens < table.num_tokens:
+        elif num_tokens < table.num_filled:
             self._prefixes.truncate(table, num_tokens)
 
     def rewind(self, seq_id: int) -> None:
