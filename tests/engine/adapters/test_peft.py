@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.core.errors import InvalidRequestError
 from support.random_model import VOCAB_SIZE, write_random_model
 
 transformers = pytest.importorskip("transformers")
@@ -76,6 +77,10 @@ SIZES = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0,
     "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+MIXTURE = SIZES | {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40, "norm_topk_prob": True,
+}  # fmt: skip
 FALCON = SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
 GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -89,6 +94,10 @@ GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_
         ("GPTNeoX", SIZES, ["query_key_value", "dense_h_to_4h", "dense"]),
         ("Falcon", FALCON, ["query_key_value", "dense_4h_to_h"]),
         ("Gemma2", SIZES | {"head_dim": 8}, ["q_proj", "gate_proj", "o_proj"]),
+        ("Mixtral", MIXTURE, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("Qwen3Moe", MIXTURE | {"head_dim": 8}, ["q_proj", "v_proj", "o_proj"]),
+        ("Qwen2Moe", MIXTURE, ["q_proj", "k_proj"]),
+        ("Olmoe", MIXTURE, ["v_proj", "o_proj"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
@@ -102,3 +111,24 @@ def test_other_families_have_the_logprobs_of_peft(
     plain.save_pretrained(tmp_path / "model")
     rank = {"r": 6, "lora_alpha": 12, "target_modules": targets}
     check(tmp_path / "model", plain, tmp_path / "adapter", rank)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        ({"target_modules": ["q_proj", "gate_proj"]}, r"no target module '.*\.0\.mlp\.shared_expert\.gate_proj'"),
+    ],
+)
+def test_factors_of_experts_are_refused_by_name(targets: dict[str, Any], message: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = transformers.Qwen2MoeConfig(**MIXTURE)
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain.save_pretrained(tmp_path / "model")
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **targets))
+    adapted.save_pretrained(tmp_path / "adapter")
+    with LLM(tmp_path / "model", dtype="float32", enable_lora=True) as llm:
+        with pytest.raises(InvalidRequestError, match=message):
+            logprobs(llm, LoRARequest("a", 1, str(tmp_path / "adapter")))
+        assert len(logprobs(llm, None)) == len(PROMPT) - 1
