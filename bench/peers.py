@@ -13,6 +13,13 @@ model meets every peer, the others OpenVINO and vLLM. `--quantization int8` quan
 it takes part, too; give OpenVINO an export of as many bits. `--quick` tries everything in a few minutes; do that first,
 as vLLM compiles on its first start. More servers join http32: --server "llama.cpp=llama-server -m MODEL.gguf --port
 {port} -np 64 -kvu".
+
+Transformers' models through Quire beside transformers' own continuous batching, without the other peers:
+
+    python bench/peers.py MODEL --only offline64 --loads 1 --burst-turns 1 \\
+        --engines "Quire, through transformers;transformers, continuous"
+
+(`--requests 4` cuts workloads short for a try.)
 """
 
 import json
@@ -34,7 +41,7 @@ from side_by_side import roster, table
 from side_by_side.calibration import Calibration
 from side_by_side.contest import Contest, ContestRecord
 from side_by_side.engines import EngineFailedError, EngineSpec
-from side_by_side.roster import OURS, Installed
+from side_by_side.roster import OURS, OURS_FALLBACK, Installed
 
 PEERS = (Path(__file__).parents[1] / "../shared/peers").resolve()
 DEFAULT_MODELS = (PEERS / "bench-0.5b", PEERS / "bench-1b")
@@ -128,9 +135,9 @@ def warm_ups(workloads: Workloads, names: list[str]) -> Iterator[str]:
     yield from [name for name in names if len(workloads[name]) > 1][:1]
 
 
-def read_workloads(path: Path, names: set[str], *, quick: bool) -> Workloads:
-    """Return the named workloads; for a quick try, cut short."""
-    workloads = {name: token_id_workload(path, name, QUICK_REQUESTS if quick else None) for name in names}
+def read_workloads(path: Path, names: set[str], *, quick: bool, requests: int | None = None) -> Workloads:
+    """Return the named workloads, at most `requests` of each; for a quick try, cut short."""
+    workloads = {name: token_id_workload(path, name, QUICK_REQUESTS if quick else requests) for name in names}
     if not quick:
         return workloads
     return {
@@ -160,13 +167,20 @@ def ways(names: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def engines_of(
-    way: str, peers: Installed, model: Path, openvino_model: Path | None, quantization: str | None
+    way: str, peers: Installed, model: Path, openvino_model: Path | None, quantization: str | None, engines: str | None
 ) -> list[EngineSpec]:
-    """Return the engines that are asked in that way."""
+    """Return the engines that are asked in that way: of `engines`, titles with ; between, if given, and Quire."""
     if way == "over HTTP":
-        return roster.over_http(peers, model, quantization=quantization)
-    caching = way == CACHES_ON
-    return roster.in_process(peers, model, openvino_model, prefix_caching=caching, quantization=quantization)
+        specs = roster.over_http(peers, model, quantization=quantization)
+    else:
+        caching = way == CACHES_ON
+        specs = roster.in_process(peers, model, openvino_model, prefix_caching=caching, quantization=quantization)
+    if engines is None:
+        return specs
+    asked = {OURS, *engines.split(";")}
+    if missing := asked - {spec.title for spec in specs}:
+        sys.exit(f"--engines names {', '.join(sorted(missing))}; there are {', '.join(spec.title for spec in specs)}")
+    return [spec for spec in specs if spec.title in asked]
 
 
 def main(
@@ -183,6 +197,8 @@ def main(
     transformers: Annotated[Path | None, typer.Option(help="default: this one, if it has transformers")] = None,
     no_transformers: Annotated[bool, typer.Option("--no-transformers", help="leave it out")] = False,
     server: Annotated[list[str] | None, typer.Option(help="TITLE=COMMAND of an OpenAI server, with {port}")] = None,
+    engines: Annotated[str | None, typer.Option(help="titles that take part beside Quire, with ; between")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="of each workload, at most")] = None,
     only: Annotated[str, typer.Option(help="of the first model")] = "decode1,prefill,offline64,chat32,http32",
     only_others: Annotated[str, typer.Option(help="of the other models")] = "decode1,prefill",
     loads: Annotated[int, typer.Option(min=1, help="starts of each engine in process")] = 3,
@@ -198,13 +214,14 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines are ended on the way out
     if transformers is None and not no_transformers and find_spec("transformers"):
         transformers = Path(sys.executable)
-    peers = Installed(vllm, openvino, transformers, tuple(server or ()))
+    fallback = OURS_FALLBACK in (engines or "").split(";")
+    peers = Installed(vllm, openvino, transformers, tuple(server or ()), fallback)
     for title, reason in roster.absent(peers, openvino_model or []).items():
         print(f"{title} is left out: {reason}", flush=True)
     plan = Plan(1, 1, 1) if quick else Plan(loads, turns, burst_turns)
     names = [only.split(","), *[only_others.split(",")] * (len(models) - 1)]
     all_names = {"warmup", *(name for of_model in names for name in of_model)}
-    workloads = read_workloads(peers_folder / "workloads.json", all_names, quick=quick)
+    workloads = read_workloads(peers_folder / "workloads.json", all_names, quick=quick, requests=requests)
     exported = [*(openvino_model or []), *[None] * len(models)]
     facts = client_facts() | {"date": time.strftime("%Y-%m-%d %H:%M"), "plan": asdict(plan)}
     facts["quantization"] = quantization or "none"
@@ -217,7 +234,7 @@ def main(
                 fill_page_cache(path)
             for way, asked in ways(names[number]):
                 if asked:
-                    specs = engines_of(way, present, model, exported[number], quantization)
+                    specs = engines_of(way, present, model, exported[number], quantization, engines)
                     once = plan if way == "in process" else replace(plan, loads=1)
                     try:
                         session.hold(model.name, way, specs, asked, once)

@@ -16,6 +16,7 @@ ADAPTERS = Path(__file__).parent / "adapters"
 OURS = "Quire"
 OURS_UNCACHED = "Quire, cache off"
 OURS_UNQUANTIZED = "Quire, unquantized"
+OURS_FALLBACK = "Quire, through transformers"
 SLOW_IN_BATCHES = frozenset({"chat32", "prefix"})  # two minutes a turn and more
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -28,6 +29,7 @@ class Installed:
     openvino: Path | None
     transformers: Path | None
     servers: tuple[str, ...] = ()  # TITLE=COMMAND with {port}
+    fallback: bool = False         # Quire through transformers takes part, too
 
 
 def in_process(
@@ -38,6 +40,8 @@ def in_process(
     ours = [(OURS, replace(settings, quantization=quantization))]
     if quantization:
         ours.append((OURS_UNQUANTIZED, settings))
+    if peers.fallback:
+        ours.append((OURS_FALLBACK, replace(settings, model_impl="transformers")))
     if prefix_caching:
         ours.append((OURS_UNCACHED, replace(ours[0][1], prefix_caching=False)))
     specs = [_adapter(title, Path(sys.executable), "quire_llm.py", chosen) for title, chosen in ours]

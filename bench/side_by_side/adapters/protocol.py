@@ -32,6 +32,7 @@ class Settings:
     num_threads: int
     prefix_caching: bool = False
     quantization: str | None = None  # of weights, where the engine quantizes them itself
+    model_impl: str = "auto"  # of Quire
     kv_cache_gib: int = 2
     max_num_seqs: int = 64
     max_model_len: int = 4096

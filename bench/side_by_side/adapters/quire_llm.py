@@ -17,6 +17,7 @@ def load(settings: Settings) -> Loaded:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_prefix_caching": settings.prefix_caching,
         "quantization": settings.quantization,
+        "model_impl": settings.model_impl,
     }
     llm = LLM(model=settings.model, **chosen)
 
