@@ -17,6 +17,7 @@ from quire.model.config import spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
+from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -50,17 +51,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def make_reference(case: str, end: str) -> "transformers.PreTrainedModel":
-    """Return a transformers model none of whose parameters is zero or one."""
+    """Return a transformers model with random parameters."""
     name, config = CASES[case]
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}{end}")(getattr(transformers, f"{name}Config")(**config)).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if parameter.dim() == 1:
-                parameter.copy_(0.3 * noise + (1.0 if parameter_name.endswith("weight") else 0.0))
-            else:
-                parameter.copy_(noise * (0.5 if "emb" in parameter_name else 1.3 * parameter.shape[-1] ** -0.5))
+    randomize(model)
     return model
 
 

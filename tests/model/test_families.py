@@ -16,6 +16,7 @@ from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.ranks import Ranks
 from quire.model.source import read_folder
+from support.random_parameters import randomize
 from support.thread_ranks import assert_ranks_have_the_bits_of_one
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -355,18 +356,12 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def make_reference(family: str, config: dict[str, object], seed: int = 7) -> "transformers.PreTrainedModel":
-    """Return a transformers model none of whose parameters is zero or one, so that each of them matters."""
+    """Return a transformers model with random parameters, each of which matters."""
     model_config = getattr(transformers, f"{family}Config")(**config)
     name = NAMES.get(family, f"{family}ForCausalLM")
     torch.manual_seed(seed)
     model = getattr(transformers, name)(model_config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if parameter.dim() == 1:
-                parameter.copy_(0.3 * noise + (1.0 if parameter_name.endswith("weight") else 0.0))
-            else:
-                parameter.copy_(noise * (0.5 if "emb" in parameter_name else 1.3 * parameter.shape[-1] ** -0.5))
+    randomize(model)
     return model
 
 

@@ -48,8 +48,8 @@ class KVCacheManager:
         self._window = config.sliding_window
         self.prefix_caching_enabled = config.enable_prefix_caching  # else there are no paths, and the tree stays empty
         tree = PrefixTree(config.num_blocks if self.prefix_caching_enabled else 0, config.block_size)
-        found_in = tree if self.prefix_caching_enabled else None
-        self._pool = BlockPool(config.num_blocks, found_in, may_be_empty=not config.has_blocks)
+        searched = tree if self.prefix_caching_enabled else None
+        self._pool = BlockPool(config.num_blocks, searched, may_be_empty=not config.has_blocks)
         self._prefixes = PrefixCache(self._pool, tree)
         self._tables = _Tables()
         self._swap = SwapSpace(config.num_swap_blocks) if config.num_swap_blocks else None

@@ -130,7 +130,7 @@ class WeightReader:
     ) -> ExpertLayer:
         """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32.
 
-        split: of the experts over ranks, of whom `ranges` gives this one's outputs of a layer, as of `linear`.
+        split: of the experts' outputs over ranks; its `ranges` are this rank's, as of `linear`.
         """
         experts = [
             Expert(

@@ -6,6 +6,7 @@ from threading import Event
 
 import pytest
 
+from quire.core.frames import LENGTH_BYTES
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from support.server import wait_until
@@ -69,6 +70,11 @@ def test_heartbeat_does_not_wait_for_a_reader() -> None:
         for _ in range(100_000):  # more than the sockets hold
             channel.beat()
         channel.close()
+        with theirs.makefile("rb") as stream:
+            sent = stream.read()
+    assert 0 < len(sent) < 100_000 * LENGTH_BYTES
+    assert sent == bytes(len(sent))
+    assert len(sent) % LENGTH_BYTES == 0, "a heartbeat was cut"
 
 
 def test_frame_that_is_no_message_ends_the_channel() -> None:

@@ -1,0 +1,14 @@
+"""Random parameters of a transformers model, on which every part of it matters."""
+
+import torch
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Draw all parameters, none of them zero or one, from torch's global generator; weights keep activations' sizes."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.dim() == 1:
+                parameter.copy_(0.3 * noise + (1.0 if name.endswith("weight") else 0.0))
+            else:
+                parameter.copy_(noise * (0.5 if "emb" in name else 1.3 * parameter.shape[-1] ** -0.5))
