@@ -66,17 +66,18 @@ except ModuleNotFoundError as error:
         raise
     load_draft_model = None  # type: ignore[assignment]  # optional: without it draft models are refused
 
+RANK_PACKAGES = "quire.engine.parallel", "quire.engine.exchange", "quire.kernels.cpp._kernels"  # that ranks need
 try:
     from quire.engine.parallel.leader import RankSet
 except ModuleNotFoundError as error:
-    if not (error.name or "").startswith(("quire.engine.parallel", "quire.kernels.cpp._kernels")):
+    if not (error.name or "").startswith(RANK_PACKAGES):
         raise
     RankSet = None  # type: ignore[assignment,misc]  # optional: without it tensor parallelism is refused
 
 try:
     from quire.engine.nodes.leader import NodeRankSet
 except ModuleNotFoundError as error:
-    if not (error.name or "").startswith(("quire.engine.nodes", "quire.engine.parallel", "quire.kernels.cpp._kernels")):
+    if not (error.name or "").startswith(("quire.engine.nodes", *RANK_PACKAGES)):
         raise
     NodeRankSet = None  # type: ignore[assignment,misc]  # optional: without it nnodes above 1 is refused
 

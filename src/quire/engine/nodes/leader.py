@@ -9,6 +9,8 @@ from queue import Empty, SimpleQueue
 
 from quire.core.errors import ConfigError, EngineError, RankLostError
 from quire.core.options import declared_options
+from quire.engine.exchange.link import RankExchange
+from quire.engine.exchange.shared_memory import MemoryLayout
 from quire.engine.nodes.address_book import AddressBook
 from quire.engine.nodes.addresses import master_address, secret_key
 from quire.engine.nodes.agent import Members
@@ -18,8 +20,6 @@ from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.leader import Peer, RankSet
-from quire.engine.parallel.link import RankExchange
-from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.model.sharding import Shard
 
 log = logging.getLogger(__name__)

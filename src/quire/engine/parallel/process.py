@@ -31,8 +31,8 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), messages.decode_command)
     channel.start(lambda: os._exit(0))
     threading.Thread(target=beat, args=(channel, lambda: os._exit(1)), name="beat", daemon=True).start()
+    from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks  # noqa: PLC0415
     from quire.engine.parallel.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
-    from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks  # noqa: PLC0415
     from quire.model.sharding import Shard  # noqa: PLC0415
 
     def open_ranks(load: messages.Load) -> SharedRanks:
