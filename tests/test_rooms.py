@@ -5,10 +5,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import structure
+from quire import LLM
+from quire.core.errors import ConfigError
 from support.gguf_files import convert
 from support.quantized_folder import awq, awq_config, write_pair
 from support.random_model import write_random_model
@@ -105,6 +108,25 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
         f"{words} needs the package {room}, which is not in this installation" for room, (_, words) in needs.items()
     ]
     assert run.stdout.splitlines() == expected, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("room", "settings"),
+    [
+        ("quire.engine.adapters", {"enable_lora": True}),
+        ("quire.engine.draft_model", {"speculative_config": {"method": "draft_model", "model": "."}}),
+        ("quire.engine.nodes", {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}),
+        ("quire.engine.parallel", {"tensor_parallel_size": 2}),
+        ("quire.engine.transformers_model", {"model_impl": "transformers"}),
+        ("quire.execution.drafting", {"speculative_config": {"method": "ngram"}}),
+    ],
+)
+def test_setting_that_needs_an_absent_room_is_refused_by_name(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, room: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, ROOMS[room], None)
+    with pytest.raises(ConfigError, match=f"needs the package {room}, which is not in this installation"):
+        LLM(demo_model, num_kv_blocks=64, max_model_len=64, **settings)
 
 
 def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[str, str]) -> None:

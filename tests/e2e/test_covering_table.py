@@ -21,7 +21,7 @@ import torch
 
 from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.sequence import Request
-from quire.engine import assembly
+from quire.engine.parallel import leader
 from quire.engine.parallel.leader import RankSet
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
@@ -230,7 +230,7 @@ def num_blocks(row: Row, model: Model) -> int:
 def ranks_as(make: type[RankSet]) -> Iterator[None]:
     """Let engines start their ranks like this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "RankSet", make)
+        patch.setattr(leader, "RankSet", make)
         yield
 
 

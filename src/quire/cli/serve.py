@@ -24,7 +24,7 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
 
 def run_other_node(engine: EngineOptions, num_restarts: int) -> NoReturn:
     """Run the ranks of a node other than 0. Raises the reason of their end."""
-    with needs_package("quire.engine.nodes", f"node_rank {engine.node_rank}"):
+    with needs_package(f"node_rank {engine.node_rank}", "quire.engine.nodes"):
         from quire.engine.nodes.agent import run_node  # noqa: PLC0415 (a room)
     for number in STOP_SIGNALS:
         signal.signal(number, exit_on_signal)

@@ -3,7 +3,9 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -45,6 +47,11 @@ from quire.model.sharding import Shard
 from quire.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from quire.engine.adapters.store import AdapterRows, AdapterStore, RankAdapters
+    from quire.engine.draft_model.loading import LoadedDraftModel
+    from quire.engine.parallel.leader import RankSet
+
 try:
     from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
 except ModuleNotFoundError as error:
@@ -52,47 +59,7 @@ except ModuleNotFoundError as error:
         raise
     ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
 
-try:
-    from quire.execution.drafting.drafters import make_drafter
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("quire.execution.drafting"):
-        raise
-    make_drafter = None  # type: ignore[assignment]  # optional: without it speculative_config is refused
-
-try:
-    from quire.engine.draft_model.loading import LoadedDraftModel, load_draft_model
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith(("quire.engine.draft_model", "quire.execution.drafting")):
-        raise
-    load_draft_model = None  # type: ignore[assignment]  # optional: without it draft models are refused
-
-RANK_PACKAGES = "quire.engine.parallel", "quire.engine.exchange", "quire.kernels.cpp._kernels"  # that ranks need
-try:
-    from quire.engine.parallel.leader import RankSet
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith(RANK_PACKAGES):
-        raise
-    RankSet = None  # type: ignore[assignment,misc]  # optional: without it tensor parallelism is refused
-
-try:
-    from quire.engine.nodes.leader import NodeRankSet
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith(("quire.engine.nodes", *RANK_PACKAGES)):
-        raise
-    NodeRankSet = None  # type: ignore[assignment,misc]  # optional: without it nnodes above 1 is refused
-
-try:
-    from quire.engine.adapters.store import (
-        AdapterRows,
-        AdapterStore,
-        RankAdapters,
-        make_rank_adapters,
-        make_store,
-    )
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("quire.engine.adapters"):
-        raise
-    make_store = None  # type: ignore[assignment]  # optional: without it enable_lora is refused
+_needs_room = partial(needs_package, error=ConfigError)  # of settings: each imports its room where it asks for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +109,13 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
     """Return the other ranks that the options ask for. Raises ConfigError where they are not installed."""
     if options.tensor_parallel_size == 1:
         return None
-    if RankSet is None:
-        raise ConfigError(
-            f"tensor_parallel_size {options.tensor_parallel_size} needs the package quire.engine.parallel and the C++ "
-            "kernels, which are not in this installation"
-        )
+    setting = f"tensor_parallel_size {options.tensor_parallel_size}"
+    with _needs_room(setting, "quire.engine.parallel", "quire.kernels.cpp._kernels"):
+        from quire.engine.parallel.leader import RankSet  # noqa: PLC0415 (a room: it can be absent, as all below)
     if options.nnodes == 1:
         return RankSet(options)
-    if NodeRankSet is None:
-        raise ConfigError(
-            f"nnodes {options.nnodes} needs the package quire.engine.nodes, which is not in this installation"
-        )
+    with _needs_room(f"nnodes {options.nnodes}", "quire.engine.nodes"):
+        from quire.engine.nodes.leader import NodeRankSet  # noqa: PLC0415
     if options.node_rank:
         raise ConfigError(
             f"node_rank {options.node_rank}: node 0 has the engine; start the other nodes by `quire serve` with the "
@@ -171,8 +134,7 @@ def _load(options: EngineOptions, folder: Path) -> LoadedModel:
         is_there = importlib.util.find_spec("transformers") is not None
         if options.model_impl == "quire" or not is_there:
             raise unknown
-    room = "quire.engine.transformers_model"
-    with needs_package("transformers", "model_impl 'transformers'"), needs_package(room, "model_impl 'transformers'"):
+    with _needs_room("model_impl 'transformers'", "transformers", "quire.engine.transformers_model"):
         # A room, and a package that takes seconds to import: only for models that need them.
         from quire.engine.transformers_model.loading import knows, load_through_transformers  # noqa: PLC0415
     if options.model_impl == "auto" and not knows(folder):
@@ -234,11 +196,8 @@ def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -
     config = options.speculation
     if config is None or config.method != "draft_model":
         return None
-    if load_draft_model is None:
-        raise ConfigError(
-            "speculative_config with a draft model needs the package quire.engine.draft_model, which is not in this "
-            "installation"
-        )
+    with _needs_room("speculative_config with a draft model", "quire.engine.draft_model", "quire.execution.drafting"):
+        from quire.engine.draft_model.loading import load_draft_model  # noqa: PLC0415
     return load_draft_model(options, config, target, tokenizer)
 
 
@@ -258,8 +217,7 @@ def _build(
         kv, method = kv.joined(own), draft_model.drafter(own, batch)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, geometry, kv)
     drafter = _drafter(options, batch, model, draft_model, method)
-    adapters = _adapters(options, model, ranks)
-    rows = None if adapters is None else AdapterRows(adapters)
+    adapters, rows = _adapters(options, model, ranks)
     executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows, ranks)
     if options.capture_graphs and isinstance(executor, AsyncCudaExecutor):
         executor.worker.capture_graphs(scheduling.max_num_batched_tokens)
@@ -276,20 +234,26 @@ def _build(
     return Engine(scheduler, executor, grammars, adapters)
 
 
-def _adapters(options: EngineOptions, model: LanguageModel, ranks: "RankSet | None") -> "AdapterStore | None":
-    """Return the adapters of an engine; None if they are off. Raises ConfigError where they are not installed."""
+def _adapters(
+    options: EngineOptions, model: LanguageModel, ranks: "RankSet | None"
+) -> "tuple[AdapterStore, AdapterRows] | tuple[None, None]":
+    """Return the adapters of an engine and those of its rows; None if they are off."""
     if not options.enable_lora:
-        return None
-    if make_store is None:
-        raise ConfigError("enable_lora needs the package quire.engine.adapters, which is not in this installation")
+        return None, None
+    with _needs_room("enable_lora", "quire.engine.adapters"):
+        from quire.engine.adapters.store import AdapterRows, make_store  # noqa: PLC0415
     if ranks is None:
-        return make_store(options, model)
-    assert ranks.own_model is not None, "ranks that have not joined"
-    return make_store(options, ranks.own_model, ranks.exchange.shard, ranks)
+        store = make_store(options, model)
+    else:
+        assert ranks.own_model is not None, "ranks that have not joined"
+        store = make_store(options, ranks.own_model, ranks.exchange.shard, ranks)
+    return store, AdapterRows(store)
 
 
 def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "tuple[RankAdapters, AdapterRows]":
     """Return the adapters of a rank other than 0, and those of its rows. Rank 0 has refused where there are none."""
+    from quire.engine.adapters.store import AdapterRows, make_rank_adapters  # noqa: PLC0415
+
     adapters = make_rank_adapters(options, model, shard)
     return adapters, AdapterRows(adapters)
 
@@ -355,10 +319,8 @@ def _drafter(
     """Return the drafter that the options ask for. Raises ConfigError where speculative decoding is not installed."""
     if options.speculation is None:
         return None
-    if make_drafter is None:
-        raise ConfigError(
-            "speculative_config needs the package quire.execution.drafting, which is not in this installation"
-        )
+    with _needs_room("speculative_config", "quire.execution.drafting"):
+        from quire.execution.drafting.drafters import make_drafter  # noqa: PLC0415
     kernels = model.back_end.name
     if kernels == "cpp":
         kernels = usable_isas()[0] if options.cpu_isa == "auto" else options.cpu_isa

@@ -42,7 +42,7 @@ def read_source(path: Path) -> ModelSource:
     found = _format_of(path)
     if found is None:
         return read_folder(path)
-    with needs_package(found.package, f"{path}: {found.name}"):
+    with needs_package(f"{path}: {found.name}", found.package):
         return found.read(path)
 
 
@@ -70,7 +70,7 @@ def tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
     """Return what loads the tokenizer of a folder or file, or None if it has none. Errors as of `load_tokenizer`."""
     for each in FORMATS:
         if each.tokenizer_loader is not None and each.recognizes(path):
-            with needs_package(each.package, f"{path}: {each.name}"):
+            with needs_package(f"{path}: {each.name}", each.package):
                 return each.tokenizer_loader(path)
     return partial(Tokenizer.from_folder, path) if tokenizer_file(path) is not None else None
 

@@ -10,9 +10,9 @@ import pytest
 
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.errors import ConfigError, RankLostError
-from quire.engine import assembly
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
+from quire.engine.parallel import leader
 from quire.engine.parallel.leader import RankedModel, RankSet
 from quire.engine.parallel.messages import LoadAdapter
 from quire.kernels.cpp.back_end import usable_isas
@@ -245,7 +245,7 @@ def test_rank_that_ends_while_it_loads_fails_the_start(demo_model: Path, monkeyp
             process.wait()
             return super().join(super().join(loaded))  # it may have loaded before: what it cannot do is to allocate
 
-    monkeypatch.setattr(assembly, "RankSet", Dying)
+    monkeypatch.setattr(leader, "RankSet", Dying)
     with pytest.raises(RankLostError, match=r"rank 1 .* has ended"):
         LLM(demo_model, tensor_parallel_size=3, num_kv_blocks=128)
     assert not any(is_running(peer.process.pid) for peer in started[0].peers if peer.process is not None)

@@ -53,7 +53,7 @@ class GGUFSource:
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the file."""
-        with needs_package("quire.formats.gguf_tensors", f"{self.path}: reading tensors of a GGUF file"):
+        with needs_package(f"{self.path}: reading tensors of a GGUF file", "quire.formats.gguf_tensors"):
             from quire.formats.gguf_tensors.weight_format import open_gguf  # noqa: PLC0415 (loads torch)
 
         permuted, raised = permuted_tensors(self.spec, self.file), raised_tensors(self.file)
@@ -70,7 +70,7 @@ def read_gguf(path: Path) -> GGUFSource:
 
 def gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
     """Return what loads the tokenizer of a file, or None if it has none. ModelError for a file that is broken."""
-    with needs_package("quire.formats.gguf_tokenizer", f"{path}: reading the tokenizer of a GGUF file"):
+    with needs_package(f"{path}: reading the tokenizer of a GGUF file", "quire.formats.gguf_tokenizer"):
         from quire.formats.gguf_tokenizer.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer  # noqa: PLC0415
 
     file = GGUFFile(path)

@@ -29,7 +29,7 @@ class QuantizedSource(FolderSource):
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the safetensors files."""
-        with needs_package("quire.formats.quantized_tensors", f"{self.path}: reading {self.stored.method} weights"):
+        with needs_package(f"{self.path}: reading {self.stored.method} weights", "quire.formats.quantized_tensors"):
             from quire.formats.quantized_tensors.weight_format import open_quantized  # noqa: PLC0415 (loads torch)
 
         assert isinstance(quantization, FolderQuantization)
