@@ -149,6 +149,35 @@ def test_products_compile_without_spilling(
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] << 10 for kernel in products), products
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("weight_format", "kind"),
+    [("dense", ""), pytest.param("int4", "zeros", marks=pytest.mark.matrix)],
+)
+def test_experts_compile_without_spilling(weight_format: str, kind: str, capability: int) -> None:
+    from kernels.test_quantized import random_weight
+    from quire.kernels.experts import Expert, Routing
+    from quire.kernels.triton.experts import TritonExperts
+    from quire.kernels.triton.linear import CudaLinear
+
+    half, is_dense = torch.bfloat16, weight_format == "dense"
+
+    def weight(*sizes: int) -> LinearWeight:
+        if is_dense:
+            return dense(torch.empty(sizes, dtype=half))
+        return random_weight(sizes, 128, weight_format, kind, dtype=half)
+
+    layers_in = [CudaLinear(weight(512, 256), activation="silu_and_mul") for _ in range(5)]
+    experts = [Expert(layer, CudaLinear(weight(256, 256), dtype=torch.float32)) for layer in layers_in]
+    mixture = TritonExperts(CudaLinear(weight(5, 256), dtype=torch.float32), experts, Routing(2, True, has_shared=True))
+    with compiled_launches(capability) as kernels:
+        for num_rows in (4, 256):
+            mixture(torch.empty(num_rows, 256, dtype=half))
+    assert {kernel.name for kernel in kernels} >= {"_choose_kernel", "_group_kernel", "_product_kernel", "_add_kernel"}
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.reads_widely for kernel in kernels if kernel.name in ("_product_kernel", "_add_kernel")), kernels
+
+
 def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> None:
     """Launch what a step of so many sequences needs, with so many tokens of each."""
     import numpy as np

@@ -14,7 +14,7 @@ EVERYWHERE = CPU | {"cuda"}
 SUPPORT: dict[str, frozenset[str]] = {
     "Norm": EVERYWHERE,
     "Linear": EVERYWHERE,
-    "Experts": CPU,
+    "Experts": EVERYWHERE,
     "SplitHeads": EVERYWHERE,
     "TakeHeads": CPU,
     "QKNorm": EVERYWHERE,

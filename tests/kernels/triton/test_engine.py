@@ -106,15 +106,21 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "torch_dtype": "float32",
 }  # fmt: skip
 FAMILIES = {
+    "Mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {
+        "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1,
+    },
+    "GptOss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
     "Gemma2": {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
     "GPTJ": {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
     "Glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
     "Cohere": {"model_type": "cohere", "logit_scale": 0.5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_with_softcaps_and_interleaved_rotary_have_the_logits_of_the_cpu(
+def test_families_of_other_parts_than_llama_have_the_logits_of_the_cpu(
     name: str, tmp_path: Path, device: torch.device
 ) -> None:
     folder = write_random_folder(tmp_path, SMALL | {"architectures": [f"{name}ForCausalLM"]} | FAMILIES[name])

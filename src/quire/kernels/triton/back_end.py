@@ -5,13 +5,24 @@ from typing import Any
 
 from quire.kernels import cache_layout, philox
 from quire.kernels.sampling_ops import SamplingOps
-from quire.kernels.triton import attention, block_copy, kv_cache_write, linear, logprobs, norm, sampling, token_masks
+from quire.kernels.triton import (
+    attention,
+    block_copy,
+    experts,
+    kv_cache_write,
+    linear,
+    logprobs,
+    norm,
+    sampling,
+    token_masks,
+)
 
 
 def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
     """Return the ops of a back end by field. `is_exact`: a row's result does not depend on the other rows."""
     return {
         "linear": partial(linear.CudaLinear, is_exact=is_exact),
+        "experts": experts.TritonExperts,
         "cache_layout": cache_layout.UNQUANTIZED,
         "paged_attention": partial(attention.paged_attention, is_exact=is_exact),
         "write_kv": kv_cache_write.write_kv,

@@ -30,27 +30,27 @@ class CudaLinear:
         activation: Activation = "none",
         is_exact: bool = False,
     ) -> None:
-        self._weight, self._bias, self._activation = pack(weight), bias, activation
+        self.weight, self.bias, self.activation = pack(weight), bias, activation
         self._dtype = weight.value_dtype
-        self._out_dtype = dtype or self._dtype
-        assert self._out_dtype == self._dtype or (self._out_dtype == torch.float32 and activation == "none")
-        self._is_exact, self._is_packed = is_exact, is_exact or weight.format != DENSE
-        self.num_bytes = self._weight.num_bytes
+        self.out_dtype = dtype or self._dtype
+        assert self.out_dtype == self._dtype or (self.out_dtype == torch.float32 and activation == "none")
+        self.is_exact, self._is_packed = is_exact, is_exact or weight.format != DENSE
+        self.num_bytes = self.weight.num_bytes
 
     def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
         """Multiply all rows at once. addend: float32, as `linear.Linear` says."""
         if self._is_packed:
             return product(
-                x, self._weight, self._bias, dtype=self._out_dtype, activation=self._activation, addend=addend,
-                is_exact=self._is_exact,
+                x, self.weight, self.bias, dtype=self.out_dtype, activation=self.activation, addend=addend,
+                is_exact=self.is_exact,
             )  # fmt: skip
-        x, weight = x.to(self._dtype), self._weight.elements
-        if addend is None and self._out_dtype == self._dtype:
-            return activate(F.linear(x, weight, self._bias), self._activation)
+        x, weight = x.to(self._dtype), self.weight.elements
+        if addend is None and self.out_dtype == self._dtype:
+            return activate(F.linear(x, weight, self.bias), self.activation)
         if x.is_cuda and self._dtype != torch.float32:  # the sums as they are, without a copy of the weight in float32
             sums = torch.mm(x, weight.T, out_dtype=torch.float32)
         else:
             sums = F.linear(x.float(), weight.float())
         sums = sums if addend is None else sums + addend
-        sums = sums if self._bias is None else sums + self._bias.float()
-        return activate(sums.to(self._out_dtype), self._activation)
+        sums = sums if self.bias is None else sums + self.bias.float()
+        return activate(sums.to(self.out_dtype), self.activation)

@@ -10,7 +10,9 @@ even slice (low) and one of the slice behind it (high), so each half is used as 
 each tile of rows, with 4 bytes per group of it. Nothing has been measured on a GPU yet.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, INT4, LinearWeight
 from quire.kernels.quantized import ACTIVATION_LIMIT, SMALLEST_ABSMAX, WHOLE_NUMBERS, in_group_order
 from quire.kernels.triton.activation import activate, activated
+from quire.kernels.triton.row_groups import RowGroups
 
 LEAST_SLICE = 32   # the least depth of a product of int8 on matrix units
 COLUMNS = 64       # outputs of a tile
@@ -86,47 +90,75 @@ def pack(weight: LinearWeight) -> PackedWeight:
     )  # fmt: skip
 
 
+def stack(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Return weights of one shape and format as one, the rows of each behind those of the one before, in a copy.
+
+    Sizes are those of a single weight. ConfigError where the groups of the checkpoint are not consecutive.
+    """
+    first = weights[0]
+    for each in weights:
+        assert (each.elements.shape, each.format) == (first.elements.shape, first.format), "weights of several kinds"
+        if each.order is not None:
+            raise ConfigError("experts with groups of scattered inputs (desc_act) are not supported on device cuda")
+
+    def joined(name: str) -> Any:
+        parts = [getattr(each, name) for each in weights]
+        return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
+
+    return replace(first, **{name: joined(name) for name in ("elements", "scales", "zero_points", "minimums")})
+
+
 def product(
     x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, dtype: torch.dtype,
     activation: Activation = "none", addend: Tensor | None = None, is_exact: bool = False,
+    groups: RowGroups | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return what `linear.reference` says, [num_rows, out_features] of `dtype`.
 
     x [num_rows, in_features]; rows may have gaps. With `is_exact` or int8 activations a row's bits do not depend on the
-    other rows.
+    other rows. Of rows in groups, each is multiplied with its own group's part of a stacked weight (`stack`), and those
+    of no group are left out. `out`: where the result goes, of `dtype`; its rows may have gaps.
     """
     size, zeros = weight.slice_size, weight.zero_points
-    rows = EXACT_ROWS if is_exact or len(x) > FEW_ROWS else FEW_ROWS
+    num_rows = len(x) if groups is None else len(groups.order)
+    rows = tile_height(num_rows, is_exact=is_exact) if groups is None else groups.tile_height
     if activation in GATED and rows > FEW_ROWS and weight.format != DENSE:  # two tiles of sums would spill registers
-        gates_and_ups = product(x, weight, bias, dtype=dtype, addend=addend, is_exact=is_exact)
-        return activate(gates_and_ups, activation)
+        both = product(x, weight, bias, dtype=dtype, addend=addend, is_exact=is_exact, groups=groups)
+        return activate(both, activation)
     num_outputs = weight.out_features // (2 if activation in GATED else 1)
     x = x.to(weight.dtype)
     x = x if weight.order is None else x[:, weight.order]
     assert x.shape[1] == weight.in_features, f"{tuple(x.shape)} for {weight.in_features} inputs"
     assert x.stride(1) == 1, "rows with gaps between inputs"
-    out = torch.empty(len(x), num_outputs, dtype=dtype, device=x.device)
-    if not len(x):
+    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device) if out is None else out
+    if not num_rows:
         return out
     itemsize = x.itemsize
     scales, totals = None, None
     if weight.is_a8:
         x, scales, totals = quantize(x, weight.group_size)
     num_groups = -(-weight.in_features // weight.group_size)
-    grid = (triton.cdiv(len(x), rows), triton.cdiv(num_outputs, COLUMNS))
-    _product_kernel[grid](
+    num_tiles = triton.cdiv(num_rows, rows) if groups is None else len(groups.tile_groups)
+    _product_kernel[(num_tiles, triton.cdiv(num_outputs, COLUMNS))](
         x, weight.elements, out, bias, addend, scales, totals, weight.scales,
         zeros if isinstance(zeros, Tensor) else None, weight.minimums, weight.codebook,
-        len(x), x.stride(0), num_outputs, weight.elements.stride(0), weight.in_features, num_groups,
+        *((None,) * 4 if groups is None else groups.tensors),
+        num_rows, x.stride(0), out.stride(0), num_outputs, weight.elements.stride(0), weight.in_features, num_groups,
         0 if addend is None else addend.stride(0),
         FORMAT=weight.format, ZERO=0 if zeros is None or isinstance(zeros, Tensor) else zeros,
         GROUP_SIZE=weight.group_size, RATIO=weight.ratio, SLICES=triton.cdiv(weight.group_size, size), SLICE=size,
         IS_A8=weight.is_a8, IS_GATED=activation in GATED, ACTIVATION=activation, DTYPE=_of_triton(weight.dtype),
-        PRECISION="ieee" if itemsize == 2 or is_exact else "tf32x3", ROWS=rows, COLUMNS=COLUMNS,
+        PRECISION="ieee" if itemsize == 2 or is_exact else "tf32x3", SHARED_BY=num_rows // max(1, len(x)), ROWS=rows,
+        COLUMNS=COLUMNS,
         num_warps=4 if rows == FEW_ROWS or weight.format == DENSE else 8, num_stages=3 if itemsize == 2 else 2,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def tile_height(num_rows: int, *, is_exact: bool) -> int:
+    """Return the rows of a tile for so many rows of one weight."""
+    return EXACT_ROWS if is_exact or num_rows > FEW_ROWS else FEW_ROWS
 
 
 def quantize(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,51 +214,58 @@ def _quantize_kernel(
 @triton.jit(do_not_specialize=("num_rows",))
 def _product_kernel(
     x, elements, out, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook,
-    num_rows, x_stride, num_outputs, element_stride, num_inputs, num_groups, addend_stride,
+    order, starts, tile_groups, tile_rows,
+    num_rows, x_stride, out_stride, num_outputs, element_stride, num_inputs, num_groups, addend_stride,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, GROUP_SIZE: tl.constexpr, RATIO: tl.constexpr, SLICES: tl.constexpr,
     SLICE: tl.constexpr, IS_A8: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, SHARED_BY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows and COLUMNS outputs; of a gated activation the gates, then the ups."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column, first = rows < num_rows, columns < num_outputs, num_outputs.to(tl.int64) * 0
+    if order is not None:  # rows of one group, by the group's weight
+        group = tl.load(tile_groups + tl.program_id(0)).to(tl.int64)
+        if group < 0:
+            return
+        first = group * num_outputs * (2 if IS_GATED else 1)
+        places = tl.load(tile_rows + tl.program_id(0)) + tl.arange(0, ROWS)
+        is_row = places < tl.load(starts + group + 1)
+        rows = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
     sums = _sums(
-        x, elements, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook, rows, columns,
-        num_rows, x_stride, num_outputs, element_stride, num_inputs, num_groups, addend_stride,
-        FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, ROWS, COLUMNS,
+        x, elements, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook, rows, columns, first,
+        is_row, is_column, x_stride, element_stride, num_inputs, num_groups, addend_stride,
+        FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, SHARED_BY, ROWS, COLUMNS,
     )  # fmt: skip
-    is_there = (rows < num_rows)[:, None] & (columns < num_outputs)[None, :]
-    place = out + rows[:, None] * num_outputs + columns[None, :]
     if ACTIVATION != "none":  # of what a layer without it would have stored
         values = sums.to(out.dtype.element_ty)
         ups = values
         if IS_GATED:
-            offset = num_outputs.to(tl.int64)
             ups = _sums(
-                x, elements + offset * element_stride, None if bias is None else bias + offset,
-                None if addend is None else addend + offset, row_scales, row_totals,
-                None if scales is None else scales + offset * tl.cdiv(num_groups, RATIO),
-                None if zeros is None else zeros + offset * tl.cdiv(num_groups, RATIO),
-                None if minimums is None else minimums + offset * tl.cdiv(num_groups, RATIO), codebook, rows, columns,
-                num_rows, x_stride, num_outputs, element_stride, num_inputs, num_groups, addend_stride,
-                FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, ROWS, COLUMNS,
+                x, elements, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook, rows,
+                columns + num_outputs, first, is_row, is_column, x_stride, element_stride, num_inputs, num_groups,
+                addend_stride,
+                FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, SHARED_BY, ROWS, COLUMNS,
             ).to(out.dtype.element_ty)  # fmt: skip
         sums = activated(values, ups, ACTIVATION)
-    tl.store(place, sums, mask=is_there)
+    tl.store(out + rows[:, None] * out_stride + columns[None, :], sums, mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
 def _sums(
-    x, elements, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook, rows, columns,
-    num_rows, x_stride, num_outputs, element_stride, num_inputs, num_groups, addend_stride,
+    x, elements, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook, rows, columns, first,
+    is_row, is_column, x_stride, element_stride, num_inputs, num_groups, addend_stride,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, GROUP_SIZE: tl.constexpr, RATIO: tl.constexpr, SLICES: tl.constexpr,
-    SLICE: tl.constexpr, IS_A8: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr, IS_A8: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, SHARED_BY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of a tile, addend and bias included, [ROWS, COLUMNS] float32."""
+    """Return the sums of a tile, addend and bias included, [ROWS, COLUMNS] float32.
+
+    `first`: the row of the weight that makes the layer's output 0. SHARED_BY rows of the result have a row of x.
+    """
     IS_HALF: tl.constexpr = (FORMAT == "int4") | (FORMAT == "codebook4")
-    is_row, is_column = rows < num_rows, columns < num_outputs
-    source = elements + columns[None, :] * element_stride + tl.arange(0, SLICE)[:, None]
+    outputs, x_rows = first + columns, rows // SHARED_BY
+    source = elements + outputs[None, :] * element_stride + tl.arange(0, SLICE)[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     exact = tl.zeros([ROWS, COLUMNS], tl.int32)
     num_slices = num_groups * SLICES
@@ -240,15 +279,15 @@ def _sums(
         for half in tl.static_range(2 if IS_HALF else 1):
             some = (loaded >> 4 if half else loaded & 15) if IS_HALF else loaded
             total, exact = _fold(
-                total, exact, some, number + half, x, row_scales, row_totals, scales, zeros, minimums, codebook, rows,
-                columns, is_row, is_column, x_stride, num_inputs, num_groups,
+                total, exact, some, number + half, x, row_scales, row_totals, scales, zeros, minimums, codebook, x_rows,
+                outputs, is_row, is_column, x_stride, num_inputs, num_groups,
                 FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, ROWS, COLUMNS,
             )  # fmt: skip
     if addend is not None:
         place = addend + rows[:, None] * addend_stride + columns[None, :]
         total += tl.load(place, mask=is_row[:, None] & is_column[None, :], other=0.0)
     if bias is not None:
-        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + outputs, mask=is_column, other=0.0).to(tl.float32)[None, :]
     return total
 
 
