@@ -126,6 +126,14 @@ def test_answers_of_a_cpu_are_always_exact() -> None:
         LLM(device="cpu", exact=False, num_kv_blocks=8)
 
 
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_attention_of_a_gpu_is_refused_on_a_cpu(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend '{name}' is not supported on device cpu"):
+        LLM(device="cpu", attention_backend=name)
+    with pytest.raises(ConfigError, match="attention_backend must be one of"):
+        LLM(device="cpu", attention_backend="flash")
+
+
 def test_graphs_are_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="capture_graphs True is not supported on device cpu"):
         LLM(device="cpu", capture_graphs=True)

@@ -2,12 +2,17 @@
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.cuda import attention
+from quire.kernels.cuda.launch import _value
 from quire.kernels.cuda.source import PARTITION, definitions, shared_floats, source
 from quire.kernels.paged_attention import AttentionMetadata
 
@@ -110,6 +115,35 @@ def attend_on_host(
     if is_stuck:
         raise StuckError("threads of a block wait at different places")
     return out
+
+
+class HostModule:
+    """Stands in for `launch.Module`: what is launched runs on the CPU, before the call returns."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def launch(
+        self, name: str, grid: tuple[int, int, int], num_threads: int, shared_bytes: int, arguments: Sequence[Any]
+    ) -> None:
+        """Run a kernel. Raises StuckError."""
+        assert num_threads == NUM_THREADS
+        run, sizes = (self._library.run_attend, grid) if name == "attend" else (self._library.run_combine, grid[:2])
+        if run(*sizes, shared_bytes // 4, 0, *map(_value, arguments)):
+            raise StuckError("threads of a block wait at different places")
+
+
+def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let `kernels.cuda.attention` run its kernels on the CPU, compiled in `folder`, and need no NVRTC."""
+
+    @cache
+    def module(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, partition: int) -> HostModule:
+        own = folder / f"{dtype}-{head_dim}-{block_size}-{partition}"
+        own.mkdir(parents=True)
+        return HostModule(compile_on_host(own, dtype, head_dim, block_size, partition))
+
+    patch.setattr(attention, "_module", module)
+    patch.setattr(attention, "library", lambda: None)
 
 
 def recorded_loads(library: ctypes.CDLL) -> list[Load]:

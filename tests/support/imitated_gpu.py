@@ -190,7 +190,7 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
         copy_blocks=lambda *args: cuda.launch(partial(_kernel(copy_blocks), *args)),
         sampling=replace(real.sampling, choose_tokens=_kernel(choose_tokens), mask_logits=_kernel(mask_logits)),
     )
-    replace_by(back_end, "cuda_back_end", lambda head_dim=8, is_exact=False: imitated)
+    replace_by(back_end, "cuda_back_end", lambda head_dim=8, is_exact=False, attention=None: imitated)
     replace_by(triton_linear, "activate", lambda x, name: _kernel(linear._ACTIVATIONS[name])(x))
     replace_by(cuda_worker, "CudaGraphCapture", Graphs)
     replace_by(device_sizing, "CUDA_SWAP_BYTES", SWAP_BYTES)

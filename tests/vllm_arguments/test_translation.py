@@ -3,6 +3,7 @@
 import logging
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,9 @@ def test_page_has_the_tables_of_the_rows() -> None:
         ({"task": "generate"}, {"runner": "generate"}),
         ({"task": "auto", "convert": "none"}, {}),
         ({"runner": "pooling", "convert": "embed"}, {"runner": "pooling"}),
+        ({"attention_backend": "TRITON_ATTN"}, {"attention_backend": "auto"}),
+        ({"attention_backend": SimpleNamespace(name="TRITON_ATTN")}, {"attention_backend": "auto"}),
+        ({"attention_backend": "cuda"}, {"attention_backend": "cuda"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -97,7 +101,7 @@ ACCEPTED: dict[str, object] = {
     "load_format": "safetensors", "async_scheduling": False, "disable_custom_all_reduce": True,
     "max_seq_len_to_capture": 8192, "compilation_config": {"mode": 3}, "hf_token": None, "enable_chunked_prefill": True,
     "served_model_name": "name", "cpu_offload_gb": 0, "model_class_overrides": {}, "pipeline_parallel_size": 1,
-    "limit_mm_per_prompt": {"image": 0}, "attention_backend": object(),
+    "limit_mm_per_prompt": {"image": 0}, "attention_backend": "FLASH_ATTN",
     "reasoning_parser": "qwen3",
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import StepAdapters, Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError
 from quire.model.decoder import Decoder
 from quire.model.footprint import expert_reads
@@ -60,6 +61,13 @@ except ModuleNotFoundError as error:
     ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
 
 _needs_room = partial(needs_package, error=ConfigError)  # of settings: each imports its room where it asks for one
+
+try:
+    from quire.kernels.cuda.attention import CUDA_ATTENTION
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("quire.kernels.cuda"):
+        raise
+    CUDA_ATTENTION = None  # type: ignore[assignment]  # optional: without it attention_backend cuda is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,7 @@ def _load(options: EngineOptions, folder: Path) -> LoadedModel:
     """Return the model on its device: that of a family, or else through transformers, as `model_impl` says."""
     if options.model_impl != "transformers":
         try:
-            return load(options, folder)
+            return load(options, folder, attention=_attention(options))
         except UnknownArchitectureError as error:
             unknown = error
         is_there = importlib.util.find_spec("transformers") is not None
@@ -140,6 +148,18 @@ def _load(options: EngineOptions, folder: Path) -> LoadedModel:
     if options.model_impl == "auto" and not knows(folder):
         raise unknown
     return load_through_transformers(options, folder)
+
+
+def _attention(options: EngineOptions) -> AttentionBackEnd | None:
+    """Return what the options name in place of Triton's attention. ConfigError where its package is missing."""
+    name = options.attention_backend
+    if name in {"auto", "triton"}:
+        return None
+    found: AttentionBackEnd | None = {"cuda": CUDA_ATTENTION}[name]
+    if found is None:
+        room = f"quire.kernels.{name}"
+        raise ConfigError(f"attention_backend {name} needs the package {room}, which is not in this installation")
+    return found
 
 
 def build_engine(

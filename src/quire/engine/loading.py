@@ -18,6 +18,7 @@ from quire.engine.sizing import ModelLimits
 from quire.execution.device_memory import use_exact_products
 from quire.execution.memory_profiling import CudaMemoryMeter
 from quire.kernels.back_end import choose_back_end
+from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.support import require_kv_dtype
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
@@ -49,10 +50,14 @@ class LoadedModel:
     generates: bool = True
 
 
-def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = None) -> LoadedModel:
+def load(
+    options: EngineOptions, folder: Path, open_ranks: RankOpener | None = None,
+    attention: AttentionBackEnd | None = None,
+) -> LoadedModel:  # fmt: skip
     """Load the model of a folder or file. ModelError and ConfigError name what is not supported.
 
-    `open_ranks`: of tensor parallelism; this rank's part of the model is loaded.
+    `open_ranks`: of tensor parallelism; this rank's part of the model is loaded. `attention`: what `attention_backend`
+    names, in place of Triton's.
     """
     source = read_source(folder)
     spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(
@@ -71,7 +76,12 @@ def load(options: EngineOptions, folder: Path, open_ranks: RankOpener | None = N
         raise ConfigError("exact False is not supported on device cpu: its answers never depend on other requests")
     if device.type == "cpu" and options.capture_graphs:
         raise ConfigError("capture_graphs True is not supported on device cpu: there are no CUDA graphs")
-    back_end = choose_back_end(device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True)
+    if device.type == "cpu" and options.attention_backend != "auto":
+        name = options.attention_backend
+        raise ConfigError(f"attention_backend {name!r} is not supported on device cpu: its own kernels serve there")
+    back_end = choose_back_end(
+        device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True, attention=attention
+    )
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, source.dtype(options.dtype))
     require_kv_dtype(back_end.name, options.kv_cache_dtype)

@@ -61,7 +61,7 @@ class CudaWorker(Worker):
         self._tables = DeviceTables(batch.block_tables.shape, model.device)
         self._completed_s = 0.0
         self._graphs: CudaGraphRunner | None = None
-        if model.device.type == "cuda":
+        if model.device.type == "cuda" and model.back_end.is_capturable:
             num_rows, max_blocks = batch.block_tables.shape
             self._graphs = CudaGraphRunner(self.forward, max_blocks, model.device, CudaGraphCapture(), num_rows)
 

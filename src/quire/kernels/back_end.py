@@ -29,6 +29,7 @@ from quire.kernels import (
 from quire.kernels import norm as norms
 from quire.kernels.cpp.back_end import cpp_ops, usable_isas
 from quire.kernels.cpp.limits import MAX_HEAD_DIM, serves_head_dim
+from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.program import Program
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class BackEnd:
     `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `low_rank_up` makes B of an adapter's
     module from its weight, as `low_rank.TorchUp` is one; `experts` makes a mixture of layers, as
     `experts.TorchExperts` is one; `norm` makes one from its parameters, as `norm.TorchNorm` does. `fuse` replaces
-    those stretches of a layer program that the back end runs in one call.
+    those stretches of a layer program that the back end runs in one call. `attention` is what --attention-backend
+    chose for a GPU in place of Triton's kernels, if anything.
     """
 
     name: str
@@ -57,6 +59,12 @@ class BackEnd:
     embed: Callable[..., Tensor]
     all_finite: Callable[[Tensor], bool]
     sampling: sampling_ops.SamplingOps
+    attention: AttentionBackEnd | None = None
+
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether a step can be captured as a CUDA graph."""
+        return self.attention is None or self.attention.is_capturable
 
 
 TORCH = BackEnd(
@@ -79,17 +87,19 @@ NAMES = ("cpp", "torch", "reference")  # of the CPU's
 
 
 def choose_back_end(
-    device: torch.device, name: str = "auto", isa: str = "auto", head_dim: int = 8, *, is_exact: bool = False
-) -> BackEnd:
+    device: torch.device, name: str = "auto", isa: str = "auto", head_dim: int = 8, *, is_exact: bool = False,
+    attention: AttentionBackEnd | None = None,
+) -> BackEnd:  # fmt: skip
     """Return the back end for `device`: the fastest one there is for it, or the one named.
 
-    `is_exact`: on CUDA, too, a row's result does not depend on the other rows.
+    `is_exact`: on CUDA, too, a row's result does not depend on the other rows. `attention`: on CUDA, in place of
+    Triton's.
 
     `isa` is the instruction set of the C++ kernels; auto is the best that the CPU has. Where they were not built, or
     cannot serve heads of `head_dim`, auto is the PyTorch stand-in. Raises ConfigError for what is not there.
     """
     if device.type == "cuda":
-        return cuda_back_end(head_dim, is_exact=is_exact)
+        return cuda_back_end(head_dim, is_exact=is_exact, attention=attention)
     if name not in ("auto", *NAMES):
         raise ConfigError(f"the back end must be auto, {' or '.join(NAMES)}, got {name!r}")
     if name in ("torch", "reference"):
@@ -110,13 +120,24 @@ def choose_back_end(
     return replace(TORCH, name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
 
 
-def cuda_back_end(head_dim: int = 8, *, is_exact: bool = False) -> BackEnd:
-    """Return the back end for CUDA. ConfigError where Triton is missing, or cannot serve heads of `head_dim`."""
+def cuda_back_end(
+    head_dim: int = 8, *, is_exact: bool = False, attention: AttentionBackEnd | None = None
+) -> BackEnd:
+    """Return the back end for CUDA. ConfigError where Triton is missing, or cannot serve heads of `head_dim`.
+
+    With an `attention` in place of Triton's, also where that is not installed, or where `is_exact` is asked for.
+    """
     if find_spec("triton") is None:
         raise ConfigError("device cuda needs Triton; install quire[gpu]")
-    from quire.kernels.triton import attention, back_end  # noqa: PLC0415 (an optional package)
+    from quire.kernels.triton import attention as triton_attention  # noqa: PLC0415 (an optional package)
+    from quire.kernels.triton import back_end  # noqa: PLC0415
 
-    if head_dim > attention.MAX_HEAD_DIM:
-        limit = attention.MAX_HEAD_DIM
+    if head_dim > triton_attention.MAX_HEAD_DIM:
+        limit = triton_attention.MAX_HEAD_DIM
         raise ConfigError(f"device cuda serves heads of at most {limit}, the model's have {head_dim}; use cpu")
-    return replace(TORCH, name="cuda", **back_end.triton_ops(is_exact=is_exact))
+    chosen = replace(TORCH, name="cuda", **back_end.triton_ops(is_exact=is_exact))
+    if attention is None:
+        return chosen
+    if is_exact:
+        raise ConfigError(f"attention_backend {attention.name} does not support exact True; use triton")
+    return replace(chosen, attention=attention, paged_attention=attention.make(triton_attention.paged_attention))

@@ -6,7 +6,7 @@ every product of a layer has one shape, and a row one place in it, because the m
 by both (docs/decisions/0002). So neither how a sequence is chunked nor what else runs changes a bit.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -36,6 +36,21 @@ class AttentionMetadata:
     def num_tokens(self) -> int:
         """Rows of the flat batch."""
         return int(self.query_starts[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackEnd:
+    """Attention kernels of a GPU that can take the place of Triton's, and what they have a form of.
+
+    `make` returns the op for Triton's op, which may serve a part of it; ConfigError if something is not installed.
+    """
+
+    name: str                                # a value of --attention-backend
+    make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+    serves: Callable[[torch.dtype, int], bool]  # heads of a dtype and a size
+    shapes: str                              # the dtypes and head sizes that `serves` accepts, for errors
+    lacks: frozenset[str]                    # features, by their names in the support table
+    is_capturable: bool = True               # a step can be captured as a CUDA graph
 
 
 def build_metadata(

@@ -5,9 +5,12 @@ An op class that is not listed runs by its own `run` on the CPU, and is refused 
 
 from collections.abc import Iterable
 
+import torch
+
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.program import Op
+from quire.kernels.paged_attention import AttentionBackEnd
+from quire.kernels.program import Attention, Op
 
 CPU = frozenset({"cpp", "torch", "reference"})
 EVERYWHERE = CPU | {"cuda"}
@@ -45,6 +48,20 @@ def require_ops(back_end: str, ops: Iterable[Op]) -> None:
     """Raise ConfigError if a back end lacks one of these ops, or one of their `features`."""
     for op in ops:
         require(back_end, [type(op).__name__, *getattr(op, "features", ())])
+
+
+def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dtype: torch.dtype) -> None:
+    """Raise ConfigError if an attention back end lacks a feature of these ops, their head sizes or `dtype`."""
+    if attention is None:
+        return
+    name, own = f"attention_backend {attention.name}", [op for op in ops if isinstance(op, Attention)]
+    missing = sorted({feature for op in own for feature in op.features} & attention.lacks)
+    if missing:
+        raise ConfigError(f"{name} does not support {', '.join(missing)}; use triton")
+    for op in own:
+        if not attention.serves(dtype, op.heads.head_dim):
+            asked = f"{str(dtype).removeprefix('torch.')} heads of {op.heads.head_dim}"
+            raise ConfigError(f"{name} does not support {asked}, only {attention.shapes}; use triton")
 
 
 def require_kv_dtype(back_end: str, name: str) -> None:

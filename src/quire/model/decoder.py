@@ -7,7 +7,7 @@ from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
-from quire.kernels.support import require, require_kv_dtype, require_ops
+from quire.kernels.support import require, require_attention, require_kv_dtype, require_ops
 from quire.model.batch import ForwardBatch
 from quire.model.footprint import num_layer_weights
 from quire.model.frequencies import inverse_frequencies
@@ -48,6 +48,7 @@ class Decoder:
         shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
         require_ops(self.back_end.name, program.ops)
+        require_attention(self.back_end.attention, program.ops, self.dtype)
         self._program = self.back_end.fuse(program)
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._classifier, self._head = None, None

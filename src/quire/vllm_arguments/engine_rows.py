@@ -112,10 +112,15 @@ _MODEL = (
     ),
     *accepted(
         "kernels are chosen by the device, and on a CPU by `--cpu-isa`",
-        text("attention_backend"), config("attention_config", "-ac"), config("kernel_config"), config("ir_op_priority"),
+        config("attention_config", "-ac"), config("kernel_config"), config("ir_op_priority"),
         switch("enable_flashinfer_autotune"), switch("monokernel"), text("moe_backend"), text("linear_backend"),
         text("sparse_indexer_topk_backend"), switch("disable_cascade_attn"), text("gdn_prefill_backend"),
         text("kda_prefill_backend"), text("kda_decode_backend"),
+    ),
+    same(
+        text("attention_backend"),
+        "`auto`, `triton`, `cuda`; of vLLM's names `TRITON_ATTN` is `auto`, and the others have no effect",
+        values.attention_backend_of,
     ),
     *accepted(
         "there are no models with Mamba layers",

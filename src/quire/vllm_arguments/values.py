@@ -1,6 +1,7 @@
 """Values of vLLM's arguments, from texts of a command line, an environment or a file, and from Python."""
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +9,13 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.vllm_arguments.rows import Row
 
+log = logging.getLogger(__name__)
+
 _SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _RUNNERS = {"auto": None, "none": None, "generate": "generate", "embed": "pooling", "embedding": "pooling",
             "score": "pooling"}
+_ATTENTION = {"TRITON_ATTN": "auto"}  # Triton's on a GPU; on a CPU vLLM, too, has kernels of its own
 _DTYPES = {"half": "float16", "float": "float32"}
 _MOST_GIB = 1024        # a number up to here is GiB, as in vLLM; no swap space has so few bytes
 
@@ -99,6 +103,19 @@ def kv_dtype_name(given: object, shown: str) -> str:
     """Return the name of a KV cache's dtype."""
     name = dtype_name(given, shown)
     return "fp8" if name == "fp8_e4m3" else name
+
+
+def attention_backend_of(given: object, shown: str) -> object:
+    """Return an attention back end; for a name of vLLM's without a counterpart, log that and return None, the default.
+
+    Quire's names are in lower case, vLLM's in upper case.
+    """
+    name = getattr(given, "name", given)  # vLLM has an enumeration, too
+    if not isinstance(name, str) or name != name.upper():
+        return given
+    if name not in _ATTENTION:
+        log.info("%s has no effect: %s is none of Quire's attention back ends", shown, name)
+    return _ATTENTION.get(name)
 
 
 def swap_bytes(given: object, _shown: str) -> object:

@@ -11,8 +11,11 @@ from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.cuda_graphs import CudaGraphRunner
 from quire.execution.cuda_worker import CudaWorker
 from quire.kernels.back_end import TORCH, cuda_back_end
+from quire.kernels.cuda.attention import CUDA_ATTENTION
+from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.loader import load_model
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
+from support.cuda_threads import run_on_host
 from support.interpreter import rows_alike
 from support.paged_runner import PagedRunner
 from support.random_folder import write_random_folder
@@ -25,11 +28,11 @@ pytestmark = [
 ]
 
 
-def interpreted(**settings: object) -> LLM:
+def interpreted(attention: AttentionBackEnd | None = None, **settings: object) -> LLM:
     """Make an engine whose ops are those of a GPU, on tensors in host memory."""
-    is_exact = settings.get("exact") is True
+    back_end = cuda_back_end(is_exact=settings.get("exact") is True, attention=attention)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **how: cuda_back_end(is_exact=is_exact))
+        patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **how: back_end)
         patch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
         return LLM(device="cpu", **settings)  # type: ignore[arg-type]
 
@@ -37,6 +40,17 @@ def interpreted(**settings: object) -> LLM:
 def test_answers_are_those_of_the_cpu(tmp_path: Path, device: torch.device) -> None:
     model = write_random_model(tmp_path)
     with interpreted(model=model, dtype="float32", num_kv_blocks=32) as llm:
+        answers = tokens_of(llm, PROMPTS[:2])
+    for prompt, (tokens,) in zip(PROMPTS, answers, strict=False):
+        assert not differences_beyond_margin(model, prompt, tokens, margin=1e-3)
+
+
+def test_answers_with_decodes_by_the_kernel_in_cuda_are_those_of_the_cpu(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_on_host(monkeypatch, tmp_path / "kernels")
+    model = write_random_model(tmp_path)
+    with interpreted(CUDA_ATTENTION, model=model, dtype="float32", num_kv_blocks=32) as llm:
         answers = tokens_of(llm, PROMPTS[:2])
     for prompt, (tokens,) in zip(PROMPTS, answers, strict=False):
         assert not differences_beyond_margin(model, prompt, tokens, margin=1e-3)

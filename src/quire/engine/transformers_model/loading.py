@@ -84,6 +84,7 @@ def _check_options(options: EngineOptions) -> None:
         "device": options.device == "cuda",
         "enable_lora": options.enable_lora,
         "exact": options.exact is False,
+        "attention_backend": options.attention_backend != "auto",
         "capture_graphs": options.capture_graphs,
         "kv_cache_dtype": options.kv_cache_dtype != "auto",
         "runner": options.runner == "pooling",

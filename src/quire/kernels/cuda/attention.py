@@ -1,19 +1,28 @@
-"""Paged attention of decodes by the kernels in CUDA C++; Triton's serve steps with chunks of prompts.
+"""Paged attention of decodes by the kernels in CUDA C++: --attention-backend cuda. Triton's serve chunks of prompts.
 
 v2 serves, and v1 where a table has no more than one partition: then both give the same bits, so that the bits of a
 row depend on its context alone. Nothing has run on a card yet.
 """
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from quire.kernels.cuda.launch import Module
-from quire.kernels.cuda.nvrtc import compile_source
-from quire.kernels.cuda.source import PARTITION, definitions, shared_floats, source
-from quire.kernels.paged_attention import AttentionMetadata
+from quire.kernels.cuda.nvrtc import compile_source, library
+from quire.kernels.cuda.source import (
+    ELEMENTS,
+    MAX_HEAD_DIM,
+    PARTITION,
+    VECTOR_BYTES,
+    definitions,
+    shared_floats,
+    source,
+)
+from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata
 
 NUM_THREADS = 128
 
@@ -26,16 +35,19 @@ def _module(device: torch.device, dtype: torch.dtype, head_dim: int, block_size:
 
 
 def attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float,
+    out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float,
     window: int | None = None, partition: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Attend as `paged_attention.reference` does, for one query of each sequence; caches in the plain layout.
+) -> None:  # fmt: skip
+    """Attend as `paged_attention.reference` does for the sequences of one query; write their rows of `out` alone.
 
-    `partition`: None chooses; 0 is v1. Raises ConfigError if NVRTC or the driver is missing or fails.
+    out [num_tokens, num_heads, head_dim], contiguous; caches in the plain layout. The launches follow from the shapes
+    of the arguments, so a step can be captured as a graph. `partition`: None chooses; 0 is v1. Raises ConfigError if
+    NVRTC or the driver is missing or fails.
     """
-    num_tokens, num_heads, head_dim = query.shape
+    _, num_heads, head_dim = query.shape
     num_seqs, num_kv_heads = len(metadata.context_lens), key_cache.shape[2]
-    assert num_tokens == num_seqs, f"{num_tokens} queries of {num_seqs} sequences"
+    assert out.shape == query.shape, f"a result of {tuple(out.shape)} for queries of {tuple(query.shape)}"
+    assert out.is_contiguous(), "a result with gaps"
     assert key_cache.is_contiguous(), "keys with gaps"
     assert value_cache.is_contiguous(), "values with gaps"
     assert key_cache.dtype == value_cache.dtype == query.dtype, f"queries {query.dtype}, caches {key_cache.dtype}"
@@ -44,7 +56,6 @@ def attend(
         partition = PARTITION if longest > PARTITION else 0
     module = _module(query.device, query.dtype, head_dim, metadata.block_size, partition)
     num_partitions = -(-longest // partition) if partition else 1
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     rows = (num_seqs, num_heads, num_partitions) if partition else (1,)
     partials = torch.empty((*rows, head_dim), dtype=torch.float32, device=query.device)
     highests, totals = torch.empty((2, *rows), dtype=torch.float32, device=query.device)
@@ -58,4 +69,20 @@ def attend(
     if partition:
         arguments = (out, *left, *sequences, num_partitions)
         module.launch("combine", (num_heads, num_seqs, 1), NUM_THREADS, 4 * num_partitions, arguments)
-    return out
+
+
+def _make(attend_by_triton: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the op: decodes by `attend`, chunks of prompts by Triton. ConfigError if NVRTC is missing."""
+    library()
+    return partial(attend_by_triton, attend_decodes=attend)
+
+
+CUDA_ATTENTION = AttentionBackEnd(
+    name="cuda",
+    make=_make,
+    serves=lambda dtype, head_dim: (
+        dtype in ELEMENTS and head_dim <= MAX_HEAD_DIM and head_dim * dtype.itemsize % VECTOR_BYTES == 0
+    ),
+    shapes=f"heads of up to {MAX_HEAD_DIM} that are multiples of {VECTOR_BYTES} bytes",
+    lacks=frozenset({"softcap on attention scores", "attention sinks"}),
+)

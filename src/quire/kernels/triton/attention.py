@@ -18,6 +18,7 @@ chunks.
 Per token of context and key-value head, 2 * head_dim elements are read. Nothing has been measured on a GPU yet.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -51,11 +52,14 @@ def paged_attention(
     sinks: Tensor | None = None,
     *,
     is_exact: bool = False,
+    attend_decodes: Callable[..., None] | None = None,
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches contiguous, in the plain layout.
 
     query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 is no sequence:
     its rows of the result hold anything. With `is_exact` a row has the same bits in every batch and chunk.
+    `attend_decodes` is the kernel for sequences of one query, in place of this module's: it takes the result to write
+    to, and then the arguments of this function up to `window`.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_seqs, num_kv_heads = len(metadata.context_lens), key_cache.shape[2]
@@ -79,7 +83,9 @@ def paged_attention(
     if num_tokens > num_seqs or is_exact:
         options = chunk_options(head_dim, query.dtype, capability(query.device), is_exact=is_exact)
         _attend(step, shape | {"IS_DECODE": False, "IS_EXACT": is_exact}, metadata, options)
-    if not is_exact:
+    if attend_decodes is not None:
+        attend_decodes(out, query, key_cache, value_cache, metadata, scale, window)
+    elif not is_exact:
         options = decode_options(shape["DIMS"], query.dtype)
         _attend(step, shape | {"IS_DECODE": True, "IS_EXACT": False}, metadata, options)
     return out
