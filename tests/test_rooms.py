@@ -11,7 +11,7 @@ import pytest
 
 import structure
 from quire import LLM
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ModelError
 from support.gguf_files import convert
 from support.quantized_folder import awq, awq_config, write_pair
 from support.random_model import write_random_model
@@ -127,6 +127,17 @@ def test_setting_that_needs_an_absent_room_is_refused_by_name(
     monkeypatch.setitem(sys.modules, ROOMS[room], None)
     with pytest.raises(ConfigError, match=f"needs the package {room}, which is not in this installation"):
         LLM(demo_model, num_kv_blocks=64, max_model_len=64, **settings)
+
+
+def test_vectors_that_need_an_absent_room_are_refused_by_name(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, ROOMS["quire.engine.pooling"], None)
+    with (
+        LLM(demo_model, num_kv_blocks=64, max_model_len=64) as llm,
+        pytest.raises(ModelError, match=r"needs the package quire\.engine\.pooling"),
+    ):
+        llm.embed([[5, 6, 7]])
 
 
 def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[str, str]) -> None:

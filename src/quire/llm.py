@@ -4,31 +4,28 @@ import inspect
 import json
 import sys
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.checks import refuse
+from quire.core.checks import one_each, refuse
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.lora import Adapter, LoRARequest
+from quire.core.optional_package import needs_package
 from quire.core.options import declared_options
 from quire.core.outputs import (
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     KVStats,
     PinnedPrefix,
     RequestOutput,
-    ScoringOutput,
     ScoringRequestOutput,
 )
-from quire.core.pooling import PoolingParams, PoolingTask
+from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs_config import parse_config
 from quire.engine.assembly import AssembledEngine, assemble
@@ -48,10 +45,12 @@ from quire.engine.metrics import Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
-from quire.engine.scoring import check_pairs, pair_options, tokenize_pairs
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
+
+if TYPE_CHECKING:
+    from quire.engine.pooling.offline import OfflinePooling
 
 try:
     from quire.vllm_arguments.translation import engine_settings
@@ -60,7 +59,6 @@ except ModuleNotFoundError as error:
         raise
     engine_settings = None  # type: ignore[assignment]  # optional: without it LLM has its own arguments only
 
-T = TypeVar("T")
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}
 _NO_STATE = EngineState(0, 0, 0)  # of a step: `get_metrics` looks at the engine itself
@@ -274,18 +272,10 @@ class LLM:
         the first ones; -1: as many as the model takes. InvalidRequestError as `generate`, and for a model that does not
         pool.
         """
-        inputs = self._inputs  # raises RuntimeError if closed, before any other error
-        truncation = inputs.check_truncation(truncate_prompt_tokens)
-        tokenized = [inputs.tokenize(prompt, truncation=truncation) for prompt in _as_list(prompts)]
-        tokenized = self._adapted(tokenized, lora_request)
-        prepared = self._prepare_pools(tokenized, pooling_params, "embed", priority)
-        return [
-            EmbeddingRequestOutput(
-                each.request_id, EmbeddingOutput(_vector(each).tolist()), each.prompt_token_ids,
-                each.num_cached_tokens, metrics=each.metrics,
-            )
-            for each in self._finish_all(prepared, use_tqdm)
-        ]  # fmt: skip
+        pooling = self._pooling(use_tqdm)  # raises RuntimeError if closed, before any other error
+        truncation = pooling.truncation(truncate_prompt_tokens)
+        tokenized = [self._inputs.tokenize(prompt, truncation=truncation) for prompt in _as_list(prompts)]
+        return pooling.embed(self._adapted(tokenized, lora_request), pooling_params, priority)
 
     def score(
         self,
@@ -303,30 +293,20 @@ class LLM:
         A reranker reads each pair as one prompt, with the `instruction`; the score is between 0 and 1. With an embedder
         it is the cosine of both embeddings. Other arguments and errors as of `embed`.
         """
-        inputs = self._inputs
         params = pooling_params or PoolingParams()
-        queries, documents = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        check_pairs(queries, documents, ("data_1", "data_2"))
-        task: PoolingTask = "score" if inputs.pooler.is_reranker else "embed"
-        truncation = inputs.check_truncation(truncate_prompt_tokens)
-        activation = params.use_activation if isinstance(params, PoolingParams) else None
-        options = pair_options(inputs, truncation, instruction=instruction, use_activation=activation)
-        scoring = tokenize_pairs(inputs, queries, documents, options)
-        if isinstance(params, PoolingParams) and task == "embed":
-            params = replace(params, task=None, use_activation=None)
-        outputs = self._finish_all(self._prepare_pools(scoring.prompts, params, task, priority), use_tqdm)
-        found = []
-        for index, score in enumerate(scoring.scores([_vector(output) for output in outputs])):
-            parts = [outputs[number] for number in scoring.prompts_of_pair(index)]
-            found.append(
-                ScoringRequestOutput(
-                    "_".join(part.request_id for part in parts),
-                    ScoringOutput(score),
-                    [token for part in parts for token in part.prompt_token_ids],
-                    sum(part.num_cached_tokens for part in parts),
-                )
-            )
-        return found
+        return self._pooling(use_tqdm).score(data_1, data_2, params, instruction, truncate_prompt_tokens, priority)
+
+    def _pooling(self, use_tqdm: bool) -> "OfflinePooling":
+        """Return what makes requests for vectors of the arguments of a call. RuntimeError if closed."""
+        assembled = self._engine
+        with needs_package("a vector", "quire.engine.pooling"):
+            from quire.engine.pooling.offline import OfflinePooling  # noqa: PLC0415 (a room: it can be absent)
+
+        def finish(prepared: list[PreparedRequest]) -> list[RequestOutput]:
+            self._num_requests += len(prepared)
+            return self._finish_all(prepared, use_tqdm)
+
+        return OfflinePooling(assembled.inputs, assembled.ready, self._num_requests, finish)
 
     def pin_prefix(self, prefix: Prompt) -> PinnedPrefix:
         """Compute a prefix once and keep it until it is unpinned: prompts that begin with it compute the rest only.
@@ -380,7 +360,7 @@ class LLM:
         """Return the prompts with their adapters. InvalidRequestError for one that cannot be read."""
         if lora_request is None:
             return prompts
-        given = _one_each("lora_request", lora_request, None, len(prompts))
+        given = one_each("lora_request", lora_request, None, len(prompts))
         return [prompt.adapted(self._adapter(each)) for prompt, each in zip(prompts, given, strict=True)]
 
     def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
@@ -400,7 +380,7 @@ class LLM:
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[Truncation | None]:
         """Return how each prompt is truncated; parameters of a wrong type are refused later."""
-        given = _one_each("sampling_params", sampling_params, SamplingParams(), num_prompts)
+        given = one_each("sampling_params", sampling_params, SamplingParams(), num_prompts)
         return [self._inputs.truncation_of(own) if isinstance(own, SamplingParams) else None for own in given]
 
     def _prepare(
@@ -412,8 +392,8 @@ class LLM:
     ) -> list[PreparedRequest]:
         """Check every request and queue none. A refused call uses up no request ids: seeds derive from them."""
         inputs, prepared = self._inputs, list[PreparedRequest]()
-        params = _one_each("sampling_params", sampling_params, self.get_default_sampling_params(), len(prompts))
-        priorities = _one_each("priority", priority, 0, len(prompts))
+        params = one_each("sampling_params", sampling_params, self.get_default_sampling_params(), len(prompts))
+        priorities = one_each("priority", priority, 0, len(prompts))
         asked = zip(prompts, params, priorities, strict=True)
         checked: CheckedParams | None = None
         last: SamplingParams | None = None
@@ -437,24 +417,6 @@ class LLM:
         params.structured_outputs = self._grammar_config.with_defaults(params.structured_outputs)
         if grammars is not None:
             grammars.check(params.structured_outputs)
-
-    def _prepare_pools(
-        self,
-        prompts: list[TokenizedPrompt],
-        params: PoolingParams | Sequence[PoolingParams] | None,
-        task: PoolingTask,
-        priority: int | Sequence[int] | None,
-    ) -> list[PreparedRequest]:
-        """Check every request for a vector and queue none, as `_prepare`."""
-        inputs, prepared = self._inputs, list[PreparedRequest]()
-        own = _one_each("pooling_params", params, PoolingParams(), len(prompts))
-        priorities = _one_each("priority", priority, 0, len(prompts))
-        for request_id, (prompt, each, level) in enumerate(
-            zip(prompts, own, priorities, strict=True), self._num_requests
-        ):
-            prepared.append(inputs.prepare_pool(request_id, prompt, inputs.check_pooling(each, task, level)))
-        self._num_requests += len(prepared)
-        return prepared
 
     def _finish_all(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -519,11 +481,6 @@ class LLM:
             self._outputs.drop(request_id)
 
 
-def _vector(output: RequestOutput) -> "array[float]":
-    assert output.pooled is not None, "a request for a vector gave none"
-    return output.pooled
-
-
 def _as_json(given: str | Mapping[str, Any] | None) -> str:
     """Return a setting that may be given as an object, as JSON; empty for none."""
     return json.dumps(dict(given)) if isinstance(given, Mapping) else given or ""
@@ -552,14 +509,3 @@ def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) ->
     if messages and all(isinstance(item, (list, tuple)) for item in messages):
         return list(cast(Sequence[Sequence[Message]], messages))
     return [cast(Sequence[Message], messages)]
-
-
-def _one_each(name: str, given: T | Sequence[T] | None, default: T, num_prompts: int) -> list[T]:
-    """Return one value per prompt, from one for all or one for each."""
-    if not isinstance(given, (list, tuple)):
-        return [default if given is None else cast(T, given)] * num_prompts
-    if len(given) != num_prompts:
-        raise InvalidRequestError(
-            f"{name} must be one for all or one per prompt: got {len(given)} for {num_prompts} prompts", param=name
-        )
-    return list(given)

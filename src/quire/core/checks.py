@@ -4,10 +4,12 @@ Each check returns the value in its final form (a float for a number, a tuple fo
 what it is given. A bool is no integer here, and NaN lies in no range.
 """
 
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, TypeVar, cast
 
 from quire.core.errors import InvalidRequestError
+
+T = TypeVar("T")
 
 MAX_INT = 2**31 - 1  # counts and token ids are stored and sent as 32-bit integers
 
@@ -83,6 +85,17 @@ def check_strings(field: str, value: object) -> tuple[str, ...]:
     if not _is_unicode(texts):  # type: ignore[arg-type]
         refuse(field, value, "a list of valid Unicode strings")
     return tuple(texts)  # type: ignore[arg-type]
+
+
+def one_each(name: str, given: T | Sequence[T] | None, default: T, num_prompts: int) -> list[T]:
+    """Return one value per prompt, from one for all or one for each."""
+    if not isinstance(given, (list, tuple)):
+        return [default if given is None else cast(T, given)] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequestError(
+            f"{name} must be one for all or one per prompt: got {len(given)} for {num_prompts} prompts", param=name
+        )
+    return list(given)
 
 
 def _elements(field: str, value: object, expected: str) -> tuple[object, ...]:

@@ -6,7 +6,6 @@ from typing import Literal
 import msgspec
 
 from quire.core.checks import check_bool, check_int, refuse
-from quire.core.errors import InvalidRequestError
 
 PoolingKind = Literal["last", "mean", "cls"]  # the hidden state of the last token, their mean, that of the first token
 PoolingTask = Literal["embed", "score"]
@@ -86,33 +85,3 @@ class PoolingParams:
             check_bool("use_activation", self.use_activation)
         if self.task is not None and self.task not in TASKS:
             refuse("task", self.task, " or ".join(TASKS))
-
-
-def pool_for(params: PoolingParams, pooler: PoolerConfig, task: PoolingTask) -> Pool:
-    """Return the task of a request with these parameters. InvalidRequestError for what the model does not give."""
-    if params.task is not None and params.task != task:
-        raise InvalidRequestError(f"task must be {task} here, got {params.task}", param="task")
-    if task == "score" and pooler.score_token_ids is not None:
-        return Pool("last", token_ids=pooler.score_token_ids)
-    if task == "score" and pooler.has_classifier:
-        return Pool("cls", token_ids=(0,))
-    if pooler.is_reranker:
-        raise InvalidRequestError("the model scores pairs of texts: it gives no embeddings", param="model")
-    _check_dimensions(params.dimensions, pooler)
-    normalizes = pooler.normalizes if params.use_activation is None else params.use_activation
-    return Pool(pooler.kind, params.dimensions or 0, normalizes)
-
-
-def _check_dimensions(dimensions: int | None, pooler: PoolerConfig) -> None:
-    if dimensions is None:
-        return
-    if not pooler.is_matryoshka:
-        message = (
-            f"dimensions must be unset: the model's config.json does not say that it has Matryoshka embeddings "
-            f"(is_matryoshka, matryoshka_dimensions), got {dimensions}"
-        )
-        raise InvalidRequestError(message, param="dimensions")
-    check_int("dimensions", dimensions, 1, pooler.num_dimensions)
-    allowed = pooler.matryoshka_dimensions
-    if allowed and dimensions not in allowed:
-        refuse("dimensions", dimensions, f"one of {', '.join(map(str, allowed))}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.lora import Adapter
-from quire.engine.input_processor import CheckedParams, CheckedPooling, InputProcessor, PreparedRequest, TokenizedPrompt
+from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.messages import EngineDeadError, EngineState, Ready
 from quire.engine.output_processor import OutputKind
 from quire.engine.pinned_prefixes import PinnedPrefixes
@@ -36,12 +36,6 @@ class BaseClient(ABC):
     ) -> PreparedRequest:
         """Number a request of parameters from `inputs.check_params`. ContextLengthError if it could never run."""
         return self.inputs.prepare(next(self.request_ids), prompt, checked, client_id, weight)
-
-    def prepare_pool(
-        self, prompt: TokenizedPrompt, checked: CheckedPooling, client_id: str = "", weight: float = 1.0
-    ) -> PreparedRequest:
-        """As `prepare`, for a request for the vector of a prompt, of parameters from `inputs.check_pooling`."""
-        return self.inputs.prepare_pool(next(self.request_ids), prompt, checked, client_id, weight)
 
     @abstractmethod
     async def add(

@@ -8,17 +8,14 @@ parameters' own classes. `check_params` needs no prompt, so that a request is re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
-from msgspec import structs
-
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.checks import MAX_INT, check_int, check_text, refuse, shown
+from quire.core.checks import MAX_INT, check_int, check_text, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
-from quire.core.pooling import Pool, PoolerConfig, PoolingParams, PoolingTask, pool_for
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import NUM_SEEDS, arrival_seed
 from quire.core.sequence import Request
@@ -102,16 +99,6 @@ class CheckedParams:
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
 
-class CheckedPooling(NamedTuple):
-    """Parameters of requests for vectors, checked against the model. Only `InputProcessor.check_pooling` makes them.
-
-    `params`: those of any request, with the priority; nothing is sampled.
-    """
-
-    task: Pool
-    params: CheckedParams
-
-
 class PreparedRequest(NamedTuple):
     """A request that was checked and numbered, and its prompt. Not queued yet."""
 
@@ -121,7 +108,7 @@ class PreparedRequest(NamedTuple):
 
 
 _IDS_AT_ONCE = 8192    # checked and packed, which keeps the interpreter lock for half a millisecond
-_ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # of what is no generation
+ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # of what is no generation
 
 MAX_PRIORITY = 100     # of either sign; in levels of ageing
 MAX_SALT_CHARS = 1024  # the cache stores a salt as long as a block computed under it
@@ -132,7 +119,8 @@ def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str
     return None if cache_salt is None else check_text("cache_salt", cache_salt, max_chars)
 
 
-def _truncated(token_ids: S, truncation: Truncation | None) -> S:
+def truncated(token_ids: S, truncation: Truncation | None) -> S:
+    """Return the tokens that a truncation keeps."""
     if truncation is None:
         return token_ids
     num_tokens = truncation.num_tokens
@@ -156,17 +144,16 @@ class InputProcessor:
         self, tokenizer: Tokenizer | None, ready: Ready, options: EngineOptions, owners: OwnerLabels | None = None,
         *, cuts_answers: bool = False,
     ) -> None:  # fmt: skip
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.sampling, self._cuts_answers = ready.sampling, cuts_answers
         self.limits = ready.limits
         self.max_logprobs = ready.vocab_size if options.max_logprobs == -1 else options.max_logprobs
-        self._vocab_size = ready.vocab_size
+        self.vocab_size = ready.vocab_size
         self._own_eos_token_ids = _own_eos_token_ids(tokenizer, ready.vocab_size)
         self._eos_token_ids = ready.eos_token_ids | self._own_eos_token_ids
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
-        self._generates, self._no_pooler_reason = ready.generates, ready.no_pooler_reason
-        self._pooler = ready.pooler
+        self._generates = ready.generates
 
     def truncation_of(self, params: SamplingParams, *, keeps_last: bool = True) -> Truncation | None:
         """Return the truncation that parameters ask for. InvalidRequestError if it is longer than max_model_len."""
@@ -189,10 +176,10 @@ class InputProcessor:
         if isinstance(prompt, dict):
             return self._tokenize_dict(prompt, truncation)
         if isinstance(prompt, str):
-            if self._tokenizer is None:
+            if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer: give token ids", param="prompt")
-            return self._encode(self._tokenizer, prompt, truncation, add_special_tokens=add_special_tokens)
-        return TokenizedPrompt(None, _truncated(self._check_token_ids(prompt), truncation))
+            return self._encode(self.tokenizer, prompt, truncation, add_special_tokens=add_special_tokens)
+        return TokenizedPrompt(None, truncated(self.check_token_ids(prompt), truncation))
 
     def tokenize_chat(
         self, conversation: Sequence[Message], *, truncation: Truncation | None = None, **how: Any  # noqa: ANN401
@@ -201,16 +188,16 @@ class InputProcessor:
 
         InvalidRequestError as `tokenize`.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
-        return self.tokenize_rendered(self._tokenizer.apply_chat_template(conversation, **how), truncation=truncation)
+        return self.tokenize_rendered(self.tokenizer.apply_chat_template(conversation, **how), truncation=truncation)
 
     def tokenize_rendered(
         self, text: str, *, add_special_tokens: bool = False, truncation: Truncation | None = None
     ) -> TokenizedPrompt:
         """Return the tokens of a rendered chat, whose text contains its special tokens."""
-        assert self._tokenizer is not None, "a chat template comes with a tokenizer"
-        return self._encode(self._tokenizer, text, truncation, add_special_tokens=add_special_tokens)
+        assert self.tokenizer is not None, "a chat template comes with a tokenizer"
+        return self._encode(self.tokenizer, text, truncation, add_special_tokens=add_special_tokens)
 
     def _encode(
         self, tokenizer: Tokenizer, text: str, truncation: Truncation | None, *, add_special_tokens: bool
@@ -223,11 +210,11 @@ class InputProcessor:
             ids, is_cut = tokenizer.encode_truncated(
                 text, truncation.num_tokens, keeps_last=truncation.keeps_last, add_special_tokens=add_special_tokens
             )
-            return TokenizedPrompt(None if is_cut else text, self._check_token_ids(ids))
+            return TokenizedPrompt(None if is_cut else text, self.check_token_ids(ids))
         if len(text) > self.limits.max_model_len:
             self.limits.check_length(tokenizer.min_num_tokens(text))
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return TokenizedPrompt(text, self._check_token_ids(ids))
+        return TokenizedPrompt(text, self.check_token_ids(ids))
 
     def _tokenize_dict(self, prompt: TextPrompt | TokensPrompt, truncation: Truncation | None) -> TokenizedPrompt:
         given, salt = set(prompt), check_cache_salt(prompt.get("cache_salt"))
@@ -235,8 +222,8 @@ class InputProcessor:
             text: str = prompt["prompt"]  # type: ignore[typeddict-item]
             return self.tokenize(text, truncation=truncation).salted(salt)
         if given - {"cache_salt"} == {"prompt_token_ids"}:
-            token_ids = self._check_token_ids(prompt["prompt_token_ids"])  # type: ignore[typeddict-item]
-            return TokenizedPrompt(None, _truncated(token_ids, truncation), salt)
+            token_ids = self.check_token_ids(prompt["prompt_token_ids"])  # type: ignore[typeddict-item]
+            return TokenizedPrompt(None, truncated(token_ids, truncation), salt)
         raise InvalidRequestError(
             f'a prompt given as a dict must be {{"prompt": str}} or {{"prompt_token_ids": [int, ...]}}, '
             f'with or without "cache_salt": str, '
@@ -244,39 +231,8 @@ class InputProcessor:
             param="prompt",
         )
 
-    def tokenize_framed(self, before: str, text: str, after: str, truncation: Truncation | None) -> TokenizedPrompt:
-        """Return the tokens of a text between two others, each tokenized by itself. It is truncated, they are not."""
-        if self._tokenizer is None:
-            raise InvalidRequestError("the model has no tokenizer: scores need one", param="model")
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        head, tail, most = encode(before), encode(after), None if truncation is None else truncation.num_tokens
-        if most is not None and most <= len(head) + len(tail):
-            message = f"truncate_prompt_tokens must be above {len(head) + len(tail)}, the tokens around a pair"
-            raise InvalidRequestError(f"{message}, got {most}", param="truncate_prompt_tokens")
-        if most is None and len(text) > self.limits.max_model_len:
-            self.limits.check_length(self._tokenizer.min_num_tokens(text))
-        ids = encode(text)
-        if truncation is not None and most is not None:
-            ids = _truncated(ids, truncation._replace(num_tokens=most - len(head) - len(tail)))
-        return TokenizedPrompt(before + text + after, self._check_token_ids([*head, *ids, *tail]))
-
-    def tokenize_pair(self, first: str, second: str, truncation: Truncation | None) -> TokenizedPrompt:
-        """Return the tokens of two texts as the tokenizer joins them; of truncated ones the longer loses first."""
-        if self._tokenizer is None:
-            raise InvalidRequestError("the model has no tokenizer: scores need one", param="model")
-        most, keeps_last = (0, False) if truncation is None else truncation
-        if most == 0 and len(first) + len(second) > self.limits.max_model_len:
-            self.limits.check_length(self._tokenizer.min_num_tokens(first) + self._tokenizer.min_num_tokens(second))
-        ids, second_text = self._tokenizer.encode_pair(first, second, most, keeps_last=keeps_last)
-        return TokenizedPrompt(None, self._check_token_ids(ids), second_text=second_text)
-
-    def cut_text(self, text: str, max_tokens: int) -> str:
-        """Return the beginning of a text that has at most so many tokens; 0: all of it."""
-        if max_tokens == 0 or self._tokenizer is None:
-            return text
-        return self._tokenizer.cut(text, max_tokens)
-
-    def _check_token_ids(self, token_ids: Sequence[int]) -> PackedTokens:
+    def check_token_ids(self, token_ids: Sequence[int]) -> PackedTokens:
+        """Return a prompt's tokens, packed. InvalidRequestError for wrong types, ids out of range, no tokens."""
         if not isinstance(token_ids, (list, tuple)):
             raise InvalidRequestError(
                 f"prompt must be text, a list of token ids or a dict of one of them, got {type(token_ids).__name__}",
@@ -293,11 +249,11 @@ class InputProcessor:
 
     def _check_ids(self, ids: Sequence[object]) -> None:
         """Raise InvalidRequestError for the first that is no token id. By calls that are quick for one that are all."""
-        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size:  # type: ignore[type-var, operator]
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:  # type: ignore[type-var, operator]
             return
-        wrong = next(token for token in ids if type(token) is not int or not 0 <= token < self._vocab_size)
+        wrong = next(token for token in ids if type(token) is not int or not 0 <= token < self.vocab_size)
         raise InvalidRequestError(
-            f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, got {shown(wrong)}", param="prompt"
+            f"prompt token ids must be integers from 0 to {self.vocab_size - 1}, got {shown(wrong)}", param="prompt"
         )
 
     def check_params(
@@ -317,7 +273,7 @@ class InputProcessor:
         params = replace(params)
         if not self._generates:
             raise InvalidRequestError("the model generates no text: it gives embeddings or scores alone", param="model")
-        params.check_vocabulary(self._vocab_size)
+        params.check_vocabulary(self.vocab_size)
         names = ["logprobs", "prompt_logprobs"]
         if params.logprob_token_ids:
             params.logprobs = len(params.logprob_token_ids)
@@ -325,7 +281,7 @@ class InputProcessor:
         for name in names:
             asked = getattr(params, name)
             if asked == -1:
-                asked = self._vocab_size
+                asked = self.vocab_size
                 setattr(params, name, asked)
             if asked is not None and asked > self.max_logprobs:
                 raise InvalidRequestError(
@@ -333,17 +289,18 @@ class InputProcessor:
                 )
         if beam is not None:
             self._check_beam_width(beam.beam_width)
-        if self._tokenizer is None and params.stop:
+        if self.tokenizer is None and params.stop:
             raise InvalidRequestError("the model has no tokenizer: use stop_token_ids instead of stop", param="stop")
-        if self._tokenizer is None and params.bad_words:
+        if self.tokenizer is None and params.bad_words:
             raise InvalidRequestError("the model has no tokenizer: bad_words cannot be used", param="bad_words")
-        if params.structured_outputs is not None and self._tokenizer is None:
+        if params.structured_outputs is not None and self.tokenizer is None:
             message = "structured_outputs cannot be used: the model has no tokenizer"
             raise InvalidRequestError(message, param="structured_outputs")
-        self._check_priority(priority)
-        return CheckedParams(params, beam, priority, self._tokenizer)
+        self.check_priority(priority)
+        return CheckedParams(params, beam, priority, self.tokenizer)
 
-    def _check_priority(self, priority: int) -> None:
+    def check_priority(self, priority: int) -> None:
+        """Raise InvalidRequestError for a priority out of range, or that the policy does not know."""
         check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if priority != 0 and self._policy == "fcfs":
             message = f"priority must be 0, the only one with scheduling_policy fcfs, got {priority}"
@@ -354,7 +311,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Return a request that the scheduler will take. ContextLengthError if one of this length could never run."""
         params, beam = checked.params, checked.beam
-        request = self._request(request_id, prompt, params, GENERATE if beam is None else BeamSearch(beam))
+        request = self.new_request(request_id, prompt, params, GENERATE if beam is None else BeamSearch(beam))
         request.max_tokens = self._resolve_max_tokens(len(prompt.token_ids), params)
         request.bad_words_token_ids, request.priority = checked.bad_words_token_ids, checked.priority
         request.client_id, request.weight = client_id, weight
@@ -364,13 +321,14 @@ class InputProcessor:
         self, request_id: int, prompt: TokenizedPrompt, client_id: str = "", weight: float = 1.0
     ) -> PreparedRequest:
         """Return a request that computes a prefix and pins it; its output is ignored. As `prepare`."""
-        prepared = self.prepare(request_id, prompt, self.check_params(_ANY_TOKEN), client_id, weight)
+        prepared = self.prepare(request_id, prompt, self.check_params(ANY_TOKEN), client_id, weight)
         prepared.request.task = Pin()
         return prepared
 
-    def _request(
+    def new_request(
         self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams, task: Task
     ) -> Request:
+        """Return a request for a task, which generates no token until its `max_tokens` is set."""
         eos, named = frozenset() if params.ignore_eos else self._eos_token_ids, params.stop_token_ids or ()
         return Request(
             request_id=request_id,
@@ -386,67 +344,6 @@ class InputProcessor:
             adapter_name="" if prompt.adapter is None else prompt.adapter.name,
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),
         )
-
-    # --- vectors --------------------------------------------------------------------------------------------------
-
-    @property
-    def pooler(self) -> PoolerConfig:
-        """The pooling of the model. InvalidRequestError, with the reason, for one that gives no vectors."""
-        if self._pooler is None:
-            message = f"the model gives no embeddings or scores: {self._no_pooler_reason}"
-            raise InvalidRequestError(message, param="model", code="unsupported_parameter")
-        if self._pooler.score_tokens is not None:
-            self._pooler = self._with_score_token_ids(self._pooler, self._pooler.score_tokens)
-        return self._pooler
-
-    def _with_score_token_ids(self, pooler: PoolerConfig, tokens: tuple[str, str]) -> PoolerConfig:
-        if self._tokenizer is None:
-            raise InvalidRequestError("the model has no tokenizer: scores need one", param="model")
-        no, yes = (self._tokenizer.token_id(token) for token in tokens)
-        if no is None or yes is None or max(no, yes) >= self._vocab_size:
-            message = f"classifier_from_token: the tokenizer does not have both tokens {shown(', '.join(tokens))}"
-            raise InvalidRequestError(message, param="model")
-        return structs.replace(pooler, score_token_ids=(no, yes), score_tokens=None)
-
-    def check_pooling(
-        self, params: PoolingParams, task: PoolingTask = "embed", priority: int = 0
-    ) -> CheckedPooling:
-        """Return parameters for `prepare_pool`; InvalidRequestError if no prompt can have them."""
-        if not isinstance(params, PoolingParams):
-            raise InvalidRequestError(
-                f"pooling_params must be PoolingParams, got {type(params).__name__}", param="pooling_params"
-            )
-        pool = pool_for(params, self.pooler, task)
-        self._check_priority(priority)
-        return CheckedPooling(pool, CheckedParams(_ANY_TOKEN, None, priority, None))
-
-    def prepare_pool(
-        self, request_id: int, prompt: TokenizedPrompt, checked: CheckedPooling, client_id: str = "",
-        weight: float = 1.0,
-    ) -> PreparedRequest:  # fmt: skip
-        """Return a request for the vector of a prompt. ContextLengthError if one of this length could never run."""
-        self.limits.check_admissible(len(prompt.token_ids), 0, 1)
-        task = checked.task
-        if prompt.second_text:
-            task = structs.replace(task, second_text=prompt.second_text)
-        request = self._request(request_id, prompt, checked.params.params, task)
-        request.priority, request.client_id, request.weight = checked.params.priority, client_id, weight
-        return PreparedRequest(request, prompt)
-
-    def check_truncation(self, max_tokens: int | None, side: object = None) -> Truncation | None:
-        """Return the truncation of prompts that are pooled, by default from the right; None: there is none.
-
-        InvalidRequestError for one that the model could not have.
-        """
-        if max_tokens is not None:
-            check_int("truncate_prompt_tokens", max_tokens, -1, self.limits.max_model_len)
-            if max_tokens == 0:
-                refuse("truncate_prompt_tokens", max_tokens, "-1 (as many as the model takes) or above 0")
-        if side not in (None, "left", "right"):
-            refuse("truncation_side", side, "left or right")
-        if max_tokens is None:
-            return None
-        return Truncation(self.limits.max_model_len if max_tokens == -1 else max_tokens, keeps_last=side == "left")
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return max_tokens, or the most that fits where it is None; raise if it could never run."""
@@ -466,7 +363,7 @@ class InputProcessor:
 
     def _check_beam_width(self, width: int) -> None:
         """Refuse more beams than there are first tokens, or than can run at once."""
-        for limit, name in ((self._vocab_size, "the vocabulary size"), (self.limits.max_num_seqs, "max_num_seqs")):
+        for limit, name in ((self.vocab_size, "the vocabulary size"), (self.limits.max_num_seqs, "max_num_seqs")):
             if width > limit:
                 message = f"beam_width must be at most {limit} ({name}), got {width}"
                 raise InvalidRequestError(message, param="beam_width")

@@ -64,7 +64,7 @@ except ModuleNotFoundError as error:
 try:
     from quire.server.embeddings.routes import router as embedding_routes
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.server.embeddings."):
+    if not f"{error.name}.".startswith(("quire.server.embeddings.", "quire.engine.pooling.")):
         raise
     embedding_routes = None  # type: ignore[assignment]  # optional: without it its routes answer 404
 

@@ -11,8 +11,9 @@ from starlette.requests import Request
 
 from quire.core.checks import refuse
 from quire.core.pooling import PoolingParams, PoolingTask
-from quire.engine.input_processor import CheckedPooling, Prompt, TokenizedPrompt, check_cache_salt
-from quire.engine.scoring import PairOptions, Scoring, check_pairs, pair_options, tokenize_pairs
+from quire.engine.input_processor import Prompt, TokenizedPrompt, check_cache_salt
+from quire.engine.pooling.inputs import CheckedPooling, PoolingInputs
+from quire.engine.pooling.scoring import PairOptions, Scoring, check_pairs, pair_options, tokenize_pairs
 from quire.server.api.generation import Generation
 from quire.server.api.priority import check_priority_granted
 from quire.server.api.request import ApiRequest
@@ -37,13 +38,13 @@ class Started(NamedTuple):
 
 async def start_embeddings(request: Request, service: Service, body: EmbeddingBody, kind: str) -> Started:
     """Queue a request for each input of a body, or for its conversation. `kind` is the prefix of the call's id."""
-    arrival_s, inputs = time.monotonic(), service.client.inputs
+    arrival_s, inputs, pooling = time.monotonic(), service.client.inputs, _pooling_inputs(service)
     if body.encoding_format not in (None, "float", "base64"):
         refuse("encoding_format", body.encoding_format, "float or base64")
-    call, checked = _checked(request, service, body, body.params, "embed", kind)
+    call, checked = _checked(request, service, pooling, body, body.params, "embed", kind)
     if (body.input is None) == (body.messages is None):
         invalid("give either input or messages", param="input")
-    truncation = inputs.check_truncation(body.truncate_prompt_tokens, body.truncation_side)
+    truncation = pooling.check_truncation(body.truncate_prompt_tokens, body.truncation_side)
     conversation: Conversation | None = None
     tokenize_one: Callable[[Any], TokenizedPrompt]
     if body.messages is None:
@@ -78,24 +79,24 @@ async def start_scores(
     request: Request, service: Service, body: ScoreBody | RerankBody, kind: str
 ) -> tuple[Started, Scoring]:
     """Queue the requests of a call for scores; return also what makes scores of their vectors."""
-    arrival_s, inputs = time.monotonic(), service.client.inputs
-    task: PoolingTask = "score" if inputs.pooler.is_reranker else "embed"
-    call, checked = _checked(request, service, body, PoolingParams(), task, kind)
+    arrival_s, pooling = time.monotonic(), _pooling_inputs(service)
+    task: PoolingTask = "score" if pooling.pooler.is_reranker else "embed"
+    call, checked = _checked(request, service, pooling, body, PoolingParams(), task, kind)
     (first, queries), (second, documents) = body.sides.items()
     most = service.options.max_rerank_documents
     if max(len(queries), len(documents)) > most:
         refuse(second, documents, f"at most {most} texts (max_rerank_documents)")
     check_pairs(queries, documents, (first, second))
-    options = _pair_options(service, body)
+    options = _pair_options(pooling, body)
     num_pairs = len(documents)
-    num_read = num_pairs if inputs.pooler.is_reranker else len(queries)
+    num_read = num_pairs if pooling.pooler.is_reranker else len(queries)
     num_bytes = sum(_num_bytes(text) for text in documents) + num_pairs * len(options.instruction.encode())
     num_bytes += _num_bytes(queries[0]) * num_read if len(queries) == 1 else sum(map(_num_bytes, queries))
     _check_bytes(num_bytes, service.options, second)
-    num_prompts = num_pairs if inputs.pooler.is_reranker else len(queries) + num_pairs
+    num_prompts = num_pairs if pooling.pooler.is_reranker else len(queries) + num_pairs
 
     def prepare() -> Scoring:
-        scoring = tokenize_pairs(inputs, queries, documents, options)
+        scoring = tokenize_pairs(pooling, queries, documents, options)
         return scoring._replace(prompts=_limited(scoring.prompts, service))
 
     with service.admit(num_prompts, param=second, client_id=call.client_id) as reservation:
@@ -159,13 +160,18 @@ def _limited(prompts: list[TokenizedPrompt], service: Service) -> list[Tokenized
     return prompts
 
 
+def _pooling_inputs(service: Service) -> PoolingInputs:
+    return PoolingInputs(service.client.inputs, service.client.ready)
+
+
 def _checked(
-    request: Request, service: Service, body: PooledBody, params: PoolingParams, task: PoolingTask, kind: str
-) -> tuple[ApiRequest, CheckedPooling]:
+    request: Request, service: Service, pooling: PoolingInputs, body: PooledBody, params: PoolingParams,
+    task: PoolingTask, kind: str,
+) -> tuple[ApiRequest, CheckedPooling]:  # fmt: skip
     """Check the fields of a body that all routes have; return the call, without prompts."""
     record, call_id, model = record_of(request.scope), f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
     record.request_id, record.model = call_id, model
-    checked = service.client.inputs.check_pooling(params, task, body.priority or 0)
+    checked = pooling.check(params, task, body.priority or 0)
     key_number = key_number_of(request)
     check_priority_granted(service, checked.params.priority, key_number)
     call = ApiRequest(
@@ -176,11 +182,10 @@ def _checked(
     return call, checked
 
 
-def _pair_options(service: Service, body: PairsBody) -> PairOptions:
-    inputs = service.client.inputs
-    truncation = inputs.check_truncation(body.truncate_prompt_tokens, body.truncation_side)
+def _pair_options(pooling: PoolingInputs, body: PairsBody) -> PairOptions:
+    truncation = pooling.check_truncation(body.truncate_prompt_tokens, body.truncation_side)
     return pair_options(
-        inputs, truncation, instruction=body.instruction, max_tokens_per_query=body.max_tokens_per_query or 0,
+        pooling, truncation, instruction=body.instruction, max_tokens_per_query=body.max_tokens_per_query or 0,
         max_tokens_per_doc=body.max_tokens_per_doc or 0, use_activation=body.use_activation,
     )  # fmt: skip
 
@@ -188,13 +193,15 @@ def _pair_options(service: Service, body: PairsBody) -> PairOptions:
 def _with_requests(
     service: Service, call: ApiRequest, checked: CheckedPooling, prompts: Sequence[TokenizedPrompt]
 ) -> ApiRequest:
+    pooling, request_ids = _pooling_inputs(service), service.client.request_ids
     weight, adapter = service.options.weight_of(call.key_number), service.adapter_of(call.model)
     return replace(
         call,
         requests=[
-            service.client.prepare_pool(
-                prompt.salted(call.cache_salt, call.key_number).adapted(adapter), checked, call.client_id, weight
+            pooling.prepare(
+                next(request_ids), prompt.salted(call.cache_salt, call.key_number).adapted(adapter), checked,
+                call.client_id, weight,
             )
             for prompt in prompts
         ],
-    )
+    )  # fmt: skip

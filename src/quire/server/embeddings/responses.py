@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from quire.core.outputs import RequestOutput
-from quire.engine.scoring import Scoring
+from quire.engine.pooling.scoring import Scoring
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode
 from quire.server.api.json_encoding import encode_streamed as encoded
 from quire.server.api.request import ApiRequest

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from quire.core.checks import check_int, check_text
 from quire.core.errors import InvalidRequestError
-from quire.engine.input_processor import InputProcessor, TokenizedPrompt, Truncation
+from quire.engine.input_processor import TokenizedPrompt, Truncation
+from quire.engine.pooling.inputs import PoolingInputs
 
 BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -62,11 +63,11 @@ class Scoring(NamedTuple):
 
 
 def pair_options(
-    inputs: InputProcessor, truncation: Truncation | None, *, instruction: object = None,
+    inputs: PoolingInputs, truncation: Truncation | None, *, instruction: object = None,
     max_tokens_per_query: object = 0, max_tokens_per_doc: object = 0, use_activation: bool | None = None,
 ) -> PairOptions:  # fmt: skip
     """Check the options of pairs. InvalidRequestError names the field."""
-    longest = inputs.limits.max_model_len - 1
+    longest = inputs.max_model_len - 1
     text = INSTRUCTION
     if instruction is not None:
         text = check_text("instruction", instruction, MAX_INSTRUCTION_CHARS)
@@ -94,13 +95,13 @@ def check_pairs(queries: Sequence[str], documents: Sequence[str], names: tuple[s
 
 
 def tokenize_pairs(
-    inputs: InputProcessor, queries: Sequence[str], documents: Sequence[str], options: PairOptions
+    inputs: PoolingInputs, queries: Sequence[str], documents: Sequence[str], options: PairOptions
 ) -> Scoring:
     """Return the prompts of pairs that `check_pairs` has passed. InvalidRequestError as `InputProcessor.tokenize`."""
     queries = [inputs.cut_text(text, options.max_query_tokens) for text in queries]
     documents = [inputs.cut_text(text, options.max_document_tokens) for text in documents]
     if not inputs.pooler.is_reranker:
-        prompts = [inputs.tokenize(text, truncation=options.truncation) for text in (*queries, *documents)]
+        prompts = [inputs.inputs.tokenize(text, truncation=options.truncation) for text in (*queries, *documents)]
         return Scoring(prompts, len(queries), options.is_probability)
     if len(queries) == 1:
         queries = queries * len(documents)
