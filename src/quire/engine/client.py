@@ -25,10 +25,9 @@ from quire.engine.formats import TokenizerUse
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
-from quire.engine.options import EngineOptions
+from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.pending_commands import PendingCommands
-from quire.engine.start_timeout import START_TIMEOUT_S
 from quire.engine.streams import RequestStream, RequestStreams
 from quire.text.tokenizer import Tokenizer
 

@@ -40,6 +40,7 @@ OVERRIDE = "override_generation_config"
 MAX_ENGINES = 64
 MAX_NUM_SEQS = 1 << 16  # every row has room for max_model_len tokens
 
+START_TIMEOUT_S = 120.0
 _engine = partial(option, panel="Engine")
 
 
@@ -339,6 +340,11 @@ class EngineOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+    start_timeout: float = option(
+        START_TIMEOUT_S, "seconds for machines to find each other", kind="none", low=1, high=86400, unit="seconds",
+        row="seconds, at least 1: with `nnodes` above 1, four fifths of it are for the other nodes to find node 0, and "
+        "nine tenths for it to find all of them",
+    )  # fmt: skip
         """Check types and ranges; what depends on the model is checked when it is known."""
         check_options(self)
         if self.block_size not in KERNEL_BLOCK_SIZES:

@@ -14,7 +14,6 @@ from quire.engine.messages import EngineDeadError
 
 T = TypeVar("T")
 
-START_TIMEOUT_S = 120.0
 POLLS_PER_TIMEOUT = 20
 
 # Fields of /proc/PID/stat behind the command's name: major page faults, and CPU time, each own and of ended children.

@@ -16,8 +16,7 @@ from quire.core.errors import ConfigError
 from quire.core.options import SIZE, check_options, declared_options, option, parse_bytes, same_option
 from quire.core.owner_labels import MAX_LABELS
 from quire.core.structured_outputs_config import StructuredOutputsConfig, parse_config
-from quire.engine.options import EngineOptions
-from quire.engine.start_timeout import START_TIMEOUT_S
+from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.scheduling.limits import MAX_PINNED_PREFIXES
 from quire.server.adapter_names import AdapterModule, parse_modules
 
@@ -418,7 +417,8 @@ class ServerOptions(Limits):
         low=1, high=_LONGEST_S, unit="seconds",
         row="seconds, at least 1: an engine that starts and neither uses CPU time nor reads for so long is given up, "
         "and the server ends with status 1 and one line that says so (with `--restart-engine` the next one is tried). "
-        "A start that makes progress takes as long as it takes",
+        "A start that makes progress takes as long as it takes. With `--nnodes` above 1, four fifths of it are for the "
+        "other nodes to find node 0, and nine tenths for it to find all of them",
     )  # fmt: skip
     stream_keepalive: float = _server(
         15.0, "seconds without news after which a stream gets a comment; 0: never",
@@ -487,7 +487,10 @@ class ServerOptions(Limits):
 
     def with_engine_settings(self, engine: EngineOptions) -> EngineOptions:
         """Return an engine's options with the settings that are flags of a server."""
-        return replace(engine, max_kv_share_per_key=self.max_kv_share_per_key, stall_limit=self.stall_limit)
+        return replace(
+            engine, max_kv_share_per_key=self.max_kv_share_per_key, stall_limit=self.stall_limit,
+            start_timeout=self.start_timeout,
+        )  # fmt: skip
 
     def weight_of(self, key_number: int) -> float:
         """Return the weight of a key, from 1; that of all others is 1."""

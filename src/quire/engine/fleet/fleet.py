@@ -26,9 +26,8 @@ from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.metrics import Metrics
-from quire.engine.options import EngineOptions
+from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
-from quire.engine.start_timeout import START_TIMEOUT_S
 from quire.engine.streams import RequestStream
 from quire.text.tokenizer import Tokenizer
 

@@ -24,11 +24,14 @@ from quire.model.sharding import Shard
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 110.0      # for all ranks to join: below the default of --start-timeout
+JOIN_SHARE = 0.9            # of the start timeout, for all ranks to join
 ACCEPT_POLL_S = 0.25
 MAX_HANDSHAKES = 16         # at once
 # Settings of a machine, which may differ; of the model the digest decides.
-OWN_SETTINGS = {"model", "tokenizer", "node_rank", "swap_dir", "node_secret_file", "chat_template", "generation_config"}
+OWN_SETTINGS = {
+    "model", "tokenizer", "node_rank", "swap_dir", "start_timeout", "node_secret_file", "chat_template",
+    "generation_config",
+}  # fmt: skip
 
 
 class NodeRankSet(RankSet):
@@ -65,14 +68,15 @@ class NodeRankSet(RankSet):
     def _accept_ranks(self, listener: socket.socket) -> None:
         """Wait until all ranks have joined. EngineError if they do not, or one is not of this run."""
         places = threading.BoundedSemaphore(MAX_HANDSHAKES)
-        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        limit_s = JOIN_SHARE * self._options.start_timeout
+        deadline_s = time.monotonic() + limit_s
         listener.settimeout(ACCEPT_POLL_S)
         while missing := set(range(1, self._num_ranks)) - {peer.rank for peer in self.peers}:
             if self.lost is not None:
                 raise self.lost
             if time.monotonic() > deadline_s:
                 ranks = ", ".join(map(str, sorted(missing)))
-                raise EngineError(f"rank {ranks} did not join at {self._address} within {JOIN_TIMEOUT_S:g} s")
+                raise EngineError(f"rank {ranks} did not join at {self._address} within {limit_s:g} s (start_timeout)")
             with suppress(TimeoutError):
                 connection, place = listener.accept()
                 if places.acquire(blocking=False):

@@ -23,7 +23,7 @@ from quire.engine.parallel.process import beat
 if TYPE_CHECKING:
     from quire.engine.nodes.exchange import NetworkRanks
 
-CONNECT_TIMEOUT_S = 100.0   # for node 0 to listen: below the default of --start-timeout
+CONNECT_SHARE = 0.8         # of the start timeout, for node 0 to listen: before it gives up
 CONNECT_PAUSE_S = 0.2
 
 
@@ -71,15 +71,16 @@ class Member:
 
 def connect(join: Join) -> socket.socket:
     """Return a connection to rank 0, as soon as it listens. EngineError if it does not for long."""
-    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+    limit_s = CONNECT_SHARE * join.options.start_timeout
+    deadline_s = time.monotonic() + limit_s
     while True:
         try:
             connection = socket.create_connection((join.address, join.port), timeout=CONNECT_PAUSE_S * 10)
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise EngineError(
-                    f"node 0 did not listen at {join.address} port {join.port} within {CONNECT_TIMEOUT_S:g} s "
-                    f"(master_addr, master_port): {error}"
+                    f"node 0 did not listen at {join.address} port {join.port} within {limit_s:g} s "
+                    f"(master_addr, master_port, start_timeout): {error}"
                 ) from error
             time.sleep(CONNECT_PAUSE_S)
             continue
