@@ -1,11 +1,12 @@
-"""Tensor parallelism on one machine: N ranks of one thread beside one process with N threads.
+"""Tensor parallelism on one machine: N ranks of one thread, in both modes, beside one process with N threads.
 
     python bench/tensor_parallel.py MODEL [--ranks 2] [--turns 3] [--quick]
 
-Each measurement loads the model in a process of its own; the two ways take turns, A B, B A. `decode1` is the median
+Each measurement loads the model in a process of its own; the ways take turns, A B C, C B A. `decode1` is the median
 time between tokens of one sequence, `offline64` the time of 64 requests that are asked at once. A figure is the median
 over turns, a ratio that of one turn, with extremes. Of the ranks it also prints the median time that a step's plan
-takes to be sent to the others, the bytes that ranks exchange for a token, and the memory of each process (PSS).
+takes to be sent to the others, the exchanges of a step and the bytes that a rank gets for a token, and the memory of
+each process (PSS).
 """
 
 import json
@@ -16,7 +17,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,10 +26,12 @@ from quire import LLM
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass
 from quire.engine.parallel.leader import RankSet
+from quire.model.sharding import Mode
 from quire.model.source import read_folder
+from quire.sim.cost import Exchanges
 from quire.sim.workloads import WorkItem
 
-WAYS = ("process", "ranks")
+WAYS = ("process", "gather", "reduce")
 MIB = 1 << 20
 
 
@@ -54,12 +57,16 @@ def main(
             found[each].append(json.loads(run.stdout.splitlines()[-1]))
     for name, unit in (("decode1", "ms per token"), ("offline64", "s")):
         values = {each: [turn[name] for turn in found[each]] for each in WAYS}
-        ratios = [ours / theirs for ours, theirs in zip(values["ranks"], values["process"], strict=True)]
         shown = ", ".join(f"{each} {spread(values[each])}" for each in WAYS)
-        print(f"{name}, {unit}: {shown}; ranks / process {spread(ratios)}")
-    last = found["ranks"][-1]
+        print(f"{name}, {unit}: {shown}")
+        for ours, theirs in (("gather", "process"), ("reduce", "process"), ("reduce", "gather")):
+            ratios = [a / b for a, b in zip(values[ours], values[theirs], strict=True)]
+            print(f"  {ours} / {theirs} {spread(ratios)}")
+    last = found["gather"][-1]
     print(f"a plan is sent in {last['decode1_send']:.0f} us with 1 sequence, {last['offline64_send']:.0f} us with many")
-    print(f"exchanged for each token: {last['exchanged']:.0f} bytes; memory (PSS), MiB: {last['memory']}")
+    for each in WAYS[1:]:
+        last = found[each][-1]
+        print(f"{each}: exchanges, bytes for a token: {last['exchanged']}; memory (PSS), MiB: {last['memory']}")
 
 
 def spread(values: list[float]) -> str:
@@ -78,7 +85,9 @@ def measure(model: Path, num_ranks: int, way: str, *, quick: bool) -> dict[str, 
         times_s.append(time.perf_counter() - began_s)
 
     RankSet.send_plan = timed  # type: ignore[method-assign,assignment]
-    options = {"tensor_parallel_size": num_ranks} if way == "ranks" else {}
+    options: dict[str, Any] = {}
+    if way != "process":
+        options = {"tensor_parallel_size": num_ranks, "tensor_parallel_mode": way}
     num_tokens = 8 if quick else 96
     found: dict[str, object] = {}
     with LLM(str(model), dtype="bfloat16", kv_cache_memory="1GiB", max_num_seqs=64, max_model_len=1024,
@@ -94,15 +103,10 @@ def measure(model: Path, num_ranks: int, way: str, *, quick: bool) -> dict[str, 
             found[name] = took_s if name == "offline64" else 1000 * statistics.median(gaps)
             found[f"{name}_send"] = 1e6 * statistics.median(times_s) if times_s else 0.0
         found["memory"] = [pss_bytes(pid) // MIB for pid in processes()]
-    found["exchanged"] = exchanged_bytes(model)
+    if way != "process":
+        mode: Mode = "gather" if way == "gather" else "reduce"
+        found["exchanged"] = Exchanges.of(read_folder(model).spec, torch.bfloat16.itemsize, num_ranks, mode)
     return found
-
-
-def exchanged_bytes(model: Path) -> int:
-    """Return the bytes of activations that ranks exchange for a token: attention, feed-forward and their outputs."""
-    spec = read_folder(model).spec
-    widths = (each.num_heads * each.head_dim + each.feed_forward.size + 2 * spec.hidden_size for each in spec.layers)
-    return torch.bfloat16.itemsize * sum(widths)
 
 
 def processes() -> list[int]:

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "aligned.hpp"
 #include "thread_pool.hpp"
+#include "vec.hpp"
 
 #ifdef __linux__
 #include <linux/futex.h>
@@ -18,6 +20,7 @@ namespace {
 
 constexpr int SPINS = 400;                // turns of 50 ns that a rank polls before it sleeps
 constexpr long SHARED_BYTES = 128 << 10;  // copied at once; of more, threads copy parts
+constexpr long ADDED_BYTES = 64 << 10;    // of a rank's partial sums, which every rank adds; of more, each rank adds some
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -103,6 +106,10 @@ void RankGroup::resume() {
 
 void RankGroup::meet() {
     publish();
+    wait_for_all();
+}
+
+void RankGroup::wait_for_all() {
     for (long rank = 0; rank < num_ranks_; rank++)
         if (rank != rank_) wait_for(rank);
 }
@@ -132,5 +139,48 @@ void RankGroup::gather(const void* own, void* rows, long num_rows, const std::ve
         exchange(static_cast<const char*>(own) + begin * own_bytes, static_cast<char*>(rows) + begin * row_bytes,
                  std::min(rows_at_once, num_rows - begin), bounds, element_bytes);
 }
+
+// Few sums are added by every rank, which is one exchange. Of many each rank adds some columns, and gathers those of the
+// others: fewer bytes are read, and the order is the same.
+template <typename T>
+void RankGroup::sum_at_once(const float* own, T* out, long num_rows, long width) {
+    const float* region = reinterpret_cast<float*>(regions_ + (num_exchanges_ & 1) * region_bytes_);
+    const long count = num_rows * width;  // of each rank's partial sums, one rank's after the other's
+    copy_rows(reinterpret_cast<const char*>(own), width * sizeof(float), (char*)(region + rank_ * count), width * sizeof(float),
+              num_rows, width * sizeof(float));
+    meet();
+    const auto add = [&](T* to, long to_stride, long first, long stop) {
+        share_range(num_rows, std::max(1L, (SHARED_BYTES / 4) / (width * num_ranks_)), [=, this](long begin, long end) {
+            for (long row = begin; row < end; row++)
+                for (long i = first; i < stop; i += ISA::LANES) {
+                    const long lanes = std::min<long>(ISA::LANES, stop - i);
+                    const float* from = region + row * width + i;
+                    ISA::Floats sums = ISA::load_some(from, lanes);
+                    for (long rank = 1; rank < num_ranks_; rank++) sums = sums + ISA::load_some(from + rank * count, lanes);
+                    ISA::store_some(to + row * to_stride + i - first, sums, lanes);
+                }
+        });
+    };
+    if (count * static_cast<long>(sizeof(float)) <= ADDED_BYTES) return add(out, width, 0, width);
+    std::vector<long> bounds;
+    for (long rank = 0; rank <= num_ranks_; rank++) bounds.push_back(width * rank / num_ranks_);
+    const long first = bounds[rank_], stop = bounds[rank_ + 1];
+    static thread_local ISA::Aligned<T> memory;
+    T* columns = memory.at_least(num_rows * (stop - first));
+    add(columns, stop - first, first, stop);
+    gather(columns, out, num_rows, bounds, sizeof(T));
+}
+
+template <typename T>
+void RankGroup::sum(const float* own, T* out, long num_rows, long width) {
+    const long row_bytes = num_ranks_ * width * sizeof(float), rows_at_once = region_bytes_ / row_bytes;
+    if (rows_at_once < 1)
+        throw std::invalid_argument("partial sums of " + std::to_string(row_bytes) + " bytes do not fit into a region");
+    for (long begin = 0; begin < num_rows; begin += rows_at_once)
+        sum_at_once(own + begin * width, out + begin * width, std::min(rows_at_once, num_rows - begin), width);
+}
+
+template void RankGroup::sum(const float*, float*, long, long);
+template void RankGroup::sum(const float*, bf16*, long, long);
 
 }  // namespace quire

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels.hpp"
+
 namespace quire {
 
 // The exchange has been given up, by `interrupt` of any rank.
@@ -44,6 +46,11 @@ public:
     // [num_rows, columns of this rank] without gaps. All ranks call it with the same sizes. Throws Interrupted.
     void gather(const void* own, void* rows, long num_rows, const std::vector<long>& bounds, long element_bytes);
 
+    // Fill out [num_rows, width] with the sums of what all ranks pass, own [num_rows, width], both without gaps: added in
+    // the order of the ranks, and rounded to T once. All ranks call it with the same sizes. Throws Interrupted.
+    template <typename T>
+    void sum(const float* own, T* out, long num_rows, long width);
+
     // Return when all ranks have called it.
     void meet();
 
@@ -62,6 +69,9 @@ private:
     SharedHeader::Rank& me() { return header_->ranks[rank_]; }
     void publish();
     void wait_for(long rank);
+    void wait_for_all();
+    template <typename T>
+    void sum_at_once(const float* own, T* out, long num_rows, long width);
     void exchange(const char* own, char* rows, long num_rows, const std::vector<long>& bounds, long element_bytes);
 };
 
@@ -73,6 +83,20 @@ struct ColumnGather {
     static void call(void* context, const void* own, void* rows, long num_rows, long element_bytes) {
         const ColumnGather& self = *static_cast<const ColumnGather*>(context);
         self.group->gather(own, rows, num_rows, self.bounds, element_bytes);
+    }
+};
+
+// A sum of partial sums of one width, as a SumExchange (program.hpp) calls it.
+struct PartialSum {
+    RankGroup* group;
+    long width;
+
+    static void call(void* context, const float* own, void* out, long num_rows, bool out_is_float) {
+        const PartialSum& self = *static_cast<const PartialSum*>(context);
+        if (out_is_float)
+            self.group->sum(own, static_cast<float*>(out), num_rows, self.width);
+        else
+            self.group->sum(own, static_cast<bf16*>(out), num_rows, self.width);
     }
 };
 

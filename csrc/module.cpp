@@ -181,6 +181,16 @@ void def_rank_group(nb::module_& module) {
         .def("interrupt", &RankGroup::interrupt, Released())
         .def("reset", &RankGroup::reset)
         .def("resume", &RankGroup::resume);
+    nb::class_<PartialSum>(module, "PartialSum")
+        .def("__init__", [](PartialSum* self, RankGroup& group, long width) {
+            new (self) PartialSum{&group, width};
+        }, nb::keep_alive<1, 2>())
+        .def("address", [](PartialSum& self) {
+            return std::make_pair(reinterpret_cast<std::uintptr_t>(&PartialSum::call), reinterpret_cast<std::uintptr_t>(&self));
+        })
+        .def("sum", [](PartialSum& self, std::uintptr_t own, std::uintptr_t out, long num_rows, bool out_is_float) {
+            PartialSum::call(&self, reinterpret_cast<float*>(own), reinterpret_cast<void*>(out), num_rows, out_is_float);
+        }, Released());
     nb::class_<ColumnGather>(module, "ColumnGather")
         .def("__init__", [](ColumnGather* self, RankGroup& group, std::vector<long> bounds) {
             new (self) ColumnGather{&group, std::move(bounds)};
@@ -230,6 +240,7 @@ NB_MODULE(_kernels, module) {
     def_struct<NormWeights>(module, "NormWeights");
     def_struct<LinearWeights>(module, "LinearWeights");
     def_struct<ColumnExchange>(module, "ColumnExchange");
+    def_struct<SumExchange>(module, "SumExchange");
     def_struct<ExpertWeights>(module, "ExpertWeights");
     def_struct<Heads>(module, "Heads");
     def_struct<Buffer>(module, "Buffer");
@@ -245,6 +256,7 @@ NB_MODULE(_kernels, module) {
     def_struct<PositionScaleOp>(module, "PositionScaleOp");
     def_struct<SumOp>(module, "SumOp");
     def_struct<GatherOp>(module, "GatherOp");
+    def_struct<SummedLinearOp>(module, "SummedLinearOp");
     def_struct<CountLayerOp>(module, "CountLayerOp");
     def_rank_group(module);
     def_program<bf16>(module, "Program_bf16");

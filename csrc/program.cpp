@@ -58,12 +58,17 @@ public:
     }
 
     void operator()(const LinearOp& op) const {
-        const LinearWeights& layer = op.layer;
-        const Linear<T> linear{at(op.x), step_.num_tokens, layer.in_features, stride(op.x),
-                               static_cast<const T*>(layer.packed), layer.out_features, layer.bias, at(op.out),
-                               stride(op.out), sizeof(T) == sizeof(float), layer.activation, layer.format, layer.quantization};
+        const Linear<T> linear = multiplied(op.layer, op.x, at(op.out), stride(op.out), IS_FLOAT);
         if (adapters_) return adapters_->linear(linear, op.number);
         call(chosen->linear, linear);
+    }
+
+    void operator()(const SummedLinearOp& op) const {
+        static thread_local ISA::Aligned<float> memory;  // kept from step to step
+        const long width = op.layer.out_features;
+        float* own = memory.at_least(step_.num_tokens * width);
+        call(chosen->linear, multiplied(op.layer, op.x, own, width, true));
+        op.exchange(own, at(op.out), step_.num_tokens, IS_FLOAT);
     }
 
     void operator()(const ExpertsOp& op) const {
@@ -129,6 +134,12 @@ private:
     const StepAdapters<T>* adapters_;  // null: no row has one
     std::vector<Rows> rows_;
 
+    static constexpr bool IS_FLOAT = sizeof(T) == sizeof(float);
+
+    Linear<T> multiplied(const LinearWeights& layer, long x, void* out, long out_stride, bool out_is_float) const {
+        return {at(x), step_.num_tokens, layer.in_features, stride(x), static_cast<const T*>(layer.packed), layer.out_features,
+                layer.bias, out, out_stride, out_is_float, layer.activation, layer.format, layer.quantization};
+    }
     T* at(long index) const { return rows_[index].at; }
     long stride(long index) const { return rows_[index].stride; }
 };

@@ -75,10 +75,27 @@ struct GatherOp {
     long x, out;
     ColumnExchange exchange;
 };
+// A sum over the ranks of tensor parallelism: each has partial sums, own [num_rows, width], and gets those of all in the
+// order of the ranks, rounded to float or bf16 once; both without gaps.
+struct SumExchange {
+    void (*sum)(void* context, const float* own, void* out, long num_rows, bool out_is_float);
+    void* context;
+
+    void operator()(const float* own, void* out, long num_rows, bool out_is_float) const {
+        sum(context, own, out, num_rows, out_is_float);
+    }
+};
+// A linear layer of which each rank of tensor parallelism has some inputs: their partial sums are added over the ranks.
+struct SummedLinearOp {
+    long x, out;
+    LinearWeights layer;
+    SumExchange exchange;
+};
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
-using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, PositionScaleOp, SumOp, GatherOp, CountLayerOp>;
+using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, PositionScaleOp, SumOp, GatherOp, SummedLinearOp,
+                               CountLayerOp>;
 
 // The inputs of a step beside its activations.
 struct ProgramStep {

@@ -17,7 +17,7 @@ from quire.model.loader import load_model
 from quire.model.ranks import Ranks
 from quire.model.source import read_folder
 from support.random_parameters import randomize
-from support.thread_ranks import assert_ranks_have_the_bits_of_one
+from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -556,3 +556,41 @@ def test_ranks_have_the_bits_of_one(case: str, dtype: str, tmp_path: Path, paged
         return paged_runner(decoder).run("a", tokens, [7, 1, 28])
 
     assert_ranks_have_the_bits_of_one(read_folder(tmp_path).spec, load, use)
+
+
+SUMMED = [
+    "gpt2", "gpt2, every option", "opt", "opt, as the 350m", "opt, no biases, gelu", "gptj", "gpt_neox", "falcon",
+    "llama, grouped, tied", "llama, biases, own head width", "qwen2", "qwen3", "olmo2, biases, own eps, llama3 rope",
+    "phi3", "granite, every option", "cohere, biases, untied, scaled", "gemma2",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("case", SUMMED)
+def test_ranks_that_add_partial_sums_agree_with_transformers(
+    case: str, num_ranks: int, tmp_path: Path, paged_runner: Callable
+) -> None:
+    """Of 6 heads and 2 KV heads, and 3 heads; fused or by single ops they have the same bits, and again."""
+    reference = make_reference(*CASES[case])
+    reference.save_pretrained(tmp_path)
+    tokens, spec = random_tokens(PROMPT_LEN), read_folder(tmp_path).spec
+    num_ranks = min(num_ranks, spec.num_heads)
+    cpp = choose_back_end(torch.device("cpu"), "cpp")
+
+    def run(back_end: BackEnd, dtype: str) -> Tensor:
+        def load(ranks: Ranks) -> Decoder:
+            decoder = load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
+            assert decoder.weight_bytes == weight_bytes(spec, dtype, shard=ranks.shard)
+            return decoder
+
+        def use(decoder: RankDecoder) -> Tensor:
+            return paged_runner(decoder).run("a", tokens, [7, 33])
+
+        return logits_of_ranks(num_ranks, spec, load, use, "reduce")
+
+    found = run(cpp, "float32")
+    assert torch.equal(run(replace(cpp, fuse=lambda program: program), "float32"), found)
+    torch.testing.assert_close(found.log_softmax(dim=-1), logprobs_of(reference, tokens), rtol=0, atol=TOLERANCE)
+    rounded = run(cpp, "bfloat16")
+    assert torch.equal(run(cpp, "bfloat16"), rounded)

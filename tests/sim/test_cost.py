@@ -7,7 +7,8 @@ import pytest
 from quire.core.plan import BlockCopy, StepPlan
 from quire.model.config import spec_from_config
 from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
-from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
+from quire.model.sharding import Mode
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel, Exchanges
 from quire.sim.hardware import CurvePoint, Hardware
 from quire.sim.models import CONFIGS
 
@@ -68,6 +69,21 @@ def test_devices_share_the_work_and_talk() -> None:
     alone_s = CostModel(OPT_13B, MACHINE, attention_factor=1).step_s(decode(2, 500)) - 0.001
     talk_s = 80 * (1e-5 + 2 * 3 / 4 * 2 * 5120 * 2 / 1e11)
     assert cost.step_s(decode(2, 500)) == pytest.approx(0.001 + alone_s / 4 + talk_s)
+
+
+def test_ranks_exchange_what_their_mode_does() -> None:
+    """Of 40 layers of 5,120 dimensions and 20,480 inner ones."""
+    assert Exchanges.of(OPT_13B, 2, 2, "gather") == (160, 40 * 2 * (3 * 5120 + 20480) // 2)
+    assert Exchanges.of(OPT_13B, 2, 2, "reduce") == (80, 80 * 4 * 5120)
+    assert Exchanges.of(OPT_13B, 2, 4, "reduce") == (80, 80 * 4 * 5120 * 3)
+    assert Exchanges.of(OPT_13B, 2, 4, "reduce", 100) == (160, 80 * 100 * (4 + 2) * 5120 * 3 // 4)
+    silent = CostModel(OPT_13B, MACHINE, num_devices=4).step_s(decode(2, 500)) - 80 * (1e-5 + 1.5 * 2 * 5120 * 2 / 1e11)
+    expected: dict[Mode, tuple[int, int]] = {
+        "gather": (160, 2 * 40 * 2 * 35840 * 3 // 4), "reduce": (80, 2 * 80 * 4 * 5120 * 3),
+    }  # fmt: skip
+    for mode, (number, num_bytes) in expected.items():
+        cost = CostModel(OPT_13B, MACHINE, num_devices=4, mode=mode)
+        assert cost.step_s(decode(2, 500)) == pytest.approx(silent + number * 1e-5 + num_bytes / 1e11)
 
 
 def test_copies_and_swaps_cost_their_bytes() -> None:

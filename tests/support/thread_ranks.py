@@ -18,17 +18,17 @@ from quire.engine.parallel.leader import Peer, RankSet
 from quire.engine.parallel.rank import serve
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
-from quire.model.sharding import Shard
+from quire.model.sharding import Mode, Shard
 from quire.model.spec import DecoderSpec
 
 T = TypeVar("T")
 
 
-def make_ranks(num_ranks: int, layout: MemoryLayout) -> list[SharedRanks]:
+def make_ranks(num_ranks: int, layout: MemoryLayout, mode: Mode = "gather") -> list[SharedRanks]:
     """Return the ranks over memory that each of them has mapped by itself."""
     descriptor = create_memory(layout)
     try:
-        return [SharedRanks(Shard(rank, num_ranks), layout, descriptor) for rank in range(num_ranks)]
+        return [SharedRanks(Shard(rank, num_ranks, mode), layout, descriptor) for rank in range(num_ranks)]
     finally:
         os.close(descriptor)
 
@@ -68,10 +68,11 @@ class RankDecoder:
 
 
 def logits_of_ranks(
-    num_ranks: int, spec: DecoderSpec, load: Callable[[SharedRanks], Decoder], use: Callable[[RankDecoder], Tensor]
-) -> Tensor:
+    num_ranks: int, spec: DecoderSpec, load: Callable[[SharedRanks], Decoder], use: Callable[[RankDecoder], Tensor],
+    mode: Mode = "gather",
+) -> Tensor:  # fmt: skip
     """Return rank 0's result of `use`, which every rank calls with its decoder."""
-    ranks = make_ranks(num_ranks, MemoryLayout.of(spec, 8))
+    ranks = make_ranks(num_ranks, MemoryLayout.of(spec, 8, num_ranks), mode)
 
     def run(rank: SharedRanks) -> Tensor:
         with torch.inference_mode():
@@ -134,6 +135,6 @@ class RankThread:
 
     def _open(self, load: messages.Load) -> SharedRanks:
         try:
-            return SharedRanks(Shard(load.rank, load.num_ranks), MemoryLayout(*load.layout), self._memory)
+            return SharedRanks(load.shard, MemoryLayout(*load.layout), self._memory)
         finally:
             os.close(self._memory)

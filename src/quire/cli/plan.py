@@ -85,6 +85,11 @@ def _pooling(model: Model, engine: EngineOptions) -> dict[str, str]:
     return {} if config is None else {"pooling": str(config)}
 
 
+def _exchanges(found: MemoryPlan) -> str:
+    number, num_bytes = found.exchanges
+    return f"{number} in a step; a rank gets {num_bytes:,} bytes in one of 1 token"
+
+
 def print_refusals(refusals: list[str]) -> None:
     """Print a line for each reason why the engine would refuse to serve this."""
     for reason in refusals:
@@ -112,6 +117,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
         "KV cache": kv_cache,
         "of each token": f"{format_bytes(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
         **({"windows": found.windows} if found.windows else {}),
+        **({"exchanges": _exchanges(found)} if found.exchanges.number else {}),
         "longest request": f"{found.scheduler.max_model_len:,} tokens",
         "at once": ", ".join(f"{num:,} of {length:,}" for length, num in found.num_fitting.items()) + " tokens",
         "what binds": found.binds,

@@ -103,6 +103,7 @@ def simulate(
         CONTIGUOUS_ATTENTION_FACTOR if is_measured else PAGED_ATTENTION_FACTOR,
         found.kv_cache_dtype,
         model.quantization,
+        engine.tensor_parallel_mode_on(hardware.device),
     )
     begun_s = time.process_time()
     fleet = _simulate_fleet(load, found, cost, items, due_s) if load.replicas > 1 else None

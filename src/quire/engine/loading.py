@@ -130,7 +130,7 @@ def _check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> No
         raise ConfigError(f"{name} needs memory_policy 'paged' and batching 'continuous'")
     if options.nnodes > 1 and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
         raise ConfigError(f"nnodes {options.nnodes}: models with experts are not supported over several machines yet")
-    check_shardable(spec, options.tensor_parallel_size)
+    check_shardable(spec, options.tensor_parallel_size, options.tensor_parallel_mode_on("cpu"))
 
 
 def _widest(spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int) -> KVGeometry:

@@ -28,19 +28,21 @@ from quire.model.quantization import (
     Method,
     QuantizationOptions,
 )
+from quire.model.sharding import Mode
 from quire.text.given_chat_template import given_chat_template
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 ExecutorBackend = Literal["auto", "mp", "uni", "ray"]
 AttentionBackEndName = Literal["auto", "triton", "cuda"]
+TensorParallelMode = Literal["auto", "gather", "reduce"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 OVERRIDE = "override_generation_config"
 MAX_ENGINES = 64
+START_TIMEOUT_S = 120.0
 MAX_NUM_SEQS = 1 << 16  # every row has room for max_model_len tokens
 
-START_TIMEOUT_S = 120.0
 _engine = partial(option, panel="Engine")
 
 
@@ -298,6 +300,12 @@ class EngineOptions:
         1, "processes that share the model and each step; on CPUs, with the same tokens", low=1, high=64, short="-tp",
         row="processes that share the model and each step; the same tokens, to the bit ([scaling](scaling.md))",
     )  # fmt: skip
+    tensor_parallel_mode: TensorParallelMode = _engine(
+        "auto", "division of layers among these processes: gather, with the same tokens; reduce, with fewer exchanges",
+        row="division of layers among these processes: `gather`, by outputs, with the same tokens for any number of "
+        "processes; `reduce`, with half as many exchanges and the same tokens for the same number "
+        "([scaling](scaling.md#gather-or-reduce)); `auto`: `gather` on CPUs",
+    )  # fmt: skip
     distributed_executor_backend: ExecutorBackend = _engine(
         "auto", "start of these processes: auto is mp; uni is one process",
         row="start of these processes: `auto`, `mp` (the same), or `uni`, which is for one process",
@@ -332,6 +340,11 @@ class EngineOptions:
         row="seconds, at least 1: with `tensor_parallel_size` above 1, a process without heartbeats for so long counts "
         "as lost, and the engine ends",
     )  # fmt: skip
+    start_timeout: float = option(
+        START_TIMEOUT_S, "seconds for machines to find each other", kind="none", low=1, high=86400, unit="seconds",
+        row="seconds, at least 1: with `nnodes` above 1, four fifths of it are for the other nodes to find node 0, and "
+        "nine tenths for it to find all of them",
+    )  # fmt: skip
     max_kv_share_per_key: float = option(
         1.0, "share of the KV blocks that the requests of a key may hold", kind="none",
         low=0, is_low_excluded=True, high=1,
@@ -340,11 +353,6 @@ class EngineOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-    start_timeout: float = option(
-        START_TIMEOUT_S, "seconds for machines to find each other", kind="none", low=1, high=86400, unit="seconds",
-        row="seconds, at least 1: with `nnodes` above 1, four fifths of it are for the other nodes to find node 0, and "
-        "nine tenths for it to find all of them",
-    )  # fmt: skip
         """Check types and ranges; what depends on the model is checked when it is known."""
         check_options(self)
         if self.block_size not in KERNEL_BLOCK_SIZES:
@@ -394,6 +402,12 @@ class EngineOptions:
         """Tokens in one step, set or by default."""
         return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
 
+    def tensor_parallel_mode_on(self, device: str) -> Mode:
+        """Return the division of layers on a device, set or by default: of GPUs it is `reduce`."""
+        if self.tensor_parallel_mode != "auto":
+            return self.tensor_parallel_mode
+        return "gather" if device == "cpu" else "reduce"
+
     @property
     def given_chat_template(self) -> str | None:
         """The chat template in place of the model's. Raises ConfigError if there is none at the path."""
@@ -422,6 +436,9 @@ class EngineOptions:
                 f"enable_lora needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
                 f"{self.memory_policy!r}"
             )
+
+        if self.enable_lora and self.tensor_parallel_mode == "reduce":
+            raise ConfigError("tensor_parallel_mode 'reduce' does not go with enable_lora yet; use 'gather'")
 
     def _check_nodes(self) -> None:
         if self.tensor_parallel_size % self.nnodes:

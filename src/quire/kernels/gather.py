@@ -1,7 +1,8 @@
-"""Gather protocol: the exchange of columns between ranks of tensor parallelism, as layer programs call it."""
+"""Exchange protocols of tensor parallelism, as layer programs call them: of columns, and of partial sums."""
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -22,3 +23,17 @@ class GatherHook(Protocol):
 
     def __call__(self, own: Tensor) -> Tensor:
         """Return [num_tokens, width] of all ranks' columns, for own [num_tokens, num_own]."""
+
+
+class SumHook(Protocol):
+    """Sum of partial sums over the ranks of tensor parallelism, added in the order of the ranks.
+
+    Every rank gets the same bits, which depend on the number of ranks.
+    """
+
+    @property
+    def address(self) -> tuple[int, int] | None:
+        """A C function (csrc/program.hpp, SumExchange) and its context, which does the same; None: there is none."""
+
+    def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sums [num_tokens, width] of all ranks' `own`, float32 of that shape, rounded to `dtype` once."""

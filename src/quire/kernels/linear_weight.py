@@ -83,6 +83,30 @@ class LinearWeight:
         )  # fmt: skip
 
     @property
+    def input_unit(self) -> int:
+        """Inputs at multiples of which `take_inputs` may cut: those that share a scale; 0: it cannot cut anywhere."""
+        if self.format == DENSE:
+            return 1
+        if self.group_index is not None:
+            return 0
+        return 1 if self.num_groups == 1 else self.group_size
+
+    def take_inputs(self, start: int, stop: int) -> "LinearWeight":
+        """Return the weight of inputs [start, stop), which are multiples of `input_unit`, or `stop` the last."""
+        assert self.input_unit, "groups of inputs that are not consecutive"
+        assert start % self.input_unit == 0, f"a cut at {start} in groups of {self.input_unit}"
+        assert stop == self.in_features or stop % self.input_unit == 0, f"a cut at {stop}"
+        data = tuple(part[:, start:stop].contiguous() for part in self.data)
+        if self.format == DENSE or self.num_groups == 1:
+            return replace(self, data=data, in_features=stop - start)
+        groups = slice(start // self.group_size, -(-stop // self.group_size))
+        zeros = self.zero_points[:, groups].contiguous() if isinstance(self.zero_points, Tensor) else self.zero_points
+        return replace(
+            self, data=data, in_features=stop - start, scales=_columns(self.scales, groups), zero_points=zeros,
+            minimums=_columns(self.minimums, groups),
+        )  # fmt: skip
+
+    @property
     def num_groups(self) -> int:
         """Scales of an output."""
         return -(-self.in_features // self.group_size)
@@ -143,6 +167,10 @@ class LinearWeight:
         assert self.format in INTEGER_FORMATS, f"int8 activations with {self.format} weights"
         assert num_inputs == self.in_features or num_inputs % size == 0, f"groups of {size} in groups of {num_inputs}"
         assert min(size, self.in_features) <= MAX_ACTIVATION_GROUP, f"activation groups of {size} inputs"
+
+
+def _columns(grouped: Tensor | None, groups: slice) -> Tensor | None:
+    return None if grouped is None else grouped[:, groups].contiguous()
 
 
 def _rows(parts: Sequence[Tensor | None]) -> Tensor | None:

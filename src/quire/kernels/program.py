@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels import experts as mixtures
 from quire.kernels import linear as linears
 from quire.kernels import norm as norms
-from quire.kernels.gather import GatherHook
+from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.paged_attention import AttentionMetadata
@@ -448,6 +448,35 @@ class Gather(InPlace):
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Call the hook."""
         activations[self.x] = self.hook(activations[self.x])
+
+
+@dataclass(frozen=True, slots=True)
+class SummedLinear:
+    """out = the sum over ranks of linear(x), of which each has some inputs; no adapter adds to it.
+
+    The results of `linear` are float32, and its outputs are not activated.
+    """
+
+    name: str
+    linear: linears.Linear
+    x: str
+    out: str
+    hook: SumHook
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """out."""
+        return (self.out,)
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply all rows, and call the hook."""
+        x = activations[self.x]
+        activations[self.out] = self.hook(self.linear(x), x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

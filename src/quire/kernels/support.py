@@ -33,6 +33,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "attention in both directions": CPU,
     "CountLayer": EVERYWHERE,
     "Gather": CPU,
+    "SummedLinear": CPU,
     "adapters": CPU,
 } | {f"kv_cache_dtype {name}": CPU for name in QUANTIZED}
 

@@ -5,14 +5,14 @@
 """
 
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
-from quire.model.quantization import UNQUANTIZED, Quantization, WeightScheme
+from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.shapes import (
     DecoderShapes,
     LayerShapes,
@@ -104,7 +104,10 @@ def weight_bytes(
     total = sum(kept(shape, prefix) for shape in around[:-1])
     for index, layer in enumerate(spec.layers):
         stem = prefix + spec.weights.layer.format(layer=index)
-        shapes = _shapes_of_rank(spec, layer, num_ranks) if shard is None else _shapes_of_shard(spec, layer, shard)
+        shapes = _shapes_of_rank(spec, layer, num_ranks)
+        if shard is not None:
+            of_down = quantization.scheme([stem + spec.weights.feed_forward_out])
+            shapes = _shapes_of_shard(spec, layer, shard, of_down)
         total += sum(kept(shape, stem) for shape in shapes)
     head = around.head if shard is None else _own_part(around.head, shard.ranges(around.head))
     return int(total) + (_kept_bytes(head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0)
@@ -151,15 +154,41 @@ def _shapes_of_rank(spec: DecoderSpec, layer: LayerSpec, num_ranks: int) -> list
     return [of_ranks if shape == qkv else shape for shape in layer_shapes(spec, layer)]
 
 
-def _shapes_of_shard(spec: DecoderSpec, layer: LayerSpec, shard: Shard) -> list[Shape | None]:
-    """Return the shapes of what a rank has of a layer: outputs of the linear layers but routers, everything else."""
-    qkv = LayerShapes.of(spec, layer).qkv
+def _shapes_of_shard(spec: DecoderSpec, layer: LayerSpec, shard: Shard, of_down: WeightScheme) -> list[Shape | None]:
+    """Return the shapes of what a rank has of a layer: a part of the linear layers but routers, and everything else.
+
+    of_down: the scheme of the feed-forward's second layer.
+    """
+    of_layer = LayerShapes.of(spec, layer)
+    qkv = of_layer.qkv
+    if shard.mode == "reduce":
+        return list(_summed_shapes(layer, of_layer, shard, of_down))
     return [
         _own_part(shape, shard.adapted_ranges(layer, "qkv" if shape == qkv else "", shape))
         if isinstance(shape, LinearShape) and not shape.is_always_dense
         else shape
         for shape in layer_shapes(spec, layer)
     ]
+
+
+def _summed_shapes(layer: LayerSpec, shapes: LayerShapes, shard: Shard, of_down: WeightScheme) -> tuple[Any, ...]:
+    """Return the shapes of what a rank has of a layer of which two linear layers are divided by their inputs."""
+    qkv, out, up, down = shapes.qkv, shapes.attention_out, shapes.up, shapes.down
+    assert up is not None, "experts divided by inputs"
+    assert down is not None, "experts divided by inputs"
+    one_scale = of_down.group_size in (0, WHOLE_ROW) or of_down.group_size >= down.width
+    inner = shard.cut(down.width, 1 if one_scale else of_down.group_size).of(shard.rank)
+    attended = shard.attended_cut(layer).of(shard.rank)
+
+    def of_inputs(shape: LinearShape, inputs: Range) -> LinearShape:
+        return shape._replace(width=inputs[1] - inputs[0], has_bias=shape.has_bias and shard.rank == 0)
+
+    return shapes._replace(
+        qkv=_own_part(qkv, shard.adapted_ranges(layer, "qkv", qkv)),
+        attention_out=of_inputs(out, attended),
+        up=_own_part(up, [inner] * len(up.num_rows)),
+        down=of_inputs(down, inner),
+    )
 
 
 def _own_part(shape: LinearShape, ranges: list[Range]) -> LinearShape:

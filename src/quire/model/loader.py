@@ -84,7 +84,7 @@ def build_decoder(
     Raises ModelError for a tensor that is missing, of another shape, of integers, or not finite in `dtype`.
     """
     if ranks is not None:
-        check_shardable(spec, ranks.shard.num_ranks)
+        check_shardable(spec, ranks.shard.num_ranks, ranks.shard.mode)
     weights = WeightReader(checkpoint, spec.weights, back_end, dtype, device, weight_format)
     longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
     num_positions = min(table_positions or longest, longest)

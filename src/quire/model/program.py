@@ -5,7 +5,7 @@ The activations are `stream`, the residual stream; `x`, a sublayer's input and t
 named `layers.N.` and as below.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -139,8 +139,21 @@ def _attention_ops(
         f"{stem}attention", index, own, layer.scale, layer.window, back_end.paged_attention,
         kv_scales=scales, softcap=layer.softcap, sinks=sinks, is_causal=layer.is_causal,
     )  # fmt: skip
-    out = weights.linear(shapes.attention_out, _ranges(shared.ranks, shapes.attention_out))
-    yield ops.Linear(f"{stem}attention_out", out, "attended", "x")
+    name, shape, ranks = f"{stem}attention_out", shapes.attention_out, shared.ranks
+    if ranks is not None and ranks.shard.mode == "reduce":
+        inputs = ranks.shard.attended_cut(layer).of(ranks.shard.rank)
+        yield _summed_linear(name, shape, lambda unit: inputs, "attended", "x", weights, ranks)[0]
+        return
+    yield ops.Linear(name, weights.linear(shape, _ranges(ranks, shape)), "attended", "x")
+
+
+def _summed_linear(
+    name: str, shape: LinearShape, inputs: Callable[[int], Range], x: str, out: str, weights: WeightReader,
+    ranks: Ranks,
+) -> tuple[Op, Range]:  # fmt: skip
+    """Return the op of a layer that is split by its inputs, and those of this rank; `inputs` as of `partial_linear`."""
+    linear, own = weights.partial_linear(shape, inputs, has_bias=ranks.shard.rank == 0)  # the bias is added once
+    return ops.SummedLinear(name, linear, x, out, ranks.sum(shape.num_rows[0])), own
 
 
 def _ranges(ranks: Ranks | None, shape: LinearShape) -> list[Range] | None:
@@ -168,6 +181,15 @@ def _feed_forward_ops(
         return
     assert shapes.up is not None
     assert shapes.down is not None
+    if ranks is not None and ranks.shard.mode == "reduce":
+        shard, width = ranks.shard, shapes.down.width
+        down_op, inner = _summed_linear(
+            f"{stem}feed_forward_out", shapes.down, lambda unit: shard.cut(width, unit).of(shard.rank), "inner", out,
+            weights, ranks,
+        )  # fmt: skip
+        up = weights.linear(shapes.up, [inner] * len(shapes.up.num_rows))
+        yield from (ops.Linear(f"{stem}feed_forward_in", up, source, "inner"), down_op)
+        return
     up = weights.linear(shapes.up, _ranges(ranks, shapes.up))
     down = weights.linear(shapes.down, _ranges(ranks, shapes.down))
     yield ops.Linear(f"{stem}feed_forward_in", up, source, "inner")
@@ -196,13 +218,13 @@ def _followed(
 ) -> Iterator[Op]:
     """Yield a layer's ops with the ops that follow each of them.
 
-    An op with columns split over ranks is followed by the exchange, a sublayer by the multiplier and the norm of its
+    An op with columns split over ranks is followed by their exchange, a sublayer by the multiplier and the norm of its
     output.
     """
     layer = spec.layers[index]
     shapes, stem = LayerShapes.of(spec, layer), f"layers.{index}."
     cuts: dict[str, Cut] = {}
-    if ranks is not None:
+    if ranks is not None and ranks.shard.mode == "gather":
         cuts = {
             "attention": ranks.shard.attended_cut(layer),
             "attention_out": ranks.shard.cut(spec.hidden_size),

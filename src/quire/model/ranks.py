@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from quire.kernels.gather import GatherHook
+from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.linear import Linear
 from quire.model.sharding import Cut, Shard
 
@@ -16,6 +16,9 @@ class Ranks(Protocol):
 
     def gather(self, cut: Cut) -> GatherHook:
         """Return the exchange of an activation that is divided like this."""
+
+    def sum(self, width: int) -> SumHook:
+        """Return the exchange of partial sums of an activation of this width."""
 
     def joined_head(self, head: Linear, cut: Cut) -> Linear:
         """Return the head of all ranks from this one's, which has its columns of the vocabulary.

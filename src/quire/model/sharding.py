@@ -1,20 +1,23 @@
 """Sharding: the part of each linear layer, of the heads and of the vocabulary that a rank of tensor parallelism has.
 
-Every linear layer is split by its outputs, so that each output stays one sum in one order, and TP N has the bits of
-TP 1 (docs/decisions/0022). No torch.
+With `gather` every linear layer is split by its outputs, so that each output stays one sum in one order, and TP N has
+the bits of TP 1 (docs/decisions/0022). With `reduce` the layers behind attention and the feed-forward's activation are
+split by their inputs instead, and their partial sums are added (Shoeybi et al. 2019). No torch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
-from quire.model.spec import DecoderSpec, LayerSpec
+from quire.model.spec import DecoderSpec, Experts, LayerSpec
 
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
 Range = tuple[int, int]  # [start, stop)
+Mode = Literal["gather", "reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,22 @@ class Shard:
 
     rank: int
     num_ranks: int
+    mode: Mode = "gather"
 
-    def cut(self, width: int) -> Cut:
-        """Return the ranks' outputs of a layer: whole strips where there are enough of them, as even as they can be."""
+    def cut(self, width: int, multiple: int = 1) -> Cut:
+        """Return the ranks' outputs of a layer: whole strips where there are enough of them, as even as they can be.
+
+        The cuts are at multiples of `multiple`, too. Raises ConfigError if that leaves a rank without a part.
+        """
         unit = STRIP_OUTPUTS
         while unit > 1 and width < unit * self.num_ranks:
             unit //= 2
+        unit = math.lcm(unit, multiple)
+        if width <= unit * (self.num_ranks - 1):
+            raise ConfigError(
+                f"tensor_parallel_mode {self.mode!r}: {width} columns cut at multiples of {unit} are not enough for "
+                f"{self.num_ranks} ranks"
+            )
         return Cut(tuple(min(bound * unit, width) for bound in _even_bounds(-(-width // unit), self.num_ranks)))
 
     def heads(self, layer: LayerSpec) -> HeadRange:
@@ -118,9 +131,11 @@ def head_ranges(layer: LayerSpec, num_ranks: int) -> list[HeadRange]:
     return found
 
 
-def check_shardable(spec: DecoderSpec, num_ranks: int) -> None:
+def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") -> None:
     """Raise ConfigError for a model that cannot be split over so many ranks."""
     head_ranges(spec.layers[0], num_ranks)
+    if mode == "reduce" and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
+        raise ConfigError("tensor_parallel_mode 'reduce': models with experts are not supported yet; use 'gather'")
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_quantization import KVScales
@@ -109,6 +110,34 @@ class WeightReader:
         num_rows = shape.num_rows if ranges is None else [stop - start for start, stop in ranges]
         self._tally_layer(layer, sum(num_rows) * shape.width)
         return layer
+
+    def partial_linear(
+        self, shape: LinearShape, inputs: Callable[[int], Range], *, has_bias: bool
+    ) -> tuple[Linear, Range]:
+        """Return the layer of some inputs, which gives float32, and these inputs. `has_bias`: with the shape's bias.
+
+        `inputs` is called with the number of inputs at multiples of which the weight can be cut. Tensors are read, and
+        quantized, whole. Raises ConfigError for inputs that cut groups with one scale.
+        """
+        modules = self._module_rows(shape, None)
+        weight = self._format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed)
+        name, unit = modules[0].module, weight.input_unit
+        if not unit:
+            raise ConfigError(
+                f"tensor_parallel_mode 'reduce': inputs of {name} that share a scale are not consecutive (desc_act), "
+                "and cannot be divided; use 'gather'"
+            )
+        start, stop = inputs(unit)
+        cut = next((each for each in (start, stop) if each % unit and each != shape.width), None)
+        if cut is not None:
+            raise ConfigError(
+                f"tensor_parallel_mode 'reduce': each {unit} inputs of {name} share a scale, and a rank's part of the "
+                f"heads ends at input {cut}; use 'gather'"
+            )
+        bias = self._read_biases(modules) if shape.has_bias and has_bias else None
+        layer = self.back_end.linear(weight.take_inputs(start, stop), bias, dtype=torch.float32)
+        self._tally_layer(layer, sum(shape.num_rows) * (stop - start))
+        return layer, (start, stop)
 
     def _module_rows(self, shape: LinearShape, ranges: Sequence[Range] | None) -> list[ModuleRows]:
         """Return the rows to read of each module, in order; of one module for several row counts, several times."""

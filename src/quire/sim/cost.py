@@ -8,10 +8,12 @@ collectives are added, and the software's own time. Nothing is executed.
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
+from typing import Literal, NamedTuple
 
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.model.footprint import num_layer_weights, stored_kv_bytes_per_token
 from quire.model.quantization import UNQUANTIZED, Quantization
+from quire.model.sharding import Mode
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.sizes import DTYPE_BYTES, scheme_bits
 from quire.sim.hardware import CurvePoint, Hardware
@@ -19,12 +21,37 @@ from quire.sim.hardware import CurvePoint, Hardware
 # Kwon et al. 2023, section 7.1: the paged attention kernel takes 20 to 26 % longer than one over contiguous memory.
 PAGED_ATTENTION_FACTOR = 1.23
 CONTIGUOUS_ATTENTION_FACTOR = 1.0
+ADDED_BYTES = 64 << 10  # of a rank's partial sums, which one exchange moves; of more, two (csrc/gather.cpp)
+
+
+class Exchanges(NamedTuple):
+    """Exchanges between ranks in the layers of a step: how many, and the bytes that a rank gets from all others."""
+
+    number: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, itemsize: int, num_ranks: int, mode: Mode, num_tokens: int = 1) -> "Exchanges":
+        """Return those of a step of `num_tokens`, `itemsize` that of an activation; the head's logits do not count."""
+        others = num_ranks - 1
+        if mode == "gather":  # attention, its second layer, the inner activation, the second layer of it
+            widths = (
+                layer.num_heads * layer.head_dim + layer.feed_forward.active_size + 2 * spec.hidden_size
+                for layer in spec.layers
+            )
+            return cls(4 * spec.num_layers, sum(widths) * num_tokens * itemsize * others // num_ranks)
+        num_sums, partial_bytes = 2 * spec.num_layers, 4 * num_tokens * spec.hidden_size
+        if partial_bytes <= ADDED_BYTES:
+            return cls(num_sums, num_sums * others * partial_bytes)
+        moved = partial_bytes + num_tokens * spec.hidden_size * itemsize  # partial sums, then sums
+        return cls(2 * num_sums, num_sums * moved * others // num_ranks)
 
 
 class CostModel:
     """The time of every step of one model on `num_devices` alike devices, with tensor parallelism.
 
-    `kv_dtype`: a value of --kv-cache-dtype other than auto; None: the model's.
+    `kv_dtype`: a value of --kv-cache-dtype other than auto; None: the model's. `mode`: that of tensor parallelism, or
+    `all-reduce`, two all-reduces per layer in the activations' dtype over a ring (Shoeybi et al. 2019).
     """
 
     def __init__(
@@ -37,11 +64,12 @@ class CostModel:
         attention_factor: float = PAGED_ATTENTION_FACTOR,
         kv_dtype: str | None = None,
         quantization: Quantization = UNQUANTIZED,
+        mode: Mode | Literal["all-reduce"] = "all-reduce",
     ) -> None:
         itemsize = DTYPE_BYTES[dtype]
         kv_bytes = stored_kv_bytes_per_token(spec, kv_dtype or dtype, num_devices)
-        self.spec, self.hardware = spec, hardware
-        self._num_devices, self._itemsize, self._window = num_devices, itemsize, spec.sliding_window
+        self.spec, self.hardware, self._ranks = spec, hardware, (num_devices, mode)
+        self._itemsize, self._window = itemsize, spec.sliding_window
         self._layer_share, self._head_share = (  # of the bytes of an unquantized weight
             scheme_bits(scheme, dtype, spec.hidden_size) / 8 / itemsize
             for scheme in (quantization.layers, quantization.head)
@@ -66,7 +94,7 @@ class CostModel:
             seconds += 2 * len(plan.copies) * self._block_bytes * self._s_per_byte + hardware.copy_s
         if plan.swap_outs or plan.swap_ins:
             seconds += self.swap_s(len(plan.swap_outs) + len(plan.swap_ins))
-        if self._num_devices > 1:
+        if self._ranks[0] > 1:
             seconds += self._collectives_s(num_tokens)
         return seconds
 
@@ -112,9 +140,13 @@ class CostModel:
         return max(read_s, num_attended * self._s_per_attended_token)
 
     def _collectives_s(self, num_tokens: int) -> float:
-        """Return the seconds of two all-reduces per layer over a ring (Shoeybi et al. 2019)."""
+        """Return the seconds of the exchanges of all layers."""
+        num_ranks, mode = self._ranks
+        if mode != "all-reduce":
+            found = Exchanges.of(self.spec, self._itemsize, num_ranks, mode, num_tokens)
+            return found.number * self.hardware.collective_s + found.num_bytes / self.hardware.link_bytes_per_s
         num_bytes = num_tokens * self.spec.hidden_size * self._itemsize
-        ring_s = 2 * (self._num_devices - 1) / self._num_devices * num_bytes / self.hardware.link_bytes_per_s
+        ring_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / self.hardware.link_bytes_per_s
         return 2 * self.spec.num_layers * (self.hardware.collective_s + ring_s)
 
 

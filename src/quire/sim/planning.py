@@ -20,9 +20,10 @@ from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.model.footprint import expert_reads, num_parameters, stored_kv_bytes_per_token, weight_bytes
 from quire.model.quantization import UNQUANTIZED
-from quire.model.sharding import Shard, check_shardable
+from quire.model.sharding import Mode, Shard, check_shardable
 from quire.model.spec import widest_window
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
+from quire.sim.cost import Exchanges
 from quire.sim.hardware import Hardware
 from quire.sim.models import Model
 
@@ -59,6 +60,7 @@ class MemoryPlan:
     num_fitting: dict[int, int]  # requests at once, by their context length
     binds: str
     windows: str                 # in words; empty: no layer has one
+    exchanges: Exchanges         # between ranks or devices in a step of one token; zeros: there is one
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -80,9 +82,10 @@ def plan_memory(
     num_tokens = options.resolved_max_num_batched_tokens
     num_ranks = num_devices if hardware.device == "cpu" else 1
     num_devices //= num_ranks
+    mode = options.tensor_parallel_mode_on(hardware.device)
     held = _held_bytes(model, packing, kv_dtype, num_devices)
     if num_ranks > 1:
-        held = _held_by_ranks(model, kv_dtype, num_ranks)
+        held = _held_by_ranks(model, kv_dtype, num_ranks, mode)
     token_bytes, weights, token_weights = held
     draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
     token_bytes += draft_token_bytes
@@ -135,6 +138,7 @@ def plan_memory(
         num_fitting={at: min(num_seqs, _num_fitting(cache, at, num_seqs)) for at in lengths},
         binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
         windows=describe_windows(windows),
+        exchanges=_exchanges(model, packing, num_devices * num_ranks, mode),
     )
 
 
@@ -157,12 +161,18 @@ def _held_bytes(
     return _HeldBytes(stored_kv_bytes_per_token(local, kv_dtype, num_devices), weights, token_weights)
 
 
-def _held_by_ranks(model: Model, kv_dtype: str, num_ranks: int) -> _HeldBytes:
+def _held_by_ranks(model: Model, kv_dtype: str, num_ranks: int, mode: Mode) -> _HeldBytes:
     """Return what all ranks of a CPU hold together; they have as many blocks as the one with the most KV heads."""
-    check_shardable(model.spec, num_ranks)
-    ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard=Shard(rank, num_ranks)) for rank in range(num_ranks)]
+    check_shardable(model.spec, num_ranks, mode)
+    shards = [Shard(rank, num_ranks, mode) for rank in range(num_ranks)]
+    ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard=shard) for shard in shards]
     token_bytes, weights, token_weights = zip(*ranks, strict=True)
     return _HeldBytes(num_ranks * max(token_bytes), sum(weights), sum(token_weights))
+
+
+def _exchanges(model: Model, packing: Packing, num_ranks: int, mode: Mode) -> Exchanges:
+    itemsize = DTYPE_BYTES[packing.kernel_dtype(model.dtype)]
+    return Exchanges(0, 0) if num_ranks == 1 else Exchanges.of(model.spec, itemsize, num_ranks, mode)
 
 
 def describe_windows(windows: Sequence[int | None]) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.core.errors import ConfigError, RankLostError
+from quire.engine.nodes.exchange import ADDED_BYTES
 from quire.engine.parallel.leader import RankedModel
 from quire.kernels.cpp.back_end import usable_isas
 from support.faults import raising
@@ -59,6 +60,18 @@ def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int) -> N
         assert not command.pids()
     assert found == expected
     assert (status, output.splitlines()[-1]) == (1, "quire: rank 0 was closed")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_partial_sums_have_the_bits_of_one_machine(folder: Path, num_ranks: int) -> None:
+    """In steps of a few tokens, whose sums every rank adds, and of many, of which each adds a part."""
+    settings = {"num_kv_blocks": 96, "tensor_parallel_mode": "reduce", "tensor_parallel_size": num_ranks}
+    prompts = PROMPTS + [[token + 1 for token in prompt] for prompt in PROMPTS]
+    assert 4 * 72 * sum(map(len, prompts)) > ADDED_BYTES  # of the folder's dimensions, in one step
+    with LLM(folder, **settings) as llm:
+        expected = answers(llm.generate(prompts, SAMPLED, use_tqdm=False))
+    with two_nodes(folder, **settings) as (llm, _):
+        assert answers(llm.generate(prompts, SAMPLED, use_tqdm=False)) == expected
 
 
 def test_a_step_that_fails_on_a_rank_fails_alone_and_a_killed_rank_ends_all(

@@ -102,8 +102,39 @@ def test_experts_are_divided_with_the_bits_of_one_process(mixture: Path, quantiz
     assert found[1][1] - found[0][1] == on_each_rank, "experts are divided, not copied"
 
 
-@pytest.mark.parametrize(("num_ranks", "settings"), [(2, {}), (3, {"quantization": "int4", "dtype": "bfloat16"})])
-@pytest.mark.parametrize("name", ["folder", "mixture"])
+@pytest.mark.parametrize(("num_ranks", "settings"), [(2, {}), (4, {"dtype": "bfloat16", "quantization": "int8"})])
+def test_partial_sums_give_the_same_bits_every_time(folder: Path, num_ranks: int, settings: dict[str, Any]) -> None:
+    """So it is in any batch, and near the answers of one process."""
+    settings = settings | {"num_kv_blocks": 64, "quantization_group_size": -1} if settings else {"num_kv_blocks": 64}
+    with LLM(folder, **settings) as llm:
+        alone = llm.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    found = []
+    for _ in range(2):
+        with LLM(folder, tensor_parallel_size=num_ranks, tensor_parallel_mode="reduce", **settings) as llm:
+            together = llm.generate(PROMPTS, SAMPLED, use_tqdm=False)
+            found.append(answers(together))
+            assert answers(llm.generate(PROMPTS[2:], GREEDY, use_tqdm=False)) == answers(
+                llm.generate(PROMPTS, GREEDY, use_tqdm=False)[2:]
+            )
+    assert found[0] == found[1]
+    for output, other in zip(together, alone, strict=True):
+        assert output.prompt_logprobs is not None
+        assert other.prompt_logprobs is not None
+        limit = 0.2 if "dtype" in settings else 1e-4
+        pairs = zip(output.prompt_logprobs, other.prompt_logprobs, strict=True)
+        for token, (own, near) in zip(output.prompt_token_ids, pairs, strict=True):
+            if own is not None and near is not None:
+                assert own[token].logprob == pytest.approx(near[token].logprob, abs=limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "settings"),
+    [
+        ("folder", 2, {}), ("mixture", 2, {}), ("folder", 3, {"quantization": "int4", "dtype": "bfloat16"}),
+        ("mixture", 3, {"quantization": "int4", "dtype": "bfloat16"}),
+        ("folder", 3, {"tensor_parallel_mode": "reduce"}),
+    ],
+)  # fmt: skip
 def test_plan_is_what_the_ranks_hold(
     name: str, num_ranks: int, settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
@@ -251,7 +282,16 @@ def test_rank_that_ends_while_it_loads_fails_the_start(demo_model: Path, monkeyp
     assert not any(is_running(peer.process.pid) for peer in started[0].peers if peer.process is not None)
 
 
-def test_settings_that_ranks_do_not_serve_are_refused(folder: Path) -> None:
+def test_settings_that_ranks_do_not_serve_are_refused(folder: Path, mixture: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_mode 'reduce': models with experts are not supported yet"):
+        LLM(mixture, tensor_parallel_size=2, tensor_parallel_mode="reduce")
+    with pytest.raises(ConfigError, match="tensor_parallel_mode 'reduce' does not go with enable_lora yet"):
+        LLM(folder, tensor_parallel_size=2, tensor_parallel_mode="reduce", enable_lora=True)
+    with pytest.raises(ConfigError, match=r"each 32 inputs of \S+ share a scale, .* ends at input 72; use 'gather'"):
+        LLM(
+            folder, tensor_parallel_size=2, tensor_parallel_mode="reduce", quantization="int4",
+            quantization_group_size=32,
+        )  # fmt: skip
     with pytest.raises(ConfigError, match="tensor_parallel_size 7 is above the model's 6 attention heads"):
         LLM(folder, tensor_parallel_size=7)
     with pytest.raises(ConfigError, match="distributed_executor_backend 'ray' is not supported yet; use auto or mp"):

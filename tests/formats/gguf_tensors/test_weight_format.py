@@ -22,14 +22,16 @@ from quire.kernels.linear import all_finite, reference
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.decoder import Decoder
 from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
+from quire.model.ranks import Ranks
 from quire.model.weight_formats.format import ModuleRows
 from support.gguf_blocks import random_blocks, random_rows
 from support.gguf_files import as_is, convert, converted, dequantized, write_gguf
 from support.random_folder import write_random_folder
-from support.thread_ranks import assert_ranks_have_the_bits_of_one
+from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 48, "hidden_size": 256, "intermediate_size": 512,
@@ -356,3 +358,23 @@ def test_unsupported_type_and_missing_tensor_are_named(tmp_path: Path, back_end:
     path.write_bytes(path.read_bytes().replace(b"blk.0.ffn_down", b"blk.0.fxn_down"))
     with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_down\.weight is missing; expected shape \[256, 512\]"):
         load_model(read_source(path), back_end=back_end)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_ranks_add_partial_sums_of_whole_blocks(
+    mixture: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    if back_end.name != "cpp":
+        pytest.skip("ranks need the C++ kernels")
+    folder = write_random_folder(tmp_path / "model", LLAMA)
+    source = read_source(convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES[mixture])))
+    quantization = source.quantization(EXPANDED)
+
+    def load(ranks: Ranks | None) -> Decoder:
+        return load_model(source, dtype="float32", back_end=back_end, quantization=quantization, ranks=ranks)
+
+    def use(decoder: Decoder | RankDecoder) -> Tensor:
+        return paged_runner(decoder).run("a", list(range(1, 40)), [7, 20, 12])
+
+    found, alone = logits_of_ranks(2, source.spec, load, use, "reduce"), use(load(None))
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-5 * alone.abs().max().item())  # random blocks are large

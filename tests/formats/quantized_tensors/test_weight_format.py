@@ -6,14 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.core.errors import ConfigError
+from quire.engine.exchange.shared_memory import MemoryLayout
 from quire.engine.formats import read_source
 from quire.kernels.back_end import TORCH, BackEnd
 from quire.kernels.linear import reference
+from quire.model.decoder import Decoder
 from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
+from quire.model.ranks import Ranks
 from support.quantized_folder import (
     INNER,
     KV_WIDTH,
@@ -33,7 +38,7 @@ from support.quantized_folder import (
     write_pair,
 )
 from support.quantized_reading import read, values
-from support.thread_ranks import assert_ranks_have_the_bits_of_one
+from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks, make_ranks
 
 TOKENS = list(range(1, 40))
 ENDS = [name.rpartition(".")[2] for name in LAYER_LINEARS]
@@ -227,3 +232,59 @@ def test_int8_activations_give_the_same_bits_on_every_back_end(tmp_path: Path, b
     assert weight.activation_group_size
     x = torch.randn(5, INNER).bfloat16()
     assert torch.equal(back_end.linear(weight)(x), reference(x, weight))
+
+
+SUMMED = KINDS | {
+    "gptq": (gptq(4, 32), gptq_config(4, 32), False),
+    "fp8": (fp8((32, 32), name="weight_scale_inv"), fp8_config((32, 32)), False),
+}
+
+
+@pytest.mark.parametrize("kind", SUMMED)
+def test_ranks_add_partial_sums_of_whole_groups(
+    tmp_path: Path, paged_runner: type, back_end: BackEnd, kind: str
+) -> None:
+    """With int8 activations, which may be rounded in other groups, the error is that of one process."""
+    if back_end.name != "cpp":
+        pytest.skip("ranks need the C++ kernels")
+    quantize, config, has_head = SUMMED[kind]
+    pair = write_pair(tmp_path, quantize, config, dtype=torch.float32, has_quantized_head=has_head)
+    source = read_source(pair.folder)
+
+    def run(activations: Activations | None, num_ranks: int) -> Tensor:
+        quantization = source.quantization(QuantizationOptions(activations=activations))
+
+        def load(ranks: Ranks | None) -> Decoder:
+            decoder = load_model(source, back_end=back_end, quantization=quantization, ranks=ranks)
+            shard = None if ranks is None else ranks.shard
+            assert decoder.weight_bytes == weight_bytes(source.spec, "float32", quantization=quantization, shard=shard)
+            return decoder
+
+        def use(decoder: Decoder | RankDecoder) -> Tensor:
+            return paged_runner(decoder).run("a", TOKENS, [7, 20])
+
+        return use(load(None)) if num_ranks == 1 else logits_of_ranks(num_ranks, source.spec, load, use, "reduce")
+
+    exact = run("bfloat16", 1)
+    torch.testing.assert_close(run("bfloat16", 2), exact, rtol=0, atol=2e-5)
+    ours, alone = ((run(None, num_ranks) - exact).square().mean().sqrt() for num_ranks in (2, 1))
+    assert ours <= 1.2 * alone + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "reason"),
+    [
+        ("gptq", 2, r"inputs of \S+o_proj that share a scale are not consecutive \(desc_act\)"),
+        ("awq", 4, r"each 32 inputs of \S+o_proj share a scale, .* ends at input 16; use 'gather'"),
+    ],
+)
+def test_partial_sums_that_would_cut_a_group_are_refused(
+    tmp_path: Path, back_end: BackEnd, kind: str, num_ranks: int, reason: str
+) -> None:
+    if back_end.name != "cpp":
+        pytest.skip("ranks need the C++ kernels")
+    quantize, config, has_head = KINDS[kind]
+    source = read_source(write_pair(tmp_path, quantize, config, has_quantized_head=has_head).folder)
+    layout = MemoryLayout.of(source.spec, 8, num_ranks)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_mode 'reduce': {reason}"):
+        load_model(source, back_end=back_end, ranks=make_ranks(num_ranks, layout, "reduce")[0])

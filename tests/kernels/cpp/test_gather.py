@@ -35,6 +35,39 @@ def test_all_ranks_get_the_columns_of_all(bounds: Sequence[int], dtype: torch.dt
         assert all(torch.equal(rows, whole) for rows, whole in zip(found, wholes, strict=True))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_partial_sums_are_added_in_the_order_of_the_ranks(num_ranks: int, dtype: torch.dtype) -> None:
+    """With few rows every rank adds all, with many a part; rows that do not fit into a region are added in portions."""
+    width, counts = 37, [1, 3, 0, 900, 2]
+    layout = MemoryLayout(region_bytes=num_ranks * 600 * width * 4, max_rows=4, vocab_size=33)
+    partial = [torch.randn(num_ranks, count, width) * 10.0 ** torch.randint(-3, 4, (width,)) for count in counts]
+    partial[0][0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    expected = []
+    for each in partial:
+        sums = each[0].clone()
+        for other in each[1:]:
+            sums += other
+        expected.append(sums.to(dtype))
+
+    def exchange(rank: SharedRanks) -> list[Tensor]:
+        add = rank.sum(width)
+        return [add(each[rank.shard.rank], dtype) for each in partial]
+
+    for found in in_threads(make_ranks(num_ranks, layout), exchange):
+        for sums, right in zip(found, expected, strict=True):
+            assert sums.dtype == dtype
+            torch.testing.assert_close(sums, right, rtol=0, atol=0, equal_nan=True)
+
+
+def test_partial_sums_that_do_not_fit_are_refused() -> None:
+    def exchange(rank: SharedRanks) -> None:
+        rank.sum(100)(torch.zeros(1, 100), torch.float32)
+
+    with pytest.raises(ValueError, match="partial sums of 800 bytes do not fit into a region"):
+        in_threads(make_ranks(2, SMALL), exchange)
+
+
 def test_rows_that_do_not_fit_are_refused() -> None:
     def exchange(rank: SharedRanks) -> None:
         rank.gather(Cut((0, 100, 200)))(torch.zeros(1, 100))

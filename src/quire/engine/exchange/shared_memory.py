@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.gather import HEADER_BYTES, REGION_BYTES, CppGather, JoinedHead
+from quire.kernels.cpp.gather import HEADER_BYTES, REGION_BYTES, CppGather, CppSum, JoinedHead
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.linear import Linear
 from quire.model.sharding import Cut, Shard
@@ -30,10 +30,10 @@ class MemoryLayout(NamedTuple):
     vocab_size: int
 
     @classmethod
-    def of(cls, spec: DecoderSpec, max_num_seqs: int) -> "MemoryLayout":
-        """Return the layout for a model: a row of any activation, in float32, fits into a region."""
+    def of(cls, spec: DecoderSpec, max_num_seqs: int, num_ranks: int) -> "MemoryLayout":
+        """Return the layout for a model: a row of any activation, in float32, and of all sums fits into a region."""
         inner = max(layer.feed_forward.active_size for layer in spec.layers)
-        widest = max(inner, spec.hidden_size, spec.num_heads * spec.head_dim)
+        widest = max(inner, num_ranks * spec.hidden_size, spec.num_heads * spec.head_dim)
         return cls(max(REGION_BYTES, 4 * widest), max(max_num_seqs, MIN_LOGIT_ROWS), spec.vocab_size)
 
     @property
@@ -67,6 +67,10 @@ class SharedRanks:
     def gather(self, cut: Cut) -> CppGather:
         """Return the exchange of an activation that is divided like this."""
         return CppGather(self.group, self.shard.rank, cut.bounds)
+
+    def sum(self, width: int) -> CppSum:
+        """Return the exchange of partial sums of an activation of this width."""
+        return CppSum(self.group, width)
 
     def joined_head(self, head: Linear, cut: Cut) -> JoinedHead:
         """Return the head of all ranks from this one's."""

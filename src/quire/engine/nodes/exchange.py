@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, Store, Work
 from torch.distributed import ProcessGroupGloo
@@ -25,6 +26,7 @@ COLLECTIVE_TIMEOUT = timedelta(days=1)  # heartbeats find ranks that do not answ
 CONNECT_TIMEOUT = timedelta(minutes=1)
 TO_FIRST = GatherOptions()
 TO_FIRST.rootRank = 0
+ADDED_BYTES = 64 << 10                  # of a rank's partial sums, which every rank gets
 POLL = timedelta(seconds=0.25)          # between looks at an interruption
 
 
@@ -66,6 +68,10 @@ class NetworkRanks:
         """Return the exchange of an activation that is divided like this."""
         return NetworkGather(self, cut)
 
+    def sum(self, width: int) -> "NetworkSum":
+        """Return the exchange of partial sums of an activation of this width."""
+        return NetworkSum(self)
+
     def joined_head(self, head: Linear, cut: Cut) -> "NetworkHead":
         """Return the head of all ranks from this one's."""
         return NetworkHead(self, head, cut)
@@ -86,6 +92,27 @@ class NetworkRanks:
         sent, received = _padded(own, cut), own.new_empty(num_ranks, num_rows, _widest(cut))
         self._run(lambda group: group._allgather_base(as_bytes(received), as_bytes(sent)))
         return _joined(received, cut, rows)
+
+    def sum_rows(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sums [num_rows, width] in `dtype` of all ranks' own, float32, added in the order of the ranks.
+
+        Of few rows every rank gets all partial sums, which is one collective. Of many each rank adds some columns, and
+        gets the sums of the others: fewer bytes travel, and the bits are the same.
+        """
+        num_rows, width = own.shape
+        num_ranks = self.shard.num_ranks
+        if not own.numel():
+            return own.to(dtype)
+        if own.nbytes <= ADDED_BYTES:
+            partial = own.new_empty(num_ranks, num_rows, width)
+            self._run(lambda group: group._allgather_base(as_bytes(partial), as_bytes(own.contiguous())))
+            return _added(partial).to(dtype)
+        cut = Cut(tuple(-(-width // num_ranks) * rank for rank in range(num_ranks + 1)))  # alike, and so padded
+        padded = F.pad(own, (0, cut.width - width))
+        sent = padded.view(num_rows, num_ranks, -1).transpose(0, 1).contiguous()  # [num_ranks, num_rows, columns]
+        partial = torch.empty_like(sent)
+        self._run(lambda group: group.alltoall_base(partial, sent, [], []))
+        return self.gather_columns(_added(partial).to(dtype), cut)[:, :width].contiguous()
 
     def gather_columns_to_first(self, own: Tensor, cut: Cut) -> Tensor:
         """Return [num_rows, width] of all ranks' columns on rank 0, of other ranks nothing: [0, width]."""
@@ -176,6 +203,19 @@ class NetworkGather:
         return self._ranks.gather_columns(own, self._cut)
 
 
+class NetworkSum:
+    """A `SumHook` over a network."""
+
+    address = None
+
+    def __init__(self, ranks: NetworkRanks) -> None:
+        self._ranks = ranks
+
+    def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add."""
+        return self._ranks.sum_rows(own, dtype)
+
+
 class NetworkHead:
     """A head that is split by the vocabulary: rank 0 gets the logits of all."""
 
@@ -192,6 +232,14 @@ class NetworkHead:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as uint8, which every collective takes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _added(partial: Tensor) -> Tensor:
+    """Return the sum of partial [num_ranks, num_rows, width] over the ranks, in their order."""
+    sums = partial[0].clone()
+    for each in partial[1:]:
+        sums += each
+    return sums
 
 
 def _widest(cut: Cut) -> int:

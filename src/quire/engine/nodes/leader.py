@@ -62,7 +62,7 @@ class NodeRankSet(RankSet):
             own = range(1, self._num_ranks // self._options.nnodes)
             self._members = Members(self._options, own, self._address, port, self._key)
             self._accept_ranks(listener)
-        self._exchange = NetworkRanks(Shard(0, self._num_ranks), self._address, self._book)
+        self._exchange = NetworkRanks(Shard(0, self._num_ranks, self._mode), self._address, self._book)
         return self._exchange
 
     def _accept_ranks(self, listener: socket.socket) -> None:

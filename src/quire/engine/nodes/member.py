@@ -55,9 +55,8 @@ class Member:
 
     def _open_ranks(self, load: messages.Load) -> "NetworkRanks":
         from quire.engine.nodes.exchange import NetworkRanks  # noqa: PLC0415 (loads torch)
-        from quire.model.sharding import Shard  # noqa: PLC0415
 
-        return NetworkRanks(Shard(load.rank, load.num_ranks), load.host, self._book)
+        return NetworkRanks(load.shard, load.host, self._book)
 
     def _handles(self, command: messages.Command) -> bool:
         if isinstance(command, messages.End):

@@ -122,7 +122,7 @@ class RankSet:
         self.peers: list[Peer] = []
         self.free_bytes = sys.maxsize  # of memory on the machine of another rank that has the least
         self._options, self._silence_limit_s = options, SILENCE_SHARE * options.stall_limit
-        self._num_ranks = options.tensor_parallel_size
+        self._num_ranks, self._mode = options.tensor_parallel_size, options.tensor_parallel_mode_on("cpu")
         self._num_threads = torch.get_num_threads()
         self._is_closing, self._losing = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -137,10 +137,11 @@ class RankSet:
 
     def open(self, spec: DecoderSpec, num_positions: int) -> tuple[RankExchange, int]:
         """Start the other ranks, which begin to load; return rank 0 and the number of positions of all."""
-        check_shardable(spec, self._num_ranks)
+        check_shardable(spec, self._num_ranks, self._mode)
         self._watcher.start()
         path = resolve_model(self._options.model, revision=self._options.revision)
-        layout, digest = MemoryLayout.of(spec, self._options.resolved_max_num_seqs), model_digest(path)
+        layout = MemoryLayout.of(spec, self._options.resolved_max_num_seqs, self._num_ranks)
+        digest = model_digest(path)
         exchange = self._open_exchange(layout)
         hellos = [self._receive(peer, messages.Hello) for peer in self.peers]
         for peer, hello in zip(self.peers, hellos, strict=True):
@@ -244,7 +245,7 @@ class RankSet:
         """Start the processes of the ranks, and return rank 0's exchanges with them."""
         memory = create_memory(layout)
         try:
-            self._exchange = SharedRanks(Shard(0, self._num_ranks), layout, memory)
+            self._exchange = SharedRanks(Shard(0, self._num_ranks, self._mode), layout, memory)
             self._start_processes(range(1, self._num_ranks), memory)
         finally:
             os.close(memory)

@@ -6,6 +6,7 @@ A rank says hello, loads, allocates, and then runs the plans that it gets; withi
 import msgspec
 
 from quire.engine.options import EngineOptions
+from quire.model.sharding import Shard
 
 
 class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
@@ -19,6 +20,11 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
     layout: tuple[int, int, int]    # a `MemoryLayout`
     digest: str                     # of the model's files
     host: str = ""                  # of exchanges over a network: the address of the rank's machine
+
+    @property
+    def shard(self) -> Shard:
+        """The rank's part of the model."""
+        return Shard(self.rank, self.num_ranks, self.options.tensor_parallel_mode_on("cpu"))
 
 
 class Allocate(msgspec.Struct, tag="allocate", array_like=True, frozen=True):

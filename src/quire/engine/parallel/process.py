@@ -33,10 +33,9 @@ def main() -> None:
     threading.Thread(target=beat, args=(channel, lambda: os._exit(1)), name="beat", daemon=True).start()
     from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks  # noqa: PLC0415
     from quire.engine.parallel.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
-    from quire.model.sharding import Shard  # noqa: PLC0415
 
     def open_ranks(load: messages.Load) -> SharedRanks:
-        return SharedRanks(Shard(load.rank, load.num_ranks), MemoryLayout(*load.layout), int(sys.argv[2]))
+        return SharedRanks(load.shard, MemoryLayout(*load.layout), int(sys.argv[2]))
 
     try:
         serve(channel, open_ranks)

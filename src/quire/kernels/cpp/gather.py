@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.cpp.linear import CppLinear
 
 InterruptedExchangeError = _kernels.InterruptedExchangeError
@@ -31,6 +32,27 @@ class CppGather:
         own, rows = own.contiguous(), own.new_empty(len(own), self.width)
         self._gather.gather(own.data_ptr(), rows.data_ptr(), len(own), own.element_size())
         return rows
+
+
+class CppSum:
+    """A `SumHook` in C++, of partial sums of `width` columns."""
+
+    def __init__(self, group: _kernels.RankGroup, width: int) -> None:
+        self.width = width
+        self._sum = _kernels.PartialSum(group, width)
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """The function and the context."""
+        return self._sum.address()
+
+    def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add. A dtype that kernels serve by conversion is rounded to here."""
+        assert own.shape[1:] == (self.width,), f"{tuple(own.shape)} for {self.width} columns"
+        assert own.dtype == torch.float32, f"partial sums in {own.dtype}"
+        own, out = own.contiguous(), torch.empty(own.shape, dtype=kernel_dtype(dtype))
+        self._sum.sum(own.data_ptr(), out.data_ptr(), len(own), out.dtype == torch.float32)
+        return out.to(dtype)
 
 
 class JoinedHead:
