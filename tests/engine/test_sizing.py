@@ -122,6 +122,16 @@ def test_swap_space_for_less_than_a_block_is_refused() -> None:
         size_engine(EngineOptions(swap_space="1MiB"), LLAMA_8B, free_bytes=GIB)
 
 
+def test_each_engine_of_a_machine_has_scratch_memory_of_its_own() -> None:
+    free_bytes, options = 1 << 30, EngineOptions(data_parallel_size=4, max_num_seqs=1024)
+    scratch_bytes = 100 << 20
+    limits = ModelLimits(4096, 1024, None, scratch_bytes=scratch_bytes)
+    cache, _ = size_engine(options, limits, free_bytes)
+    assert cache.num_blocks == int((free_bytes - 4 * scratch_bytes) * 0.4) // 4 // (16 * 1024)
+    with pytest.raises(ConfigError, match=f"but {free_bytes - scratch_bytes} are free"):    # of one engine's own blocks
+        size_engine(EngineOptions(data_parallel_size=4, num_kv_blocks=4 << 16), limits, free_bytes)
+
+
 def test_memory_of_the_machine_is_divided_among_its_engines() -> None:
     limits = ModelLimits(4096, 1024, None)
     sizes = {"kv_cache_memory": 64 << 20, "swap_space": 32 << 20}

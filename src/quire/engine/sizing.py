@@ -81,11 +81,13 @@ def size_engine(
     """
     if limits.kv_bytes_per_token == 0:
         return _without_cache(options, limits)
+    num_engines = options.data_parallel_size
+    shared_bytes = max(0, free_bytes - num_engines * limits.scratch_bytes)  # each engine has scratch of its own
     free_bytes = max(0, free_bytes - limits.scratch_bytes)
     longest = _longest(options, limits)
     max_num_seqs = options.resolved_max_num_seqs
     most_blocks = max_num_seqs * -(-longest // options.block_size)  # that max_num_seqs sequences can use
-    num_blocks = _num_blocks(options, limits, int(free_bytes * share) // options.data_parallel_size, most_blocks)
+    num_blocks = _num_blocks(options, limits, int(shared_bytes * share) // num_engines, most_blocks)
     block_bytes = options.block_size * limits.kv_bytes_per_token
     if num_blocks * block_bytes > free_bytes:
         raise ConfigError(
