@@ -3,7 +3,6 @@
 import inspect
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,9 +27,8 @@ from quire.core.outputs import (
 from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs_config import parse_config
-from quire.engine.assembly import AssembledEngine, assemble
-from quire.engine.devices import release_device_memory
-from quire.engine.engine import NO_ADAPTERS
+from quire.engine.assembly import AssembledEngine
+from quire.engine.blocking_fleet import BlockingFleet
 from quire.engine.input_processor import (
     CheckedParams,
     InputProcessor,
@@ -39,12 +37,13 @@ from quire.engine.input_processor import (
     TokenizedPrompt,
     Truncation,
 )
-from quire.engine.messages import EngineState, Stepped
+from quire.engine.launcher import EngineProcess
+from quire.engine.local_engine import LocalEngine
 from quire.engine.metric_values import Metric, metric_values
 from quire.engine.metrics import Metrics
+from quire.engine.offline_engine import OfflineEngine
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import OutputKind, OutputProcessor
-from quire.engine.pinned_prefixes import PinnedPrefixes
+from quire.engine.output_processor import OutputKind
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
@@ -59,13 +58,19 @@ except ModuleNotFoundError as error:
         raise
     engine_settings = None  # type: ignore[assignment]  # optional: without it LLM has its own arguments only
 
+try:
+    from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.engine.fleet."):
+        raise
+    connect_fleet = None  # type: ignore[assignment]  # optional: without it data_parallel_size above 1 is refused
+
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}
-_NO_STATE = EngineState(0, 0, 0)  # of a step: `get_metrics` looks at the engine itself
 
 
 class LLM:
-    """A model and an engine in this process.
+    """A model and an engine in this process, or with `data_parallel_size` several engines in processes of their own.
 
     `model` is a folder in Hugging Face format, a GGUF file or a hub id, and None is the bundled demo model; the other
     settings are those of EngineOptions, described in docs/reference.md, and `structured_outputs_config`, the options of
@@ -100,21 +105,11 @@ class LLM:
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
             speculative_config=_as_json(speculative_config), **settings,
         )  # fmt: skip
-        if options.data_parallel_size > 1:
-            raise ConfigError(
-                f"data_parallel_size {options.data_parallel_size} is for servers and run-batch: an LLM computes in its "
-                "own process, and several engines need one each"
-            )
-        self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
-        self._outputs = OutputProcessor(self._assembled.tokenizer)
-        self._metrics = Metrics(found or "quire-demo")
-        self._metrics.engines[0].engine_ready(self._assembled.ready)
-        self._pinned = PinnedPrefixes(self._assembled.inputs.limits.block_size)
+        self._open: OfflineEngine | None = _start(options, found or "quire-demo")
         self._num_requests = 0                                 # accepted so far; also the next one's id
-        self._unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
 
     def __enter__(self) -> Self:
-        _ = self._engine  # raises RuntimeError if closed
+        _ = self._runner  # raises RuntimeError if closed
         return self
 
     def __exit__(
@@ -124,20 +119,19 @@ class LLM:
 
     def close(self) -> None:
         """Free the weights and the KV cache, and end all requests. Idempotent."""
-        if self._assembled is not None:
-            self._assembled.close()
-        self._assembled = None
-        release_device_memory()
+        if self._open is not None:
+            self._open.close()
+        self._open = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None if its folder has none."""
-        return self._engine.tokenizer
+        return self._runner.tokenizer
 
     @property
     def vocab_size(self) -> int:
         """Token ids run from 0 to one below this."""
-        return self._engine.ready.vocab_size
+        return self._runner.ready.vocab_size
 
     def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer:
         """Return the model's tokenizer, which is that of every adapter as well. ModelError if it has none."""
@@ -149,20 +143,24 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request without any: by generation_config, where that says nothing our own."""
-        return SamplingParams(**self._engine.ready.sampling.params)  # type: ignore[arg-type]
+        return SamplingParams(**self._runner.ready.sampling.params)  # type: ignore[arg-type]
+
+    @property
+    def _runner(self) -> OfflineEngine:
+        if self._open is None:
+            raise RuntimeError("this LLM is closed")
+        return self._open
 
     @property
     def _engine(self) -> AssembledEngine:
-        if self._assembled is None:
-            raise RuntimeError("this LLM is closed")
-        return self._assembled
+        """The engine in this process, for tests and measurements."""
+        assert isinstance(self._runner, LocalEngine), "the engines are in other processes"
+        return self._runner.assembled
 
     @property
     def _inputs(self) -> InputProcessor:
         """The input processor, with the current limits."""
-        assembled = self._engine
-        assembled.inputs.limits = assembled.engine.scheduler.limits
-        return assembled.inputs
+        return self._runner.inputs
 
     def generate(
         self,
@@ -220,7 +218,7 @@ class LLM:
         `tools` are functions in OpenAI's form, which the template describes to the model; calls are text of the answer.
         `chat_template_kwargs` are other variables of the template. `lora_request` as of `generate`.
         """
-        inputs = self._engine.inputs
+        inputs = self._inputs
         how = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "tools": tools, "chat_template": chat_template,
@@ -298,7 +296,7 @@ class LLM:
 
     def _pooling(self, use_tqdm: bool) -> "OfflinePooling":
         """Return what makes requests for vectors of the arguments of a call. RuntimeError if closed."""
-        assembled = self._engine
+        inputs, ready = self._inputs, self._runner.ready
         with needs_package("a vector", "quire.engine.pooling"):
             from quire.engine.pooling.offline import OfflinePooling  # noqa: PLC0415 (a room: it can be absent)
 
@@ -306,7 +304,7 @@ class LLM:
             self._num_requests += len(prepared)
             return self._finish_all(prepared, use_tqdm)
 
-        return OfflinePooling(assembled.inputs, assembled.ready, self._num_requests, finish)
+        return OfflinePooling(inputs, ready, self._num_requests, finish)
 
     def pin_prefix(self, prefix: Prompt) -> PinnedPrefix:
         """Compute a prefix once and keep it until it is unpinned: prompts that begin with it compute the rest only.
@@ -316,42 +314,39 @@ class LLM:
         running or waiting, could not run beside it.
         """
         inputs = self._inputs
-        prepared = inputs.prepare_pin(next(self._pinned.request_ids), inputs.tokenize(prefix))
+        prepared = inputs.prepare_pin(next(self._runner.pinned.request_ids), inputs.tokenize(prefix))
         try:
             self._finish_all([prepared], use_tqdm=False)
-            return self._pinned.add(prepared.request)
+            return self._runner.pinned.add(prepared.request)
         except BaseException:
-            self._abort({prepared.request.request_id})
+            self._runner.unpin(prepared.request.request_id)
             raise
 
     def unpin_prefix(self, prefix_id: str) -> None:
         """Unpin a prefix; requests that use it continue. UnknownPrefixError if there is none of that id."""
-        engine = self._engine.engine  # raises RuntimeError if closed
-        engine.abort(self._pinned.remove(prefix_id))
+        runner = self._runner  # raises RuntimeError if closed
+        runner.unpin(runner.pinned.remove(prefix_id))
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Return the pinned prefixes in the order of pinning."""
-        _ = self._engine  # raises RuntimeError if closed
-        return [pin.prefix for pin in self._pinned.of_key(None)]
+        return [pin.prefix for pin in self._runner.pinned.of_key(None)]
 
     def kv_stats(self) -> KVStats:
-        """Return the state of the KV cache between two steps."""
-        return self._engine.engine.kv_stats()
+        """Return the state of the KV cache between two steps; of several engines the sum."""
+        return self._runner.kv_stats()
 
     def get_metrics(self) -> list[Metric]:
         """Return all metrics of /metrics but those of calls and of the process, as objects."""
-        engine = self._engine.engine
-        self._metrics.engines[0].on_idle(engine.state(engine.kv_stats()))
-        return list(metric_values(self._metrics.collect()))
+        return list(metric_values(self._runner.collect_metrics()))
 
-    # --- the loop -------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     def _tokenize(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[TokenizedPrompt]:
-        tokenize = self._engine.inputs.tokenize  # raises RuntimeError if closed, before any other error
+        tokenize = self._inputs.tokenize  # raises RuntimeError if closed, before any other error
         listed = _as_list(prompts)
         truncations = self._truncations(sampling_params, len(listed))
         return [tokenize(prompt, truncation=each) for prompt, each in zip(listed, truncations, strict=True)]
@@ -368,11 +363,8 @@ class LLM:
             return None
         if not isinstance(lora_request, LoRARequest):
             refuse("lora_request", lora_request, "a LoRARequest")
-        adapters = self._engine.engine.adapters
-        if adapters is None:
-            raise InvalidRequestError(NO_ADAPTERS, param="lora_request")
         try:
-            return adapters.read(lora_request.lora_path).result()._replace(name=lora_request.lora_name)
+            return self._runner.read_adapter(lora_request.lora_path)._replace(name=lora_request.lora_name)
         except ModelError as error:
             raise InvalidRequestError(str(error), param="lora_request") from error
 
@@ -411,12 +403,10 @@ class LLM:
 
         Raises InvalidRequestError for a grammar that cannot be compiled.
         """
-        grammars = self._engine.engine.grammars
         if params.structured_outputs is None:
             return
         params.structured_outputs = self._grammar_config.with_defaults(params.structured_outputs)
-        if grammars is not None:
-            grammars.check(params.structured_outputs)
+        self._runner.check_grammar(params.structured_outputs)
 
     def _finish_all(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -430,55 +420,24 @@ class LLM:
         return [finished[str(prepared.request.request_id)] for prepared in requests]
 
     def _run(self, requests: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
-        """Queue the requests, step until they have ended, yield their outputs. On exit all of them have ended."""
-        left = {prepared.request.request_id for prepared in requests}
-        try:
-            arrival_s = time.monotonic()
-            for prepared in requests:
-                self._engine.engine.add(prepared.request)
-                name = str(prepared.request.request_id)
-                self._outputs.add(prepared, external_id=name, arrival_s=arrival_s, kind=kind)
-            while left:
-                if not (self._engine.engine.scheduler.has_requests or left & self._unread.keys()):
-                    raise RuntimeError(f"a failed step of another call has ended request {min(left)}")
-                self._step()
-                for request_id in [own for own in self._unread if own in left]:
-                    new = self._unread.pop(request_id)
-                    if isinstance(new, Exception):
-                        raise new
-                    if new.finished:
-                        left.discard(request_id)
-                    yield new
-        finally:
-            if self._assembled is not None:
-                self._abort(left)
+        """Queue the requests at the first `next`, yield their outputs. On exit all of them have ended."""
+        return self._runner.run(requests, kind)
 
-    def _step(self) -> None:
-        """Run one step of the engine, and store the new output of every request in it."""
-        engine = self._engine.engine
-        started_s = time.monotonic()
-        deltas = engine.step()
-        try:
-            self._outputs.record_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
-            processed = self._outputs.process(deltas, time.monotonic())
-            step = Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE)
-            self._metrics.engines[0].on_step(step, processed)
-            self._unread |= {request_id: self._outputs.output(request_id) for request_id in processed.ready}
-        except BaseException:
-            self._abort({delta.request_id for delta in deltas})  # their new tokens are lost
-            raise
-        for request_id, index in processed.stopped:
-            engine.finish(request_id, index)
-        for request_id, error in processed.failed:
-            engine.abort(request_id)
-            self._unread[request_id] = error
 
-    def _abort(self, request_ids: set[int]) -> None:
-        """Abort these requests: the iterator was closed early, or a step failed."""
-        for request_id in request_ids:
-            self._unread.pop(request_id, None)
-            self._engine.engine.abort(request_id)
-            self._outputs.drop(request_id)
+def _start(options: EngineOptions, name: str) -> OfflineEngine:
+    """Return the engine of an LLM, or its engines. ConfigError where several are not installed."""
+    if options.data_parallel_size == 1:
+        return LocalEngine(options, name)
+    if connect_fleet is None:
+        raise ConfigError(
+            f"data_parallel_size {options.data_parallel_size} needs the package quire.engine.fleet, which is not in "
+            "this installation"
+        )
+
+    async def connect(processes: Sequence[EngineProcess], metrics: Metrics) -> "Fleet":
+        return await connect_fleet(processes, FleetSettings(options, metrics, packs_outputs=False))
+
+    return BlockingFleet(options, name, connect)
 
 
 def _as_json(given: str | Mapping[str, Any] | None) -> str:

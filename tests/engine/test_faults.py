@@ -25,6 +25,7 @@ from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import BIAS
 from quire.engine.completion_builder import CompletionBuilder
 from quire.engine.heartbeat import Heartbeat
+from quire.engine.local_engine import LocalEngine
 from quire.engine.messages import Add, Idle, Report, Stepped
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.process import EngineLoop
@@ -122,8 +123,9 @@ def assert_at_rest(llm: LLM) -> None:
     llm._engine.engine.scheduler.check()
     stats = llm.kv_stats()
     assert (stats.used_blocks, stats.swap_used_blocks) == (0, 0)
-    assert not llm._unread
-    assert len(llm._outputs) == 0
+    assert isinstance(llm._runner, LocalEngine)
+    assert not llm._runner.unread
+    assert len(llm._runner.outputs) == 0
 
 
 # --- named points -----------------------------------------------------------------------------------------------------

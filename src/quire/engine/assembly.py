@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from quire.engine.parallel.leader import RankSet
 
 try:
-    from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
+    from quire.decoding.grammars.constrained import ConstrainedDecoding, GrammarChecks, TokenizerText
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith(("quire.decoding.grammars", "llguidance")):
         raise
@@ -209,6 +209,11 @@ def _grammars(
     return ConstrainedDecoding(
         tokenizer_text, loaded.model.vocab_size, loaded.eos_token_ids, jumps_forward=options.enable_jump_forward
     )
+
+
+def grammar_checks() -> "GrammarChecks | None":
+    """Return the checks of grammars for engines of other processes; None where they are not installed."""
+    return None if ConstrainedDecoding is None else GrammarChecks()
 
 
 def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -> "LoadedDraftModel | None":

@@ -2,11 +2,12 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.lora import Adapter
 from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
+from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready
 from quire.engine.output_processor import OutputKind
 from quire.engine.pinned_prefixes import PinnedPrefixes
@@ -142,3 +143,13 @@ class SingleEngine(BaseClient):
     async def wait_dead(self) -> EngineDeadError:
         """Wait until the engine has died or the client was closed; return why."""
 
+
+class SupervisedClient(BaseClient):
+    """A client that starts engines again when they die."""
+
+    @abstractmethod
+    async def supervise(self, on_spawn: Callable[[int, EngineProcess], None]) -> Exception:
+        """Restart each engine whenever it dies; return the last error once none is alive and none can be started.
+
+        `on_spawn` is called with the number and the process of each new engine.
+        """

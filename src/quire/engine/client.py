@@ -53,6 +53,7 @@ class EngineClient(SingleEngine):
     def __init__(
         self, connection: EngineConnection, options: EngineOptions, observer: Observer,
         request_ids: Iterator[int], owners: OwnerLabels | None, on_close: Callable[[int], None],
+        *, packs_outputs: bool = True,
     ) -> None:  # fmt: skip
         ready, tokenizer = connection.ready, connection.tokenizer
         if tokenizer is not None and (template := options.given_chat_template) is not None:
@@ -61,7 +62,7 @@ class EngineClient(SingleEngine):
         self.state = EngineState(0, 0, 0)
         self._connection, self._observer = connection, observer
         self._silence_limit_s = options.stall_limit if options.tensor_parallel_size > 1 else None
-        self._streams = RequestStreams(self.tokenizer, self._on_abort, on_close)
+        self._streams = RequestStreams(self.tokenizer, self._on_abort, on_close, is_packed=packs_outputs)
         self._pending = PendingCommands(self._send)
         self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -80,6 +81,7 @@ class EngineClient(SingleEngine):
         requires_tokenizer: bool = False,
         tokenizer: Tokenizer | None = None,
         on_close: Callable[[int], None] = lambda request_id: None,
+        packs_outputs: bool = True,
     ) -> Self:
         """Wait until the engine is ready. `request_ids`, `owners`: those of an engine that this one replaces.
 
@@ -87,11 +89,13 @@ class EngineClient(SingleEngine):
         neither computed nor read for `start_timeout_s`. In each case the process has ended. With `requires_tokenizer` a
         model without one is a ModelError, unless the options skip it. `tokenizer`: that of another engine with the same
         options, which is not read again. `on_close` is called with the number of each request whose stream has ended.
+        `packs_outputs`: as of `OutputProcessor`.
         """
         unskipped: TokenizerUse = "required" if requires_tokenizer else "optional"
         use: TokenizerUse = "skipped" if options.skip_tokenizer_init else unskipped
         connection = await EngineConnection.open(process, start_timeout_s, use, tokenizer)
-        client = cls(connection, options, observer, request_ids or itertools.count(), owners, on_close)
+        numbers = request_ids or itertools.count()
+        client = cls(connection, options, observer, numbers, owners, on_close, packs_outputs=packs_outputs)
         client._receiver = asyncio.create_task(client._receive_all(), name="engine reports")
         return client
 

@@ -292,9 +292,9 @@ class EngineOptions:
     )  # fmt: skip
     data_parallel_size: int = _engine(
         1, "engines behind one server, which divide memory and threads", low=1, high=MAX_ENGINES, short="-dp",
-        row=f"engines (processes with the whole model) behind one server, 1 to {MAX_ENGINES}; `kv_cache_memory`, "
-        "`num_kv_blocks`, `swap_space`, `num_swap_blocks`, their defaults and the CPU's threads are divided among them "
-        "([scaling.md](scaling.md)). For servers: an `LLM` computes in its own process and has one",
+        row=f"engines behind one server, or behind an `LLM`, 1 to {MAX_ENGINES}: above 1 each is a process with the "
+        "whole model; `kv_cache_memory`, `num_kv_blocks`, `swap_space`, `num_swap_blocks`, their defaults and the "
+        "CPU's threads are divided among them; the same tokens ([scaling.md](scaling.md)). On CPUs",
     )  # fmt: skip
     tensor_parallel_size: int = _engine(
         1, "processes that share the model and each step; on CPUs, with the same tokens", low=1, high=64, short="-tp",

@@ -45,8 +45,8 @@ _SUPPORTED = (
     same(number("seed")),
     same(
         number("data_parallel_size", flags=("-dp",)),
-        "engines behind one server, which routes by their caches; memory and threads of the machine are divided among "
-        "them; for `serve` and `run-batch` ([scaling.md](scaling.md))",
+        "engines behind one server or `LLM`, which routes by their caches; memory and threads of the machine are "
+        "divided among them ([scaling.md](scaling.md))",
     ),
     same(
         number("tensor_parallel_size", flags=("-tp",)),

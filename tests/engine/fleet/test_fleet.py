@@ -262,8 +262,3 @@ def test_metrics_have_the_engines_by_label() -> None:
     assert 'vllm:num_requests_waiting{engine="1",model_name="tiny"} 0.0' in page
     assert page.count("# TYPE vllm:num_requests_waiting gauge") == 1
     assert all(isinstance(engine, EngineMetrics) for engine in metrics.engines)
-
-
-def test_llm_refuses_several_engines_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="data_parallel_size 2 is for servers and run-batch: an LLM computes in"):
-        LLM(data_parallel_size=2)

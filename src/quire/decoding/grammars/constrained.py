@@ -12,10 +12,24 @@ from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
 
 MAX_CHECKED = 16
 
-__all__ = ["ConstrainedDecoding", "TokenizerText"]
+__all__ = ["ConstrainedDecoding", "GrammarChecks", "TokenizerText"]
 
 
-class ConstrainedDecoding:
+class GrammarChecks:
+    """Checks of grammars before their requests are queued."""
+
+    def __init__(self) -> None:
+        self._check = lru_cache(MAX_CHECKED)(check_grammar)
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raise InvalidRequestError for a grammar that cannot be compiled. Takes as long as to compile it."""
+        try:
+            self._check(params)
+        except GrammarError as error:
+            raise InvalidRequestError(failure_of(error), param=FIELD) from error
+
+
+class ConstrainedDecoding(GrammarChecks):
     """The grammars of an engine: `rows` for its worker, the rest for its scheduler.
 
     `load_tokenizer` is called once, in a thread, when the first grammar arrives, or by `load`.
@@ -29,8 +43,8 @@ class ConstrainedDecoding:
         *,
         jumps_forward: bool,
     ) -> None:
+        super().__init__()
         self._cache = GrammarCache(lambda: read_vocabulary(load_tokenizer(), vocab_size, eos_token_ids))
-        self._check = lru_cache(MAX_CHECKED)(check_grammar)
         self.rows = GrammarRows(self._cache, vocab_size, jumps_forward=jumps_forward)
 
     def load(self) -> None:
@@ -41,13 +55,6 @@ class ConstrainedDecoding:
     def is_loading(self) -> bool:
         """Return whether the tokenizer is being loaded, or has been."""
         return self._cache.is_loading
-
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Raise InvalidRequestError for a grammar that cannot be compiled. Takes as long as to compile it."""
-        try:
-            self._check(params)
-        except GrammarError as error:
-            raise InvalidRequestError(failure_of(error), param=FIELD) from error
 
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
         """Return whether a request with this grammar can be admitted; else the grammar is being compiled, or waits."""

@@ -17,7 +17,7 @@ from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sequence import Request
 from quire.core.task import Pin
-from quire.engine.base_client import BaseClient
+from quire.engine.base_client import SupervisedClient
 from quire.engine.client import EngineClient
 from quire.engine.engine_metrics import EngineMetrics
 from quire.engine.fleet.router import Router, Routing
@@ -42,6 +42,7 @@ class FleetSettings:
     start_timeout_s: float = START_TIMEOUT_S
     stall_limit_s: float = 10.0         # an engine without progress for so long gets no requests
     requires_tokenizer: bool = False
+    packs_outputs: bool = True          # as of `OutputProcessor`
     routing: Routing = "prefix"         # another rule is for measurements
 
 
@@ -69,6 +70,7 @@ async def _connect(
     return await EngineClient.connect(
         process, options or settings.options, observer, request_ids, settings.owners, settings.start_timeout_s,
         requires_tokenizer=settings.requires_tokenizer, tokenizer=tokenizer, on_close=observer.on_close,
+        packs_outputs=settings.packs_outputs,
     )  # fmt: skip
 
 
@@ -102,7 +104,7 @@ class _Observer:
             self.fleet.router.forget(request_id)
 
 
-class Fleet(BaseClient):
+class Fleet(SupervisedClient):
     """The engines, from the event loop of another process. Get one from `connect_fleet`, and `close` it."""
 
     def __init__(
