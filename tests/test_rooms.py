@@ -118,6 +118,8 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
         ("quire.engine.nodes", {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}),
         ("quire.engine.parallel", {"tensor_parallel_size": 2}),
         ("quire.engine.transformers_model", {"model_impl": "transformers"}),
+        ("quire.kernels.cuda", {"attention_backend": "cuda"}),
+        ("quire.kernels.flashinfer", {"attention_backend": "flashinfer"}),
         ("quire.execution.drafting", {"speculative_config": {"method": "ngram"}}),
     ],
 )

@@ -126,7 +126,7 @@ def test_answers_of_a_cpu_are_always_exact() -> None:
         LLM(device="cpu", exact=False, num_kv_blocks=8)
 
 
-@pytest.mark.parametrize("name", ["triton", "cuda"])
+@pytest.mark.parametrize("name", ["triton", "cuda", "flashinfer"])
 def test_attention_of_a_gpu_is_refused_on_a_cpu(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend '{name}' is not supported on device cpu"):
         LLM(device="cpu", attention_backend=name)

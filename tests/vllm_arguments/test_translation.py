@@ -96,6 +96,13 @@ def test_argument_that_is_supported_sets_an_option(given: dict[str, object], exp
     assert settings(**given) == expected
 
 
+def test_flashinfer_of_vllm_is_quires_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings(attention_backend="FLASHINFER") == {}
+    monkeypatch.setattr("quire.vllm_arguments.values.find_spec", lambda name: object())
+    assert settings(attention_backend="FLASHINFER") == {"attention_backend": "flashinfer"}
+    assert settings(attention_backend="FLASH_ATTN") == {}
+
+
 ACCEPTED: dict[str, object] = {
     "enforce_eager": True, "trust_remote_code": True, "disable_log_stats": True, "tokenizer_mode": "auto",
     "load_format": "safetensors", "async_scheduling": False, "disable_custom_all_reduce": True,

@@ -62,13 +62,6 @@ except ModuleNotFoundError as error:
 
 _needs_room = partial(needs_package, error=ConfigError)  # of settings: each imports its room where it asks for one
 
-try:
-    from quire.kernels.cuda.attention import CUDA_ATTENTION
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("quire.kernels.cuda"):
-        raise
-    CUDA_ATTENTION = None  # type: ignore[assignment]  # optional: without it attention_backend cuda is refused
-
 
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:
@@ -155,11 +148,14 @@ def _attention(options: EngineOptions) -> AttentionBackEnd | None:
     name = options.attention_backend
     if name in {"auto", "triton"}:
         return None
-    found: AttentionBackEnd | None = {"cuda": CUDA_ATTENTION}[name]
-    if found is None:
-        room = f"quire.kernels.{name}"
-        raise ConfigError(f"attention_backend {name} needs the package {room}, which is not in this installation")
-    return found
+    with _needs_room(f"attention_backend {name}", f"quire.kernels.{name}"):
+        if name == "cuda":
+            from quire.kernels.cuda.attention import CUDA_ATTENTION  # noqa: PLC0415
+
+            return CUDA_ATTENTION
+        from quire.kernels.flashinfer.attention import FLASHINFER_ATTENTION  # noqa: PLC0415
+
+        return FLASHINFER_ATTENTION
 
 
 def build_engine(

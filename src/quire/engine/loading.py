@@ -82,6 +82,11 @@ def load(
     back_end = choose_back_end(
         device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True, attention=attention
     )
+    if options.capture_graphs and not back_end.is_capturable:
+        raise ConfigError(
+            f"capture_graphs True is not supported with attention_backend {options.attention_backend}: it plans each "
+            "step on the host"
+        )
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, source.dtype(options.dtype))
     require_kv_dtype(back_end.name, options.kv_cache_dtype)

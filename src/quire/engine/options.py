@@ -34,7 +34,7 @@ from quire.text.given_chat_template import given_chat_template
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 ExecutorBackend = Literal["auto", "mp", "uni", "ray"]
-AttentionBackEndName = Literal["auto", "triton", "cuda"]
+AttentionBackEndName = Literal["auto", "triton", "cuda", "flashinfer"]
 TensorParallelMode = Literal["auto", "gather", "reduce"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
@@ -148,10 +148,11 @@ class EngineOptions:
         "([gpu.md](gpu.md#exact)); `None`: not on a GPU. On a CPU they always have, and `False` is refused",
     )  # fmt: skip
     attention_backend: AttentionBackEndName = _engine(
-        "auto", "attention kernels of a GPU: triton, or cuda (C++, for decodes); auto is triton", metavar="NAME",
+        "auto", "attention kernels of a GPU: triton, cuda (C++, for decodes) or flashinfer; auto is triton",
+        metavar="NAME",
         row="attention kernels of a GPU: `triton`; `cuda`, the paper's kernel in CUDA C++ for decodes, and Triton's "
-        "for prompts; `auto` is `triton` ([gpu.md](gpu.md#attention-back-ends)). What they have no form of is refused "
-        "at start, and so is anything but `auto` on a CPU",
+        "for prompts; `flashinfer`, if it is installed; `auto` is `triton` ([gpu.md](gpu.md#attention-back-ends)). "
+        "What they have no form of is refused at start, and so is anything but `auto` on a CPU",
     )  # fmt: skip
     capture_graphs: bool = _engine(
         False, "capture the CUDA graphs of all steps at start, not as they are needed",

@@ -9,7 +9,7 @@ by both (docs/decisions/0002). So neither how a sequence is chunked nor what els
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class AttentionMetadata:
     query_starts: Tensor   # [num_seqs + 1] int32
     context_lens: Tensor   # [num_seqs] int32
     block_size: int
-    plans: dict[Hashable, Tensor] = field(default_factory=dict, compare=False)  # how a back end divides the step
+    plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # what a back end keeps during the step
 
     @property
     def num_tokens(self) -> int:

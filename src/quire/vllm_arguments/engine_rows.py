@@ -119,7 +119,8 @@ _MODEL = (
     ),
     same(
         text("attention_backend"),
-        "`auto`, `triton`, `cuda`; of vLLM's names `TRITON_ATTN` is `auto`, and the others have no effect",
+        "`auto`, `triton`, `cuda`, `flashinfer`; of vLLM's names `TRITON_ATTN` is `auto`, `FLASHINFER` `flashinfer` if "
+        "that is installed, and the others have no effect",
         values.attention_backend_of,
     ),
     *accepted(

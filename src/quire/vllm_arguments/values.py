@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from quire.core.errors import ConfigError
@@ -113,8 +114,10 @@ def attention_backend_of(given: object, shown: str) -> object:
     name = getattr(given, "name", given)  # vLLM has an enumeration, too
     if not isinstance(name, str) or name != name.upper():
         return given
+    if name == "FLASHINFER" and find_spec("flashinfer") is not None:
+        return "flashinfer"
     if name not in _ATTENTION:
-        log.info("%s has no effect: %s is none of Quire's attention back ends", shown, name)
+        log.info("%s has no effect: %s is no attention back end of this installation", shown, name)
     return _ATTENTION.get(name)
 
 

@@ -205,7 +205,8 @@ def _plan(
             IS_DECODE=kind[0], IS_EXACT=kind[1], WINDOW=shape["WINDOW"], BLOCK=1024, num_warps=4,
         )  # fmt: skip
         metadata.plans[key] = plan
-    return metadata.plans[key]
+    kept: Tensor = metadata.plans[key]
+    return kept
 
 
 @triton.jit

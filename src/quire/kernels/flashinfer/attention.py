@@ -1,0 +1,140 @@
+"""Paged attention by FlashInfer's wrappers, which read Quire's cache as it is: the layout NHD, a page for each block.
+
+Steps in which every sequence has one query go to the wrapper for decodes, all others to that for prompts. FlashInfer
+plans on the host: once a step, for all layers of one form, the lengths are copied there, which waits for the device, so
+the host prepares no step while another one runs, and no step is captured as a graph. Nothing has run on a card yet;
+tests hold what the wrappers are given against the reference.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError
+from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata
+
+WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it, for what parts of long contexts leave
+LAYOUT = "NHD"               # [page, token, head, dimension]: `cache_layout.PLAIN`
+DTYPES, HEAD_DIMS = (torch.float16, torch.bfloat16), (64, 128, 256)
+MAX_GROUP_OF_VECTORS = 2     # query heads per key-value head; more are faster on matrix units
+
+
+class Pages(NamedTuple):
+    """A step's sequences in FlashInfer's form: the blocks of all of them end to end. int32."""
+
+    query_starts: Tensor   # [num_seqs + 1], on the host
+    indptr: Tensor         # [num_seqs + 1], on the host: where each sequence's blocks begin in `indices`
+    indices: Tensor        # [indptr[-1]], on the device: blocks
+    last_page_len: Tensor  # [num_seqs], on the host: tokens of the context in the last block, 1 to block_size
+
+
+class Form(NamedTuple):
+    """What layers have to share to share a plan."""
+
+    is_decode: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float
+
+
+def pages_of(metadata: AttentionMetadata, window: int | None = None) -> Pages:
+    """Return the blocks of a step's sequences.
+
+    Entries of the table that no query sees, behind a window, may hold anything; they are replaced by the first block
+    that one sees, for FlashInfer may load it. A context of 0 is no sequence: block 0 takes the place of its blocks.
+    """
+    starts, lens, device = metadata.query_starts.cpu(), metadata.context_lens.cpu(), metadata.block_tables.device
+    counts, is_there = starts.diff(), lens > 0
+    lens = torch.where(is_there, lens, counts.clamp(min=1))
+    num_pages = (lens + metadata.block_size - 1) // metadata.block_size
+    indptr = torch.cat([starts.new_zeros(1), num_pages.cumsum(0)]).int()
+    rows = torch.repeat_interleave(torch.arange(len(lens)), num_pages)
+    columns = torch.arange(len(rows)) - indptr[rows]
+    if window is not None:
+        first = (lens - counts - window + 1).clamp(min=0) // metadata.block_size
+        columns = columns.maximum(first[rows])
+    columns = torch.where(is_there[rows], columns, 0)
+    indices = metadata.block_tables[rows.to(device), columns.to(device)]
+    if not is_there.all():
+        indices = torch.where(is_there[rows].to(device), indices, 0)
+    return Pages(starts, indptr, indices, ((lens - 1) % metadata.block_size + 1).int())
+
+
+class FlashInferAttention:
+    """The op. `flashinfer` is the package."""
+
+    def __init__(self, flashinfer: Any) -> None:  # noqa: ANN401 (a module without types)
+        self._flashinfer = flashinfer
+        self._wrappers = dict[Form, Any]()  # each keeps the plan of its form
+        self._workspace: Tensor | None = None
+
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float,
+        window: int | None = None, softcap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """Attend as `paged_attention.reference` does; caches in the plain layout. A context of 0 gives anything."""
+        num_tokens, num_heads, head_dim = query.shape
+        is_decode = num_tokens == len(metadata.context_lens)
+        form = Form(is_decode, num_heads, key_cache.shape[2], head_dim, scale, window, softcap)
+        if ("flashinfer", form) not in metadata.plans:
+            metadata.plans["flashinfer", form] = self._plan(form, metadata, query)
+        out: Tensor = metadata.plans["flashinfer", form].run(query.contiguous(), (key_cache, value_cache))
+        return out
+
+    def _plan(self, form: Form, metadata: AttentionMetadata, query: Tensor) -> Any:  # noqa: ANN401 (a wrapper)
+        """Return the wrapper of a form, with the plan of this step."""
+        if form not in self._wrappers:
+            self._wrappers[form] = self._wrapper(form, query.device)
+        key = "flashinfer pages", form.window
+        if key not in metadata.plans:
+            metadata.plans[key] = pages_of(metadata, form.window)
+        wrapper, pages = self._wrappers[form], metadata.plans[key]
+        sizes = form.num_heads, form.num_kv_heads, form.head_dim, metadata.block_size
+        how: dict[str, Any] = {
+            "sm_scale": form.scale, "window_left": -1 if form.window is None else form.window - 1,
+            "logits_soft_cap": form.softcap or None, "q_data_type": query.dtype, "kv_data_type": query.dtype,
+        }  # fmt: skip
+        if form.is_decode:
+            wrapper.plan(pages.indptr, pages.indices, pages.last_page_len, *sizes, **how)
+        else:
+            wrapper.plan(
+                pages.query_starts, pages.indptr, pages.indices, pages.last_page_len, *sizes, causal=True, **how
+            )
+        return wrapper
+
+    def _wrapper(self, form: Form, device: torch.device) -> Any:  # noqa: ANN401
+        if self._workspace is None:
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        if not form.is_decode:
+            return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)
+        on_matrix_units = form.num_heads > MAX_GROUP_OF_VECTORS * form.num_kv_heads
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, LAYOUT, use_tensor_cores=on_matrix_units
+        )
+
+
+def _make(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    try:
+        import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 (an optional package)
+    except ModuleNotFoundError as error:
+        if error.name != "flashinfer":
+            raise
+        raise ConfigError(
+            "attention_backend flashinfer needs the package flashinfer: pip install flashinfer-python"
+        ) from None
+    return FlashInferAttention(flashinfer)
+
+
+FLASHINFER_ATTENTION = AttentionBackEnd(
+    name="flashinfer",
+    make=_make,
+    serves=lambda dtype, head_dim: dtype in DTYPES and head_dim in HEAD_DIMS,
+    shapes="float16 and bfloat16 heads of 64, 128 or 256",
+    lacks=frozenset({"attention sinks"}),
+    is_capturable=False,
+)
