@@ -6,24 +6,21 @@ concerned alone.
 
 import logging
 import time
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 import torch
-from msgspec import structs
 from torch import Tensor
 
-from quire.core.outputs import TokenLogprobs
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
 from quire.decoding.pooling import pool
-from quire.decoding.row_grammars import RowGrammars, RowProgress, StepGrammars
+from quire.decoding.row_grammars import RowGrammars
 from quire.decoding.sampler import NOT_FINITE, NOTHING_ALLOWED, SampledTokens, is_finite, join, prompt_logprobs, sample
 from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.verification import num_accepted
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.drafter import Drafter, rows_to_draft
+from quire.execution.drafter import Drafter
 from quire.execution.rates import Rate
+from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
 from quire.execution.swapper import Swapper
 from quire.kernels.low_rank import RowAdapters
 from quire.model.batch import ForwardBatch
@@ -32,7 +29,7 @@ from quire.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_FIELD, ALLOWED_FIELD = "structured_outputs", "allowed_token_ids"  # at fault for a failure
+ALLOWED_FIELD = "allowed_token_ids"  # of a request, at fault for a failure
 PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256 x 150,000 x 4 bytes is 154 MB
 
 
@@ -107,7 +104,7 @@ class Worker:
         return inputs, swap_s
 
     def _result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:
-        results, rejected = _verified(inputs, sampled) if inputs.drafts else ({}, set())
+        results, rejected = verified(inputs, sampled) if inputs.drafts else ({}, set())
         failed = dict(sampled.failures)
         if inputs.grammars is not None:
             failed |= inputs.grammars.masks().failures
@@ -116,14 +113,14 @@ class Worker:
         if inputs.grammars is not None:
             at_fault = {int(inputs.sample_rows[index]): GRAMMAR_FIELD for index in inputs.grammars.masks().at_fault}
             at_fault |= {row: ALLOWED_FIELD for row, why in failures.items() if why == NOTHING_ALLOWED}
-            results |= self._advance_grammars(inputs, inputs.grammars, sampled, results, failures, at_fault)
-            results |= _late(inputs, inputs.grammars.masks().late, results)
+            results |= advance_grammars(self._batch, inputs, inputs.grammars, sampled, results, failures, at_fault)
+            results |= late_rows(inputs, inputs.grammars.masks().late, results)
         if inputs.pooled:
             vectors, unsound = pool(inputs.pooled, hidden, self._model.logits)
             results |= {row: RowResult(has_ended=True, pooled=vector.tobytes()) for row, vector in vectors.items()}
             failures |= unsound
         if self._drafter is not None:
-            self._add_drafts(self._drafter, inputs, sampled, results, failures)
+            add_drafts(self._drafter, inputs, sampled, results, failures)
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -134,50 +131,6 @@ class Worker:
             rows=results,
             at_fault=at_fault,
         )
-
-    def _advance_grammars(
-        self, inputs: StepInputs, grammars: StepGrammars, sampled: SampledTokens, results: dict[int, RowResult],
-        failures: dict[int, str], at_fault: dict[int, str],
-    ) -> dict[int, RowResult]:  # fmt: skip
-        """Return the results of rows with grammars that have ended, or force tokens, which are written into their rows.
-
-        `results`: of rows with drafts. Adds the rows with grammars that cannot continue to `failures` and `at_fault`.
-        """
-        changed, max_len = dict[int, RowResult](), self._batch.token_ids.shape[1]
-        for index in grammars.masks().samples.tolist():
-            row = int(inputs.sample_rows[index])
-            if row in changed or row in failures:
-                continue
-            result = results.get(row) or RowResult([sampled.token_ids[index]], _record_of(sampled, index))
-            behind = int(inputs.sample_num_tokens[index]) + len(result.token_ids)
-            progress = grammars.advance(row, result.token_ids, max_len - behind)
-            assert progress is not None, f"row {row} has a mask and no grammar"
-            if progress.failure is not None:
-                failures[row] = progress.failure
-                at_fault |= {row: GRAMMAR_FIELD} if progress.is_at_fault else {}
-            elif progress.has_ended or progress.forced or row in results:
-                changed[row] = _with_progress(result, progress)
-                self._batch.append(row, behind, progress.forced)
-        return changed
-
-    def _add_drafts(
-        self, drafter: Drafter, inputs: StepInputs, sampled: SampledTokens, results: dict[int, RowResult],
-        failures: Mapping[int, str],
-    ) -> None:  # fmt: skip
-        """Add the drafts of rows that continue to their results. Rows without drafts need no result of their own."""
-        for row, _, token_ids in inputs.drafts:
-            if row not in failures and not results[row].is_late:
-                drafter.record(row, len(token_ids), max(len(results[row].token_ids) - 1, 0))
-        drafts = drafter.draft(rows_to_draft(inputs, results, failures), inputs)
-        if not drafts:
-            return
-        samples = {row: index for index, row in enumerate(inputs.sample_rows.tolist())}
-        for row, drafted in drafts.items():
-            num_allowed = len(drafted) if inputs.grammars is None else inputs.grammars.num_allowed(row, drafted)
-            if num_allowed > 0:
-                index = samples[row]    # the only one of a row without a result
-                own = results.get(row) or RowResult([sampled.token_ids[index]], _record_of(sampled, index))
-                results[row] = structs.replace(own, drafts=list(drafted[:num_allowed]))
 
     def _sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
         """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""
@@ -248,46 +201,3 @@ class Worker:
             records = prompt_logprobs(logits, following, asked, self._model.back_end.sampling)
             chunks.append(PromptLogprobsChunk(row, begin + 1, records))
         return chunks
-
-
-def _verified(inputs: StepInputs, sampled: SampledTokens) -> tuple[dict[int, RowResult], set[int]]:
-    """Return the results of rows with drafts, as of as many single steps, and the samples behind rejected drafts."""
-    first_samples = {row: index for index, row in reversed(list(enumerate(inputs.sample_rows.tolist())))}
-    starts = dict(zip(inputs.rows.tolist(), inputs.starts.tolist(), strict=True))
-    results, rejected = dict[int, RowResult](), set[int]()
-    for row, start, drafts in inputs.drafts:
-        first = first_samples[row]
-        end = first + len(drafts) + 1
-        num_kept = 1 + num_accepted(drafts, sampled.token_ids[first:end])
-        kept = slice(first, first + num_kept)
-        logprobs = None if sampled.logprobs is None else [each for each in sampled.logprobs[kept] if each is not None]
-        results[row] = RowResult(sampled.token_ids[kept], logprobs or None, start - starts[row] + num_kept - 1)
-        rejected.update(range(first + num_kept, end))
-    return results, rejected
-
-
-def _late(inputs: StepInputs, late: Collection[int], results: Mapping[int, RowResult]) -> dict[int, RowResult]:
-    """Return the results of rows with late masks. `results`: of rows with drafts, which are not kept."""
-    num_kept = dict[int, int | None]()
-    for index in late:
-        row = int(inputs.sample_rows[index])
-        own = results.get(row)
-        assert own is None or own.num_computed is not None, f"row {row} has a result, and a mask that is late"
-        num_kept[row] = None if own is None or own.num_computed is None else own.num_computed + 1 - len(own.token_ids)
-    return {row: RowResult(num_computed=num_computed, is_late=True) for row, num_computed in num_kept.items()}
-
-
-def _record_of(sampled: SampledTokens, index: int) -> list[TokenLogprobs] | None:
-    """Return the logprobs of one sample as those of a row."""
-    record = None if sampled.logprobs is None else sampled.logprobs[index]
-    return None if record is None else [record]
-
-
-def _with_progress(result: RowResult, progress: RowProgress) -> RowResult:
-    """Return the result of a row up to the end of its grammar, with the tokens that are forced."""
-    kept = progress.num_kept
-    logprobs = None if result.logprobs is None else result.logprobs[:kept]
-    forced = list(progress.forced)
-    return structs.replace(
-        result, token_ids=result.token_ids[:kept], logprobs=logprobs, has_ended=progress.has_ended, forced=forced
-    )
