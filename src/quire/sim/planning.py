@@ -79,7 +79,6 @@ def plan_memory(
     spec, packing = model.spec, _packing(hardware)
     kv_dtype = packing.kernel_dtype(model.dtype) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     num_seqs = options.resolved_max_num_seqs
-    num_tokens = options.resolved_max_num_batched_tokens
     num_ranks = num_devices if hardware.device == "cpu" else 1
     num_devices //= num_ranks
     mode = options.tensor_parallel_mode_on(hardware.device)
@@ -90,19 +89,8 @@ def plan_memory(
     draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
     token_bytes += draft_token_bytes
     windows = [*spec.windows, *(() if draft is None else draft.spec.windows)]  # both models' layers share the blocks
-    inner = max(layer.feed_forward.active_size for layer in spec.layers)
-    widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
-    workspaces = num_tokens * widest * DTYPE_BYTES[model.dtype] + num_seqs * spec.vocab_size * 4
-    share = 1.0 if hardware.device == "cpu" else options.gpu_memory_utilization
-    num_engines = options.data_parallel_size
-    free_bytes = int(hardware.memory_bytes * share) - num_engines * (weights + draft_bytes + workspaces)
-    if free_bytes <= 0:
-        engines = "" if num_engines == 1 else f" for each of {num_engines} engines"
-        raise ConfigError(
-            f"{model.name} does not fit: weights of {weights + draft_bytes} bytes and workspaces of {workspaces}"
-            f"{engines} on each of {num_devices} devices with {int(hardware.memory_bytes * share)}; more devices or a "
-            "smaller dtype may help"
-        )
+    workspaces, num_engines = _workspace_bytes(model, options, num_devices), options.data_parallel_size
+    free_bytes = _free_bytes(model, hardware, options, num_devices, weights + draft_bytes, workspaces)
     if hardware.device == "cuda" and options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=free_bytes)
     limits = ModelLimits(
@@ -139,6 +127,30 @@ def plan_memory(
         binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
         windows=describe_windows(windows),
         exchanges=_exchanges(model, packing, num_devices * num_ranks, mode),
+    )
+
+
+def _workspace_bytes(model: Model, options: EngineOptions, num_devices: int) -> int:
+    """Return the bytes of a device for the activations of the largest step and for its logits, in float32."""
+    spec, num_tokens = model.spec, options.resolved_max_num_batched_tokens
+    inner = max(layer.feed_forward.active_size for layer in spec.layers)
+    widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
+    return num_tokens * widest * DTYPE_BYTES[model.dtype] + options.resolved_max_num_seqs * spec.vocab_size * 4
+
+
+def _free_bytes(
+    model: Model, hardware: Hardware, options: EngineOptions, num_devices: int, weights: int, workspaces: int
+) -> int:
+    """Return the bytes of a device that its engines leave for KV caches. ConfigError for a model that does not fit."""
+    num_engines = options.data_parallel_size
+    share = 1.0 if hardware.device == "cpu" else options.gpu_memory_utilization
+    free_bytes = int(hardware.memory_bytes * share) - num_engines * (weights + workspaces)
+    if free_bytes > 0:
+        return free_bytes
+    engines = "" if num_engines == 1 else f" for each of {num_engines} engines"
+    raise ConfigError(
+        f"{model.name} does not fit: weights of {weights} bytes and workspaces of {workspaces}{engines} on each of "
+        f"{num_devices} devices with {int(hardware.memory_bytes * share)}; more devices or a smaller dtype may help"
     )
 
 
