@@ -19,9 +19,6 @@ class SchemaLimits:
     max_schema_properties: int = 1024       # in all objects; grammars take time quadratic in them
 
 
-DEFAULT_SCHEMA_LIMITS = SchemaLimits()
-
-
 def check_schema(where: str, schema: object, limits: SchemaLimits, param: str | None = None) -> None:
     """Raise InvalidRequestError, for the field `param` or `where`, for a schema past the limits. Linear in its size."""
     param = param or where

@@ -50,10 +50,6 @@ class Adapters(Protocol):
     def use(self) -> AdapterUse:
         """Return the adapters of running and of waiting requests."""
 
-    @property
-    def num_in_memory(self) -> int:
-        """Adapters in memory."""
-
 
 class Engine:
     """A scheduler and an executor. Requests are added; each step returns deltas of their sequences."""
