@@ -22,9 +22,9 @@ from quire.core.task import GENERATE, BeamSearch
 from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
 from quire.execution.executor import Executor
-from quire.execution.simulated import SimulatedExecutor
 from quire.scheduling.scheduler import Scheduler
 from quire.sim.cost import CostModel
+from quire.sim.executor import SimulatedExecutor
 from quire.sim.statistics import Timeline
 from quire.sim.workloads import WorkItem
 

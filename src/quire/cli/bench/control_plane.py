@@ -7,6 +7,7 @@ lengths staggered over a block, so that in each step about one in `block_size` o
 import time
 
 from quire.cache.manager import KVCacheManager
+from quire.cli.bench.null_worker import NullWorker
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
@@ -14,7 +15,6 @@ from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
-from quire.execution.null_worker import NullWorker
 from quire.scheduling.scheduler import Scheduler
 
 _VOCAB_SIZE = 32_000

@@ -14,8 +14,8 @@ from quire.core.sequence import Request
 from quire.core.task import BeamSearch
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.execution.batch import PersistentBatch
-from quire.execution.simulated import SimulatedExecutor
 from quire.scheduling.scheduler import Scheduler
+from quire.sim.executor import SimulatedExecutor
 
 _BLOCK_SIZE = 16
 _BUDGET = 2048      # tokens of a step: the server's default

@@ -3,7 +3,7 @@
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.plan import BlockCopy, MeasuredRates, NewRow, StepPlan
 from quire.core.sampling_params import SamplingParams
-from quire.execution.simulated import SimulatedExecutor
+from quire.sim.executor import SimulatedExecutor
 
 
 def run(executor: SimulatedExecutor, plan: StepPlan) -> list[int]:
