@@ -1,12 +1,13 @@
 """Commands of nodes on this machine: a server over several of them, and what is left of it."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from support.server import is_running
@@ -20,6 +21,18 @@ def free_port(address: str = "127.0.0.1") -> int:
         return int(found.getsockname()[1])
 
 
+def marked_pids(mark: str) -> list[int]:
+    """Return the processes that run with this mark in their environment, in order of their numbers."""
+    return [pid for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if _has_mark(pid, mark)]
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes() and is_running(pid)
+    except OSError:
+        return False
+
+
 class NodeCommand:
     """`quire serve` as a node other than 0, whose processes can be told from all others of the machine."""
 
@@ -31,18 +44,21 @@ class NodeCommand:
 
     def pids(self) -> list[int]:
         """Return its processes that run, the command's own first."""
-        return [pid for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if self._is_own(pid)]
+        return marked_pids(self.mark)
 
     def wait(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """Wait for the end; return the status and the output."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
 
-    def _is_own(self, pid: int) -> bool:
-        try:
-            return self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes() and is_running(pid)
-        except OSError:
-            return False
+    def close(self) -> None:
+        """End what still runs."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 @contextmanager
@@ -52,7 +68,4 @@ def node(*flags: str, within: Sequence[str] = ()) -> Iterator[NodeCommand]:
     try:
         yield command
     finally:
-        command.process.kill()
-        command.process.wait()
-        if command.process.stdout is not None:
-            command.process.stdout.close()
+        command.close()

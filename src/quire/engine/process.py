@@ -54,6 +54,7 @@ class Connection:
 
     def __init__(self, connection: socket.socket) -> None:
         self.exit_status = 0  # of the process, when the stream has ended
+        self.on_end: Callable[[], None] = lambda: None  # called then, by either thread; must not block
         self._socket, self._sending = connection, threading.Lock()
         self._input = connection.makefile("rb")
 
@@ -88,6 +89,7 @@ class Connection:
 
     def _end(self) -> NoReturn:
         """End the process without cleanup: the other thread may be in the middle of a step."""
+        self.on_end()
         os._exit(self.exit_status)
 
 
@@ -266,6 +268,7 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
 
     assembled = assemble(replace(start.options, model=str(folder)), loads_tokenizer=False)
     if assembled.ranks is not None:
+        connection.on_end = assembled.ranks.dismiss
         assembled.ranks.on_lost = partial(end_with, connection)
         if assembled.ranks.lost is not None:
             raise assembled.ranks.lost

@@ -8,16 +8,16 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.engine.launcher import SPINS, num_threads_of, start_module
 from quire.engine.nodes.addresses import master_address, secret_key
-from quire.engine.nodes.messages import Ended, Join, decode_ended
+from quire.engine.nodes.messages import Ended, Join, Joined, Report, decode_report
 from quire.engine.options import EngineOptions
-from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +31,34 @@ class Members:
 
     def __init__(self, options: EngineOptions, ranks: Sequence[int], address: str, port: int, key: bytes) -> None:
         self._processes: list[tuple[subprocess.Popen[bytes], Channel]] = []
+        self._ranks, self._stall_limit_s = ranks, options.stall_limit
         self._ends = SimpleQueue[tuple[int, Ended | None]]()
         environment = dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
         num_local = options.tensor_parallel_size // options.nnodes
         for rank in ranks:
             threads = {"OMP_NUM_THREADS": str(num_threads_of(rank % num_local, num_local, environment))}
             process, connection = start_module(MEMBER_MODULE, env=environment | threads)
-            channel = Channel(connection, decode_ended)
-            channel.start(partial(self._ends.put, (rank, None)), partial(self._note, rank))
+            channel = Channel(connection, decode_report)
+            channel.silence_limit_s = options.start_timeout
+            channel.start(partial(self._ends.put, (rank, None)), partial(self._note, rank, channel))
             self._processes.append((process, channel))
             channel.send(Join(options, rank, address, port, key))
 
     def wait(self) -> EngineError:
-        """Wait until one of them ends; return the reason."""
-        rank, ended = self._ends.get()
+        """Wait until one of them ends, or is silent because it is stopped; return the reason."""
+        silent = set[int]()  # at the last look: this process may have been stopped itself, and has to read first
+        while True:
+            with suppress(Empty):
+                rank, ended = self._ends.get(timeout=BEAT_INTERVAL_S)
+                break
+            was_silent, silent = silent, set()
+            for rank, (process, channel) in zip(self._ranks, self._processes, strict=True):
+                if channel.is_silent:
+                    silent.add(rank)
+                if rank in silent & was_silent:
+                    process.kill()
+                    limit_s = channel.silence_limit_s
+                    return EngineError(f"the process of rank {rank} gave no sign for {limit_s:g} s (stall_limit)")
         if ended is None:
             return EngineError(f"the process of rank {rank} has ended")
         return {"ConfigError": ConfigError, "ModelError": ModelError}.get(ended.kind, EngineError)(ended.message)
@@ -61,8 +75,11 @@ class Members:
                 process.kill()
                 process.wait()
 
-    def _note(self, rank: int, ended: Ended) -> bool:
-        self._ends.put((rank, ended))
+    def _note(self, rank: int, channel: Channel, report: Report) -> bool:
+        if isinstance(report, Joined):
+            channel.silence_limit_s = self._stall_limit_s
+        else:
+            self._ends.put((rank, report))
         return True
 
 

@@ -15,7 +15,7 @@ from quire.core.errors import ConfigError, EngineError
 from quire.engine.messages import failed
 from quire.engine.nodes.address_book import AddressBook
 from quire.engine.nodes.handshake import answer
-from quire.engine.nodes.messages import Ended, Join, decode_join
+from quire.engine.nodes.messages import Ended, Join, Joined, decode_join
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.process import beat
@@ -42,7 +42,9 @@ class Member:
         join, channel = self._join, self._channel
         channel.silence_limit_s = join.options.stall_limit
         silence = f"rank 0 at {join.address} gave no sign for {join.options.stall_limit:g} s (stall_limit)"
-        threading.Thread(target=beat, args=(channel, lambda: self.end(silence)), name="beat", daemon=True).start()
+        for to, on_silence in ((channel, lambda: self.end(silence)), (self._agent, lambda: None)):
+            threading.Thread(target=beat, args=(to, on_silence), name="beat", daemon=True).start()
+        self._agent.send(Joined())
         channel.start(lambda: self.end(self._reason), self._handles)
         from quire.engine.parallel.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
 

@@ -15,6 +15,10 @@ class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
     key: bytes
 
 
+class Joined(msgspec.Struct, tag="joined", array_like=True, frozen=True):
+    """From a rank: it has joined the run, and sends heartbeats."""
+
+
 class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     """From a rank, which ends. `kind` as of `quire.engine.messages.Failed`."""
 
@@ -22,5 +26,8 @@ class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     message: str
 
 
+Report = Joined | Ended
+
+
 decode_join = msgspec.msgpack.Decoder(Join).decode
-decode_ended = msgspec.msgpack.Decoder(Ended).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -225,9 +225,7 @@ class RankSet:
 
         Ranks of other machines get the reason.
         """
-        self._is_closing.set()
-        for peer in self.peers:
-            peer.end(reason)
+        self.dismiss(reason)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for process in (peer.process for peer in self.peers if peer.process is not None):
             try:
@@ -240,6 +238,12 @@ class RankSet:
         if self._exchange is not None:
             self._exchange.close()
         torch.set_num_threads(self._num_threads)
+
+    def dismiss(self, reason: str = "rank 0 was closed") -> None:
+        """Let the processes end, and do not wait for them."""
+        self._is_closing.set()
+        for peer in self.peers:
+            peer.end(reason)
 
     def _open_exchange(self, layout: MemoryLayout) -> RankExchange:
         """Start the processes of the ranks, and return rank 0's exchanges with them."""
