@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were 
 PROCESSES = ("server", "engine", "command", "member")
 PHASES = ("joining", "loading", "idle", "prefill", "decode", "leaving")
 SUPERVISORS = ("server", "command")
-FEW = [("member", "decode", "kill"), ("server", "prefill", "kill"), ("command", "idle", "stop")]
+FEW = [("server", "prefill", "kill"), ("command", "idle", "stop")]
 STALL_LIMIT_S = 3
 PROMPT = {"prompt": [5, 6, 7] * 20, "temperature": 0, "ignore_eos": True}
 LONG = {"prompt": [8, 9] * 450}
