@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,11 +36,11 @@ def _has_mark(pid: int, mark: str) -> bool:
 class NodeCommand:
     """`quire serve` as a node other than 0, whose processes can be told from all others of the machine."""
 
-    def __init__(self, *flags: str, within: Sequence[str] = ()) -> None:
+    def __init__(self, *flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
         self.mark = uuid.uuid4().hex
         command = [*within, sys.executable, "-c", START, "serve", *flags]
-        env = os.environ | {"NODE_MARK": self.mark}
-        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        own = {**os.environ, **(env or {}), "NODE_MARK": self.mark}
+        self.process = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def pids(self) -> list[int]:
         """Return its processes that run, the command's own first."""
@@ -62,9 +62,9 @@ class NodeCommand:
 
 
 @contextmanager
-def node(*flags: str, within: Sequence[str] = ()) -> Iterator[NodeCommand]:
+def node(*flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[NodeCommand]:
     """Run a node; it is killed at the end, if it still runs."""
-    command = NodeCommand(*flags, within=within)
+    command = NodeCommand(*flags, within=within, env=env)
     try:
         yield command
     finally:
