@@ -1,6 +1,8 @@
 """Which sizes are captured and when, and that padding reaches nothing; a fake graph calls what it was made of."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from quire.execution.cuda_graphs import (
     SIZES,
     WANTED_BEFORE_CAPTURE,
     CudaGraphRunner,
+    GraphSize,
     graph_size,
 )
+from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.model.batch import ForwardBatch
 
 MAX_BLOCKS = 5
@@ -131,10 +135,28 @@ def test_step_with_chunks_is_padded_with_rows_without_tokens(graphs: CudaGraphRu
     assert torch.equal(seen.block_tables[:4, :2], batch.block_tables)
 
 
+def test_steps_with_adapters_have_graphs_of_their_own_and_pad_with_rows_without_one() -> None:
+    seen = list[ForwardBatch]()
+
+    def forward(batch: ForwardBatch) -> Tensor:
+        seen.append(batch)
+        return batch.token_ids[:, None].float()
+
+    slots, device = cast(AdapterSlots, object()), torch.device("cpu")
+    graphs = CudaGraphRunner(forward, MAX_BLOCKS, device, lambda call: call, max_rows=8, slots=slots)
+    graphs.capture_all(max_tokens=16)
+    of_row = torch.tensor([1, -1, 0], dtype=torch.int32)
+    assert graphs.run(replace(batch_of(3), adapters=RowAdapters((), of_row, slots))) is not None
+    assert seen[-1].adapters is not None
+    assert seen[-1].adapters.of_row.tolist() == [1, -1, 0, -1]
+    assert graphs.run(batch_of(3)) is not None
+    assert seen[-1].adapters is None
+
+
 def test_graph_of_a_step_with_chunks_has_more_tokens_than_rows() -> None:
     """Else kernels would be launched as for decodes."""
-    assert graph_size(20, 25) == (32, 64)
-    assert graph_size(200, 220) == (256, 320)
+    assert graph_size(20, 25) == GraphSize(32, 64)
+    assert graph_size(200, 220) == GraphSize(256, 320)
     for num_rows in range(1, MIXED_ROWS[-1] + 1):
         for num_tokens in range(num_rows + 1, MIXED_TOKENS[-1] + 1):
             size = graph_size(num_rows, num_tokens)

@@ -178,6 +178,22 @@ def test_experts_compile_without_spilling(weight_format: str, kind: str, capabil
     assert all(kernel.reads_widely for kernel in kernels if kernel.name in ("_product_kernel", "_add_kernel")), kernels
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_adapters_compile_without_spilling(capability: int) -> None:
+    from quire.kernels.low_rank import FactorSizes, RowAdapters
+    from quire.kernels.triton.low_rank import TritonSlots
+
+    sizes = {"qkv": FactorSizes(1024, 512, ((0, 256), (256, 128), (384, 128)))}
+    slots = TritonSlots(sizes, 2, 16, torch.bfloat16, torch.device("cpu"))
+    with compiled_launches(capability) as kernels:
+        for num_rows in (8, 256):
+            rows = RowAdapters((), torch.zeros(num_rows, dtype=torch.int32), slots).grouped()
+            rows.addend("qkv", torch.empty(num_rows, 1024, dtype=torch.bfloat16))
+    assert {kernel.name for kernel in kernels} == {"_group_kernel", "_product_kernel", "_add_kernel"}
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_product_kernel"), kernels
+
+
 def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> None:
     """Launch what a step of so many sequences needs, with so many tokens of each."""
     import numpy as np

@@ -35,6 +35,7 @@ from quire.execution.swapper import CudaSwapper, Swapper
 from quire.execution.worker import StepAdapters, Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError
 from quire.model.decoder import Decoder
@@ -174,10 +175,11 @@ def build_engine(
         grammars.load()
     limits = loaded.limits if draft_model is None else draft_model.limits(loaded.limits, options.block_size)
     most_bytes = None if ranks is None else ranks.free_bytes
-    cache, scheduling = configs_for(options, limits, loaded.model, loaded.meter, most_bytes)
+    slots = _adapter_slots(options, loaded.model)
+    cache, scheduling = configs_for(options, limits, loaded.model, loaded.meter, most_bytes, slots)
     if ranks is not None:
         ranks.allocate(cache, scheduling)
-    engine = _build(options, loaded.model, cache, scheduling, grammars, draft_model, ranks)
+    engine = _build(options, loaded.model, cache, scheduling, grammars, draft_model, ranks, slots)
     if tokenizer is not None and (template := options.given_chat_template) is not None:
         tokenizer.use_chat_template(template)
     ready = _ready(loaded, engine, cache, scheduling, is_static=options.batching == "static")
@@ -225,6 +227,7 @@ def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -
 def _build(
     options: EngineOptions, model: LanguageModel, cache: CacheConfig, scheduling: SchedulerConfig,
     grammars: "ConstrainedDecoding | None", draft_model: "LoadedDraftModel | None", ranks: "RankSet | None",
+    slots: AdapterSlots | None,
 ) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
     vocab_size, allocator = model.vocab_size, device_allocator(model.device)
@@ -238,7 +241,7 @@ def _build(
         kv, method = kv.joined(own), draft_model.drafter(own, batch)
     swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, geometry, kv)
     drafter = _drafter(options, batch, model, draft_model, method)
-    adapters, rows = _adapters(options, model, ranks)
+    adapters, rows = _adapters(options, model, ranks, slots)
     executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows, ranks)
     if options.capture_graphs and isinstance(executor, AsyncCudaExecutor):
         executor.worker.capture_graphs(scheduling.max_num_batched_tokens)
@@ -255,8 +258,17 @@ def _build(
     return Engine(scheduler, executor, grammars, adapters)
 
 
+def _adapter_slots(options: EngineOptions, model: LanguageModel) -> AdapterSlots | None:
+    """Return memory for adapters on the model's device; None if they are off, or computed where they are loaded."""
+    if not options.enable_lora:
+        return None
+    with _needs_room("enable_lora", "quire.engine.adapters"):
+        from quire.engine.adapters.store import make_slots  # noqa: PLC0415
+    return make_slots(options, model)
+
+
 def _adapters(
-    options: EngineOptions, model: LanguageModel, ranks: "RankSet | None"
+    options: EngineOptions, model: LanguageModel, ranks: "RankSet | None", slots: AdapterSlots | None
 ) -> "tuple[AdapterStore, AdapterRows] | tuple[None, None]":
     """Return the adapters of an engine and those of its rows; None if they are off."""
     if not options.enable_lora:
@@ -268,7 +280,7 @@ def _adapters(
     else:
         assert ranks.own_model is not None, "ranks that have not joined"
         store = make_store(options, ranks.own_model, ranks.exchange.shard, ranks)
-    return store, AdapterRows(store)
+    return store, AdapterRows(store, slots)
 
 
 def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "tuple[RankAdapters, AdapterRows]":

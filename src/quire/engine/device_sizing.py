@@ -13,6 +13,7 @@ from quire.engine.sizing import (
 )
 from quire.execution.device_memory import pinned_bytes
 from quire.execution.memory_profiling import CudaMemoryMeter, available_kv_bytes
+from quire.kernels.low_rank import AdapterSlots
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 
@@ -26,9 +27,9 @@ def positions_for(options: EngineOptions, limits: ModelLimits, meter: CudaMemory
 
 def configs_for(
     options: EngineOptions, limits: ModelLimits, model: LanguageModel, meter: CudaMemoryMeter | None,
-    most_bytes: int | None = None,
+    most_bytes: int | None = None, slots: AdapterSlots | None = None,
 ) -> tuple[CacheConfig, SchedulerConfig]:  # fmt: skip
-    """Return the cache and scheduler configuration by the memory of the model's device.
+    """Return the cache and scheduler configuration by the memory of the model's device, adapters' slots included.
 
     `most_bytes`: free on the machine of another rank that has the least; all ranks have as many blocks.
     """
@@ -43,6 +44,7 @@ def configs_for(
         options.block_size,
         options.gpu_memory_utilization,
         meter,
+        slots,
     )
     free_bytes = free_memory_bytes()
     swap_bytes = min(CUDA_SWAP_BYTES, free_bytes // 2) if options.memory_policy == "paged" else 0

@@ -4,7 +4,8 @@ A graph has a fixed number of rows and of tokens, and block tables of the maximu
 from these sizes. One kind has a token for each row, for decodes; the other has more tokens than rows, for steps with
 chunks of prompts or drafts. A smaller step is padded: rows without a sequence, of context length 0, and tokens of slot
 -1, which read and write nothing. A size is captured after it was requested a few times, between two steps, one at a
-time, so that start-up does not wait, or, with `capture_all`, at start. Of each kind the largest size comes first: its
+time, so that start-up does not wait, or, with `capture_all`, at start. Steps with adapters have graphs of their own. Of
+each kind the largest size comes first: its
 memory in the graphs' pool serves the smaller ones, too.
 """
 
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.model.batch import ForwardBatch
 
 log = logging.getLogger(__name__)
@@ -34,11 +36,17 @@ class GraphSize(NamedTuple):
 
     num_rows: int
     num_tokens: int
+    has_adapters: bool = False
 
     @property
     def is_mixed(self) -> bool:
         """Return whether rows may have several tokens."""
         return self.num_tokens > self.num_rows
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Return what graphs of other sizes have in common with this one."""
+        return self.is_mixed, self.has_adapters
 
 
 def graph_size(num_rows: int, num_tokens: int) -> GraphSize | None:
@@ -62,6 +70,7 @@ class CudaGraphRunner:
         device: torch.device,
         capture: Capture,
         max_rows: int = SIZES[-1],
+        slots: AdapterSlots | None = None,
     ) -> None:
         largest = graph_size(min(max_rows, SIZES[-1]), min(max_rows, SIZES[-1]))
         mixed = graph_size(min(max_rows, MIXED_ROWS[-1]), MIXED_TOKENS[-1])
@@ -69,6 +78,7 @@ class CudaGraphRunner:
         assert mixed is not None
         self._largest = {False: largest, True: mixed}
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
+        self._slots = slots
         self._graphs: dict[GraphSize, tuple[ForwardBatch, Replay] | None] = {}  # None: the capture failed
         self._wanted: Counter[GraphSize] = Counter()
 
@@ -77,6 +87,7 @@ class CudaGraphRunner:
         size = graph_size(len(batch.context_lens), len(batch.token_ids))
         if size is None:
             return None
+        size = size._replace(has_adapters=batch.adapters is not None)
         if size not in self._graphs:
             self._wanted[size] += 1
         graph = self._graphs.get(size)
@@ -91,15 +102,16 @@ class CudaGraphRunner:
         size, count = next(iter(self._wanted.most_common(1)), (self._largest[False], 0))
         if count < WANTED_BEFORE_CAPTURE:
             return
-        if not any(size.is_mixed == each.is_mixed for each in self._graphs):
-            size = self._largest[size.is_mixed]
+        if not any(size.kind == each.kind for each in self._graphs):
+            size = self._largest[size.is_mixed]._replace(has_adapters=size.has_adapters)
         self._capture_size(size)
 
     def capture_all(self, max_tokens: int) -> None:
         """Capture every size that a step of up to `max_tokens` tokens can need, the largest first."""
-        for size in self._sizes(max_tokens):
-            if size not in self._graphs:
-                self._capture_size(size)
+        for has_adapters in (False,) if self._slots is None else (False, True):
+            for size in self._sizes(max_tokens):
+                if (size := size._replace(has_adapters=has_adapters)) not in self._graphs:
+                    self._capture_size(size)
 
     def _sizes(self, max_tokens: int) -> Iterator[GraphSize]:
         max_rows = self._largest[False].num_rows
@@ -114,15 +126,25 @@ class CudaGraphRunner:
         """Capture a size. If that fails, mostly for lack of memory, its steps run without a graph."""
         self._wanted.pop(size, None)
         self._graphs[size] = None
-        inputs = dummy_batch(*size, self._max_blocks, self._device)
+        num_rows, num_tokens, has_adapters = size
+        slots = self._slots if has_adapters else None
+        inputs = dummy_batch(num_rows, num_tokens, self._max_blocks, self._device, slots)
         try:
             self._graphs[size] = inputs, self._capture(lambda: self._forward(inputs))
         except RuntimeError:
-            log.exception("steps of %d rows and %d tokens run without a graph", *size)
+            log.exception("steps of %d rows and %d tokens run without a graph", num_rows, num_tokens)
 
 
-def dummy_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
-    """Return a batch of rows without a sequence: their tokens attend to nothing and write nothing."""
+def dummy_batch(
+    num_rows: int, num_tokens: int, max_blocks: int, device: torch.device, slots: AdapterSlots | None = None
+) -> ForwardBatch:
+    """Return a batch of rows without a sequence: their tokens attend to nothing and write nothing.
+
+    slots: of adapters; None: a batch without adapters.
+    """
+    adapters = None
+    if slots is not None:
+        adapters = RowAdapters((), torch.full((num_tokens,), -1, dtype=torch.int32, device=device), slots)
     return ForwardBatch(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
@@ -130,6 +152,7 @@ def dummy_batch(num_rows: int, num_tokens: int, max_blocks: int, device: torch.d
         query_starts=torch.linspace(0, num_tokens, num_rows + 1).int().to(device),
         context_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
         block_tables=torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device),
+        adapters=adapters,
     )
 
 
@@ -141,6 +164,9 @@ def _fill(inputs: ForwardBatch, batch: ForwardBatch) -> None:
     num_rows, num_tokens = len(batch.context_lens), len(batch.token_ids)
     inputs.slot_mapping[num_tokens:].fill_(-1)
     inputs.context_lens[num_rows:].zero_()
+    if inputs.adapters is not None and batch.adapters is not None:
+        inputs.adapters.of_row[num_tokens:].fill_(-1)
+        inputs.adapters.of_row[:num_tokens].copy_(batch.adapters.of_row)
     if len(inputs.token_ids) > len(inputs.context_lens):
         inputs.query_starts[: num_rows + 1].copy_(batch.query_starts)
         inputs.query_starts[num_rows + 1 :].fill_(num_tokens)

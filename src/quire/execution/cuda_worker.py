@@ -63,7 +63,8 @@ class CudaWorker(Worker):
         self._graphs: CudaGraphRunner | None = None
         if model.device.type == "cuda" and model.back_end.is_capturable:
             num_rows, max_blocks = batch.block_tables.shape
-            self._graphs = CudaGraphRunner(self.forward, max_blocks, model.device, CudaGraphCapture(), num_rows)
+            slots = None if adapters is None else adapters.slots
+            self._graphs = CudaGraphRunner(self.forward, max_blocks, model.device, CudaGraphCapture(), num_rows, slots)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_batched_tokens: int) -> None:
@@ -104,11 +105,16 @@ class CudaWorker(Worker):
         """Return a step's inputs on the device, `logit_rows` and `sample_rows`; change the block tables there."""
         edits = table_edits(plan, self._batch.block_tables)
         arrays = inputs.logit_rows, inputs.sample_rows, inputs.rows, *edits
-        others = [torch.from_numpy(array) for array in arrays]
+        others, adapters = [torch.from_numpy(array) for array in arrays], inputs.forward.adapters
+        if adapters is not None:
+            others.append(adapters.of_row)
         forward, (logit_rows, sample_rows, rows, *changes) = upload_step(inputs.forward, others, self._model.device)
+        if adapters is not None:
+            adapters = adapters._replace(of_row=changes.pop())
         self._tables.edit(*changes)
         max_blocks = -(-int(inputs.stops.max()) // self._batch.block_size)
-        return replace(forward, block_tables=self._tables.gather(rows, max_blocks)), logit_rows, sample_rows
+        tables = self._tables.gather(rows, max_blocks)
+        return replace(forward, block_tables=tables, adapters=adapters), logit_rows, sample_rows
 
     @torch.inference_mode()
     def complete(self, step: StepInFlight) -> StepResult:

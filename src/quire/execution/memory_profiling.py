@@ -10,6 +10,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.execution.cuda_graphs import MIXED_TOKENS, SIZES, dummy_batch
 from quire.execution.device_memory import device_allocator
+from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.sampling import SamplingInputs
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
@@ -52,17 +53,19 @@ def available_kv_bytes(
     block_size: int,
     utilization: float,
     meter: CudaMemoryMeter,
+    slots: AdapterSlots | None = None,
 ) -> int:
     """Return the bytes that `utilization` of the device leaves after weights and the largest step. ConfigError if none.
 
     The largest step has `num_tokens` tokens of `num_seqs` sequences with contexts of up to `max_model_len` tokens. CUDA
-    graphs keep the memory of the largest one. Every kernel that a request could wait for is compiled here.
+    graphs keep the memory of the largest one. Every kernel that a request could wait for is compiled here. slots: of
+    adapters, which are weights; None: no row has one.
     """
     cache = KVCache.allocate(model.kv_geometry, 2, block_size, model.back_end, device_allocator(model.device))
     max_blocks, num_seqs = -(-max_model_len // block_size), min(num_seqs, num_tokens)
     model.back_end.copy_blocks(cache.tensors, cache.tensors, torch.tensor([0]), torch.tensor([1]))
     meter.reset_peak()
-    largest = dummy_batch(num_seqs, num_tokens, max_blocks, model.device)
+    largest = dummy_batch(num_seqs, num_tokens, max_blocks, model.device, slots)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])
     ones, singles = np.ones(len(logits)), np.ones(len(logits), np.float32)
     draws = SamplingInputs(singles, singles, ones.astype(np.int32), ones, ones)
@@ -72,7 +75,7 @@ def available_kv_bytes(
     held_bytes = meter.reset_peak()
     num_decodes = min(num_seqs, SIZES[-1])
     for graph_tokens in (num_decodes, MIXED_TOKENS[-1]):  # graphs share their memory
-        model.forward(dummy_batch(num_decodes, graph_tokens, max_blocks, model.device), cache)
+        model.forward(dummy_batch(num_decodes, graph_tokens, max_blocks, model.device, slots), cache)
     peak_bytes += meter.peak_bytes() - held_bytes
     meter.reset_peak()
     free_bytes, total_bytes = meter.free_and_total_bytes()

@@ -22,7 +22,7 @@ from quire.execution.drafter import Drafter
 from quire.execution.rates import Rate
 from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
 from quire.execution.swapper import Swapper
-from quire.kernels.low_rank import RowAdapters
+from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
@@ -34,7 +34,9 @@ PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256
 
 
 class StepAdapters(Protocol):
-    """The adapters of rows."""
+    """The adapters of rows. `slots`: of a device that has some."""
+
+    slots: AdapterSlots | None
 
     def of_step(self, plan: StepPlan) -> RowAdapters | None:
         """Apply a plan's new rows; return the adapters of its tokens, None if none of them has one."""

@@ -40,7 +40,8 @@ class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
     `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `low_rank_up` makes B of an adapter's
-    module from its weight, as `low_rank.TorchUp` is one; `experts` makes a mixture of layers, as
+    module from its weight, as `low_rank.TorchUp` is one; `adapter_slots` makes `low_rank.AdapterSlots` where adapters
+    are computed on a device of their own memory; `experts` makes a mixture of layers, as
     `experts.TorchExperts` is one; `norm` makes one from its parameters, as `norm.TorchNorm` does. `fuse` replaces
     those stretches of a layer program that the back end runs in one call. `attention` is what --attention-backend
     chose for a GPU in place of Triton's kernels, if anything.
@@ -59,6 +60,7 @@ class BackEnd:
     embed: Callable[..., Tensor]
     all_finite: Callable[[Tensor], bool]
     sampling: sampling_ops.SamplingOps
+    adapter_slots: Callable[..., low_rank.AdapterSlots] | None = None
     attention: AttentionBackEnd | None = None
 
     @property

@@ -78,14 +78,46 @@ class AdapterWeights:
     num_bytes: int
 
 
+class FactorSizes(NamedTuple):
+    """Sizes of the factors that a linear op may have."""
+
+    width: int                         # inputs of A
+    num_outputs: int                   # of the op
+    parts: tuple[tuple[int, int], ...]  # the first output of each module that has factors of its own, and how many
+
+
+class AdapterSlots(Protocol):
+    """Adapters on a device that computes all of a step together: memory for some of them, each in a slot."""
+
+    def place(self, adapters: Sequence[AdapterWeights]) -> list[int]:
+        """Return the slots of a step's adapters, at most as many as there are slots; copy those that have none."""
+        ...
+
+    def group(self, of_row: Tensor) -> object:
+        """Return rows by slot, for all layers of a step. of_row: int32 [num_rows]; -1: none."""
+        ...
+
+    def addend(self, name: str, x: Tensor, groups: object) -> Tensor | None:
+        """Return the addend of the linear op `name`, as `RowAdapters`; None if the op can have none."""
+        ...
+
+
 class RowAdapters(NamedTuple):
     """The adapters of a batch's rows."""
 
     adapters: Sequence[AdapterWeights]
-    of_row: Tensor                     # int32 [num_rows], indices of `adapters`; -1: none
+    of_row: Tensor                     # int32 [num_rows], indices of `adapters`, or slots; -1: none
+    slots: AdapterSlots | None = None  # of a device that has some
+    groups: object = None              # of the rows, by the slots
+
+    def grouped(self) -> "RowAdapters":
+        """Return them as layers need them: with the rows grouped by slot, if there are slots."""
+        return self if self.slots is None else self._replace(groups=self.slots.group(self.of_row))
 
     def addend(self, name: str, x: Tensor) -> Tensor | None:
         """Return the addend of the linear op `name` for x [num_rows, in_features]; None if no row has one."""
+        if self.slots is not None:
+            return self.slots.addend(name, x, self.groups)
         addend: Tensor | None = None
         for index, adapter in enumerate(self.adapters):
             layer, rows = adapter.layers.get(name), (self.of_row == index).nonzero()[:, 0]

@@ -34,7 +34,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "CountLayer": EVERYWHERE,
     "Gather": CPU,
     "SummedLinear": CPU,
-    "adapters": CPU,
+    "adapters": EVERYWHERE,
 } | {f"kv_cache_dtype {name}": CPU for name in QUANTIZED}
 
 

@@ -1,5 +1,7 @@
 """The decoder, or encoder: embeddings, a layer program and a head, built from a spec."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -75,6 +77,7 @@ class Decoder:
         """
         if batch.adapters is not None:
             require(self.back_end.name, ["adapters"])
+            batch = replace(batch, adapters=batch.adapters.grouped())
         if self._text_cache is not None:
             batch, cache = self._text_cache.place(batch)
         metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)

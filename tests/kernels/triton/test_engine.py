@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.cuda_graphs import CudaGraphRunner
 from quire.execution.cuda_worker import CudaWorker
@@ -18,6 +18,7 @@ from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margi
 from support.cuda_threads import run_on_host
 from support.interpreter import rows_alike
 from support.paged_runner import PagedRunner
+from support.peft_folders import write_adapter
 from support.random_folder import write_random_folder
 from support.random_model import write_random_model
 
@@ -69,6 +70,48 @@ def test_quantized_weights_give_the_logprobs_of_the_cpu(method: str, tmp_path: P
     assert found[0] == pytest.approx(found[1], abs=2e-3)
 
 
+def make_graphs(monkeypatch: pytest.MonkeyPatch) -> list[CudaWorker]:
+    """Let workers have graphs that are called again instead of replayed; return the list that they will be in."""
+    workers, make = list[CudaWorker](), CudaWorker.__init__
+
+    def with_graphs(worker: CudaWorker, *parts: object) -> None:
+        make(worker, *parts)  # type: ignore[arg-type]
+        num_rows, max_blocks = worker._batch.block_tables.shape
+        slots, device = None if worker._adapters is None else worker._adapters.slots, torch.device("cpu")
+        worker._graphs = CudaGraphRunner(worker.forward, max_blocks, device, lambda call: call, num_rows, slots)
+        workers.append(worker)
+
+    monkeypatch.setattr(CudaWorker, "__init__", with_graphs)
+    return workers
+
+
+@pytest.mark.filterwarnings("ignore:.*(overflow|invalid value) encountered:RuntimeWarning")  # in tokens of no row
+def test_adapters_give_the_logprobs_of_the_cpu_in_steps_of_many(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of three adapters, two in memory at a time, and of none. Steps with adapters and without have graphs."""
+    monkeypatch.setattr("quire.execution.cuda_graphs.WANTED_BEFORE_CAPTURE", 1)
+    model = write_random_model(tmp_path)
+    write_adapter(tmp_path / "a", model, 1)
+    write_adapter(tmp_path / "b", model, 2, targets=("k_proj", "up_proj"), rank=3, lora_alpha=7)
+    write_adapter(tmp_path / "c", model, 3, rank=16, ranks={"q_proj": 5, "down_proj": 1}, use_rslora=True)
+    requests = [None, *(LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate("abc", 1)), None]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=0) for n in (4, 4, 4, 4, 15)]
+    settings = {"model": model, "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
+    prompts, found = [[7, 3 + i, 9] for i in range(5)], list[list[float]]()
+    for make, lora in ((LLM, {"enable_lora": True}), (interpreted, {"enable_lora": True, "max_loras": 2})):
+        workers = make_graphs(monkeypatch)
+        with make(**settings, **lora) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        answers = [output.outputs[0] for output in outputs]
+        found.append(
+            [each[token].logprob for own in answers for each, token in zip(own.logprobs, own.token_ids, strict=True)]
+        )
+    assert found[1] == pytest.approx(found[0], abs=2e-3)
+    assert workers[0]._graphs is not None
+    assert {size.has_adapters for size, graph in workers[0]._graphs._graphs.items() if graph} == {False, True}
+
+
 @pytest.mark.filterwarnings("ignore:.*(overflow|invalid value) encountered:RuntimeWarning")  # in tokens of no row
 def test_steps_with_chunks_in_graphs_give_the_same_tokens(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -78,17 +121,9 @@ def test_steps_with_chunks_in_graphs_give_the_same_tokens(
     settings["max_num_batched_tokens"] = 6  # prompts in chunks, beside decodes
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     prompts, workers, found = [list(prompt) for prompt in PROMPTS[:2]], list[CudaWorker](), list[list[list[int]]]()
-    make = CudaWorker.__init__
-
-    def with_graphs(worker: CudaWorker, *parts: object) -> None:
-        make(worker, *parts)  # type: ignore[arg-type]
-        num_rows, max_blocks = worker._batch.block_tables.shape
-        worker._graphs = CudaGraphRunner(worker.forward, max_blocks, device, lambda call: call, num_rows)
-        workers.append(worker)
-
     for has_graphs in (False, True):
         if has_graphs:
-            monkeypatch.setattr(CudaWorker, "__init__", with_graphs)
+            workers = make_graphs(monkeypatch)
         with interpreted(**settings) as llm:
             found.append([each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)])
     assert found[0] == found[1]

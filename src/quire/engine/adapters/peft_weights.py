@@ -18,7 +18,7 @@ from quire.engine.adapters.peft_config import CONFIG_FILE, Factor, parse_config
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart, Up
+from quire.kernels.low_rank import AdapterWeights, FactorSizes, LowRankLayer, LowRankPart, Up
 from quire.model.shapes import LayerShapes, LinearShape
 from quire.model.sharding import Range, Shard, shifted
 from quire.model.spec import DecoderSpec
@@ -74,6 +74,15 @@ class ModelTargets:
     def max_bytes(self, max_rank: int) -> int:
         """Return the most bytes of a file of weights, with every module in float32 at the highest rank."""
         return HEADER_BYTES + sum(4 * max_rank * (each.num_rows + each.width) for each in self._targets.values())
+
+    def factor_sizes(self) -> dict[str, FactorSizes]:
+        """Return the sizes of the factors that each linear op may have."""
+        sizes: dict[str, FactorSizes] = {}
+        for target in sorted(self._targets.values(), key=lambda each: each.first):
+            before = sizes[target.op].parts if target.op in sizes else ()
+            parts = (*before, (target.first, target.num_outputs))
+            sizes[target.op] = FactorSizes(target.width, target.all_rows, parts)
+        return sizes
 
     def read(self, folder: Path, max_rank: int) -> LoadedAdapter:
         """Read and pack the adapter of a folder. ModelError names the file, the tensor and the limit."""

@@ -24,7 +24,7 @@ from quire.core.sequence import Request
 from quire.engine.adapters.peft_config import CONFIG_FILE
 from quire.engine.adapters.peft_weights import WEIGHTS_FILE, LoadedAdapter, ModelTargets
 from quire.engine.options import EngineOptions
-from quire.kernels.low_rank import AdapterWeights, RowAdapters
+from quire.kernels.low_rank import AdapterSlots, AdapterWeights, RowAdapters
 from quire.kernels.support import require
 from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
@@ -56,6 +56,15 @@ def make_store(
         raise ConfigError(f"enable_lora needs a model of Quire's own families, got a {type(model).__name__}")
     limits = options.max_loras, options.resolved_max_cpu_loras
     return AdapterStore(_reader(options, model, shard), *limits, copies)
+
+
+def make_slots(options: EngineOptions, model: LanguageModel) -> AdapterSlots | None:
+    """Return memory for `max_loras` adapters on the model's device; None if it computes them where they are loaded."""
+    if model.back_end.adapter_slots is None or not isinstance(model, Decoder):
+        return None
+    sizes = ModelTargets(model.spec, model.back_end, model.dtype, WHOLE).factor_sizes()
+    limits = options.max_loras, options.max_lora_rank
+    return model.back_end.adapter_slots(sizes, *limits, model.dtype, model.device)
 
 
 def make_rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "RankAdapters":
@@ -285,8 +294,8 @@ class RankAdapters:
 class AdapterRows:
     """The adapters of the worker's rows."""
 
-    def __init__(self, store: AdapterStore | RankAdapters) -> None:
-        self._store = store
+    def __init__(self, store: AdapterStore | RankAdapters, slots: AdapterSlots | None = None) -> None:
+        self._store, self.slots = store, slots
         self._digests = dict[int, str]()  # of rows that have one, or had until their sequence ended
 
     def of_step(self, plan: StepPlan) -> RowAdapters | None:
@@ -304,4 +313,8 @@ class AdapterRows:
         if not found:
             return None
         of_row = torch.tensor(of_entry, dtype=torch.int32).repeat_interleave(torch.tensor(plan.counts))
-        return RowAdapters([self._store.weights(digest) for digest in found], of_row)
+        adapters = [self._store.weights(digest) for digest in found]
+        if self.slots is None:
+            return RowAdapters(adapters, of_row)
+        by_index = torch.tensor([*self.slots.place(adapters), -1], dtype=torch.int32)
+        return RowAdapters((), by_index[of_row], self.slots)

@@ -189,7 +189,7 @@ class FusedOps:
         if inputs.adapters is None:
             self._program.run(addresses, *step)
         else:
-            adapters, of_row = inputs.adapters
+            adapters, of_row, *_ = inputs.adapters
             assert (of_row.dtype, of_row.shape) == (torch.int32, (num_tokens,)), "an adapter for each row"
             factors = [self._factors_of(adapter) for adapter in adapters]
             self._program.run_with_adapters(addresses, factors, of_row.data_ptr(), *step)

@@ -12,6 +12,7 @@ from quire.kernels.triton import (
     kv_cache_write,
     linear,
     logprobs,
+    low_rank,
     norm,
     sampling,
     token_masks,
@@ -22,6 +23,8 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
     """Return the ops of a back end by field. `is_exact`: a row's result does not depend on the other rows."""
     return {
         "linear": partial(linear.CudaLinear, is_exact=is_exact),
+        "low_rank_up": low_rank.KeptUp,
+        "adapter_slots": partial(low_rank.TritonSlots, is_exact=is_exact),
         "experts": experts.TritonExperts,
         "cache_layout": cache_layout.UNQUANTIZED,
         "paged_attention": partial(attention.paged_attention, is_exact=is_exact),

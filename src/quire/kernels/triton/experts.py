@@ -18,9 +18,7 @@ from quire.kernels.experts import Expert, ExpertSplit, Routing
 from quire.kernels.linear import Linear
 from quire.kernels.triton.linear import CudaLinear
 from quire.kernels.triton.products import product, stack, tile_height
-from quire.kernels.triton.row_groups import RowGroups, group_rows
-
-BLOCK = 1024  # columns of a row that a program adds up
+from quire.kernels.triton.row_groups import RowGroups, add_in_order, group_rows
 
 
 class TritonExperts:
@@ -47,11 +45,7 @@ class TritonExperts:
         groups = group_rows(chosen.flatten(), self._num_routed, height)
         results = self._out(self._in(x, groups), groups).view(num_rows, num_chosen, -1)
         shared = None if self._shared is None else self._shared.layer_out(self._shared.layer_in(x))
-        out = torch.empty(num_rows, results.shape[2], dtype=x.dtype, device=x.device)
-        _add_kernel[(num_rows, triton.cdiv(results.shape[2], BLOCK))](
-            results, shared, weights, out, results.shape[2], NUM_CHOSEN=num_chosen, BLOCK=BLOCK, enable_fp_fusion=False
-        )
-        return out
+        return add_in_order(results, x.dtype, weights, shared)
 
 
 class _StackedLayer:
@@ -117,18 +111,3 @@ def _choose_kernel(
     if HAS_SHARED:
         score = tl.load(scores + row * num_scores + num_scores - 1)
         tl.store(place + NUM_CHOSEN, 1.0 / (1.0 + tl.exp(-score)))
-
-
-@triton.jit
-def _add_kernel(results, shared, weights, out, width, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of one row."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    NUM_PLACES: tl.constexpr = NUM_CHOSEN if shared is None else NUM_CHOSEN + 1
-    total = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(NUM_PLACES):
-        source = results + (row * NUM_CHOSEN + place) * width
-        if place == NUM_CHOSEN:
-            source = shared + row * width
-        weight = tl.load(weights + row * NUM_PLACES + place)
-        total += tl.load(source + columns, mask=columns < width, other=0.0) * weight
-    tl.store(out + row * width + columns, total, mask=columns < width)

@@ -1,10 +1,10 @@
-"""Groups of rows that share a weight, in tiles for grouped products: rows of an expert, rows of an adapter.
+"""Groups of rows that share a weight, in tiles for grouped products, and sums of the products of a row.
 
-The rows of a group are listed in ascending order, the groups one after the other, by counting: no sort, no atomic
-operation, nothing that the host has to know. A group's tiles have numbers of their own: group g, whose rows begin at
-place `start` of the list, has tiles from start // height + g up to those of the next one, at least as many as its rows
-need. So the number of tiles follows from that of rows and groups, and a graph can be captured; tiles without a row end
-at once.
+The rows of a group are those of an expert, or of an adapter. They are listed in ascending order, the groups one after
+the other, by counting: no sort, no atomic operation, nothing that the host has to know. A group's tiles have numbers of
+their own: group g, with rows from place `start` of the list on, has tiles from start // height + g up to those of the
+next one, at least as many as its rows need. So the number of tiles follows from that of rows and groups, and a graph
+can be captured; tiles without a row end at once.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # rows that a program looks at together
+BLOCK = 1024  # rows that a program looks at together, and columns that it adds up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +45,23 @@ def group_rows(group_of_row: Tensor, num_groups: int, tile_height: int) -> RowGr
     return RowGroups(order, starts, groups, begins, tile_height)
 
 
+def add_in_order(
+    results: Tensor, dtype: torch.dtype, weights: Tensor | None = None, last: Tensor | None = None
+) -> Tensor:
+    """Return the sums of each row's results [num_rows, width], added in float32 in their order, rounded to `dtype`.
+
+    results: float32 [num_rows, num_places, width], contiguous. weights: float32, of each place; None: 1. last: float32
+    [num_rows, width] of one more place.
+    """
+    num_rows, num_places, width = results.shape
+    out = torch.empty(num_rows, width, dtype=dtype, device=results.device)
+    _add_kernel[(num_rows, triton.cdiv(width, BLOCK))](
+        results, last, weights, out, width, NUM_RESULTS=num_places, BLOCK=min(BLOCK, triton.next_power_of_2(width)),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
 @triton.jit(do_not_specialize=("num_rows",))
 def _group_kernel(
     group_of_row, order, starts, tile_groups, tile_rows, num_rows, HEIGHT: tl.constexpr, BLOCK: tl.constexpr
@@ -71,3 +88,20 @@ def _group_kernel(
         begin = start + (tile - first) * HEIGHT
         tl.store(tile_groups + tile, tl.where(begin < end, group, -1))
         tl.store(tile_rows + tile, begin)
+
+
+@triton.jit
+def _add_kernel(results, last, weights, out, width, NUM_RESULTS: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of one row."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    NUM_PLACES: tl.constexpr = NUM_RESULTS if last is None else NUM_RESULTS + 1
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(NUM_PLACES):
+        source = results + (row * NUM_RESULTS + place) * width
+        if place == NUM_RESULTS:
+            source = last + row * width
+        values = tl.load(source + columns, mask=columns < width, other=0.0)
+        if weights is not None:
+            values *= tl.load(weights + row * NUM_PLACES + place)
+        total += values
+    tl.store(out + row * width + columns, total, mask=columns < width)
