@@ -194,6 +194,24 @@ def test_adapters_compile_without_spilling(capability: int) -> None:
     assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_product_kernel"), kernels
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
+    from quire.kernels.triton.few_rows import few_rows_product
+    from quire.kernels.triton.linear import CudaLinear
+    from quire.kernels.triton.norm import TritonNorm
+
+    x = torch.empty(4, 512, dtype=torch.bfloat16)
+    norm, weight = TritonNorm(x[0], None, 1e-5, False), dense(torch.empty(512, 512, dtype=torch.bfloat16))
+    with compiled_launches(capability) as kernels:
+        few_rows_product(x, CudaLinear(weight), norm=norm)
+        few_rows_product(x, CudaLinear(weight, activation="silu_and_mul"), norm=norm)
+        few_rows_product(x, CudaLinear(weight), residual=x.clone())
+    assert [kernel.overlaps for kernel in kernels] == [capability == 90] * 3
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.reads_widely for kernel in kernels), kernels
+    assert all(kernel.shared_bytes <= SHARED_KIB[capability] << 10 for kernel in kernels), kernels
+
+
 def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> None:
     """Launch what a step of so many sequences needs, with so many tokens of each."""
     import numpy as np

@@ -18,7 +18,8 @@ WIDE_READ = r"ld\.global[.\w]*\.(v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global 
 class Compiled:
     """One kernel for one card: registers of a thread, bytes that it spills, bytes of memory that a program shares.
 
-    `reads_widely`: whether threads read or copy 16 bytes at a time.
+    `reads_widely`: whether threads read or copy 16 bytes at a time. `overlaps`: whether the kernel is launched while
+    the one before it ends.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     reads_widely: bool
+    overlaps: bool
 
 
 class NoCard:
@@ -95,7 +97,9 @@ def _launching_nothing(capability: int, number: int, use: Callable[[Any], None])
 def _compiled(kernel: Any, capability: int) -> Compiled:  # noqa: ANN401
     ptx, metadata = kernel.asm["ptx"], kernel.metadata
     reads_widely = re.search(WIDE_READ, ptx) is not None
-    return Compiled(metadata.name, capability, *resources(ptx), metadata.shared, reads_widely)
+    overlaps = "griddepcontrol.wait" in ptx
+    assert overlaps == metadata.launch_pdl, "a kernel that waits is launched early, and no other one"
+    return Compiled(metadata.name, capability, *resources(ptx), metadata.shared, reads_widely, overlaps)
 
 
 def resources(ptx: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from quire.kernels.triton import (
     attention,
     block_copy,
     experts,
+    few_rows,
     kv_cache_write,
     linear,
     logprobs,
@@ -23,6 +24,7 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
     """Return the ops of a back end by field. `is_exact`: a row's result does not depend on the other rows."""
     return {
         "linear": partial(linear.CudaLinear, is_exact=is_exact),
+        "fuse": few_rows.fuse,
         "low_rank_up": low_rank.KeptUp,
         "adapter_slots": partial(low_rank.TritonSlots, is_exact=is_exact),
         "experts": experts.TritonExperts,

@@ -19,14 +19,14 @@ class TritonNorm:
         self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, offset: float | None = None
     ) -> None:
         assert len(weight) <= MAX_WIDTH, f"rows of {len(weight)}"
-        self._weight, self._bias, self._eps, self._centers = weight.contiguous(), bias, eps, centers
-        self._offset = offset
+        self.weight, self.bias, self.eps, self.centers = weight.contiguous(), bias, eps, centers
+        self.offset = offset
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)`; without a residual x [num_tokens, width] or [num_tokens, num_heads, width] may be
         a slice of wider rows.
         """
-        width = len(self._weight)
+        width = len(self.weight)
         assert x.shape[-1] == width, f"{tuple(x.shape)} for rows of {width}"
         assert x.stride(-1) == 1, "rows with gaps"
         heads = x.shape[1] if x.dim() == 3 else 1
@@ -36,8 +36,8 @@ class TritonNorm:
             assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape
         block = triton.next_power_of_2(width)
         _norm_kernel[(x.numel() // width,)](
-            x, residual, self._weight, self._bias, normed, *strides, width, heads, self._eps,
-            CENTERS=self._centers, IS_WIDE=self._offset is not None, OFFSET=self._offset or 0.0, BLOCK=block,
+            x, residual, self.weight, self.bias, normed, *strides, width, heads, self.eps,
+            CENTERS=self.centers, IS_WIDE=self.offset is not None, OFFSET=self.offset or 0.0, BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
         return normed, x if residual is None else residual

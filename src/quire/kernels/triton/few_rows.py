@@ -1,0 +1,180 @@
+"""Products of few rows in Triton, for decodes of small batches: with the norm in front, and the residual behind.
+
+One program computes 16 outputs of up to 16 rows, of a gated layer their gates and ups in one pass over the inputs,
+which are added in ascending order; so there are enough programs for the memory of a card, and a weight is read once. A
+norm is applied to the inputs as they pass, but for the row's own factor: that multiplies the sums, for all inputs are
+needed to compute it. On sm_90 the kernel is launched while the one before it ends (programmatic dependent launch), and
+waits for its results. Nothing has been measured on a GPU yet.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.linear import GATED
+from quire.kernels.linear_weight import DENSE
+from quire.kernels.program import Activations, CountLayer, LayerInputs, Linear, Norm, Op, Program, live_after
+from quire.kernels.triton import attention
+from quire.kernels.triton.activation import activated
+from quire.kernels.triton.linear import CudaLinear
+from quire.kernels.triton.norm import TritonNorm
+
+MAX_ROWS = 16  # the least height of a product on matrix units
+COLUMNS = 16   # outputs of a program: 4,096 outputs are shared by 256 programs
+DEPTH = 256    # inputs at a time: 8 KiB of a weight
+DTYPES = (torch.bfloat16,)  # float16 might overflow: the norm's weight is applied before the row's factor
+
+
+def serves(layer: object) -> bool:
+    """Return whether a layer's few rows are computed here: dense in a type of DTYPES, and not exact."""
+    if not isinstance(layer, CudaLinear) or layer.is_exact or layer.weight.format != DENSE:
+        return False
+    return layer.weight.dtype == layer.out_dtype and layer.out_dtype in DTYPES
+
+
+def few_rows_product(
+    x: Tensor, layer: CudaLinear, *, norm: TritonNorm | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """Return layer(norm(x)) + residual, [num_rows, num_outputs] of x's dtype; the sum takes the place of the residual.
+
+    x: [num_rows, in_features], at most MAX_ROWS; norm: an RMSNorm. Both are as of single ops, but for the
+    rounding of normed inputs.
+    """
+    (num_rows, num_inputs), weight = x.shape, layer.weight
+    assert num_rows <= MAX_ROWS, f"{num_rows} rows"
+    assert x.stride(1) == 1, "rows with gaps between inputs"
+    assert residual is None or residual.is_contiguous()
+    is_gated = layer.activation in GATED
+    num_outputs = weight.out_features // (2 if is_gated else 1)
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device) if residual is None else residual
+    if not num_rows:
+        return out
+    is_overlapping = attention.capability(x.device) >= 90
+    _few_rows_kernel[(triton.cdiv(num_outputs, COLUMNS),)](
+        x, weight.elements, layer.bias, None if norm is None else norm.weight, residual, out, num_rows, x.stride(0),
+        num_inputs, num_outputs, 0.0 if norm is None else norm.eps, IS_GATED=is_gated, ACTIVATION=layer.activation,
+        IS_WIDE=norm is not None and norm.offset is not None, OFFSET=(norm.offset if norm is not None else 0.0) or 0.0,
+        OVERLAPS=is_overlapping, ROWS=MAX_ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4, num_stages=4,
+        launch_pdl=is_overlapping,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class SummedProducts:
+    """A layer, the norm of its results added to the stream, and the layer that reads it: two launches for few rows.
+
+    `between`: ops that read nothing of them. With more rows, or with adapters, the single ops run.
+    """
+
+    name: str
+    first: Linear
+    between: tuple[Op, ...]
+    norm: Norm
+    second: Linear
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The first layer's inputs and the stream."""
+        return self.first.x, self.norm.reads[1]
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The new stream and the second layer's results."""
+        return self.norm.writes[1], self.second.out
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Compute all rows."""
+        x = activations[self.first.x]
+        if len(x) > MAX_ROWS or inputs.adapters is not None:
+            for op in (self.first, *self.between, self.norm, self.second):
+                op.run(activations, inputs)
+            return
+        first, second, norm = self.first.linear, self.second.linear, self.norm.norm
+        assert isinstance(first, CudaLinear) and isinstance(second, CudaLinear) and isinstance(norm, TritonNorm)
+        stream = few_rows_product(x, first, residual=activations.pop(self.reads[1]))
+        for op in self.between:
+            op.run(activations, inputs)
+        activations[self.writes[0]] = stream
+        activations[self.second.out] = few_rows_product(stream, second, norm=norm)
+
+
+def fuse(program: Program) -> Program:
+    """Return a program with `SummedProducts` in place of the ops that they compute."""
+    ops, alive = list(program.ops), live_after(program.ops, program.result)
+    fused, index = list[Op](), 0
+    while index < len(ops):
+        found, length = _summed_products(ops[index : index + 4]), 0
+        if found is not None:
+            length = 3 + len(found.between)
+            if found.norm.out in alive[index + length - 1] - {found.second.out}:  # another op reads the normed stream
+                found = None
+        fused.append(ops[index] if found is None else found)
+        index += 1 if found is None else length
+    return Program(tuple(fused), program.result)
+
+
+def _summed_products(ops: list[Op]) -> SummedProducts | None:
+    """Return the op for the first three or four ops, a layer's end among them; None if they are others."""
+    between = tuple(op for op in ops[1:2] if isinstance(op, CountLayer))
+    parts = [ops[0], *ops[1 + len(between) :]][:3]
+    if len(parts) < 3:
+        return None
+    first, norm, second = parts
+    if not (isinstance(first, Linear) and isinstance(norm, Norm) and isinstance(second, Linear)):
+        return None
+    is_chain = first.out == norm.x and norm.out == second.x and norm.residual is not None and norm.summed is not None
+    is_rms = isinstance(norm.norm, TritonNorm) and not norm.norm.centers
+    if not (is_chain and is_rms and serves(first.linear) and serves(second.linear)):
+        return None
+    return SummedProducts(f"{first.name} to {second.name}", first, between, norm, second)
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _few_rows_kernel(
+    x, elements, bias, norm_weight, residual, out, num_rows, x_stride, num_inputs, num_outputs, eps,
+    IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr, OFFSET: tl.constexpr,
+    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """All rows of COLUMNS outputs."""
+    rows, columns = tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column, depths = rows < num_rows, columns < num_outputs, tl.arange(0, DEPTH)
+    source = elements + columns[None, :] * num_inputs + depths[:, None]
+    sums, ups = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    for start in range(0, num_inputs, DEPTH):
+        is_input = start + depths < num_inputs
+        tile = tl.load(
+            x + rows[:, None] * x_stride + start + depths[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0
+        )
+        if norm_weight is not None:
+            wide = tile.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            factors = tl.load(norm_weight + start + depths, mask=is_input, other=0.0).to(tl.float32)
+            tile = (wide * (factors + OFFSET if IS_WIDE else factors)[None, :]).to(tile.dtype)
+        is_there = is_input[:, None] & is_column[None, :]
+        sums = tl.dot(tile, tl.load(source + start, mask=is_there, other=0.0), sums)
+        if IS_GATED:
+            others = source + num_outputs.to(tl.int64) * num_inputs + start
+            ups = tl.dot(tile, tl.load(others, mask=is_there, other=0.0), ups)
+    if norm_weight is not None:
+        factor = tl.rsqrt(squares / num_inputs + eps)[:, None]
+        sums, ups = sums * factor, ups * factor
+    if bias is not None:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED:
+            ups += tl.load(bias + num_outputs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    values = sums.to(out.dtype.element_ty)
+    if ACTIVATION != "none":
+        values = activated(values, ups.to(values.dtype) if IS_GATED else values, ACTIVATION).to(values.dtype)
+    place, is_there = rows[:, None] * num_outputs + columns[None, :], is_row[:, None] & is_column[None, :]
+    if residual is not None:  # as a norm adds it: to what the layer alone would have stored
+        values = values.to(tl.float32) + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(out + place, values, mask=is_there)

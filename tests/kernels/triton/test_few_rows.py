@@ -1,0 +1,99 @@
+"""Products of few rows in Triton, with norms in front and residuals behind, against the single ops."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.triton.test_engine import SMALL
+from kernels.triton.test_products import random
+from quire.kernels.back_end import cuda_back_end
+from quire.kernels.linear import Activation, make_linear
+from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.norm import TorchNorm
+from quire.kernels.triton.few_rows import MAX_ROWS, SummedProducts, few_rows_product, serves
+from quire.kernels.triton.linear import CudaLinear
+from quire.kernels.triton.norm import TritonNorm
+from quire.model.loader import load_model
+from support.interpreter import rows_alike
+from support.paged_runner import PagedRunner
+from support.random_folder import write_random_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+HALF = torch.float16  # the interpreter cannot multiply bfloat16
+WIDTH = 300  # two slices of inputs, the second not full
+
+
+def layers(
+    device: torch.device, num_outputs: int, activation: Activation = "none", *, has_bias: bool = False
+) -> tuple[CudaLinear, object]:
+    """Return a layer of both back ends."""
+    weight = random(num_outputs, WIDTH, seed=2).mul(WIDTH**-0.5).to(HALF)
+    bias = random(num_outputs, seed=3).to(HALF) if has_bias else None
+    own = CudaLinear(
+        LinearWeight.dense(weight.to(device)), None if bias is None else bias.to(device), activation=activation
+    )
+    return own, make_linear(LinearWeight.dense(weight), bias, activation=activation)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, MAX_ROWS])
+@pytest.mark.parametrize("activation", ["none", "silu_and_mul", "gelu_tanh"])
+@pytest.mark.parametrize("offset", [None, 1.0])
+def test_norm_layer_and_residual_are_those_of_single_ops(
+    num_rows: int, activation: Activation, offset: float | None, device: torch.device
+) -> None:
+    layer, expected = layers(device, 72, activation, has_bias=True)
+    x = random(num_rows, WIDTH, seed=5).mul(3).to(HALF)
+    norm_weight, residual = random(WIDTH, seed=6).to(HALF), random(num_rows, 72, seed=7).to(HALF)
+    norm, plain = (
+        make(norm_weight.to(where), None, 1e-5, False, offset)
+        for make, where in ((TritonNorm, device), (TorchNorm, torch.device("cpu")))
+    )
+    num_outputs = 36 if activation == "silu_and_mul" else 72
+    residual = residual[:, :num_outputs].contiguous()
+    found = few_rows_product(x.to(device), layer, norm=norm, residual=residual.clone().to(device)).cpu()
+    wanted = (expected(plain(x)[0]).float() + residual.float()).to(HALF)  # type: ignore[operator]
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=5e-2)
+    found = few_rows_product(x.to(device), layer).cpu()
+    torch.testing.assert_close(found, expected(x), rtol=1e-2, atol=2e-2)  # type: ignore[operator]
+
+
+def test_row_has_the_same_bits_beside_others(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_alike(monkeypatch)
+    layer, _ = layers(device, 40, "silu_and_mul")
+    norm = TritonNorm(random(WIDTH, seed=6).to(HALF).to(device), None, 1e-5, False)
+    x = random(9, WIDTH, seed=5).to(HALF).to(device)
+    together = few_rows_product(x, layer, norm=norm)
+    assert torch.equal(few_rows_product(x[4:5], layer, norm=norm), together[4:5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_served"), [({}, True), ({"is_exact": True}, False), ({"dtype": torch.float32}, False)], ids=str
+)
+def test_exact_layers_and_those_of_other_types_are_not_served(settings: dict[str, object], is_served: bool) -> None:
+    weight = LinearWeight.dense(random(8, 16).bfloat16())
+    assert serves(CudaLinear(weight, **settings)) == is_served  # type: ignore[arg-type]
+    assert not serves(CudaLinear(LinearWeight.dense(random(8, 16).half())))
+
+
+FUSED = {"Llama": 3, "Cohere": 0, "Gemma2": 0}  # parallel layers, and norms of a sublayer's results, stay single ops
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_programs_have_the_hidden_states_of_single_ops(
+    name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.kernels.triton.few_rows.DTYPES", (HALF,))
+    config = SMALL | {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
+    folder = write_random_folder(tmp_path, config, HALF)
+    plain = replace(cuda_back_end(), fuse=lambda program: program)
+    model = load_model(folder, back_end=cuda_back_end())
+    assert sum(isinstance(op, SummedProducts) for op in model._program.ops) == FUSED[name]
+    exact = load_model(folder, back_end=cuda_back_end(is_exact=True))
+    assert not any(isinstance(op, SummedProducts) for op in exact._program.ops)
+    found, expected = (
+        PagedRunner(each).run("a", [3 * i % 61 for i in range(20)], [17, 3])
+        for each in (model, load_model(folder, back_end=plain))
+    )
+    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
