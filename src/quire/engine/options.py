@@ -242,9 +242,11 @@ class EngineOptions:
         row="`True`: requests may name LoRA adapters ([adapters.md](adapters.md)). On CPUs, with `memory_policy` "
         "`paged` and continuous batching",
     )  # fmt: skip
-    max_loras: int = _engine(
-        DEFAULT_MAX_LORAS, "adapters of the requests that run at once", low=1, high=MAX_ADAPTERS,
-        row="different adapters of the requests that run at once; others wait",
+    max_loras: int | None = _engine(
+        None, "adapters of the requests that run at once", low=1, high=MAX_ADAPTERS,
+        shown_default=f"{DEFAULT_MAX_LORAS}, or max_cpu_loras if that is lower",
+        row=f"different adapters of the requests that run at once; others wait; `None`: {DEFAULT_MAX_LORAS}, or "
+        "`max_cpu_loras` if that is lower",
     )  # fmt: skip
     max_cpu_loras: int | None = _engine(
         None, "adapters in memory", low=1, high=MAX_ADAPTERS, shown_default="max_loras",
@@ -425,12 +427,17 @@ class EngineOptions:
         return parse_speculation(self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens)
 
     @property
+    def resolved_max_loras(self) -> int:
+        """Adapters of running requests, set or by default."""
+        return self.max_loras or min(DEFAULT_MAX_LORAS, self.max_cpu_loras or DEFAULT_MAX_LORAS)
+
+    @property
     def resolved_max_cpu_loras(self) -> int:
         """Adapters in memory, set or by default."""
-        return self.max_cpu_loras or self.max_loras
+        return self.max_cpu_loras or self.resolved_max_loras
 
     def _check_adapters(self) -> None:
-        if self.resolved_max_cpu_loras < self.max_loras:
+        if self.resolved_max_cpu_loras < self.resolved_max_loras:
             raise ConfigError(f"max_cpu_loras must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}")
         if self.enable_lora and (self.batching, self.memory_policy) != ("continuous", "paged"):
             raise ConfigError(

@@ -182,7 +182,7 @@ _MODEL = (
 
 _ADAPTERS = (
     same(switch("enable_lora")),
-    same(number("max_loras"), "8"),
+    same(number("max_loras"), "8, or `--max-cpu-loras` if that is lower"),
     same(number("max_lora_rank"), "any rank up to it"),
     same(number("max_cpu_loras")),
     *refused("prompts are text", config("default_mm_loras")),

@@ -54,7 +54,7 @@ def make_store(
     require(model.back_end.name, ["adapters"])
     if not isinstance(model, Decoder):
         raise ConfigError(f"enable_lora needs a model of Quire's own families, got a {type(model).__name__}")
-    limits = options.max_loras, options.resolved_max_cpu_loras
+    limits = options.resolved_max_loras, options.resolved_max_cpu_loras
     return AdapterStore(_reader(options, model, shard), *limits, copies)
 
 
@@ -63,7 +63,7 @@ def make_slots(options: EngineOptions, model: LanguageModel) -> AdapterSlots | N
     if model.back_end.adapter_slots is None or not isinstance(model, Decoder):
         return None
     sizes = ModelTargets(model.spec, model.back_end, model.dtype, WHOLE).factor_sizes()
-    limits = options.max_loras, options.max_lora_rank
+    limits = options.resolved_max_loras, options.max_lora_rank
     return model.back_end.adapter_slots(sizes, *limits, model.dtype, model.device)
 
 
