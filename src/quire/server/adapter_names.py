@@ -95,7 +95,7 @@ class AdapterNames:
     def reason_against(self, name: str) -> str | None:
         """Return why a name cannot be added; None if it can."""
         if name in self._served or name in self._model_names:
-            return f"the name {shown(name)} is taken; unload the adapter first, or use another name"
+            return f"an adapter {shown(name)} has already been loaded; unload it first, or use another name"
         if len(self._served) >= MAX_ADAPTERS:
             return f"there are {len(self._served)} adapters, which is the most; unload one first"
         return None
