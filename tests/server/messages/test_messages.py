@@ -241,6 +241,24 @@ def test_count_is_what_a_message_is_charged(client: Anthropic) -> None:
         assert prompt_tokens(client.messages.create(model=NAME, max_tokens=1, **fields)) == counted
 
 
+def test_stream_begins_with_the_usage_that_it_ends_with(client: Anthropic) -> None:
+    """Computed, read and written tokens add up to the prompt in both; a prompt that was seen is read from the cache."""
+    messages = [{"role": "user", "content": "what was seen before " * 40}]
+    counted = client.messages.count_tokens(model=NAME, messages=messages).input_tokens
+    read = []
+    for _ in range(2):
+        with client.messages.stream(model=NAME, max_tokens=4, messages=messages) as stream:
+            events = list(stream)
+            whole = stream.get_final_message()
+        begun, ended = events[0].message, next(event for event in events if event.type == "message_delta")
+        assert prompt_tokens(begun) == prompt_tokens(whole) == counted
+        for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
+            assert getattr(begun.usage, name) == getattr(ended.usage, name)
+        assert begun.usage.output_tokens == 0
+        read.append(begun.usage.cache_read_input_tokens or 0)
+    assert read[0] < read[1] <= counted
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
