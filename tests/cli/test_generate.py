@@ -121,7 +121,7 @@ def test_file_is_answered_in_its_order_with_its_own_parameters(run: Run, llm: LL
     path = write_lines(
         tmp_path / "in.jsonl",
         {"prompt": "class A", "max_tokens": 20, "id": "long"},
-        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "prompt_logprob_token_ids": [[6], [7, 9]]},
         {"prompt": "import ", "n": 2, "temperature": 0.9, "seed": 3, "logprobs": 1},
     )
     ran = run("generate", "--input", path, "--temperature", 0, "--max-tokens", 6, *SMALL)
@@ -141,6 +141,8 @@ def test_file_is_answered_in_its_order_with_its_own_parameters(run: Run, llm: LL
     ]
     assert [record.get("id") for record in records] == ["long", None, None]
     assert records[1]["prompt_token_ids"] == [5, 6, 7]
+    padded = [[each is None for each in row] for row in records[1]["prompt_token_id_logprobs"]]
+    assert padded == [[False, True], [False, False]]
     sampled = records[2]["outputs"][1]
     assert sampled["text"] == expected[2].outputs[1].text
     assert sampled["cumulative_logprob"] == expected[2].outputs[1].cumulative_logprob

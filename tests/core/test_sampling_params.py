@@ -8,6 +8,7 @@ import pickle
 import re
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,8 @@ CONTRACT_DEFAULTS = {
     "min_tokens": 0,
     "logprobs": None,
     "prompt_logprobs": None,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprob_start": None,
     "logprob_token_ids": None,
     "logit_bias": None,
     "allowed_token_ids": None,
@@ -67,7 +70,7 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 OPTIONAL = (
     "structured_outputs", "guided_decoding", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
     "prompt_logprobs", "truncate_prompt_tokens", "logit_bias", "logprob_token_ids",
-    "repetition_detection",
+    "repetition_detection", "prompt_logprob_token_ids", "prompt_logprob_start",
 )
 BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
@@ -265,7 +268,33 @@ def test_named_logprobs_are_as_many_as_logprobs() -> None:
     assert refusal(logprob_token_ids=[5] * 129).param == "logprob_token_ids"
 
 
-@pytest.mark.parametrize("named", [{"stop_token_ids": [3, 9]}, {"allowed_token_ids": [9]}, {"logit_bias": {9: 1.0}}])
+def test_rows_of_scored_tokens_may_be_ragged_padded_or_an_array() -> None:
+    rows = [[], [1], (4, -1, 2)]
+    assert SamplingParams(prompt_logprob_token_ids=rows).prompt_logprob_token_ids == ((), (1,), (4, -1, 2))
+    for kind in (np.int32, np.uint8, ">i8"):
+        params = SamplingParams(prompt_logprob_token_ids=np.array([[1, 2], [3, 4]], dtype=kind), prompt_logprob_start=2)
+        assert params.prompt_logprob_token_ids == ((1, 2), (3, 4))
+
+
+@pytest.mark.parametrize("rows", [
+    5, "ab", [1, 2], [[1], 2], [], [[], []], [[None]], [[1.5]], [[True]], [["3"]], [[[1]]], [[-2]], [[MAX_INT + 1]],
+    np.array([1, 2]), np.array([[1.0]]), np.zeros((2, 0), dtype=np.int64), np.array([[2**64 - 1]], dtype=np.uint64),
+], ids=str)  # fmt: skip
+def test_other_rows_of_scored_tokens_are_refused(rows: object) -> None:
+    assert refusal(prompt_logprob_token_ids=rows).param == "prompt_logprob_token_ids"
+
+
+def test_start_of_scored_tokens_needs_them() -> None:
+    assert refusal(prompt_logprob_start=3).param == "prompt_logprob_start"
+    for start in (-1, 1.0, True, MAX_INT + 1):
+        with pytest.raises(InvalidRequestError, match="prompt_logprob_start must be an integer from 0"):
+            SamplingParams(prompt_logprob_token_ids=[[1]], prompt_logprob_start=start)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("named", [
+    {"prompt_logprob_token_ids": [[3], [], [9]]}, {"stop_token_ids": [3, 9]}, {"allowed_token_ids": [9]},
+    {"logit_bias": {9: 1.0}},
+])  # fmt: skip
 def test_token_ids_past_the_vocabulary_are_refused(named: dict[str, object]) -> None:
     params = SamplingParams(**named)
     params.check_vocabulary(10)

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from quire.cache.block_table import TableUpdate
@@ -243,6 +244,19 @@ def test_prompt_logprobs_that_come_again_are_not_taken_twice() -> None:
         deltas = harness.scheduler.update(plan, StepResult(sampled, prompt_logprobs=[chunk]))
     assert request.prompt_logprobs == LogprobTable.of(scored)
     assert [delta.prompt_logprobs for delta in deltas] == [LogprobTable.of(scored)], "they go out with the first token"
+
+
+def test_scores_of_named_prompt_tokens_that_come_again_are_not_taken_twice() -> None:
+    harness = Harness(num_blocks=15, block_size=4, budget=4)
+    rows = [[row, row] for row in range(5)]  # of positions 3 to 7
+    request = harness.add(8, max_tokens=2, prompt_logprob_token_ids=rows, prompt_logprob_start=2)
+    scores = np.arange(10, dtype=np.float32).reshape(5, 2)
+    for start, some in ((1, scores[:2]), (1, scores)):
+        plan = harness.scheduler.schedule()
+        chunk = PromptLogprobsChunk(plan.rows[0], start, [], some.tobytes())
+        deltas = harness.scheduler.update(plan, StepResult([9] * len(plan.sample_rows), prompt_logprobs=[chunk]))
+    assert request.prompt_scores == scores.tobytes()
+    assert [delta.prompt_scores for delta in deltas] == [scores.tobytes()], "they go out with the first token"
 
 
 def test_abort_frees_everything_at_once() -> None:

@@ -8,6 +8,7 @@ the command line. All lines are read before anything runs.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from math import isfinite
 from typing import Any, Literal, Self, TextIO
 
 from quire.core.checks import check_token_ids
@@ -104,6 +105,9 @@ def write_answer(stream: TextIO, output_format: Format, job: Job, output: Reques
         record["outputs"] = [_completion_record(completion) for completion in output.outputs]
         if output.prompt_logprobs is not None:
             record["prompt_logprobs"] = _logprobs_record(output.prompt_logprobs)
+        if output.prompt_token_id_logprobs is not None:
+            scores = output.prompt_token_id_logprobs.tolist()
+            record["prompt_token_id_logprobs"] = [[each if isfinite(each) else None for each in row] for row in scores]
         stream.write(_json_text(record, stream.encoding or "utf-8") + "\n")
     stream.flush()
 

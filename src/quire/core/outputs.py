@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.logprob_table import Logprobs, LogprobTable
 
@@ -54,6 +56,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     param: str | None = None                            # the field of the request that is at fault for `error`
     num_draft_tokens: int = 0                           # that the step has verified
     num_accepted_tokens: int = 0                        # of them
+    prompt_scores: bytes | None = None                  # of params.prompt_logprob_token_ids, beside prompt_logprobs
 
 
 class Admission(NamedTuple):
@@ -147,6 +150,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_token_id_logprobs: NDArray[np.float32] | None = None  # of prompt_logprob_token_ids; -inf pads
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     packed_prompt_logprobs: Logprobs | None = field(default=None, repr=False)  # of all but the first token

@@ -113,11 +113,15 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsChunk:
-    """Logprobs of the prompt tokens at positions [start, start + len(tokens)) of the sequence in `row`."""
+    """Logprobs of the prompt tokens at positions [start, start + len(tokens)) of the sequence in `row`.
+
+    `scores`: float32 [num_rows, width], those of the token ids that the request names at its positions from there on.
+    """
 
     row: int
     start: int                                         # at least 1: the first token has no logprob
     tokens: list[TokenLogprobs]
+    scores: bytes = b""
 
 
 class MeasuredRates(NamedTuple):

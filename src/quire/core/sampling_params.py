@@ -20,6 +20,7 @@ from quire.core.checks import (
     refuse,
 )
 from quire.core.errors import InvalidRequestError
+from quire.core.prompt_scores import check_token_rows
 from quire.core.repetition import RepetitionDetectionParams, repetition_detection_from
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
@@ -67,6 +68,7 @@ _LISTS: dict[str, Callable[[str, object], object]] = {
     "allowed_token_ids": check_token_ids,
     "bad_words": check_strings,
     "logprob_token_ids": check_token_ids,
+    "prompt_logprob_token_ids": check_token_rows,
     "logit_bias": _check_bias,
 }
 
@@ -78,6 +80,8 @@ class SamplingParams:
     Lists are stored as tuples. Ranges are defined in `__post_init__`. `temperature=0` is greedy decoding whatever the
     filters say. `top_k` 0 or -1 is off. `max_tokens=None` means as many as fit. `logprobs=k` asks for the chosen token
     and the k most likely ones, -1 for the whole vocabulary, `logprob_token_ids` for the chosen token and these instead.
+    `prompt_logprob_token_ids` has a row of token ids for each prompt token but the last, from `prompt_logprob_start` on
+    (0 by default): they are scored as the token that follows it. -1 is padding; an array is stored as tuples.
     `truncate_prompt_tokens=k` keeps the last k tokens of a prompt, -1 as many as leave room for the answer.
     `structured_outputs` and `repetition_detection` may also be mappings of their fields.
     """
@@ -98,6 +102,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Sequence[Sequence[int]] | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -141,6 +147,7 @@ class SamplingParams:
             refuse("logprob_token_ids", named, f"a list of at most {MAX_LOGPROB_TOKEN_IDS} token ids")
         if named and self.logprobs not in (None, len(named)):
             refuse("logprobs", self.logprobs, f"null or the number of logprob_token_ids ({len(named)})")
+        self._check_prompt_scores()
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings are found in text: detokenize must be true", param="stop")
 
@@ -150,6 +157,14 @@ class SamplingParams:
             highest = max(getattr(self, field) or (), default=0)
             if highest >= vocab_size:
                 refuse(field, highest, f"token ids below the vocabulary size of {vocab_size}")
+        highest = max((max(row, default=0) for row in self.prompt_logprob_token_ids or ()), default=0)
+        if highest >= vocab_size:
+            refuse("prompt_logprob_token_ids", highest, f"token ids below the vocabulary size of {vocab_size}")
+
+    def _check_prompt_scores(self) -> None:
+        start = check_optional_int("prompt_logprob_start", self.prompt_logprob_start, 0)
+        if start is not None and self.prompt_logprob_token_ids is None:
+            refuse("prompt_logprob_start", start, "null without prompt_logprob_token_ids")
 
     def _set_structured_outputs(self) -> None:
         if self.guided_decoding is not None:

@@ -82,6 +82,7 @@ class Request:
     weight: float = 1.0               # of its client, under the policy `fair`
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
+    prompt_scores: bytearray = field(default_factory=bytearray)  # of the tokens that params name, as far as computed
     queue_key: QueueKey = (0, 0)      # sort key of the queues, set by the scheduler: ids are not in order of arrival
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # of the prompt, found in the cache at its first admission
@@ -97,7 +98,8 @@ class Request:
     @property
     def reads_cache(self) -> bool:
         """Whether its prompt is looked up in the prefix cache: not where each of its hidden states is needed."""
-        return self.params.prompt_logprobs is None and not self.keeps_state
+        params = self.params
+        return params.prompt_logprobs is None and params.prompt_logprob_token_ids is None and not self.keeps_state
 
     @property
     def keeps_state(self) -> bool:

@@ -140,6 +140,19 @@ def prompt_logprobs(
     return _token_logprobs(logits, np.arange(len(logits)), next_tokens.long().numpy(force=True), counts, ops)
 
 
+def prompt_scores(logits: Tensor, token_ids: NDArray[np.int64], ops: SamplingOps = TORCH) -> NDArray[np.float32]:
+    """Return the logprobs [num, width] of `token_ids` [num, width] in the rows of float32 `logits` [num, vocab].
+
+    -inf for padding. Each costs a pass over its row, and has the bits that it has among other logprobs.
+    """
+    scores = np.full(token_ids.shape, -np.inf, dtype=np.float32)
+    rows, columns = np.nonzero(token_ids >= 0)
+    if rows.size:
+        found = ops.top_logprobs(logits, rows, token_ids[rows, columns], np.zeros(len(rows), np.int64))
+        scores[rows, columns] = found.logprobs[:, 0]
+    return scores
+
+
 def _token_logprobs(
     logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64], ops: SamplingOps
 ) -> list[TokenLogprobs]:

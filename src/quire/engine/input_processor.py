@@ -16,6 +16,7 @@ from quire.core.checks import MAX_INT, check_int, check_text, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
+from quire.core.prompt_scores import check_num_rows, width_of
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import NUM_SEEDS, arrival_seed
 from quire.core.sequence import Request
@@ -287,6 +288,11 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} must be at most {self.max_logprobs} (max_logprobs), got {asked}", param=name
                 )
+        if (num_scored := width_of(params.prompt_logprob_token_ids)) > self.max_logprobs:
+            raise InvalidRequestError(
+                f"prompt_logprob_token_ids must have rows of at most {self.max_logprobs} token ids (max_logprobs), got "
+                f"{num_scored}", param="prompt_logprob_token_ids",
+            )  # fmt: skip
         if beam is not None:
             self._check_beam_width(beam.beam_width)
         if self.tokenizer is None and params.stop:
@@ -313,6 +319,7 @@ class InputProcessor:
         params, beam = checked.params, checked.beam
         request = self.new_request(request_id, prompt, params, GENERATE if beam is None else BeamSearch(beam))
         request.max_tokens = self._resolve_max_tokens(len(prompt.token_ids), params)
+        check_num_rows(params.prompt_logprob_token_ids, params.prompt_logprob_start or 0, len(prompt.token_ids))
         request.bad_words_token_ids, request.priority = checked.bad_words_token_ids, checked.priority
         request.client_id, request.weight = client_id, weight
         return PreparedRequest(request, prompt)

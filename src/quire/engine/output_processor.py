@@ -28,6 +28,7 @@ from quire.core.outputs import (
     RequestOutput,
     SequenceDelta,
 )
+from quire.core.prompt_scores import unpacked, width_of
 from quire.engine.completion_builder import CompletionBuilder, logprob_dict
 from quire.engine.input_processor import PreparedRequest
 from quire.engine.stop_matcher import StopMatcher
@@ -100,6 +101,7 @@ class _RequestState:
     branches: dict[int, CompletionBuilder] = field(default_factory=dict)  # those with a token, by index
     matcher: StopMatcher | None = None           # of all branches, once there is one
     prompt_logprobs: LogprobTable | None = None
+    prompt_scores: bytes | None = None           # float32, of params.prompt_logprob_token_ids
     pooled: bytes | None = None                  # float32 vector
 
     def branch(self, index: int) -> CompletionBuilder:
@@ -237,14 +239,15 @@ class OutputProcessor:
     def output(self, request_id: int) -> RequestOutput:
         """Return the output of a request, only the new part if its kind is "delta". Drops a request that has ended."""
         request = self._requests[request_id]
+        params = request.prepared.request.params
         is_finished = request.num_unfinished == 0
         if is_finished:
             del self._requests[request_id]
-        prompt_logprobs = request.prompt_logprobs
+        prompt_logprobs, prompt_scores = request.prompt_logprobs, request.prompt_scores
         if request.kind == "delta":
             branches = [branch for _, branch in sorted(request.branches.items()) if branch.has_new_output]
             outputs = [branch.drain() for branch in branches]
-            request.prompt_logprobs = None
+            request.prompt_logprobs = request.prompt_scores = None
         else:
             outputs = [branch.snapshot() for branch in request.all_branches()]
         return RequestOutput(
@@ -255,6 +258,7 @@ class OutputProcessor:
             finished=is_finished,
             prompt_logprobs=None if self._is_packed else _unpacked(prompt_logprobs, request.tokenizer),
             packed_prompt_logprobs=prompt_logprobs if self._is_packed else None,
+            prompt_token_id_logprobs=unpacked(prompt_scores, width_of(params.prompt_logprob_token_ids)),
             num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=replace(request.metrics),
             pooled=None if request.pooled is None else array("f", request.pooled),
@@ -311,10 +315,14 @@ def _parts(delta: SequenceDelta) -> Iterator[tuple[SequenceDelta, bool]]:
         end = begin + PART_TOKENS
         token_ids, logprobs = delta.token_ids[begin:end], delta.logprobs and delta.logprobs[begin:end]
         if end >= num_tokens:
-            yield structs.replace(delta, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=None), False
+            rest = structs.replace(delta, token_ids=token_ids, logprobs=logprobs)
+            rest.prompt_logprobs = rest.prompt_scores = None
+            yield rest, False
         else:
             prompt_logprobs = None if begin else delta.prompt_logprobs
-            yield SequenceDelta(delta.request_id, delta.index, token_ids, logprobs, prompt_logprobs), not begin
+            part = SequenceDelta(delta.request_id, delta.index, token_ids, logprobs, prompt_logprobs)
+            part.prompt_scores = None if begin else delta.prompt_scores
+            yield part, not begin
 
 
 def _extend(
@@ -337,6 +345,7 @@ def _extend(
     if branch.last_token_s is None:
         if delta.index == 0 and request.params.prompt_logprobs is not None:
             opened.prompt_logprobs = delta.prompt_logprobs or LogprobTable()
+        opened.prompt_scores = opened.prompt_scores or delta.prompt_scores
     elif is_first:
         step.itl_s.append(now_s - branch.last_token_s)
     _record_recovery(opened.metrics.preemptions, now_s)

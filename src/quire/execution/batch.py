@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
+from quire.core.prompt_scores import padded
 from quire.decoding.pooling import PooledEntry, RowPool
 from quire.decoding.row_grammars import StepGrammars
 from quire.decoding.sampling_state import SamplingState
@@ -49,6 +50,8 @@ class PersistentBatch:
         self.block_tables = _touched_zeros(max_num_seqs, max_blocks)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # number asked for; -1: none
+        self.scores_prompt = np.zeros(max_num_seqs, dtype=bool)           # asks for these, or for those of named tokens
+        self._named = dict[int, tuple[int, IntArray]]()                   # of the latter: the first position, the ids
         self.sampling = SamplingState(max_num_seqs, vocab_size)
         self._pools = dict[int, RowPool]()                                # of the rows that pool
         self._owners = np.zeros(max_num_seqs, dtype=np.int64)             # number of sequences each row has had
@@ -73,16 +76,31 @@ class PersistentBatch:
         self.token_ids[fork.row, fork.num_tokens] = fork.token_id
 
     def _fill(self, new: NewRow) -> None:
-        row, asked = new.row, new.params.prompt_logprobs
+        row, asked, named = new.row, new.params.prompt_logprobs, new.params.prompt_logprob_token_ids
         self._owners[row] += 1
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.block_tables[row, : len(new.block_ids)] = new.block_ids
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.prompt_logprobs[row] = -1 if asked is None else asked
+        self.scores_prompt[row] = asked is not None or named is not None
+        self._named.pop(row, None)
+        if named is not None:
+            self._named[row] = new.params.prompt_logprob_start or 0, padded(named)
         self.sampling.set(new)
         self._pools.pop(row, None)
         if new.pool is not None:
             self._pools[row] = RowPool(new.pool, new.num_prompt_tokens)
+
+    def named_ids(self, row: int, start: int, stop: int) -> tuple[int, IntArray] | None:
+        """Return the first of the positions [start, stop) of a row that has ids to score behind it, and those ids.
+
+        They are [num_rows, width], one row for each position from there on. None if there are none.
+        """
+        if row not in self._named:
+            return None
+        first, ids = self._named[row]
+        begin = max(start, first)
+        return (begin, ids[begin - first : stop - first]) if begin < stop else None
 
     def inputs(self, plan: StepPlan, *, has_tables: bool = True) -> StepInputs:
         """Gather the inputs of the forward pass and of the sampler; without block tables if the device has them."""

@@ -138,7 +138,7 @@ class CudaWorker(Worker):
 
     def _has_prompt_logprobs(self, inputs: StepInputs) -> bool:
         is_prompt = inputs.starts < self._batch.num_prompt_tokens[inputs.rows] - 1
-        return bool((is_prompt & (self._batch.prompt_logprobs[inputs.rows] >= 0)).any())
+        return bool((is_prompt & self._batch.scores_prompt[inputs.rows]).any())
 
     def _start_sampling(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens | Tensor:
         """Sample without waiting, unless a row asks for logprobs or the samples have to be drawn one by one."""

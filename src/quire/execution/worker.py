@@ -9,13 +9,23 @@ import time
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
 from quire.decoding.pooling import pool
 from quire.decoding.row_grammars import RowGrammars
-from quire.decoding.sampler import NOT_FINITE, NOTHING_ALLOWED, SampledTokens, is_finite, join, prompt_logprobs, sample
+from quire.decoding.sampler import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    SampledTokens,
+    is_finite,
+    join,
+    prompt_logprobs,
+    prompt_scores,
+    sample,
+)
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter
@@ -177,7 +187,7 @@ class Worker:
         Adds the rows that cannot be scored to `failures`.
         """
         chunks = []
-        for entry in (self._batch.prompt_logprobs[inputs.rows] >= 0).nonzero()[0].tolist():
+        for entry in self._batch.scores_prompt[inputs.rows].nonzero()[0].tolist():
             row = int(inputs.rows[entry])
             try:
                 own = self._prompt_logprobs_of(inputs, hidden, entry)
@@ -185,7 +195,7 @@ class Worker:
                 log.exception("prompt logprobs could not be computed")
                 failures[row] = f"its prompt logprobs could not be computed: {error!r}"
                 continue
-            if not all(is_finite(record) for chunk in own for record in chunk.tokens):
+            if not all(map(_is_sound, own)):
                 failures[row] = NOT_FINITE
             chunks += own
         return chunks
@@ -199,7 +209,16 @@ class Worker:
             end = min(begin + PROMPT_LOGITS_ROWS, stop)
             logits = self._model.logits(hidden[first + begin : first + end])
             following = torch.from_numpy(self._batch.token_ids[row, begin + 1 : end + 1])
-            asked = int(self._batch.prompt_logprobs[row])
-            records = prompt_logprobs(logits, following, asked, self._model.back_end.sampling)
-            chunks.append(PromptLogprobsChunk(row, begin + 1, records))
+            asked, ops = int(self._batch.prompt_logprobs[row]), self._model.back_end.sampling
+            records = [] if asked < 0 else prompt_logprobs(logits, following, asked, ops)
+            named, scores = self._batch.named_ids(row, begin, end), b""
+            if named is not None:
+                scores = prompt_scores(logits[named[0] - begin :], named[1], ops).tobytes()
+            chunks.append(PromptLogprobsChunk(row, begin + 1, records, scores))
         return chunks
+
+
+def _is_sound(chunk: PromptLogprobsChunk) -> bool:
+    """Return whether the logits behind a chunk were finite; the logprob of padding is -inf."""
+    has_nan = bool(np.isnan(np.frombuffer(chunk.scores, dtype=np.float32)).any())
+    return not has_nan and all(map(is_finite, chunk.tokens))

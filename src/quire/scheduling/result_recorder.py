@@ -6,6 +6,7 @@ from itertools import repeat
 from quire.cache.manager import KVCacheManager
 from quire.core.outputs import SequenceDelta
 from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
+from quire.core.prompt_scores import SCORE_BYTES, width_of
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.core.task import BeamSearch
 from quire.scheduling.beam_search import BeamSearches
@@ -152,3 +153,8 @@ class ResultRecorder:
             return                                                      # aborted while the step ran
         known = 1 + len(request.prompt_logprobs)
         request.prompt_logprobs.extend(chunk.tokens[max(0, known - chunk.start) :])
+        if chunk.scores:
+            params = request.params
+            first_row = max(0, chunk.start - 1 - (params.prompt_logprob_start or 0))
+            begin = first_row * width_of(params.prompt_logprob_token_ids) * SCORE_BYTES
+            request.prompt_scores += chunk.scores[max(0, len(request.prompt_scores) - begin) :]

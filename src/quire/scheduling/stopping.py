@@ -21,8 +21,9 @@ def check_stop(request: Request, sequence: Sequence, token: int, logprobs: Token
     delta = SequenceDelta(request.request_id, sequence.index, [token])
     if logprobs is not None:
         delta.logprobs = [logprobs]
-    if num_output_tokens == 1 and sequence.index == 0 and request.prompt_logprobs:
-        delta.prompt_logprobs = request.prompt_logprobs
+    if num_output_tokens == 1 and sequence.index == 0:
+        delta.prompt_logprobs = request.prompt_logprobs or None
+        delta.prompt_scores = bytes(request.prompt_scores) or None
     if num_output_tokens >= request.max_tokens:
         delta.finish_reason = "length"
     is_stop = token in request.stop_token_ids
@@ -58,6 +59,7 @@ def append_tokens(request: Request, sequence: Sequence, row: RowResult) -> Seque
         sequence.token_ids.output.append(token)
         whole.token_ids.append(token)
         whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
+        whole.prompt_scores = whole.prompt_scores or delta.prompt_scores
         if delta.logprobs is not None:
             whole.logprobs = (whole.logprobs or []) + delta.logprobs
         if delta.finish_reason is not None:

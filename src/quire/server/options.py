@@ -99,7 +99,9 @@ class Limits:
     max_call_tokens: int = _count(1 << 20, "tokens of all prompts of a call", **_REFUSED)
     max_prompt_candidates: int = _count(
         1 << 18, "prompt logprobs of a call, over all positions and answers",
-        row="prompt logprobs of a call: tokens times (`prompt_logprobs` + 1) times `n`", **_REFUSED,
+        row="prompt logprobs of a call: tokens times (`prompt_logprobs` + 1, and the longest list of "
+        "`prompt_logprob_token_ids`) times `n`",
+        **_REFUSED,
     )  # fmt: skip
     max_output_candidates: int = _count(
         1 << 22, "logprobs of a call's answers: n x max_tokens x (logprobs + 1)",

@@ -9,7 +9,7 @@ from quire.server.errors import ApiError
 from quire.server.options import Limits
 
 
-def request(max_tokens: int = 10, prompt: int = 5, **params: int) -> Request:
+def request(max_tokens: int = 10, prompt: int = 5, **params: object) -> Request:
     return Request(1, [5] * prompt, SamplingParams(**params), seed=0, max_tokens=max_tokens)  # type: ignore[arg-type]
 
 
@@ -20,6 +20,9 @@ def test_what_a_call_may_come_to_is_reserved_until_it_is_released() -> None:
     for _ in range(2):
         reserved.release()
         assert room.num_bytes == 0
+    named = room.reserve([request(prompt_logprob_token_ids=[[1, 2], [3]])], Limits())
+    assert room.num_bytes == 16 * 5 * 2
+    named.release()
     room.reserve([request(n=64)], Limits())
     assert room.num_bytes == 0, "without logprobs there is nothing to hold"
 

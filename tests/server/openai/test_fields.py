@@ -108,6 +108,28 @@ def test_named_logprobs_are_those_of_the_whole_distribution(server: OpenAIServer
     assert named["logprobs"]["top_logprobs"][0] == likeliest
 
 
+def test_named_tokens_of_a_prompt(server: OpenAIServer) -> None:
+    asked = GREEDY | {"max_tokens": 2, "prompt_logprobs": 0}
+    rows = [[6, 9], [7, -1, 9], []]
+    whole = choice(server.ask(COMPLETIONS, prompt=[5, 6, 7, 8], **asked, prompt_logprob_token_ids=rows))
+    scores, listed = whole["prompt_token_id_logprobs"], whole["prompt_logprobs"]
+    assert [len(row) for row in scores] == [2, 3, 0]
+    assert scores[1][1] is None, "padding"
+    assert [scores[0][0], scores[1][0]] == pytest.approx([listed[1]["6"]["logprob"], listed[2]["7"]["logprob"]])
+    named = {"prompt_logprob_token_ids": [[9]], "prompt_logprob_start": 2}
+    last = choice(server.ask(COMPLETIONS, prompt=[5, 6, 7, 8], **asked, **named))["prompt_token_id_logprobs"]
+    chunks = server.stream(COMPLETIONS, prompt=[5, 6, 7, 8], **(asked | named | {"n": 2, "temperature": 1}))
+    told = [choice(chunk) for chunk in chunks if "prompt_token_id_logprobs" in choice(chunk)]
+    assert [each["prompt_token_id_logprobs"] for each in told] == [last, last]
+    num_tokens = server.ask(CHAT, messages=MESSAGES, **asked)["usage"]["prompt_tokens"]
+    named = {"prompt_logprob_token_ids": [[9, 300]], "prompt_logprob_start": num_tokens - 2}
+    chat = server.ask(CHAT, messages=MESSAGES, **asked, **named)
+    assert [len(row) for row in chat["prompt_token_id_logprobs"]] == [2]
+    assert "prompt_token_id_logprobs" not in server.ask(CHAT, messages=MESSAGES, **asked)
+    error = server.refusal(COMPLETIONS, prompt=[5, 6], **asked, prompt_logprob_token_ids=[[1], [2]])
+    assert (error[0], error[1]["param"]) == (400, "prompt_logprob_token_ids")
+
+
 def test_logprobs_of_the_whole_vocabulary(demo_model: Path) -> None:
     engine = EngineOptions(model=str(demo_model), max_model_len=64, num_kv_blocks=16, max_logprobs=-1)
     asked = GREEDY | {"max_tokens": 2, "return_tokens_as_token_ids": True}

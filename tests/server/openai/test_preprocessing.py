@@ -107,6 +107,10 @@ def test_logprobs_of_prompts_are_bounded(server: OpenAIServer, monkeypatch: pyte
     assert (status, error["param"]) == (400, "prompt_logprobs")
     assert "120" in error["message"]
     server.ask(COMPLETIONS, prompt=[[5] * 10] * 2, prompt_logprobs=2, n=1, max_tokens=1)
+    named = {"prompt_logprob_token_ids": [[5] * 3] * 9}
+    status, error = server.refusal(COMPLETIONS, prompt=[[5] * 10] * 2, **named, n=2)
+    assert (status, error["param"]) == (400, "prompt_logprob_token_ids")
+    server.ask(COMPLETIONS, prompt=[[5] * 10] * 2, **named, max_tokens=1)
 
 
 def test_long_prompts_hold_up_no_short_ones(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ A call reserves its maximum, so that an admitted call never fails for lack of me
 from collections.abc import Sequence
 
 from quire.core.logprob_table import CANDIDATE_BYTES
+from quire.core.prompt_scores import width_of
 from quire.core.sequence import Request
 from quire.server.errors import invalid, logprob_memory_full
 from quire.server.options import Limits
@@ -59,4 +60,5 @@ def _num_output_candidates(request: Request) -> int:
 
 def _num_prompt_candidates(request: Request) -> int:
     asked = request.params.prompt_logprobs
-    return 0 if asked is None else len(request.prompt_token_ids) * (asked + 1)
+    num_each = (0 if asked is None else asked + 1) + width_of(request.params.prompt_logprob_token_ids)
+    return len(request.prompt_token_ids) * num_each

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from quire.core.checks import refuse
+from quire.core.prompt_scores import width_of
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import TokenizedPrompt
 from quire.server.api.request import ApiRequest
@@ -102,13 +103,13 @@ def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> Non
     if num_tokens > limits.max_call_tokens:
         most = limits.max_call_tokens
         invalid(f"the prompts of one call may have at most {most} tokens together (max_call_tokens)", param="prompt")
-    if params.prompt_logprobs is None:
-        return
-    num_logprobs = num_tokens * (params.prompt_logprobs + 1) * params.n
+    num_listed = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
+    num_each = num_listed + width_of(params.prompt_logprob_token_ids)
+    num_logprobs = num_tokens * num_each * params.n
     if num_logprobs > limits.max_prompt_candidates:
         invalid(
-            f"{num_tokens} prompt tokens with prompt_logprobs {params.prompt_logprobs} and n {params.n} come to "
+            f"{num_tokens} prompt tokens with {num_each} logprobs each and n {params.n} come to "
             f"{num_logprobs} logprobs: one call may have at most {limits.max_prompt_candidates} "
             f"(max_prompt_candidates)",
-            param="prompt_logprobs",
+            param="prompt_logprobs" if num_listed else "prompt_logprob_token_ids",
         )

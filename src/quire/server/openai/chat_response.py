@@ -161,7 +161,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         if self.request.body.prompt_logprobs is not None:
             table = self._prompt_logprobs[0]
             fields["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
-        return fields
+        return fields | self._scores_of_prompt(0)
 
 
 def _echo(body: ChatBody | CompletionBody) -> str:

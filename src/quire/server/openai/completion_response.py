@@ -72,6 +72,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         if self.request.body.prompt_logprobs is not None:
             table = self._prompt_logprobs[prompt_index]
             choice["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
+        choice |= self._scores_of_prompt(prompt_index)
         if self._echoes is not None:
             choice["text"] = self._echoes[prompt_index] + choice["text"]
 

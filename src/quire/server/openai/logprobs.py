@@ -5,8 +5,11 @@ from itertools import chain, islice
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.logprob_table import Logprobs, Position
+from quire.core.prompt_scores import PADDING
 from quire.server.api.json_encoding import JsonStream, array, encode
 from quire.server.api.token_logprobs import (
     SLICE_CANDIDATES,
@@ -202,6 +205,23 @@ def prompt_logprobs(names: TokenNames, table: Logprobs) -> JsonStream:
                 yield encode([dict(_by_token_id(names, position)) for position in positions])
 
     return JsonStream(array(slices()))
+
+
+def prompt_scores(rows: Sequence[Sequence[int]], scores: NDArray[np.float32]) -> JsonStream:
+    """Return the `scores` [num_rows, width] of rows of token ids, null for padding inside a row."""
+    num_rows = max(1, SLICE_CANDIDATES // scores.shape[1])
+
+    def slices() -> Iterator[bytes]:
+        for start in range(0, len(rows), num_rows):
+            some = zip(rows[start : start + num_rows], scores[start : start + num_rows].tolist(), strict=True)
+            yield encode([_scores_of(*row) for row in some])
+
+    return JsonStream(array(slices()))
+
+
+def _scores_of(ids: Sequence[int], scores: list[float]) -> list[float | None]:
+    """Return the scores of one row, without what pads it to the width of all."""
+    return [None if token == PADDING else score for token, score in zip(ids, scores, strict=False)]
 
 
 def _by_token_id(names: TokenNames, position: Position) -> Iterator[tuple[int, PromptLogprob]]:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from quire.core.beam_search_params import MAX_LENGTH_PENALTY
 from quire.core.checks import MAX_INT
+from quire.core.prompt_scores import PADDING
 from quire.core.sampling_params import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -44,6 +45,7 @@ def _number(low: float, high: float, *, above_low: bool = False) -> WithJsonSche
 
 
 _TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
+_SCORED_TOKEN: Schema = {"type": "integer", "minimum": PADDING, "maximum": MAX_INT}
 
 
 def _checked_content(content: object) -> object:
@@ -197,6 +199,8 @@ class GenerationBody(OpenAIBody):
     allowed_token_ids: Annotated[Any, documented_as(list_of(_TOKEN, least=1), NULL)] = None
     bad_words: Annotated[Any, documented_as(list_of(TEXT), NULL)] = None
     prompt_logprobs: Annotated[int | None, _integer(-1)] = None
+    prompt_logprob_token_ids: Annotated[Any, documented_as(list_of(list_of(_SCORED_TOKEN)), NULL)] = None
+    prompt_logprob_start: Annotated[int | None, _integer(0)] = None
     logprob_token_ids: TokenIds = None
     return_token_ids: Flag = None
     return_tokens_as_token_ids: Flag = None

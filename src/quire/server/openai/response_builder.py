@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.core.logprob_table import Logprobs
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.core.version import __version__
@@ -20,6 +23,7 @@ from quire.server.api.json_encoding import JsonStream, array_from_values, encode
 from quire.server.api.request import ApiRequest
 from quire.server.api.usage import TokenUsage, request_times
 from quire.server.errors import ApiError
+from quire.server.openai.logprobs import prompt_scores
 from quire.server.openai.request_models import ChatBody, CompletionBody
 
 Json = dict[str, Any]
@@ -106,6 +110,7 @@ class OpenAIResponseBuilder(ABC):
     def __init__(self, request: OpenAIRequest) -> None:
         self.request = request
         self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts with an output
+        self._prompt_scores: dict[int, NDArray[np.float32] | None] = {}  # likewise, if the request names token ids
         self._metrics: RequestMetrics | None = None                 # of the last output
         self._halves = self._encoded_halves()
         self._text_halves: dict[int, tuple[bytes, bytes]] = {}          # of chunks that are text alone, by choice
@@ -122,7 +127,7 @@ class OpenAIResponseBuilder(ABC):
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
         """Yield the whole response, from the last output of each prompt."""
         for prompt_index, output in enumerate(outputs):
-            self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
+            self._note_prompt(prompt_index, output)
         choices = (
             self._choice_pieces(prompt_index, piece)
             for prompt_index, output in enumerate(outputs)
@@ -133,6 +138,17 @@ class OpenAIResponseBuilder(ABC):
             envelope["metrics"] = request_times(outputs[0].metrics, usage.num_output_tokens)
         usage_pieces = (encode(_with_nulls(self._usage(usage))) for _ in range(1))  # read after the choices
         yield from encode_streamed(envelope | {"usage": JsonStream(usage_pieces)} | self._prompt_fields())
+
+    def _note_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
+        self._prompt_scores[prompt_index] = output.prompt_token_id_logprobs
+
+    def _scores_of_prompt(self, prompt_index: int) -> Json:
+        """Return the field of the token ids that the request names for its prompt; no field if there are none."""
+        rows, scores = self.request.params.prompt_logprob_token_ids, self._prompt_scores[prompt_index]
+        if rows is None:
+            return {}
+        return {"prompt_token_id_logprobs": None if scores is None else prompt_scores(rows, scores)}
 
     def _choice_pieces(self, prompt_index: int, output: CompletionOutput) -> Iterable[bytes]:
         """Return the JSON of a choice, in slices of bounded work."""
@@ -148,8 +164,8 @@ class OpenAIResponseBuilder(ABC):
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
         """Yield the events for the new part of an output; nothing if there is nothing to show."""
-        if output.packed_prompt_logprobs is not None or prompt_index not in self._prompt_logprobs:
-            self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
+        if prompt_index not in self._prompt_logprobs or _scores_prompt(output):
+            self._note_prompt(prompt_index, output)
         self._metrics = output.metrics
         for piece in output.outputs:
             if self._is_text(prompt_index, piece):
@@ -203,7 +219,8 @@ class OpenAIResponseBuilder(ABC):
         """Return the work of encoding the prompt's fields, once for each of its choices."""
         prompt, table = self.request.requests[prompt_index].prompt, output.packed_prompt_logprobs
         num_chars = len(prompt.text or "") + len(prompt.token_ids) if self.request.shows_prompt else 0
-        num_candidates = 0 if table is None else table.num_candidates
+        scores = output.prompt_token_id_logprobs
+        num_candidates = (0 if table is None else table.num_candidates) + (0 if scores is None else scores.size)
         return self.request.params.n * (num_candidates + num_chars // _UNIT_CHARS)
 
     def last_chunk(self, usage: TokenUsage) -> bytes:
@@ -270,3 +287,8 @@ class OpenAIResponseBuilder(ABC):
         encoded = encode(self._chunk_envelope([]))
         head, choices, tail = encoded.partition(b'"choices":[')  # inside a string the quotes would be escaped
         return b"data: " + head + choices, tail + b"\n\n"
+
+
+def _scores_prompt(output: RequestOutput) -> bool:
+    """Return whether an output has logprobs of its prompt."""
+    return output.packed_prompt_logprobs is not None or output.prompt_token_id_logprobs is not None

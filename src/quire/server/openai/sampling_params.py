@@ -22,7 +22,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 _SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logprob_token_ids",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "prompt_logprob_token_ids",
+    "prompt_logprob_start", "logprob_token_ids",
     "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens",
     "repetition_detection",
 )
