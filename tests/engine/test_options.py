@@ -65,11 +65,6 @@ def test_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
         EngineOptions(**{setting: value})  # type: ignore[arg-type]
 
 
-def test_what_has_not_landed_is_refused_never_ignored() -> None:
-    with pytest.raises(ConfigError, match="distributed_executor_backend 'ray' is not supported yet"):
-        EngineOptions(distributed_executor_backend="ray")
-
-
 def test_revision_of_a_tokenizer_needs_one() -> None:
     assert EngineOptions("owner/name", revision="v2", tokenizer_revision="v2").tokenizer_revision == "v2"
     assert EngineOptions("owner/name", tokenizer="owner/other", tokenizer_revision="v2").revision is None

@@ -49,6 +49,10 @@ class ClusterFlags:
 def deploy(engine: EngineOptions, server: ServerOptions, cluster: ClusterFlags) -> None:
     """Deploy a model on a Ray cluster: replicas that scale, are upgraded one by one, and replaced when they die."""
     least, most = cluster.bounds
+    if engine.distributed_executor_backend == "ray":
+        raise ConfigError(
+            "distributed_executor_backend 'ray' is for one server: the ranks of a replica share its placement group"
+        )
     if engine.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size {engine.data_parallel_size} is for one server; replicas sets the engines on a cluster"

@@ -114,6 +114,10 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
     setting = f"tensor_parallel_size {options.tensor_parallel_size}"
     with _needs_room(setting, "quire.engine.parallel", "quire.kernels.cpp._kernels"):
         from quire.engine.parallel.leader import RankSet  # noqa: PLC0415 (a room: it can be absent, as all below)
+    if options.distributed_executor_backend == "ray":
+        with _needs_room("distributed_executor_backend 'ray'", "ray", "quire.engine.ray_ranks", "quire.engine.nodes"):
+            from quire.engine.ray_ranks.leader import RayRankSet  # noqa: PLC0415 (imports Ray, for a second)
+        return RayRankSet(options)
     if options.nnodes == 1:
         return RankSet(options)
     with _needs_room(f"nnodes {options.nnodes}", "quire.engine.nodes"):

@@ -133,8 +133,9 @@ def _check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> No
         raise ConfigError(f"{name} needs the C++ kernels of device cpu, which do not serve this model here")
     if options.memory_policy != "paged" or options.batching != "continuous":
         raise ConfigError(f"{name} needs memory_policy 'paged' and batching 'continuous'")
-    if options.nnodes > 1 and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
-        raise ConfigError(f"nnodes {options.nnodes}: models with experts are not supported over several machines yet")
+    if options.is_over_network and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
+        over = f"nnodes {options.nnodes}" if options.nnodes > 1 else "distributed_executor_backend 'ray'"
+        raise ConfigError(f"{over}: models with experts are not supported over several machines yet")
     check_shardable(spec, options.tensor_parallel_size, options.tensor_parallel_mode_on("cpu"))
 
 

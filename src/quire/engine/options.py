@@ -310,8 +310,9 @@ class EngineOptions:
         "([scaling](scaling.md#gather-or-reduce)); `auto`: `gather` on CPUs",
     )  # fmt: skip
     distributed_executor_backend: ExecutorBackend = _engine(
-        "auto", "start of these processes: auto is mp; uni is one process",
-        row="start of these processes: `auto`, `mp` (the same), or `uni`, which is for one process",
+        "auto", "start of these processes: ray places them on a Ray cluster; auto is mp; uni is one process",
+        row="start of these processes: `mp`, by this command (and by those of the other nodes); `ray`, on a Ray "
+        "cluster ([scaling](scaling.md#ranks-on-a-ray-cluster)); `auto`, which is `mp`; or `uni`, for one process",
     )  # fmt: skip
     nnodes: int = _engine(
         1, "machines that these processes are on, each with as many; start the same command on each", low=1, high=64,
@@ -326,9 +327,12 @@ class EngineOptions:
     master_addr: str = _engine(
         "127.0.0.1", "address of node 0 for the other nodes", metavar="HOST",
         row="address of node 0, at which it listens for the other nodes; one beyond this machine needs "
-        "`node_secret_file`",
+        "`node_secret_file`. With `ray` the default is Ray's address of this machine, and the port a free one",
     )  # fmt: skip
-    master_port: int = _engine(29501, "port of node 0 for the other nodes", low=1, high=65535)
+    master_port: int = _engine(
+        29501, "port of node 0 for the other nodes", low=1, high=65535,
+        row="port of node 0, at which it listens for the other nodes",
+    )  # fmt: skip
     node_secret_file: str | None = _engine(
         None, "file with a secret that all nodes share", metavar="FILE",
         row="file with a secret of 16 to 4,096 bytes, the same on all nodes, without which none joins the run",
@@ -346,7 +350,7 @@ class EngineOptions:
     start_timeout: float = option(
         START_TIMEOUT_S, "seconds for machines to find each other", kind="none", low=1, high=86400, unit="seconds",
         row="seconds, at least 1: with `nnodes` above 1, four fifths of it are for the other nodes to find node 0, and "
-        "nine tenths for it to find all of them",
+        "nine tenths for it to find all of them; with `ray`, half for Ray to find room",
     )  # fmt: skip
     max_kv_share_per_key: float = option(
         1.0, "share of the KV blocks that the requests of a key may hold", kind="none",
@@ -376,8 +380,6 @@ class EngineOptions:
             raise ConfigError(
                 f"tokenizer_revision {self.tokenizer_revision!r} needs a tokenizer: the model's own is of its revision"
             )
-        if self.distributed_executor_backend == "ray":
-            raise ConfigError("distributed_executor_backend 'ray' is not supported yet; use auto or mp")
         if self.distributed_executor_backend == "uni" and self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"distributed_executor_backend 'uni' is one process: tensor_parallel_size must be 1, got "
@@ -410,6 +412,11 @@ class EngineOptions:
         if self.tensor_parallel_mode != "auto":
             return self.tensor_parallel_mode
         return "gather" if device == "cpu" else "reduce"
+
+    @property
+    def is_over_network(self) -> bool:
+        """Whether ranks of one model may be on several machines."""
+        return self.nnodes > 1 or (self.distributed_executor_backend == "ray" and self.tensor_parallel_size > 1)
 
     @property
     def given_chat_template(self) -> str | None:
@@ -456,10 +463,15 @@ class EngineOptions:
             )
         if self.node_rank >= self.nnodes:
             raise ConfigError(f"node_rank must be below nnodes {self.nnodes}, got {self.node_rank}")
-        if self.nnodes > 1 and self.data_parallel_size > 1:
-            raise ConfigError(f"nnodes {self.nnodes} does not go with data_parallel_size {self.data_parallel_size}")
-        if self.nnodes > 1 and self.enable_lora:
-            raise ConfigError(f"nnodes {self.nnodes} does not go with enable_lora yet")
+        name = f"nnodes {self.nnodes}" if self.nnodes > 1 else "distributed_executor_backend 'ray'"
+        if self.is_over_network and self.data_parallel_size > 1:
+            raise ConfigError(f"{name} does not go with data_parallel_size {self.data_parallel_size}")
+        if self.is_over_network and self.enable_lora:
+            raise ConfigError(f"{name} does not go with enable_lora yet")
+        if self.distributed_executor_backend == "ray" and self.node_rank:
+            raise ConfigError(f"node_rank {self.node_rank} is for nodes that are started by hand: Ray starts them all")
+        if self.distributed_executor_backend == "ray" and self.node_secret_file is not None:
+            raise ConfigError("node_secret_file is for nodes that are started by hand: with Ray a run makes its own")
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)

@@ -55,13 +55,17 @@ _SUPPORTED = (
     ),
     same(
         number("nnodes", flags=("-n",)),
-        "machines of a run with `--tensor-parallel-size`, each with as many processes "
+        "machines of a run with `--tensor-parallel-size`, each with as many processes, by hand or on Ray "
         "([scaling.md](scaling.md#several-machines-by-hand))",
     ),
     same(number("node_rank", flags=("-r",)), "nodes other than 0 need no `--headless`"),
     same(text("master_addr"), "beyond this machine it needs `--node-secret-file`"),
     same(number("master_port"), "29501"),
-    same(text("distributed_executor_backend"), "`auto`, `mp`, and `uni` with one process; `ray` is refused"),
+    same(
+        text("distributed_executor_backend"),
+        "`auto`, `mp`, `uni` with one process; `ray` places processes on a Ray cluster "
+        "([scaling.md](scaling.md#ranks-on-a-ray-cluster)); `external_launcher` is refused",
+    ),
     same(number("max_logprobs"), "20"),
     same(switch("enable_prefix_caching"), "on by default; matches go on inside of blocks, to the token"),
     same(

@@ -294,7 +294,5 @@ def test_settings_that_ranks_do_not_serve_are_refused(folder: Path, mixture: Pat
         )  # fmt: skip
     with pytest.raises(ConfigError, match="tensor_parallel_size 7 is above the model's 6 attention heads"):
         LLM(folder, tensor_parallel_size=7)
-    with pytest.raises(ConfigError, match="distributed_executor_backend 'ray' is not supported yet; use auto or mp"):
-        LLM(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
     with pytest.raises(ConfigError, match="tensor_parallel_size 2 needs memory_policy 'paged'"):
         LLM(folder, tensor_parallel_size=2, memory_policy="contiguous-max", num_kv_blocks=64, max_model_len=64)

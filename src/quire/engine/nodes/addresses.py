@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,9 +13,32 @@ MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class RunAddress:
+    """Where rank 0 listens, and the key of the run. Port 0: a free one."""
+
+    address: str
+    port: int
+    key: bytes
+
+
+def run_address(options: EngineOptions) -> RunAddress:
+    """Return the address of a run that is started by hand. ConfigError as of the functions below."""
+    return RunAddress(master_address(options), options.master_port, secret_key(options))
+
+
 def master_address(options: EngineOptions) -> str:
     """Return the IP address of `master_addr`. ConfigError if it is unknown, or needs a flag or a secret."""
-    name = options.master_addr
+    text = checked_address(options.master_addr, options)
+    if not ipaddress.ip_address(text).is_loopback and options.node_secret_file is None:
+        raise ConfigError(
+            f"master_addr {options.master_addr} can be reached by others: set node_secret_file, the same on all nodes"
+        )
+    return text
+
+
+def checked_address(name: str, options: EngineOptions) -> str:
+    """Return the IP address of a host name. ConfigError if it is unknown, or public without a flag."""
     try:
         found = socket.getaddrinfo(name, options.master_port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -23,8 +47,6 @@ def master_address(options: EngineOptions) -> str:
     address = ipaddress.ip_address(text)
     if address.is_unspecified or address.is_multicast:
         raise ConfigError(f"master_addr must be an address of node 0 that the other nodes reach, got {name}")
-    if not address.is_loopback and options.node_secret_file is None:
-        raise ConfigError(f"master_addr {name} can be reached by others: set node_secret_file, the same on all nodes")
     if address.is_global and not options.allow_public_master_addr:
         raise ConfigError(
             f"master_addr {name} is a public address, and activations are not encrypted: use an address of a private "

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -27,17 +27,17 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
 class Members:
-    """Processes of ranks on this machine, which join a run."""
+    """Processes of ranks on this machine, each with so many threads, which join a run."""
 
-    def __init__(self, options: EngineOptions, ranks: Sequence[int], address: str, port: int, key: bytes) -> None:
+    def __init__(
+        self, options: EngineOptions, num_threads: Mapping[int, int], address: str, port: int, key: bytes
+    ) -> None:
         self._processes: list[tuple[subprocess.Popen[bytes], Channel]] = []
-        self._ranks, self._stall_limit_s = ranks, options.stall_limit
+        self._ranks, self._stall_limit_s = list(num_threads), options.stall_limit
         self._ends = SimpleQueue[tuple[int, Ended | None]]()
         environment = dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
-        num_local = options.tensor_parallel_size // options.nnodes
-        for rank in ranks:
-            threads = {"OMP_NUM_THREADS": str(num_threads_of(rank % num_local, num_local, environment))}
-            process, connection = start_module(MEMBER_MODULE, env=environment | threads)
+        for rank, num_own in num_threads.items():
+            process, connection = start_module(MEMBER_MODULE, env=environment | {"OMP_NUM_THREADS": str(num_own)})
             channel = Channel(connection, decode_report)
             channel.silence_limit_s = options.start_timeout
             channel.start(partial(self._ends.put, (rank, None)), partial(self._note, rank, channel))
@@ -83,6 +83,12 @@ class Members:
         return True
 
 
+def threads_of(options: EngineOptions, ranks: Sequence[int]) -> Mapping[int, int]:
+    """Return the threads of ranks on this machine, by its threads and all of its ranks."""
+    num_local = options.tensor_parallel_size // options.nnodes
+    return {rank: num_threads_of(rank % num_local, num_local, os.environ) for rank in ranks}
+
+
 def run_node(options: EngineOptions, num_restarts: int = 0) -> EngineError:
     """Run the ranks of this node until they end, and after that again, `num_restarts` times; return the last reason.
 
@@ -105,7 +111,7 @@ def run_node(options: EngineOptions, num_restarts: int = 0) -> EngineError:
 @contextmanager
 def running(options: EngineOptions, ranks: Sequence[int], address: str, key: bytes) -> Iterator[Members]:
     """Run ranks that join node 0; all have ended afterwards."""
-    members = Members(options, ranks, address, options.master_port, key)
+    members = Members(options, threads_of(options, ranks), address, options.master_port, key)
     try:
         yield members
     finally:

@@ -12,8 +12,8 @@ from quire.core.options import declared_options
 from quire.engine.exchange.link import RankExchange
 from quire.engine.exchange.shared_memory import MemoryLayout
 from quire.engine.nodes.address_book import AddressBook
-from quire.engine.nodes.addresses import master_address, secret_key
-from quire.engine.nodes.agent import Members
+from quire.engine.nodes.addresses import RunAddress, run_address
+from quire.engine.nodes.agent import Members, threads_of
 from quire.engine.nodes.exchange import NetworkRanks
 from quire.engine.nodes.handshake import greet
 from quire.engine.options import EngineOptions
@@ -35,11 +35,11 @@ OWN_SETTINGS = {
 
 
 class NodeRankSet(RankSet):
-    """All ranks but this one, on this machine and on others."""
+    """All ranks but this one, on this machine and on others. `where` rank 0 listens: by default as the options say."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, where: RunAddress | None = None) -> None:
         super().__init__(options)
-        self._address, self._key = master_address(options), secret_key(options)
+        self._run_address = where or run_address(options)
         self._book = AddressBook(lambda entry: self._publish(entry, self.peers))
         self._members: Members | None = None
         self._joined = SimpleQueue[tuple[int, Channel, str] | ConfigError]()
@@ -51,19 +51,23 @@ class NodeRankSet(RankSet):
             self._members.close()
 
     def _open_exchange(self, layout: MemoryLayout) -> RankExchange:
-        port = self._options.master_port
+        address, port = self._run_address.address, self._run_address.port
         try:
-            listener = socket.create_server((self._address, port), family=_family(self._address))
+            listener = socket.create_server((address, port), family=_family(address))
         except OSError as error:
             raise ConfigError(
-                f"node 0 cannot listen at {self._address} port {port} (master_addr, master_port): {error.strerror}"
+                f"node 0 cannot listen at {address} port {port} (master_addr, master_port): {error.strerror}"
             ) from error
         with listener:
-            own = range(1, self._num_ranks // self._options.nnodes)
-            self._members = Members(self._options, own, self._address, port, self._key)
+            self._start_members(listener.getsockname()[1])
             self._accept_ranks(listener)
-        self._exchange = NetworkRanks(Shard(0, self._num_ranks, self._mode), self._address, self._book)
+        self._exchange = NetworkRanks(Shard(0, self._num_ranks, self._mode), address, self._book)
         return self._exchange
+
+    def _start_members(self, port: int) -> None:
+        """Start the ranks of this machine."""
+        own = threads_of(self._options, range(1, self._num_ranks // self._options.nnodes))
+        self._members = Members(self._options, own, self._run_address.address, port, self._run_address.key)
 
     def _accept_ranks(self, listener: socket.socket) -> None:
         """Wait until all ranks have joined. EngineError if they do not, or one is not of this run."""
@@ -76,7 +80,8 @@ class NodeRankSet(RankSet):
                 raise self.lost
             if time.monotonic() > deadline_s:
                 ranks = ", ".join(map(str, sorted(missing)))
-                raise EngineError(f"rank {ranks} did not join at {self._address} within {limit_s:g} s (start_timeout)")
+                where = self._run_address.address
+                raise EngineError(f"rank {ranks} did not join at {where} within {limit_s:g} s (start_timeout)")
             with suppress(TimeoutError):
                 connection, place = listener.accept()
                 if places.acquire(blocking=False):
@@ -100,7 +105,7 @@ class NodeRankSet(RankSet):
     def _greet(self, connection: socket.socket, place: str, places: threading.BoundedSemaphore) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            rank, seals = greet(connection, self._key)
+            rank, seals = greet(connection, self._run_address.key)
             self._joined.put((rank, Channel(connection, messages.decode_report, seals), place))
         except ConfigError as error:
             connection.close()
