@@ -64,9 +64,9 @@ inline Floats first_lanes(Floats v, long count) {
 
 // Apply weights in float32: OLMo 2's, and Gemma's with an offset of 1.
 template <typename T>
-[[gnu::noinline]] void wide_weights(const Norm<T>& op, const T* values, Floats inverse, T* out) {
+[[gnu::noinline]] void wide_weights(const Norm<T>& op, const T* weight, const T* values, Floats inverse, T* out) {
     each_lanes(op.width, [&](long i, long count) {
-        const Floats factors = load_some(op.weight + i, count) + splat(op.offset);
+        const Floats factors = load_some(weight + i, count) + splat(op.offset);
         store_some(out + i, load_some(values + i, count) * inverse * factors, count);
     });
 }
@@ -78,11 +78,12 @@ void rms_norm(const Norm<T>& op) {
         const T* values = add_residual(op, row, [&](Floats v) { squares = multiply_add(v, v, squares); });
         const float mean = sum_of_lanes(squares) / static_cast<float>(op.width);
         const Floats inverse = splat(1.0f / __builtin_sqrtf(mean + op.eps));
+        const T* weight = op.weight + op.parameters_of(row);
         T* out = op.out + row * op.width;
-        if (op.is_wide) return wide_weights(op, values, inverse, out);
+        if (op.is_wide) return wide_weights(op, weight, values, inverse, out);
         each_lanes(op.width, [&](long i, long count) {
             const Floats normed = rounded<T>(load_some(values + i, count) * inverse);
-            store_some(out + i, normed * load_some(op.weight + i, count), count);
+            store_some(out + i, normed * load_some(weight + i, count), count);
         });
     });
 }
@@ -101,11 +102,12 @@ void layer_norm(const Norm<T>& op) {
         });
         const float variance = sum_of_lanes(squares) / static_cast<float>(op.width);
         const Floats inverse = splat(1.0f / __builtin_sqrtf(variance + op.eps));
+        const long first = op.parameters_of(row);
         T* out = op.out + row * op.width;
         each_lanes(op.width, [&](long i, long count) {
             const Floats normed = (load_some(values + i, count) - mean) * inverse;
-            const Floats bias = op.bias ? load_some(op.bias + i, count) : Floats{};
-            store_some(out + i, multiply_add(normed, load_some(op.weight + i, count), bias), count);
+            const Floats bias = op.bias ? load_some(op.bias + first + i, count) : Floats{};
+            store_some(out + i, multiply_add(normed, load_some(op.weight + first + i, count), bias), count);
         });
     });
 }

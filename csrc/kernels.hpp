@@ -143,9 +143,10 @@ struct Experts {
 };
 
 // summed = x + residual (x itself where residual is null: summed is not written); out = norm(summed) * weight + bias.
-// x rows are x_stride elements apart; everything else is [num_rows, width] without gaps, weight and bias [width], bias
-// null for none, and for RMSNorm. summed may be residual's memory, and out may be x's where x has no gaps. An RMSNorm rounds
-// to T before it applies the weight; with is_wide it multiplies with weight + offset in float32 and rounds once.
+// x rows are x_stride elements apart; everything else is [num_rows, width] without gaps, weight and bias [width], or
+// [num_heads, width] for rows that are heads of tokens; bias null for none, and for RMSNorm. summed may be residual's
+// memory, and out may be x's where x has no gaps. An RMSNorm rounds to T before it applies the weight; with is_wide it
+// multiplies with weight + offset in float32 and rounds once.
 template <typename T>
 struct Norm {
     const T *x, *residual;
@@ -156,6 +157,9 @@ struct Norm {
     float eps;
     bool is_wide = false;
     float offset = 0;
+    long num_heads = 1;  // row i has weights and bias i % num_heads
+
+    long parameters_of(long row) const { return row % num_heads * width; }  // where they begin
 };
 
 // out = x * factor, rounded to T, + y, where y is not null, clipped to [-limit, limit] if limit is above 0; all without

@@ -20,7 +20,7 @@ template <typename T>
 void call_norm(const NormWeights& norm, const T* x, long x_stride, const T* residual, T* summed, T* out, long num_rows, long width) {
     call(norm.is_layer_norm ? chosen->layer_norm : chosen->rms_norm,
          Norm<T>{x, residual, summed, out, num_rows, x_stride, static_cast<const T*>(norm.weight),
-                 static_cast<const T*>(norm.bias), width, norm.eps, norm.is_wide, norm.offset});
+                 static_cast<const T*>(norm.bias), width, norm.eps, norm.is_wide, norm.offset, norm.num_heads});
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ struct NormWeights {
     bool is_layer_norm = false;  // else RMSNorm
     bool is_wide = false;        // as of Norm
     float offset = 0;
+    long num_heads = 1;  // as of Norm
 };
 
 struct Heads {

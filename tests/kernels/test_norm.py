@@ -41,6 +41,16 @@ def test_norms_match_their_formulas_in_float64(width: int, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("centers", [False, True])
+def test_heads_with_weights_of_their_own_equal_each_by_itself(centers: bool, dtype: torch.dtype) -> None:
+    heads, weight = rows(7, 3, 24, dtype=dtype), rows(3, 24, dtype=dtype, seed=1)
+    found = TorchNorm(weight, None, 1e-5, centers)(heads)[0]
+    for head in range(3):
+        alone = TorchNorm(weight[head], None, 1e-5, centers)(heads[:, head])[0]
+        torch.testing.assert_close(found[:, head], alone, rtol=1e-6, atol=1e-6 if dtype == torch.float32 else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rms_norm_rounds_where_transformers_does(dtype: torch.dtype) -> None:
     x, weight = rows(9, 896, dtype=dtype), rows(896, dtype=dtype, seed=1)
     theirs = LlamaRMSNorm(896, eps=1e-6).to(dtype)

@@ -234,6 +234,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8, "layer_norm_eps": 1e-3}
         | rope("linear", factor=2.5),
     ),
+    "cohere, norms by head": (
+        "Cohere", LLAMA | SPECIAL | {"logit_scale": 0.8, "use_qk_norm": True, "layer_norm_eps": 1e-3}
+    ),
     "cohere2": ("Cohere2", LLAMA | SPECIAL | {"num_hidden_layers": 5, "sliding_window": 11, "logit_scale": 0.5}),
     "cohere2, layer types, biases": (
         "Cohere2",
@@ -248,6 +251,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         LLAMA
         | {"use_parallel_residual": True, "use_qkv_bias": True, "layer_norm_eps": 1e-3, "tie_word_embeddings": True}
         | rope("default", partial_rotary_factor=0.5),
+    ),
+    "stablelm, norms by head, parallel": (
+        "StableLm", LLAMA | {"qk_layernorm": True, "use_parallel_residual": True, "layer_norm_eps": 1e-3}
     ),
     "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 5}),
     "mixtral, window, one expert each": (
@@ -409,6 +415,7 @@ NEWER = [
     "ministral3, window, plain rope, tied", "gemma3, with vision", "gemma3, with vision, untied, linear rope",
     "mistral3, with vision", "mistral3, ministral with vision, tied", "gemma3, linear rope in full layers",
     "olmo3, yarn in full layers", "cohere2, layer types, biases", "glm4, whole heads turned, tied",
+    "cohere, norms by head", "stablelm, norms by head, parallel",
 ]  # fmt: skip
 
 

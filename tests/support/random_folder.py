@@ -23,8 +23,8 @@ def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dt
         if shape is None:
             return {}
         if isinstance(shape, NormShape):
-            made = {f"{prefix}{shape.module}.weight": random(shape.width) * 0.3 + 1} if shape.has_weight else {}
-            return made | ({f"{prefix}{shape.module}.bias": random(shape.width)} if shape.has_bias else {})
+            made = {prefix + name: random(*size) for name, size in shape.tensors.items()}
+            return {name: each * 0.3 + 1 if name.endswith(".weight") else each for name, each in made.items()}
         if isinstance(shape, SinksShape):
             return {f"{prefix}{shape.name}": random(shape.num_heads)}
         if not isinstance(shape, LinearShape):

@@ -67,8 +67,7 @@ def _write_weights(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
         if isinstance(shape, TableShape):
             tensors[f"{start}{shape.module}.weight"] = torch.zeros(shape.num_rows, shape.width, dtype=dtype)
         elif isinstance(shape, NormShape):
-            for kind in ["weight"] * shape.has_weight + ["bias"] * shape.has_bias:
-                tensors[f"{start}{shape.module}.{kind}"] = torch.zeros(shape.width, dtype=dtype)
+            tensors |= {start + name: torch.zeros(size, dtype=dtype) for name, size in shape.tensors.items()}
         elif shape is not shapes.head or not spec.is_head_tied:
             tensors |= _linear_tensors("" if shape is shapes.head else start, shape, spec, dtype)
     save_file(tensors, folder / "model.safetensors")

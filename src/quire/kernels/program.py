@@ -210,7 +210,10 @@ class TakeHeads:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """Norms of queries and keys, in place, over each head or over all heads of a token together."""
+    """Norms of queries and keys, in place, over each head or over all heads of a token together.
+
+    A norm over each head may have a weight of its own for each.
+    """
 
     name: str
     query_norm: norms.Norm

@@ -5,6 +5,7 @@
 """
 
 from fractions import Fraction
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,7 +215,7 @@ def _num_elements(shape: Shape | None) -> int:
     if shape is None:
         return 0
     if isinstance(shape, NormShape):
-        return shape.width * (shape.has_weight + shape.has_bias)
+        return sum(map(prod, shape.tensors.values()))
     if isinstance(shape, TableShape):
         return shape.num_rows * shape.width
     if isinstance(shape, SinksShape):

@@ -55,9 +55,12 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
     return Program(tuple(found), INPUT if shape is None and is_summed else "x")
 
 
-def make_norm(spec: DecoderSpec, weights: WeightReader, shape: NormShape) -> Norm:
-    """Read a norm over the last dimension."""
-    return weights.back_end.norm(*weights.norm(shape), spec.norm_eps, spec.norm == "layer", OFFSETS.get(spec.norm))
+def make_norm(spec: DecoderSpec, weights: WeightReader, shape: NormShape, heads: Range | None = None) -> Norm:
+    """Read a norm over the last dimension; of heads with weights of their own, those in a range; None: all."""
+    weight, bias = weights.norm(shape)
+    if shape.num_heads and heads is not None:
+        weight = weight[slice(*heads)].clone()
+    return weights.back_end.norm(weight, bias, spec.norm_eps, spec.norm == "layer", OFFSETS.get(spec.norm))
 
 
 def _layer_ops(
@@ -113,7 +116,11 @@ def _attention_ops(
             heads, ranges = own, shared.ranks.shard.qkv_ranges(layer)
     norms = None
     if shapes.query_norm is not None and shapes.key_norm is not None:
-        norms = make_norm(spec, weights, shapes.query_norm), make_norm(spec, weights, shapes.key_norm)
+        query_heads, kv_heads = (None, None) if taken is None else taken
+        norms = (
+            make_norm(spec, weights, shapes.query_norm, query_heads),
+            make_norm(spec, weights, shapes.key_norm, kv_heads),
+        )
     yield ops.Linear(f"{stem}qkv", weights.linear(shapes.qkv, ranges), source, "qkv")
     yield ops.SplitHeads(f"{stem}split_heads", heads)
     if norms is not None:

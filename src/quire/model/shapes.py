@@ -19,12 +19,31 @@ class TableShape(NamedTuple):
 
 
 class NormShape(NamedTuple):
-    """A norm over `width` dimensions: a weight, and in a LayerNorm a bias; either may be missing."""
+    """A norm over `width` dimensions: a weight, and in a LayerNorm a bias; either may be missing.
+
+    `num_heads`: heads that have weights of their own, in one tensor, or each in the module of its number `{head}`; 0:
+    one weight.
+    """
 
     module: str
     width: int
     has_bias: bool
     has_weight: bool = True
+    num_heads: int = 0
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """[width], or [num_heads, width]."""
+        return (self.num_heads, self.width) if self.num_heads else (self.width,)
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors, by their names without the prefix."""
+        modules, shape = [self.module], self.weight_shape
+        if "{head}" in self.module:
+            modules, shape = [self.module.format(head=head) for head in range(self.num_heads)], (self.width,)
+        parts = ["weight"] * self.has_weight + ["bias"] * self.has_bias
+        return {f"{module}.{part}": shape for part in parts for module in modules}
 
 
 class SinksShape(NamedTuple):
@@ -209,7 +228,10 @@ def _norm_or_none(spec: DecoderSpec, module: str | None, width: int) -> NormShap
 
 def _head_norm(spec: DecoderSpec, layer: LayerSpec, module: str | None, num_heads: int) -> NormShape | None:
     width = layer.head_dim * (num_heads if layer.is_query_key_norm_over_heads else 1)
-    return _norm_or_none(spec, module, width) if layer.has_query_key_norm else None
+    norm = _norm_or_none(spec, module, width) if layer.has_query_key_norm else None
+    if norm is None or not layer.is_query_key_norm_by_head:
+        return norm
+    return norm._replace(num_heads=num_heads, has_bias=False)
 
 
 def _token_types(module: str | None, num_types: int, width: int) -> TableShape | None:

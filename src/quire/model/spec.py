@@ -88,7 +88,7 @@ class WeightMap:
     token_types: str | None = None          # embeddings of the two texts of a pair
     embedding_norm: str | None = None
     positions: str | None = None            # learned position embeddings
-    query_norm: str | None = None
+    query_norm: str | None = None           # `{head}`: the number of a head that has a module of its own
     key_norm: str | None = None
     sinks: str | None = None                # a tensor, its whole name
     attention_output_norm: str | None = None     # of sublayers with norms around them
@@ -199,6 +199,7 @@ class LayerSpec:
     has_attention_out_bias: bool = False
     has_query_key_norm: bool = False
     is_query_key_norm_over_heads: bool = False  # all heads of a token together
+    is_query_key_norm_by_head: bool = False     # each head has weights of its own, and no bias
     is_parallel: bool = False                   # attention and feed-forward read the same stream
     residual_multiplier: float = 1.0            # of what each sublayer adds to the stream
     softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: none

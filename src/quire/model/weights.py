@@ -75,13 +75,14 @@ class WeightReader:
         return self._read_kept([f"{self._prefix}{shape.module}.weight"], [(shape.num_rows, shape.width)])
 
     def norm(self, shape: NormShape) -> tuple[Tensor, Tensor | None]:
-        """Return a norm's weight and, if it has one, its bias, each [width]."""
-        stem = self._prefix + shape.module
-        if shape.has_weight:
-            weight = self._read_kept([f"{stem}.weight"], [(shape.width,)])
-        else:
-            weight = torch.ones(shape.width, dtype=self.dtype, device=self.device)
-        return weight, self._read_kept([f"{stem}.bias"], [(shape.width,)]) if shape.has_bias else None
+        """Return a norm's weight, [width] or [num_heads, width], and, if it has one, its bias."""
+
+        def read(part: str) -> Tensor:
+            found = {self._prefix + name: size for name, size in shape.tensors.items() if name.endswith(part)}
+            return self._read_kept(list(found), list(found.values())).view(shape.weight_shape)
+
+        weight = read(".weight") if shape.has_weight else torch.ones(shape.width, dtype=self.dtype, device=self.device)
+        return weight, read(".bias") if shape.has_bias else None
 
     def sinks(self, shape: SinksShape) -> Tensor:
         """Return the attention sinks of a layer, [num_heads] float32."""

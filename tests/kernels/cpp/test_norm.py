@@ -47,6 +47,20 @@ def test_kernel_matches_the_plain_op(
         torch.testing.assert_close(found, wanted, rtol=tol, atol=tol)
 
 
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
+@pytest.mark.parametrize("centers", [False, True])
+def test_heads_with_weights_of_their_own_equal_each_by_itself(
+    centers: bool, dtype: torch.dtype, tol: float
+) -> None:
+    heads, weight = rows(7 * 5, 24, dtype).view(7, 5, 24)[:, 1:4], rows(3, 24, dtype, 1)
+    found = CppNorm(weight, None, 1e-5, centers)(heads)[0]
+    for head in range(3):
+        alone = CppNorm(weight[head], None, 1e-5, centers)(heads[:, head])[0]
+        assert torch.equal(found[:, head], alone)
+    expected = norm.TorchNorm(weight, None, 1e-5, centers)(heads)[0]
+    torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

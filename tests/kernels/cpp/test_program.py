@@ -40,8 +40,11 @@ def linear(
     return CppLinear(weight, bias.to(dtype), dtype=torch.float32 if is_float else None, activation=activation)
 
 
-def norm(width: int, dtype: torch.dtype, *, centers: bool, offset: float | None = None) -> CppNorm:
-    weight, bias = torch.rand(width) + 0.5, torch.randn(width).to(dtype) if centers else None
+def norm(
+    width: int, dtype: torch.dtype, *, centers: bool, offset: float | None = None, num_heads: int = 0
+) -> CppNorm:
+    weight = torch.rand((num_heads, width) if num_heads else width) + 0.5
+    bias = torch.randn(width).to(dtype) if centers else None
     return CppNorm(weight.to(dtype), bias, 1e-5, centers, offset)
 
 
@@ -60,7 +63,8 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
     first, second = (ops.Norm(f"{stem}norm_{i + 1}", norms[i], "x", out, INPUT, summed) for i in range(2))
     if is_pre and layer == 0:
         first = ops.Norm(first.name, norms[0], INPUT, "x")
-    head_norms = [norm(HEADS.head_dim, dtype, centers=False) for _ in range(2)]
+    by_head = HEADS[:2] if layer else (0, 0)  # heads with weights of their own
+    head_norms = [norm(HEADS.head_dim, dtype, centers=False, num_heads=number) for number in by_head]
     attention: list[Op] = [
         ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, formats[0]), source, "qkv"),
         ops.SplitHeads(f"{stem}split", HEADS),

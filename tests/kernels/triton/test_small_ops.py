@@ -104,6 +104,13 @@ def test_norm_takes_a_slice_of_heads(device: torch.device) -> None:
     torch.testing.assert_close(normed.cpu(), norm.TorchNorm(weight, None, 1e-6, False)(projected[:, 1:3])[0])
 
 
+@pytest.mark.parametrize("centers", [False, True])
+def test_norm_takes_heads_with_weights_of_their_own(centers: bool, device: torch.device) -> None:
+    projected, weight = random(4, 5, 24), random(2, 24, seed=1)
+    normed, _ = CUDA_OPS.norm(weight.to(device), None, 1e-6, centers)(projected.to(device)[:, 1:3])
+    torch.testing.assert_close(normed.cpu(), norm.TorchNorm(weight, None, 1e-6, centers)(projected[:, 1:3])[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["none", "silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "relu"])
 def test_linear_layer_activates_its_result(name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -101,7 +101,7 @@ class LayerCache:
 
 class NormWeights:
     def __init__(
-        self, weight: int, bias: int, eps: float, is_layer_norm: bool, is_wide: bool, offset: float
+        self, weight: int, bias: int, eps: float, is_layer_norm: bool, is_wide: bool, offset: float, num_heads: int
     ) -> None: ...
 
 class Offsets:

@@ -19,27 +19,29 @@ class CppNorm:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, offset: float | None = None
     ) -> None:
-        self.dtype, self.width = weight.dtype, len(weight)
+        self.dtype, self.width = weight.dtype, weight.shape[-1]
+        self.num_heads = len(weight) if weight.dim() == 2 else 1
         self._kernel_dtype = kernel_dtype(weight.dtype)
-        assert weight.shape == (self.width,)
+        assert weight.numel() == self.num_heads * self.width
         assert bias is None or bias.shape == weight.shape
         self._weight = weight.to(self._kernel_dtype).contiguous()
         self._bias = None if bias is None else bias.to(self._kernel_dtype).contiguous()
         self._centers = centers
         self._kernel = (_LAYER_NORM if centers else _RMS_NORM)[self._kernel_dtype]
         parameters = (self._weight.data_ptr(), address(self._bias), self.width, eps)
-        self._parameters = (*parameters, offset is not None, offset or 0.0)
+        self._parameters = (*parameters, offset is not None, offset or 0.0, self.num_heads)
 
     @property
     def weights(self) -> _kernels.NormWeights:
         """The norm as the extension takes it, valid for as long as the norm is kept."""
-        weight, bias, _, eps, is_wide, offset = self._parameters
-        return _kernels.NormWeights(weight, bias, eps, self._centers, is_wide, offset)
+        weight, bias, _, eps, is_wide, offset, num_heads = self._parameters
+        return _kernels.NormWeights(weight, bias, eps, self._centers, is_wide, offset, num_heads)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(normed, summed)`; without a residual x may be a slice of rows with gaps between them."""
         assert x.dtype == self.dtype, f"{x.dtype} for a norm in {self.dtype}"
         assert x.shape[-1] == self.width, f"{tuple(x.shape)} for rows of {self.width}"
+        assert self.num_heads == 1 or x.shape[-2] == self.num_heads, f"{tuple(x.shape)} for {self.num_heads} heads"
         if self.dtype != self._kernel_dtype:
             return self._converted(x, residual)
         if residual is None:

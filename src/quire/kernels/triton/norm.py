@@ -18,7 +18,8 @@ class TritonNorm:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, offset: float | None = None
     ) -> None:
-        assert len(weight) <= MAX_WIDTH, f"rows of {len(weight)}"
+        self.width, self.has_heads = weight.shape[-1], weight.dim() == 2
+        assert self.width <= MAX_WIDTH, f"rows of {self.width}"
         self.weight, self.bias, self.eps, self.centers = weight.contiguous(), bias, eps, centers
         self.offset = offset
 
@@ -26,10 +27,11 @@ class TritonNorm:
         """Return `(normed, summed)`; without a residual x [num_tokens, width] or [num_tokens, num_heads, width] may be
         a slice of wider rows.
         """
-        width = len(self.weight)
+        width = self.width
         assert x.shape[-1] == width, f"{tuple(x.shape)} for rows of {width}"
         assert x.stride(-1) == 1, "rows with gaps"
         heads = x.shape[1] if x.dim() == 3 else 1
+        assert not self.has_heads or heads == len(self.weight), f"{tuple(x.shape)} for {len(self.weight)} heads"
         strides = (x.stride(0), x.stride(1) if x.dim() == 3 else 0)
         normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else x
         if residual is not None:
@@ -37,8 +39,8 @@ class TritonNorm:
         block = triton.next_power_of_2(width)
         _norm_kernel[(x.numel() // width,)](
             x, residual, self.weight, self.bias, normed, *strides, width, heads, self.eps,
-            CENTERS=self.centers, IS_WIDE=self.offset is not None, OFFSET=self.offset or 0.0, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            CENTERS=self.centers, IS_WIDE=self.offset is not None, OFFSET=self.offset or 0.0,
+            HAS_HEADS=self.has_heads, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
         return normed, x if residual is None else residual
 
@@ -46,7 +48,7 @@ class TritonNorm:
 @triton.jit
 def _norm_kernel(
     x, residual, weight, bias, normed, token_stride, head_stride, width, heads, eps,
-    CENTERS: tl.constexpr, IS_WIDE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    CENTERS: tl.constexpr, IS_WIDE: tl.constexpr, OFFSET: tl.constexpr, HAS_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row. With a residual the sum, rounded, takes its place and the norm takes the place of x."""
     row = tl.program_id(0).to(tl.int64)
@@ -63,6 +65,8 @@ def _norm_kernel(
     if CENTERS:
         wide = tl.where(is_column, wide - tl.sum(wide, 0) / width, 0.0)
     wide *= tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    if HAS_HEADS:  # each with weights of its own
+        weight += row % heads * width
     factors = tl.load(weight + columns, mask=is_column)
     if CENTERS:
         result = wide * factors

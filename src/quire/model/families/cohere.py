@@ -18,8 +18,13 @@ WEIGHTS = replace(LLAMA_WEIGHTS, feed_forward_norm=None)
 
 
 def cohere(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of a Command R."""
-    config.reject("use_qk_norm", False, why="norms with other weights for each head are not computed")
+    """Return the spec of a Command R or Command R+."""
+    spec = _cohere(config)
+    norms = {"has_query_key_norm": True, "is_query_key_norm_by_head": True}
+    return spec.with_layers(partial(replace, **norms)) if config.flag("use_qk_norm", False) else spec
+
+
+def _cohere(config: ConfigReader) -> DecoderSpec:
     config.reject("mlp_bias", False, why="its feed-forward has no biases")
     spec = llama(config.with_default("tie_word_embeddings", True)).with_layers(partial(replace, is_parallel=True))
     eps, scale = config.number("layer_norm_eps", 1e-5), config.number("logit_scale", LOGIT_SCALE)
@@ -29,7 +34,8 @@ def cohere(config: ConfigReader) -> DecoderSpec:
 
 def cohere2(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Command R7B or Command A."""
-    spec = cohere(config)
+    config.reject("use_qk_norm", False, why="only the first Command R models have norms on queries and keys")
+    spec = _cohere(config)
     window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
     if window is None:
         raise config.error("sliding_window must be a number: layers of sliding_attention have it")
