@@ -33,7 +33,7 @@ def random_blocks(kinds: dict[str, str], default: str) -> Quantize:
     """Return a `Quantize` that stores random blocks for every matrix: of the type of its name's end, or the default."""
 
     def quantize(name: str, tensor: Tensor) -> Stored:
-        if tensor.dim() == 1:
+        if tensor.dim() == 1 or name.endswith("_norm.weight"):
             return as_is(name, tensor)
         if ".ffn_gate_inp" in name:  # routers stay floats
             return as_is(name, tensor.float())

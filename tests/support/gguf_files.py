@@ -58,8 +58,8 @@ def _kind(value: object) -> int:
 
 
 def as_is(name: str, tensor: Tensor) -> Stored:
-    """Store vectors as float32, and matrices in the dtype that they have, as the converter does it."""
-    tensor = tensor.float() if tensor.dim() == 1 else tensor
+    """Store vectors and norms as float32, and matrices in the dtype that they have, as the converter does it."""
+    tensor = tensor.float() if tensor.dim() == 1 or name.endswith("_norm.weight") else tensor
     kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[tensor.dtype]
     return kind, tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -81,18 +81,18 @@ def converted(
     metadata |= tokenizer_metadata(folder, changes.pop("pre", "gpt-2")) if has_tokenizer(folder) else {}
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
     tensors, single = {}, {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in _with_stacked_norms(load_file(folder / "model.safetensors")).items():
         renamed, moved = _stored(name, tensor, config, architecture)
         single[renamed] = quantize(renamed, moved)
     for name, (kind, shape, content) in single.items():
-        place = re.fullmatch(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight", name)
+        place = re.fullmatch(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(weight|bias)", name)
         if place is None:
             is_vector = name.endswith(".ffn_gate_inp_shexp.weight")
             tensors[name] = kind, shape[1:] if is_vector else shape, content
         elif place[2] == "0":
-            count = sum(1 for other in single if re.fullmatch(rf"{place[1]}\.\d+\.weight", other))
-            all_bytes = b"".join(single[f"{place[1]}.{expert}.weight"][2] for expert in range(count))
-            tensors[f"{place[1]}_exps.weight"] = kind, (count, *shape), all_bytes
+            count = sum(1 for other in single if re.fullmatch(rf"{place[1]}\.\d+\.{place[3]}", other))
+            all_bytes = b"".join(single[f"{place[1]}.{expert}.{place[3]}"][2] for expert in range(count))
+            tensors[f"{place[1]}_exps.{place[3]}"] = kind, (count, *shape), all_bytes
     return metadata, tensors
 
 
@@ -147,10 +147,23 @@ def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count_kv": config.get("num_key_value_heads", heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.dimension_count": head_dim,
+        "rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1)),
         "rope.freq_base": float(config.get("rope_theta", 10000.0)),
-    } | {key: config[name] for key, name in EXPERT_KEYS.items() if name in config}
+    } | {key: config[name] for key, name in EXPERT_KEYS if name in config} | {
+        f"attention.layer_norm_{'rms_' if name.startswith('rms') else ''}epsilon": config[name]
+        for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if name in config
+    } | _of_some(config)  # fmt: skip
+
+
+def _of_some(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of windows, multipliers of logits and YaRN."""
+    keys = {"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"}
+    found = {key: config[name] for key, name in keys.items() if name in config}
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "yarn":
+        return found
+    keys = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
+    return found | {f"rope.scaling.{key}": scaling[name] for key, name in keys.items() if name in scaling}
 
 
 def _gpt2_metadata(config: dict[str, Any]) -> dict[str, Any]:
@@ -168,12 +181,16 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "OlmoeForCausalLM": "olmoe",
     "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite", "Olmo2ForCausalLM": "olmo2", "Gemma2ForCausalLM": "gemma2",
+    "GemmaForCausalLM": "gemma", "Gemma3ForCausalLM": "gemma3", "Glm4ForCausalLM": "glm4",
+    "CohereForCausalLM": "command-r", "Cohere2ForCausalLM": "cohere2", "StableLmForCausalLM": "stablelm",
+    "FalconForCausalLM": "falcon", "GPTNeoXForCausalLM": "gptneox", "OlmoForCausalLM": "olmo",
+    "SmolLM3ForCausalLM": "smollm3", "GptOssForCausalLM": "gpt-oss",
 }  # fmt: skip
-EXPERT_KEYS = {
-    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}  # fmt: skip
+EXPERT_KEYS = (
+    ("expert_count", "num_experts"), ("expert_count", "num_local_experts"),
+    ("expert_used_count", "num_experts_per_tok"), ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+)  # fmt: skip
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
 _EXPERT_NAMES = {
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "w1": "ffn_gate", "w3": "ffn_up",
@@ -184,8 +201,11 @@ _OUTPUT_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 _OWN_NAMES = {
-    "olmo2": _OUTPUT_NORMS, "gemma2": _OUTPUT_NORMS,
+    "olmo2": _OUTPUT_NORMS, "gemma2": _OUTPUT_NORMS, "gemma3": _OUTPUT_NORMS,
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+    | {"mlp.gate_up_proj": "ffn_up"},
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }  # fmt: skip
 _NAMES = {
     "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -200,14 +220,43 @@ _NAMES = {
     "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
     "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "transformer.word_embeddings": "token_embd", "self_attention.query_key_value": "attn_qkv", "ln_mlp": "attn_norm",
+    "ln_attn": "attn_norm_2", "self_attention.dense": "attn_output",
+    "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
+    "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
 }  # fmt: skip
+
+
+def _with_stacked_norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with the norms of StableLM's heads as one."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module, is_head, _ = name.partition(".norms.")
+        if is_head:
+            count = sum(1 for other in tensors if other.startswith(f"{module}.norms."))
+            tensor = torch.stack([tensors[f"{module}.norms.{head}.weight"] for head in range(count)])  # noqa: PLW2901
+        found[f"{module}.weight" if is_head else name] = tensor
+    return found
+
+
+def _split_groups(tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """Return the rows of queries, keys and values, stored in groups of one KV head, one after the other."""
+    heads = config["num_attention_heads"]
+    kv_heads, head_dim = config.get("num_kv_heads", heads), config["hidden_size"] // heads
+    groups = tensor.reshape(kv_heads, heads // kv_heads + 2, head_dim, *tensor.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
 
 
 def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str) -> tuple[str, Tensor]:
     """Return a tensor as llama.cpp stores it: the layout of heads is Meta's, GPT-2's weights are [out, in]."""
     stem, _, part = name.rpartition(".")
     names = _NAMES | _OWN_NAMES.get(architecture, {})
-    for prefix in ("model.layers.", "transformer.h."):
+    if name.endswith(".self_attn.sinks"):
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight", tensor
+    for prefix in ("model.layers.", "transformer.h.", "gpt_neox.layers."):
         if stem.startswith(prefix):
             layer, _, stem = stem.removeprefix(prefix).partition(".")
             expert = _EXPERT.fullmatch(stem)
@@ -218,9 +267,11 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
         renamed = f"{names[stem]}.{part}"
     if architecture == "gpt2" and stem.split(".")[-1].startswith("c_") and part == "weight":
         return renamed, tensor.T.contiguous()
-    if architecture == "gemma2" and stem.endswith("norm"):
+    if architecture in ("gemma", "gemma2", "gemma3") and stem.endswith("norm"):
         return renamed, tensor.float() + 1
-    if architecture in ("llama", "granite") and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+    if stem.endswith("query_key_value"):
+        return renamed, _split_groups(tensor, config)
+    if architecture in ("llama", "granite", "olmo", "smollm3") and stem in ("self_attn.q_proj", "self_attn.k_proj"):
         key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
         heads = config.get(key, config["num_attention_heads"])
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])

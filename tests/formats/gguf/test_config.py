@@ -1,5 +1,6 @@
 """GGUF files of every family: unquantized ones equal their folders to the bit, and what is wrong is named."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ WIDE = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
 }  # fmt: skip
+WITHOUT_RMS = {key: value for key, value in WIDE.items() if key != "rms_norm_eps"}
+FALCON = WITHOUT_RMS | {"architectures": ["FalconForCausalLM"], "layer_norm_epsilon": 1e-5, "intermediate_size": 192}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": WIDE | {"architectures": ["LlamaForCausalLM"]},
     "llama, biases, own head width, tied": WIDE
@@ -38,20 +41,68 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": WIDE | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5, "sliding_window": 11},
     "gemma2": WIDE
     | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 16},
+    "gemma": WIDE | {"architectures": ["GemmaForCausalLM"], "head_dim": 16},
+    "gemma3": WIDE
+    | {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 16}
+    | {"num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "gemma3, own base of windowed layers": WIDE
+    | {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 16}
+    | {"num_hidden_layers": 6, "rope_local_base_freq": 300.0},
+    "glm4": WIDE | {"architectures": ["Glm4ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.5},
+    "glm4, no biases": WIDE
+    | {"architectures": ["Glm4ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.25, "attention_bias": False},
+    "command-r": WITHOUT_RMS | {"architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-3, "logit_scale": 0.5},
+    "command-r, norms by head": WITHOUT_RMS
+    | {"architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-5, "logit_scale": 0.5, "use_qk_norm": True},
+    "cohere2": WITHOUT_RMS
+    | {"architectures": ["Cohere2ForCausalLM"], "layer_norm_eps": 1e-5, "logit_scale": 0.5, "sliding_window": 11}
+    | {"num_hidden_layers": 5},
+    "stablelm": WITHOUT_RMS
+    | {"architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+    "stablelm, parallel, biases, norms by head": WITHOUT_RMS
+    | {"architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-3, "partial_rotary_factor": 0.5}
+    | {"use_qkv_bias": True, "use_parallel_residual": True, "qk_layernorm": True},
+    "falcon": FALCON | {"multi_query": True, "num_key_value_heads": 1, "num_kv_heads": 1},
+    "falcon, new architecture": FALCON
+    | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_key_value_heads": 2},
+    "falcon, new architecture, one norm, untied": FALCON
+    | {"new_decoder_architecture": True, "num_kv_heads": 3, "num_key_value_heads": 3}
+    | {"num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
+    "gptneox": WITHOUT_RMS
+    | {"architectures": ["GPTNeoXForCausalLM"], "layer_norm_eps": 1e-5, "num_key_value_heads": 6}
+    | {"partial_rotary_factor": 0.25},
+    "gptneox, one sublayer after the other": WITHOUT_RMS
+    | {"architectures": ["GPTNeoXForCausalLM"], "layer_norm_eps": 1e-3, "num_key_value_heads": 6}
+    | {"partial_rotary_factor": 0.5, "use_parallel_residual": False},
+    "olmo": WITHOUT_RMS | {"architectures": ["OlmoForCausalLM"], "clip_qkv": 0.75, "layer_norm_eps": 1e-5},
+    "smollm3": WIDE | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
+    "gpt-oss": WIDE
+    | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11}
+    | {"head_dim": 16, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 32,
+    }},
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 48, "n_layer": 2, "n_head": 6,
         "n_positions": 64, "n_inner": 72, "layer_norm_epsilon": 1e-3,
     },
 }  # fmt: skip
 OF_FILE: dict[str, dict[str, Any]] = {
-    "mistral": {"llama.attention.sliding_window": 11},
     "granite": {
         "granite.embedding_scale": 12.0, "granite.residual_scale": 0.5, "granite.attention.scale": 0.25,
         "granite.logit_scale": 2.0,
     },
-    "phi3": {"phi3.rope.dimension_count": 4, "phi3.attention.sliding_window": 11},
+    "phi3": {"phi3.rope.dimension_count": 4},
+    "gemma3": {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 4.0},
+    "gemma3, own base of windowed layers": {
+        "gemma3.attention.sliding_window_pattern": 6, "gemma3.rope.freq_base_swa": 300.0,
+    },
+    "command-r": {"command-r.rope.scaling.type": "none"},
+    "stablelm": {"stablelm.use_parallel_residual": True},  # as the converter writes where the config does not say
+    "gptneox, one sublayer after the other": {"gptneox.use_parallel_residual": False},
+    "olmo": {"olmo.attention.clamp_kqv": 0.75},
+    "gpt-oss": {"gpt-oss.expert_feed_forward_length": 80},
     "gemma2": {
-        "gemma2.attention.sliding_window": 11, "gemma2.attn_logit_softcapping": 50.0,
+        "gemma2.attn_logit_softcapping": 50.0,
         "gemma2.final_logit_softcapping": 30.0,
     },
 }  # fmt: skip
@@ -68,7 +119,7 @@ def test_unquantized_file_equals_its_folder_to_the_bit(
     family: str, dtype: torch.dtype, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
 ) -> None:
     folder = write_random_folder(tmp_path / "model", CONFIGS[family], dtype)
-    if family == "gemma2":  # norms of few bits: none is lost when 1 is added and taken off
+    if family.startswith("gemma"):  # norms of few bits: none is lost when 1 is added and taken off
         tensors = load_file(folder / "model.safetensors")
         rounded = {name: each.bfloat16().to(dtype) if each.dim() == 1 else each for name, each in tensors.items()}
         save_file(rounded, folder / "model.safetensors")
@@ -207,6 +258,12 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         ("llama", {"llama.embedding_scale": 2.0}, "embedding_scale = 2.0 is not supported yet"),
         ("gemma2", {"gemma2.attn_logit_softcapping": None}, "attn_logit_softcapping is missing"),
         ("phi3", {"phi3.rope.dimension_count": 9}, "rope.dimension_count must be an integer from 1 to 8"),
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": 5}, "sliding_window_pattern = 5 is not supported yet"),
+        ("gemma3", {"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported yet"),
+        ("olmo", {"olmo.attention.layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06 is not supported yet"),
+        ("stablelm", {"stablelm.logit_scale": 2.0}, "logit_scale = 2.0 is not supported yet"),
+        ("command-r", {"command-r.logit_scale": None}, "command-r.logit_scale is missing"),
+        ("gpt-oss", {"gpt-oss.expert_count": None}, "gpt-oss.expert_count is missing"),
     ],
 )
 def test_what_an_architecture_does_not_read_is_refused(
@@ -267,3 +324,26 @@ def test_ends_are_those_named_and_those_known_by_their_text(tmp_path: Path) -> N
     assert read_source(convert(folder, tmp_path / "a.gguf", **vocabulary, **named)).eos_token_ids() == {2, 3, 5, 9}
     assert read_source(convert(folder, tmp_path / "b.gguf", **named)).eos_token_ids() == {2, 3}
     assert read_source(convert(folder, tmp_path / "c.gguf")).eos_token_ids() == frozenset()
+
+
+def test_end_of_a_message_of_gpt_oss_does_not_end_an_answer(tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["llama"])
+    tokens = [f"token {index}" for index in range(96)]
+    tokens[4], tokens[5], tokens[6] = "<|end|>", "<|return|>", "<|call|>"
+    vocabulary = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 96}
+    assert read_source(convert(folder, tmp_path / "a.gguf", **vocabulary)).eos_token_ids() == {5, 6}
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "mistral"])
+def test_names_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    folder = write_random_folder(tmp_path / "model", CONFIGS[family])
+    metadata, tensors = converted(folder, **OF_FILE.get(family, {}))
+    ids = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+    theirs = gguf.get_tensor_name_map(ids[metadata["general.architecture"]], 8)
+    expected = set()
+    for name in load_file(folder / "model.safetensors"):
+        merged = re.sub(r"\.norms\.\d+|(?<=\.experts)\.\d+", "", name)  # one tensor of all heads, or of all experts
+        merged = f"{merged}.weight" if name.endswith("sinks") else merged
+        expected.add(theirs.get_name(merged, try_suffixes=(".weight", ".bias")))
+    assert set(tensors) == expected

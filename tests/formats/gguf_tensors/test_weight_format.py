@@ -45,6 +45,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | {"architectures": ["Qwen2ForCausalLM"]},
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "vocab_size": 48, "n_embd": 256, "n_layer": 1, "n_head": 8,
              "n_positions": 64},
+    "command-r, norms by head": {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
+    | {"architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-5, "logit_scale": 0.5, "use_qk_norm": True},
 }  # fmt: skip
 EXPERTS = LLAMA | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
@@ -52,6 +54,12 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "olmoe": EXPERTS | {"architectures": ["OlmoeForCausalLM"]},
     "qwen2moe": EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 512},
     "qwen3moe": EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True},
+    "gpt-oss": EXPERTS
+    | {"architectures": ["GptOssForCausalLM"], "intermediate_size": 256, "num_local_experts": 5, "head_dim": 32}
+    | {"rope_theta": 10000.0}
+    | {"sliding_window": 11, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 32,
+    }},
 }
 MIXTURES: dict[str, tuple[dict[str, str], str]] = {
     **{name: ({}, name) for name in READERS},
@@ -80,11 +88,14 @@ def logits_of(
 def test_file_with_experts_equals_the_folder_to_the_bit(
     family: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
 ) -> None:
-    folder = write_random_folder(tmp_path / "model", WITH_EXPERTS[family])
+    dtype = torch.bfloat16 if family == "gpt-oss" else torch.float32  # sinks are not rounded
+    folder = write_random_folder(tmp_path / "model", WITH_EXPERTS[family], dtype)
     floats = convert(folder, tmp_path / "floats.gguf")
     assert [name for name in GGUFFile(floats).tensors if name.startswith("blk.0.ffn_down_exps")]
     assert torch.equal(logits_of(floats, back_end, paged_runner), logits_of(folder, back_end, paged_runner))
-    file = convert(folder, tmp_path / "model.gguf", random_blocks({"ffn_down.weight": "Q6_K"}, "Q4_K"))
+    kinds = {f"ffn_{name}.weight": "MXFP4" for name in ("gate", "up", "down")}, "Q8_0"  # as gpt-oss is published
+    blocks = random_blocks(*(kinds if family == "gpt-oss" else ({"ffn_down.weight": "Q6_K"}, "Q4_K")))
+    file = convert(folder, tmp_path / "model.gguf", blocks)
     twin = dequantized(folder, file, tmp_path / "twin", torch.bfloat16)
     ours = logits_of(file, back_end, paged_runner, asked=EXPANDED)
     assert torch.equal(ours, logits_of(twin, back_end, paged_runner))

@@ -1,30 +1,26 @@
-"""Model config of a GGUF file: its metadata as the keys of config.json, and the names of its tensors.
+"""Model config of a GGUF file: what its architecture makes of its metadata, and what all of them have alike.
 
-The families of `quire.model.families` read the result as they read a folder's config.json. Where a family has a choice
-that the metadata does not name (biases, a tied head), the tensor table decides.
+The families of `quire.model.families` read the result as they read a folder's config.json.
 """
 
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
 
-from quire.formats.gguf import experts
+from quire.formats.gguf.architectures import ARCHITECTURES, ROPE_FREQS
 from quire.formats.gguf.file import GGUFFile
-from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ConfigReader
-from quire.model.spec import DecoderSpec, WeightMap
+from quire.formats.gguf.metadata import Metadata
+from quire.model.config_reader import ConfigReader
+from quire.model.spec import DecoderSpec
 
-ROPE_FREQS = "rope_freqs.weight"
 TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 CONTROL = 3  # of the types of tokens
-GEMMA2_27B_LAYERS = 46
 _ENDS = frozenset((  # those of llama.cpp, for the families here
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<EOT>",
-    "<end_of_turn>", "<｜end▁of▁sentence｜>",
+    "<end_of_turn>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>",
 ))  # fmt: skip
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))  # of gpt-oss
 _UNSERVED = (  # keys of computations that none of the families here has
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping",
     "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "leading_dense_block_count",
@@ -34,82 +30,6 @@ _UNSERVED_UNLESS = {
     "attention.causal": (True,), "expert_weights_scale": (0, 1), "expert_gating_func": (0, 1),
     "rope.scaling.yarn_ext_factor": (1, -1), "rope.scaling.yarn_attn_factor": (1,),
 }  # fmt: skip
-_LLAMA_WEIGHTS = WeightMap(
-    prefixes=("",),
-    layer="blk.{layer}.",
-    embedding="token_embd",
-    attention_norm="attn_norm",
-    qkv=("attn_q", "attn_k", "attn_v"),
-    attention_out="attn_output",
-    query_norm="attn_q_norm",
-    key_norm="attn_k_norm",
-    feed_forward_norm="ffn_norm",
-    feed_forward_in=("ffn_gate", "ffn_up"),
-    feed_forward_out="ffn_down",
-    final_norm="output_norm",
-    head="output",
-    harmless=(ROPE_FREQS, "attn_rot_embd.weight", "attn.rot_embd"),
-)
-_EXPERT_KEYS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
-                "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}  # fmt: skip
-_EXPERT_WEIGHTS = replace(_LLAMA_WEIGHTS, experts=experts.NAMES)
-_OLMO2_WEIGHTS = replace(_LLAMA_WEIGHTS, attention_norm="post_attention_norm", feed_forward_norm="post_ffw_norm")
-_GEMMA2_WEIGHTS = replace(
-    _LLAMA_WEIGHTS, attention_output_norm="post_attention_norm", feed_forward_output_norm="post_ffw_norm"
-)
-_PHI3_WEIGHTS = replace(_LLAMA_WEIGHTS, qkv=("attn_qkv",), feed_forward_in=("ffn_up",))
-_GPT2_WEIGHTS = replace(_LLAMA_WEIGHTS, qkv=("attn_qkv",), feed_forward_in=("ffn_up",), positions="position_embd")
-
-
-class Architecture(NamedTuple):
-    """An architecture of GGUF: `to_config` makes config.json's keys; `has_permuted_heads` as of `permuted_tensors`.
-
-    `reads`: keys that other architectures refuse. `has_raised_norms`: the weights of norms are stored plus 1.
-    """
-
-    to_config: Callable[["Metadata"], dict[str, object]]
-    weights: WeightMap
-    has_permuted_heads: bool = False
-    reads: tuple[str, ...] = ()
-    has_raised_norms: bool = False
-
-
-class Metadata:
-    """The metadata of a file's architecture: values by the keys behind its name."""
-
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self.file = file
-        self._architecture = architecture
-        self._reader = ConfigReader(file.metadata, str(file.path))
-
-    def has(self, key: str) -> bool:
-        """Return whether the key is present."""
-        return self._reader.has(self._key(key))
-
-    def size(self, key: str, default: int | None = None, *, least: int = 1, limit: int = 2**24) -> int:
-        """Return an integer in [least, limit]."""
-        return self._reader.size(self._key(key), default, least=least, limit=limit)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number that is not negative."""
-        return self._reader.number(self._key(key), default)
-
-    def choice(self, key: str, choices: Mapping[str, str], default: str) -> str:
-        """Return the entry of `choices` for a string."""
-        return self._reader.choice(self._key(key), choices, default)
-
-    def reject(self, key: str, *harmless: object, why: str) -> None:
-        """Refuse any value of a key but the harmless ones."""
-        self._reader.reject(self._key(key), *harmless, why=why)
-
-    def rows(self, name: str) -> int:
-        """Return the rows of a tensor, which must be there."""
-        if name not in self.file.tensors:
-            raise self.file.error(f"tensor {name} is missing")
-        return self.file.tensors[name].shape[0]
-
-    def _key(self, key: str) -> str:
-        return f"{self._architecture}.{key}"
 
 
 def read_gguf_config(file: GGUFFile) -> dict[str, object]:
@@ -125,14 +45,17 @@ def read_gguf_config(file: GGUFFile) -> dict[str, object]:
         metadata.reject(key, *harmless, why="no family here computes with it")
     if architecture.weights.experts is None:
         metadata.reject("expert_count", 0, why="no family here computes with it")
-    config = architecture.to_config(metadata)
+    config = architecture.to_config(metadata) | {key: name in file.tensors for key, name in architecture.flags.items()}
     return config | {"vocab_size": metadata.rows("token_embd.weight"), "dtype": _dtype(file),
                      "tie_word_embeddings": "output.weight" not in file.tensors}
 
 
 def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     """Return the spec of a file's config, with the file's names of tensors and rotary frequencies."""
-    spec = replace(spec, weights=ARCHITECTURES[_architecture_name(file)].weights)
+    names = ARCHITECTURES[_architecture_name(file)].weights
+    if spec.weights.feed_forward_norm is None:  # parallel sublayers share a norm
+        names = replace(names, attention_norm="attn_norm", feed_forward_norm=None)
+    spec = replace(spec, weights=names)
     if spec.rotary is None or ROPE_FREQS not in file.tensors:
         return spec
     return replace(spec, rotary=replace(spec.rotary, divisors=_rope_divisors(file, spec.head_dim // 2)))
@@ -150,8 +73,9 @@ def gguf_eos_token_ids(file: GGUFFile, vocab_size: int) -> frozenset[int]:
     if TOKENS not in file.metadata or TOKEN_TYPES not in file.metadata:
         return frozenset(named)
     types = zip(file.strings(TOKENS)[:vocab_size], file.numbers(TOKEN_TYPES), strict=False)
-    known = {index for index, (token, kind) in enumerate(types) if kind == CONTROL and token in _ENDS}
-    return frozenset(named | known)
+    special = {token: index for index, (token, kind) in enumerate(types) if kind == CONTROL}
+    ends = _ENDS - {"<|end|>"} if special.keys() >= _HARMONY_ENDS else _ENDS  # which ends a message there, no answer
+    return frozenset(named | {special[token] for token in ends & special.keys()})
 
 
 def permuted_tensors(spec: DecoderSpec, file: GGUFFile) -> dict[str, int]:
@@ -202,137 +126,3 @@ def _rope_divisors(file: GGUFFile, num_pairs: int) -> tuple[float, ...]:
     return divisors
 
 
-def _llama(metadata: Metadata) -> dict[str, object]:
-    config = _of_family(metadata, "MixtralForCausalLM")
-    if "num_experts" in config:
-        return config
-    config |= {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in metadata.file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in metadata.file.tensors,
-    }
-    if metadata.has("attention.sliding_window"):
-        window = metadata.size("attention.sliding_window", least=0)
-        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window or None}
-    return config
-
-
-def _of_family(metadata: Metadata, family: str, *, is_normalized: bool = True) -> dict[str, object]:
-    """Return the keys of a family with rotary positions; `is_normalized` is about the weights of experts."""
-    config = _rotary_decoder(metadata) | {"architectures": [family]}
-    if not (metadata.has("expert_count") and metadata.size("expert_count", least=0)):
-        return config
-    sizes = {name: metadata.size(key) for key, name in _EXPERT_KEYS.items() if metadata.has(key)}
-    return config | sizes | {"num_experts_per_tok": metadata.size("expert_used_count"), "norm_topk_prob": is_normalized}
-
-
-def _granite(metadata: Metadata) -> dict[str, object]:
-    config = _llama(metadata) | {"architectures": ["GraniteForCausalLM"]}
-    config["attention_multiplier"] = metadata.number("attention.scale", int(str(config["head_dim"])) ** -0.5)
-    for key, name in (("embedding_scale", "embedding_multiplier"), ("residual_scale", "residual_multiplier"),
-                      ("logit_scale", "logits_scaling")):  # fmt: skip
-        config[name] = metadata.number(key, 1.0)
-    return config
-
-
-def _olmo2(metadata: Metadata) -> dict[str, object]:
-    metadata.reject("attention.sliding_window", 0, why="OLMo 3 is not read from GGUF files")
-    return _rotary_decoder(metadata) | {"architectures": ["Olmo2ForCausalLM"]}
-
-
-def _phi3(metadata: Metadata) -> dict[str, object]:
-    if any(name.startswith("rope_factors_") for name in metadata.file.tensors):
-        raise metadata.file.error("longrope is not read from GGUF files yet, and the file has its factors")
-    window = metadata.size("attention.sliding_window", 0, least=0) or None
-    config = _rotary_decoder(metadata, turns_part=True)
-    return config | {"architectures": ["Phi3ForCausalLM"], "sliding_window": window}
-
-
-def _gemma2(metadata: Metadata) -> dict[str, object]:
-    """Return the keys of a Gemma 2. Files do not have the factor on scores: 27B, known by its layers, differs."""
-    config = _rotary_decoder(metadata)
-    hidden_size, num_heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
-    is_27b = config["num_hidden_layers"] == GEMMA2_27B_LAYERS
-    return config | {
-        "architectures": ["Gemma2ForCausalLM"],
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
-        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
-        "sliding_window": metadata.size("attention.sliding_window"),
-        "query_pre_attn_scalar": hidden_size // num_heads if is_27b else config["head_dim"],
-    }
-
-
-def _rotary_decoder(metadata: Metadata, *, turns_part: bool = False) -> dict[str, object]:
-    """Return the keys that all families with rotary positions have; `turns_part`: heads may be rotated in part."""
-    hidden_size, num_heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
-    if not metadata.has("attention.key_length") and hidden_size % num_heads:
-        raise metadata.file.error(f"embedding_length {hidden_size} does not divide among {num_heads} heads")
-    head_dim = metadata.size("attention.key_length", hidden_size // num_heads or None, limit=MAX_HEAD_DIM)
-    for key in ("attention.value_length",) if turns_part else ("attention.value_length", "rope.dimension_count"):
-        metadata.reject(key, head_dim, why=f"it must be the head's {head_dim} dimensions")
-    rotated = metadata.size("rope.dimension_count", head_dim, limit=head_dim)
-    return {
-        "hidden_size": hidden_size,
-        "intermediate_size": metadata.size("feed_forward_length"),
-        "num_hidden_layers": metadata.size("block_count", limit=MAX_LAYERS),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.size("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": metadata.size("context_length", limit=MAX_POSITIONS),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.number("rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(metadata),
-        **({"partial_rotary_factor": rotated / head_dim} if turns_part else {}),
-    }
-
-
-def _rope_scaling(metadata: Metadata) -> dict[str, object] | None:
-    kinds = {"none": "default", "linear": "linear", "yarn": "yarn"}
-    kind = metadata.choice("rope.scaling.type", kinds, "none" if not metadata.has("rope.scale_linear") else "linear")
-    if kind == "default":
-        return None
-    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
-    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        if metadata.has("rope.scaling.original_context_length"):
-            original = metadata.size("rope.scaling.original_context_length", limit=MAX_POSITIONS)
-            scaling["original_max_position_embeddings"] = original
-        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if metadata.has(f"rope.scaling.{key}"):
-                scaling[name] = metadata.number(f"rope.scaling.{key}")
-        attention_factor = metadata.number("rope.scaling.attn_factor", 1.0)
-        if attention_factor != 1.0:
-            scaling["attention_factor"] = attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0)
-    return scaling
-
-
-def _gpt2(metadata: Metadata) -> dict[str, object]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": metadata.size("embedding_length"),
-        "n_inner": metadata.size("feed_forward_length"),
-        "n_layer": metadata.size("block_count", limit=MAX_LAYERS),
-        "n_head": metadata.size("attention.head_count"),
-        "n_positions": metadata.rows("position_embd.weight"),
-        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
-    }
-
-
-ARCHITECTURES = {
-    "llama": Architecture(_llama, _EXPERT_WEIGHTS, has_permuted_heads=True),
-    "qwen2": Architecture(partial(_of_family, family="Qwen2ForCausalLM"), _LLAMA_WEIGHTS),
-    "qwen3": Architecture(partial(_of_family, family="Qwen3ForCausalLM"), _LLAMA_WEIGHTS),
-    "granite": Architecture(
-        _granite, _LLAMA_WEIGHTS, has_permuted_heads=True,
-        reads=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
-    ),
-    "olmo2": Architecture(_olmo2, _OLMO2_WEIGHTS),
-    "phi3": Architecture(_phi3, _PHI3_WEIGHTS),
-    "gemma2": Architecture(
-        _gemma2, _GEMMA2_WEIGHTS, reads=("attn_logit_softcapping", "final_logit_softcapping"), has_raised_norms=True,
-    ),
-    "gpt2": Architecture(_gpt2, _GPT2_WEIGHTS),
-    "olmoe": Architecture(partial(_of_family, family="OlmoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
-    "qwen2moe": Architecture(partial(_of_family, family="Qwen2MoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
-    "qwen3moe": Architecture(partial(_of_family, family="Qwen3MoeForCausalLM"), _EXPERT_WEIGHTS),
-}

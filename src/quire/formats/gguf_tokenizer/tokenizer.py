@@ -30,6 +30,11 @@ _TEKKEN_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class WordRule(NamedTuple):
@@ -51,6 +56,8 @@ WORD_RULES = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "falcon3": _LLAMA3,
     "dbrx": WordRule(_LLAMA3_SPLIT), "smaug-bpe": WordRule(_LLAMA3_SPLIT),
     "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "codeshell": _DIGITS,
+    "glm4": WordRule(_LLAMA3_SPLIT), "chatglm-bpe": WordRule(_LLAMA3_SPLIT), "stablelm2": WordRule(QWEN2_SPLIT),
+    "command-r": WordRule(splits_digits=True, composes=True), "gpt-4o": WordRule(_GPT4O_SPLIT),
     "tekken": WordRule(_TEKKEN_SPLIT, keeps_words=True, adds_bos=True),
 }  # fmt: skip
 _RULE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # of older files, which name none
