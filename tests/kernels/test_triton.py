@@ -195,6 +195,20 @@ def test_adapters_compile_without_spilling(capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
+def test_layers_of_one_output_compile(capability: int) -> None:
+    """Triton makes arguments of 1 constants."""
+    from quire.kernels.triton.few_rows import few_rows_product
+    from quire.kernels.triton.linear import CudaLinear
+
+    x = torch.empty(3, 64, dtype=torch.bfloat16)
+    with compiled_launches(capability) as kernels:
+        CudaLinear(dense(x[:1]), is_exact=True)(x)
+        CudaLinear(dense(x[:2]), is_exact=True, activation="silu_and_mul")(x)
+        few_rows_product(x, CudaLinear(dense(x[:2]), activation="silu_and_mul"))
+    assert [kernel.name for kernel in kernels] == ["_product_kernel", "_product_kernel", "_few_rows_kernel"]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
 def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
     from quire.kernels.triton.few_rows import few_rows_product
     from quire.kernels.triton.linear import CudaLinear

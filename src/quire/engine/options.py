@@ -239,7 +239,7 @@ class EngineOptions:
     )  # fmt: skip
     enable_lora: bool = _engine(
         False, "serve LoRA adapters beside the model",
-        row="`True`: requests may name LoRA adapters ([adapters.md](adapters.md)). On CPUs, with `memory_policy` "
+        row="`True`: requests may name LoRA adapters ([adapters.md](adapters.md)). With `memory_policy` "
         "`paged` and continuous batching",
     )  # fmt: skip
     max_loras: int | None = _engine(

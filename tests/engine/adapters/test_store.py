@@ -2,15 +2,21 @@
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError
 from quire.core.lora import AdapterUse
 from quire.engine.adapters import store as store_module
 from quire.engine.adapters.store import AdapterStore
+from quire.engine.options import EngineOptions
+from quire.kernels.back_end import TORCH
+from quire.kernels.low_rank import AdapterSlots
+from quire.model.loader import load_model
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 
@@ -164,3 +170,13 @@ def test_refusals_name_the_setting(model: Path, adapters: list[LoRARequest]) -> 
     for *fields, refused in (("", 1, "x", "lora_name"), ("a", 0, "x", "lora_int_id"), ("a", 1, "", "lora_path")):
         with pytest.raises(InvalidRequestError, match=refused):
             LoRARequest(*fields)  # type: ignore[arg-type]
+
+
+def test_slots_that_do_not_fit_a_device_are_refused_at_start(model: Path) -> None:
+    def none_left(*sizes: object) -> AdapterSlots:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    loaded = load_model(model, back_end=replace(TORCH, adapter_slots=none_left))
+    options = EngineOptions(enable_lora=True, max_loras=900, max_lora_rank=64)
+    with pytest.raises(ConfigError, match="max_loras 900 and max_lora_rank 64 need more memory than cpu has left"):
+        store_module.make_slots(options, loaded)

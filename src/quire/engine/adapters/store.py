@@ -59,12 +59,19 @@ def make_store(
 
 
 def make_slots(options: EngineOptions, model: LanguageModel) -> AdapterSlots | None:
-    """Return memory for `max_loras` adapters on the model's device; None if it computes them where they are loaded."""
+    """Return memory for `max_loras` adapters on the model's device; None if it computes them where they are loaded.
+
+    ConfigError if the device has less.
+    """
     if model.back_end.adapter_slots is None or not isinstance(model, Decoder):
         return None
     sizes = ModelTargets(model.spec, model.back_end, model.dtype, WHOLE).factor_sizes()
-    limits = options.resolved_max_loras, options.max_lora_rank
-    return model.back_end.adapter_slots(sizes, *limits, model.dtype, model.device)
+    num_slots, rank = options.resolved_max_loras, options.max_lora_rank
+    try:
+        return model.back_end.adapter_slots(sizes, num_slots, rank, model.dtype, model.device)
+    except torch.OutOfMemoryError as error:
+        limits = f"max_loras {num_slots} and max_lora_rank {rank}"
+        raise ConfigError(f"{limits} need more memory than {model.device} has left; lower one of them") from error
 
 
 def make_rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "RankAdapters":

@@ -223,7 +223,7 @@ def _product_kernel(
     """ROWS rows and COLUMNS outputs; of a gated activation the gates, then the ups."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, is_column, first = rows < num_rows, columns < num_outputs, num_outputs.to(tl.int64) * 0
+    is_row, is_column, first = rows < num_rows, columns < num_outputs, 0
     if order is not None:  # rows of one group, by the group's weight
         group = tl.load(tile_groups + tl.program_id(0)).to(tl.int64)
         if group < 0:
