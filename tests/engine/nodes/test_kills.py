@@ -31,7 +31,7 @@ PROCESSES = ("server", "engine", "command", "member")
 PHASES = ("joining", "loading", "idle", "prefill", "decode", "leaving")
 SUPERVISORS = ("server", "command")
 FEW = [("server", "prefill", "kill"), ("command", "idle", "stop")]
-STALL_LIMIT_S = 3
+STALL_LIMIT_S = 10  # of a busy machine: loading torch holds up heartbeats for seconds
 PROMPT = {"prompt": [5, 6, 7] * 20, "temperature": 0, "ignore_eos": True}
 LONG = {"prompt": [8, 9] * 450}
 
@@ -45,7 +45,7 @@ class Run:
         self._flags = [
             str(model), "-tp", "2", "--nnodes", "2", "--master-addr", first.address, "--master-port", str(port),
             "--node-secret-file", str(folder / "secret"), "--num-kv-blocks", "64", "--max-num-batched-tokens", "16",
-            "--stall-limit", str(STALL_LIMIT_S), "--start-timeout", "20", "--shutdown-timeout", "60",
+            "--stall-limit", str(STALL_LIMIT_S), "--start-timeout", "60", "--shutdown-timeout", "60",
         ]  # fmt: skip
         self._machines, self._mark = (first, second), uuid.uuid4().hex
         self.server: ServerProcess | None = None
