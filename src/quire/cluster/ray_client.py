@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -43,11 +42,6 @@ class RayClient(SingleEngine):
         self._table = ReplicaTable(ready.limits.num_blocks, ready.limits.block_size, max_replicas)
         self._streams = RequestStreams(tokenizer, self._on_abort, self._on_close)
         self._followers: dict[int, asyncio.Task[None]] = {}
-
-    @property
-    def engines(self) -> Sequence[SingleEngine]:
-        """The replicas, as one engine."""
-        return (self,)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
@@ -99,16 +93,6 @@ class RayClient(SingleEngine):
         """Cancel the call of a request whose stream has ended, if the engine still computes."""
         if (follower := self._followers.pop(request_id, None)) is not None:
             follower.cancel()
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that were sent and not yet admitted."""
-        return self._streams.num_queued
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens x n of the requests that were sent and not yet admitted."""
-        return self._streams.num_queued_tokens
 
     @property
     def num_free_seqs(self) -> int:

@@ -11,7 +11,7 @@ from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready
 from quire.engine.output_processor import OutputKind
 from quire.engine.pinned_prefixes import PinnedPrefixes
-from quire.engine.streams import RequestStream
+from quire.engine.streams import RequestStream, RequestStreams
 from quire.text.tokenizer import Tokenizer
 
 
@@ -126,6 +126,22 @@ class SingleEngine(BaseClient):
     """What a server asks of each engine alone."""
 
     state: EngineState
+    _streams: RequestStreams
+
+    @property
+    def engines(self) -> "Sequence[SingleEngine]":
+        """The one engine."""
+        return (self,)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that were sent and not yet admitted."""
+        return self._streams.num_queued
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens x n of the requests that were sent and not yet admitted."""
+        return self._streams.num_queued_tokens
 
     @abstractmethod
     async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:

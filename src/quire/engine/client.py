@@ -9,7 +9,7 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol, Self
 
@@ -99,22 +99,7 @@ class EngineClient(SingleEngine):
         client._receiver = asyncio.create_task(client._receive_all(), name="engine reports")
         return client
 
-    @property
-    def engines(self) -> Sequence[SingleEngine]:
-        """The one engine."""
-        return (self,)
-
     # --- requests -------------------------------------------------------------------------------------------------
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that were sent and not yet admitted."""
-        return self._streams.num_queued
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens x n of the requests that were sent and not yet admitted."""
-        return self._streams.num_queued_tokens
 
     @property
     def num_free_seqs(self) -> int:
