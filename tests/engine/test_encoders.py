@@ -11,7 +11,7 @@ import torch
 from quire import LLM, PoolingParams
 from quire.core.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError
 from quire.text.tokenizer import Tokenizer
-from support.embedders import expected_embeddings
+from support.embedders import expected_embeddings, write_json
 from support.encoders import CLS, LONGEST, write_encoder
 
 TEXTS = ["the quick brown fox", "jumps over", "the lazy dog: stop stopping the stops", "café"]
@@ -107,6 +107,8 @@ def test_activation_of_the_folder_is_the_default(tmp_path: Path) -> None:
     [
         ({"max_num_batched_tokens": 10, "max_model_len": 20}, ConfigError, "max_num_batched_tokens is 10, but prompts"),
         ({"num_kv_blocks": 8}, ConfigError, "num_kv_blocks is set, but the model keeps no keys and values"),
+        ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size 2: not supported for an encoder"),
+        ({"data_parallel_size": 2}, ConfigError, "data_parallel_size 2: not supported for an encoder"),
         ({"enable_lora": True}, ConfigError, "enable_lora True: not supported for an encoder"),
         ({"kv_cache_dtype": "fp8"}, ConfigError, "kv_cache_dtype 'fp8': not supported for an encoder"),
         ({"runner": "generate"}, ModelError, "the model is an encoder, and gives no vectors: it runs with --runner"),
@@ -119,6 +121,27 @@ def test_what_an_encoder_does_not_have_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(write_encoder(tmp_path, "Bert"), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("length", "longest"), [(20, 20), (None, LONGEST), (5 * LONGEST, LONGEST)])
+def test_longest_text_is_that_of_sentence_transformers(tmp_path: Path, length: int | None, longest: int) -> None:
+    folder = write_encoder(tmp_path, "Bert", kind="mean")
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False})
+    with LLM(folder) as llm:
+        assert len(llm.embed([[7] * longest])) == 1
+        with pytest.raises(ContextLengthError, match=rf"length is {longest} tokens"):
+            llm.embed([[7] * (longest + 1)])
+        cut = llm.embed([[7] * (longest + 9)], truncate_prompt_tokens=-1, use_tqdm=False)
+        assert len(cut[0].prompt_token_ids) == longest
+    with LLM(folder, max_model_len=30) as llm:
+        assert len(llm.embed([[7] * 30])) == 1
+
+
+def test_length_that_is_no_size_is_refused(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "Bert", kind="mean")
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 0})
+    with pytest.raises(ModelError, match=r"sentence_bert_config.json: max_seq_length must be an integer from 1"):
+        LLM(folder)
 
 
 def test_budget_that_is_set_limits_texts(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def load(
         what = "has no output head" if spec.is_causal else "is an encoder"
         raise ModelError(f"{folder}: the model {what}, and gives no vectors: {pooler.reason}")
     if not spec.is_causal:
-        _check_encoder(options)
+        check_encoder(options)
     device = resolve_device(options.device)
     if device.type == "cuda" and options.data_parallel_size > 1:
         raise ConfigError(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
@@ -95,6 +95,7 @@ def load(
     if num_ranks > 1:
         _check_ranks(options, back_end.name, spec)
     limits = _limits(spec, _widest(spec, stored, num_ranks), num_ranks // options.nnodes)
+    limits = replace(limits, default_positions=pooler.max_seq_length or limits.default_positions)
     num_positions, ranks = positions_for(options, limits, meter), None
     if open_ranks is not None:
         ranks, num_positions = open_ranks(spec, num_positions)
@@ -110,7 +111,7 @@ def load(
     )
 
 
-def _check_encoder(options: EngineOptions) -> None:
+def check_encoder(options: EngineOptions) -> None:
     """Raise ConfigError for an option that a model without a KV cache does not have."""
     refused = {
         "tensor_parallel_size": options.tensor_parallel_size > 1,

@@ -19,6 +19,7 @@ from quire.model.spec import DecoderSpec
 Runner = Literal["auto", "generate", "pooling"]
 
 MODULES_FILE, POOLING_FOLDER = "modules.json", "1_Pooling"
+LENGTH_FILES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "xlm-roberta"))
 OVERRIDES = (
     "architectures", "is_matryoshka", "matryoshka_dimensions", "classifier_from_token", "is_original_qwen3_reranker"
 )  # fmt: skip
@@ -35,10 +36,14 @@ _KINDS: dict[str, PoolingKind] = {
 
 @dataclass(frozen=True, slots=True)
 class FoundPooler:
-    """The pooling of a model; or None, with the reason, as an error continues it."""
+    """The pooling of a model; or None, with the reason, as an error continues it.
+
+    `max_seq_length`: tokens of the longest text that the folder names, in place of the model's positions.
+    """
 
     config: PoolerConfig | None
     reason: str = ""
+    max_seq_length: int | None = None
 
 
 def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = "") -> FoundPooler:
@@ -50,15 +55,32 @@ def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = 
     if runner == "generate":
         return FoundPooler(None, "it runs with --runner generate")
     if runner == "pooling":
-        return FoundPooler(_pooler(path, spec, parse_overrides(overrides)))
+        return _found(path, spec, overrides)
     try:
         if spec.generates and not (overrides or _has_modules(path)):
             return FoundPooler(None, f"its folder has no {POOLING_FOLDER}/config.json; --runner pooling makes it pool")
-        return FoundPooler(_pooler(path, spec, parse_overrides(overrides)))
+        return _found(path, spec, overrides)
     except ModelError as error:
         if not spec.generates:
             raise
         return FoundPooler(None, str(error))
+
+
+def _found(path: Path, spec: DecoderSpec, overrides: str) -> FoundPooler:
+    return FoundPooler(_pooler(path, spec, parse_overrides(overrides)), max_seq_length=_max_seq_length(path, spec))
+
+
+def _max_seq_length(path: Path, spec: DecoderSpec) -> int | None:
+    """Return `max_seq_length` of sentence-transformers' file, at most the model's positions; None if it is not set."""
+    if not path.is_dir():
+        return None
+    folder = dict(_modules(path)).get("Transformer", "")
+    file = next((name for name in LENGTH_FILES if (path / folder / name).exists()), None)
+    if file is None:
+        return None
+    reader = ConfigReader(read_json_object(path, file, folder), str(path / folder / file))
+    length = reader.size("max_seq_length") if reader.has("max_seq_length") else None
+    return None if length is None else min(length, spec.default_positions)
 
 
 def parse_overrides(text: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def _names(classes: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def load_through_transformers(options: EngineOptions, folder: Path) -> LoadedModel:
     """Load the model of a folder. ModelError and ConfigError name what is not supported."""
-    _check_options(options)
+    check_options(options)
     place = str(folder / CONFIG_FILE)
     raw = read_json_object(folder, CONFIG_FILE)
     kind, config = _class_of(folder, place)
@@ -78,7 +78,7 @@ def load_through_transformers(options: EngineOptions, folder: Path) -> LoadedMod
     )
 
 
-def _check_options(options: EngineOptions) -> None:
+def check_options(options: EngineOptions) -> None:
     """Raise ConfigError for an option that a model through transformers does not have."""
     refused = {
         "device": options.device == "cuda",
