@@ -1,7 +1,13 @@
 """The tables of docs/models.md are those that the code makes."""
 
-from model_tables import PAGE, Cases
+from typing import Any
+
+import pytest
+
+from model_tables import COMBINATIONS, PAGE, Cases, gguf_name, is_refused
+from quire.formats.gguf.architectures import ARCHITECTURES
 from quire.model.families import ENCODERS, FAMILIES
+from support.gguf_files import ARCHITECTURES as GGUF_ARCHITECTURES
 
 
 def test_page_has_the_tables_of_the_code() -> None:
@@ -16,3 +22,15 @@ def test_every_family_has_a_case_plain_and_with_options() -> None:
     encoders = Cases("test_encoders.py", "").by_architecture
     assert encoders.keys() == ENCODERS.keys()
     assert all(len(found) >= 2 for found in encoders.values())
+
+
+@pytest.mark.parametrize("settings", COMBINATIONS.values(), ids=COMBINATIONS)
+def test_families_combine_alike(settings: dict[str, Any]) -> None:
+    """The table of combinations has a column for all of them."""
+    assert {is_refused(name, settings) for name in FAMILIES} == {False}
+
+
+def test_files_of_each_gguf_architecture_are_those_of_a_family() -> None:
+    found = {name: gguf_name(name) for name in FAMILIES}
+    assert {name for name in found.values() if name} == ARCHITECTURES.keys()
+    assert {name: found[name] for name in GGUF_ARCHITECTURES} == GGUF_ARCHITECTURES, "the tests write them otherwise"

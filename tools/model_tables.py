@@ -7,6 +7,7 @@ the keys that it reads and refuses are recorded.
 """
 
 import ast
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,15 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from page_tables import Page, table
-from quire.kernels.support import SUPPORT
+from quire.core.errors import ConfigError
+from quire.engine.loading import check_encoder, check_ranks
+from quire.engine.options import EngineOptions
+from quire.engine.transformers_model.loading import check_options
+from quire.formats.gguf.architectures import ARCHITECTURES
+from quire.kernels.support import SUPPORT, require, require_kv_dtype
 from quire.model.config_reader import ConfigReader
 from quire.model.families import ENCODER_HEADS, ENCODERS, FAMILIES
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, Experts
 
 TESTS = Path(__file__).parents[1] / "tests/model"
 TEXT_CONFIG = {
@@ -118,13 +124,86 @@ def _table(
     return table((head, "models", "options that are read", "options that are refused", "cases tested"), *rows)
 
 
+# The architecture of GGUF files of a family, where it is not the name of the family in lower case.
+GGUF_NAMES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
+    "Gemma3ForConditionalGeneration": "gemma3", "GPT2LMHeadModel": "gpt2",
+    "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss",
+}  # fmt: skip
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "`--quantization int8`, `int4`": {"quantization": "int8"},
+    "`-tp`, on CPUs": {"tensor_parallel_size": 2},
+    "`-dp`, on CPUs": {"data_parallel_size": 2},
+    "`--enable-lora`": {"enable_lora": True},
+    "speculation by n-grams": {"speculative_config": json.dumps({"method": "ngram"})},
+    "speculation by a draft model": {"speculative_config": json.dumps({"model": "x"})},
+    "8-bit KV cache, on CPUs": {"kv_cache_dtype": "fp8"},
+    "`--runner pooling`": {"runner": "pooling"},
+    "`--device cuda`": {"device": "cuda"},
+}
+
+
+def gguf_name(architecture: str) -> str | None:
+    """Return the `general.architecture` of a family's GGUF files, None if they are not read."""
+    name = GGUF_NAMES.get(architecture, architecture.removesuffix("ForCausalLM").lower())
+    return name if name in ARCHITECTURES else None
+
+
+def _check_family(options: EngineOptions, architecture: str) -> None:
+    spec = FAMILIES[architecture](ConfigReader(CONFIG, "config.json"))
+    if options.tensor_parallel_size > 1:
+        check_ranks(options, "cpp", spec)
+    if options.kv_cache_dtype != "auto":
+        require_kv_dtype("cpp", options.kv_cache_dtype)
+    if options.device == "cuda":
+        require("cuda", ["Experts"] if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers) else [])
+
+
+def _check_encoder_on_device(options: EngineOptions) -> None:
+    check_encoder(options)
+    if options.device == "cuda":
+        require("cuda", ["attention in both directions"])
+
+
+def is_refused(kind: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether the code refuses settings of a kind of models: an architecture, `encoders`, `transformers`."""
+    try:
+        if kind == "transformers":
+            check_options(EngineOptions(model_impl="transformers", **settings))
+        elif kind == "encoders":
+            _check_encoder_on_device(EngineOptions(**settings))
+        else:
+            _check_family(EngineOptions(**settings), kind)
+    except ConfigError:
+        return True
+    return False
+
+
+def combinations() -> str:
+    """Return the table of options by kinds of models; tests hold every family to the column of families."""
+    kinds = {"families": "LlamaForCausalLM", "encoders": "encoders", "through transformers": "transformers"}
+    rows = [
+        (name, *("refused" if is_refused(kind, settings) else "yes" for kind in kinds.values()))
+        for name, settings in COMBINATIONS.items()
+    ]
+    return table(("option", *kinds), *rows)
+
+
+def gguf() -> str:
+    """Return the table of families by the architecture of their GGUF files."""
+    rows = ((f"`{name}`", f"`{found}`" if (found := gguf_name(name)) else "refused") for name in FAMILIES)
+    return table(("architecture", "`general.architecture` of GGUF files"), *rows)
+
+
 def parts() -> str:
     """Return the table of ops and features by device."""
     rows = ((name, "yes", "yes" if "cuda" in ends else "refused") for name, ends in SUPPORT.items())
     return table(("op or feature", "CPU", "CUDA"), *rows)
 
 
-TABLES = {"families": families, "encoders": encoders, "parts": parts}
+TABLES = {
+    "families": families, "encoders": encoders, "parts": parts, "combinations": combinations, "gguf": gguf,
+}  # fmt: skip
 
 
 PAGE = Page("models.md", "models", TABLES)

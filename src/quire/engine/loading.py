@@ -93,7 +93,7 @@ def load(
     stored = back_end.cache_layout.stored_dtype(dtype, options.kv_cache_dtype)
     num_ranks = options.tensor_parallel_size
     if num_ranks > 1:
-        _check_ranks(options, back_end.name, spec)
+        check_ranks(options, back_end.name, spec)
     limits = _limits(spec, _widest(spec, stored, num_ranks), num_ranks // options.nnodes)
     limits = replace(limits, default_positions=pooler.max_seq_length or limits.default_positions)
     num_positions, ranks = positions_for(options, limits, meter), None
@@ -127,7 +127,7 @@ def check_encoder(options: EngineOptions) -> None:
             raise ConfigError(f"{name} {getattr(options, name)!r}: not supported for an encoder")
 
 
-def _check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> None:
+def check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> None:
     """Raise ConfigError for what tensor parallelism does not serve."""
     name = f"tensor_parallel_size {options.tensor_parallel_size}"
     if back_end != "cpp":

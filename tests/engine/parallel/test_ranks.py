@@ -89,6 +89,14 @@ def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int, sett
     assert found[1][1].num_parameters == found[0][1].num_parameters
 
 
+def test_embeddings_have_the_bits_of_one_process(folder: Path) -> None:
+    found = []
+    for size in (1, 2):
+        with LLM(folder, runner="pooling", tensor_parallel_size=size) as llm:
+            found.append([output.outputs.embedding for output in llm.embed(PROMPTS, use_tqdm=False)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_experts_are_divided_with_the_bits_of_one_process(mixture: Path, quantization: str | None) -> None:
     settings = TOGETHER | {"quantization": quantization, "preemption_mode": "swap", "swap_space": "1MiB"}
