@@ -46,7 +46,7 @@ class Poison:
         """Poison all that is free now."""
         cache, worker = self._scheduler.cache, self._worker
         self._fill(cache._pool, worker._cache.tensors)
-        if cache._swap is not None and worker._swapper is not None:
+        if worker._swapper is not None:
             self._fill(cache._swap._pool, worker._swapper._space)
         self._fill_rows()
 

@@ -34,7 +34,7 @@ class _Tables(dict[int, BlockTable]):
 class KVCacheManager:
     """The block tables of all running sequences, over one pool, and the prefixes that can be found in it.
 
-    Those of swapped sequences stand in the swap space, if there is one.
+    Those of swapped sequences stand in the swap space, which may have no block.
     """
 
     __slots__ = (
@@ -52,7 +52,7 @@ class KVCacheManager:
         self._pool = BlockPool(config.num_blocks, searched, may_be_empty=not config.has_blocks)
         self._prefixes = PrefixCache(self._pool, tree)
         self._tables = _Tables()
-        self._swap = SwapSpace(config.num_swap_blocks) if config.num_swap_blocks else None
+        self._swap = SwapSpace(config.num_swap_blocks)
         self._num_copied = 0                     # blocks, since start
         self._num_queried = self._num_found = 0  # prompt tokens, since start
 
@@ -74,7 +74,7 @@ class KVCacheManager:
 
     def __contains__(self, seq_id: int) -> bool:
         """Return whether a sequence has a block table, in the cache or in the swap space."""
-        return seq_id in self._tables or (self._swap is not None and seq_id in self._swap)
+        return seq_id in self._tables or seq_id in self._swap
 
     def match(
         self, token_ids: Sequence[int], stop: int, scope: Scope = None, like: int | None = None
@@ -184,7 +184,7 @@ class KVCacheManager:
 
         The blocks of its first `num_computed` tokens can be found; but none that the step under way was to swap in.
         """
-        if self._swap is not None and seq_id in self._swap:
+        if seq_id in self._swap:
             self._swap.free(seq_id)
         else:
             self._free_in_cache(seq_id, num_computed)
@@ -231,8 +231,7 @@ class KVCacheManager:
         A step that has failed is over, too, when all sequences that appended in it have been freed.
         """
         self._prefixes.end_step()
-        if self._swap is not None:
-            self._swap.end_step()
+        self._swap.end_step()
 
     def publish(self) -> None:
         """Publish all computed blocks to the prefix cache, and release duplicates.
@@ -269,8 +268,8 @@ class KVCacheManager:
 
     @property
     def num_free_swap_blocks(self) -> int:
-        """Blocks of the swap space that can be taken, 0 if there is none."""
-        return 0 if self._swap is None else self._swap.num_free_blocks
+        """Blocks of the swap space that can be taken."""
+        return self._swap.num_free_blocks
 
     def footprint(self, seq_ids: Sequence[int]) -> Footprint:
         """Return how many blocks some sequences hold together."""
@@ -291,8 +290,8 @@ class KVCacheManager:
         Raises ValueError, and changes nothing, if there are fewer tokens, or if the sliding window before the next
         token has lost a block: the tokens of the last append can always be taken back.
         """
-        is_swapped = self._swap is not None and seq_id in self._swap
-        table = self._swap.table(seq_id) if self._swap is not None and is_swapped else self._tables[seq_id]
+        is_swapped = seq_id in self._swap
+        table = self._swap.table(seq_id) if is_swapped else self._tables[seq_id]
         first_seen = num_tokens if self._window is None else max(0, num_tokens - self._window + 1)
         if not 0 <= num_tokens <= table.num_tokens or first_seen // self.block_size < table.num_dropped:
             raise ValueError(
@@ -316,21 +315,18 @@ class KVCacheManager:
         The group appends nothing in this step. Raises OutOfBlocksError, and changes nothing, for want of swap blocks.
         What could be found in the cache still can.
         """
-        swap, tables = self._swap, {seq_id: self._tables[seq_id] for seq_id in seq_ids}
-        assert swap is not None, "there is no swap space"
+        tables = {seq_id: self._tables[seq_id] for seq_id in seq_ids}
         for table in tables.values():
             assert table.path is None or not table.path.swap_in_pending, f"{seq_ids} swapped in and out in one step"
             if self._window is not None:
                 self._drop_unseen(table, self._window)
-        copies = swap.swap_out(tables, self._pool)
+        copies = self._swap.swap_out(tables, self._pool)
         for seq_id, table in tables.items():
             self._free_in_cache(seq_id, table.num_tokens)
         return copies
 
     def num_blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
         """Return how many blocks `swap_in` would take."""
-        if self._swap is None:
-            return 0
         found, _ = self._found(seq_ids)
         return self._swap.num_blocks_to_swap_in(seq_ids, self._pool, found)
 
@@ -339,7 +335,6 @@ class KVCacheManager:
 
         Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
         """
-        assert self._swap is not None, "there is no swap space"
         found, num_found = self._found(seq_ids)
         tables, copies = self._swap.swap_in(seq_ids, self._pool, found)
         self._tables |= tables
@@ -353,7 +348,6 @@ class KVCacheManager:
 
         And how many leading columns of each sequence those are, the ones that have left the window included.
         """
-        assert self._swap is not None, "there is no swap space"
         found, num_found = dict[int, int](), dict[int, int]()
         for seq_id in seq_ids:
             table = self._swap.table(seq_id)
@@ -386,15 +380,12 @@ class KVCacheManager:
             prefix_queries_tokens=self._num_queried,
             prefix_hits_tokens=self._num_found,
         )
-        return stats if self._swap is None else self._swap.add_stats(stats)
+        return self._swap.add_stats(stats)
 
     def view_blocks(self, first: int, count: int, tier: Tier = "kv") -> list[BlockEntry]:
-        """Return what blocks [first, first + count) are, and their holders: a sequence by its id, a pin by -1 - id.
-
-        There are none in a swap space that is not there.
-        """
+        """Return what blocks [first, first + count) are, and their holders: a sequence by its id, a pin by -1 - id."""
         if tier == "swap":
-            return [] if self._swap is None else self._swap.view_blocks(self.block_size, first, count)
+            return self._swap.view_blocks(self.block_size, first, count)
         return view_blocks(self._pool, self._holders(), self.block_size, first, count, tier)
 
     def count_blocks(self, seq_ids: Iterable[int]) -> int:
@@ -408,10 +399,9 @@ class KVCacheManager:
     def checking(self) -> Iterator[None]:
         """Do what `check` does in slices of about a millisecond. To be dropped when anything changes between two."""
         yield from checking_blocks(self._pool, self._holders(), self._held_besides(), self.block_size)
-        if self._swap is not None:
-            yield from self._swap.checking()
-            both = [seq_id for seq_id in self._tables if seq_id in self._swap]
-            assert not both, f"sequences {both} are in the cache and in the swap space"
+        yield from self._swap.checking()
+        both = [seq_id for seq_id in self._tables if seq_id in self._swap]
+        assert not both, f"sequences {both} are in the cache and in the swap space"
         yield from self._prefixes.checking()
         for table in self._tables.values():
             self._prefixes.check_path(table)

@@ -46,12 +46,12 @@ class Footprint(NamedTuple):
 
 
 class SwapSpace:
-    """The tables of sequences that are swapped out, over a pool of their own."""
+    """The tables of sequences that are swapped out, over a pool of their own, which may have no block."""
 
     __slots__ = ("_num_swapped_in", "_num_swapped_out", "_pool", "_sources", "_tables")
 
     def __init__(self, num_blocks: int) -> None:
-        self._pool = BlockPool(num_blocks)
+        self._pool = BlockPool(num_blocks, may_be_empty=True)
         self._tables: dict[int, BlockTable] = {}
         self._sources: list[BlockArray] = []  # blocks that the step under way reads back
         self._num_swapped_out = self._num_swapped_in = 0  # blocks, since start
