@@ -2,6 +2,7 @@
 // as the name of the namespace that it fills. Pointers, shapes and strides only: no torch, no Python.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -50,19 +51,37 @@ struct LowRankPart {
     long first_input, rank, first_output, num_outputs;
 };
 
-// What an adapter adds to the sums of a row: B times `inner`, the outputs of A, for each part; no parts: nothing.
+// What an adapter adds to the sums of its rows, `rows` [num_rows] in ascending order: B times `inner` [num_rows, rank], which the
+// layer's kernel computes, A x rounded to T. A, `down` [rank, in_features], is dense and packed, of all parts together.
 template <typename T>
-struct LowRankRow {
-    const T* inner = nullptr;
-    const LowRankPart* parts = nullptr;
-    long num_parts = 0;
-    bool is_first = false;  // of the rows of its adapter
+struct LowRankRows {
+    const std::int32_t* rows;
+    long num_rows;
+    const T* down;
+    long rank;
+    const LowRankPart* parts;
+    long num_parts;
+    T* inner;
+};
+
+// The adapters of a layer's rows, for one call of its kernel, and how far its threads have come with A x.
+template <typename T>
+struct LowRank {
+    const LowRankRows<T>* adapters;
+    long num_adapters;
+    // Set by the kernel: the rows as it multiplies them, and pieces of A x, the next one to take and those not finished.
+    const void* x = nullptr;
+    long x_stride = 0;
+    std::atomic<long> next_piece{0}, num_left{0};
+
+    const LowRankRows<T>* begin() const { return adapters; }
+    const LowRankRows<T>* end() const { return adapters + num_adapters; }
 };
 
 // A linear layer: out = activation(x W^T + addend + bias), x [num_rows, in_features] and out [num_rows, out_features], rows
 // `stride` elements apart. Packed weights as packing.hpp says; those of a gated activation are two layers, a
 // strip of gates and a strip of ups in turn. bias is float32 or null, of a gated one the gates' and then the ups'. The addend
-// is float32 [num_rows, as many as bias has] or null, and what low_rank [num_rows] has, or null. A format that is not
+// is float32 [num_rows, as many as bias has] or null, and what adapters add to their rows, or null. A format that is not
 // served is a std::invalid_argument.
 template <typename T>
 struct Linear {
@@ -79,7 +98,7 @@ struct Linear {
     Quantization quantization = {};
     const float* addend = nullptr;
     long addend_stride = 0;
-    const LowRankRow<T>* low_rank = nullptr;
+    LowRank<T>* low_rank = nullptr;
 
     bool has_addends() const { return addend || low_rank; }
     bool is_gated() const { return quire::is_gated(activation); }

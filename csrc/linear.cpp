@@ -14,17 +14,30 @@ void quantized_linear(const Linear<T>&);  // any format that is not multiplied a
 template <typename T>
 bool is_multiplied_as_dense(const Linear<T>& op) { return op.format == WeightFormat::dense || expander(op); }
 
+// Begin A x of a layer's adapters, whose pieces the threads of the layer compute.
+template <typename T>
+void begin_down(const Linear<T>& op) {
+    LowRank<T>& low_rank = *op.low_rank;
+    low_rank.x_stride = op.x_stride;
+    low_rank.x = factors_of(op, low_rank.x_stride);
+    low_rank.num_left = DOWN_PIECES.count(low_rank);
+}
+
 template <typename T>
 void linear(const Linear<T>& op) {
-    if (!is_multiplied_as_dense(op)) return quantized_linear(op);
-    if (op.num_rows) linear_by_vectors(op);
+    if (!op.num_rows) return;
+    if (op.low_rank) begin_down(op);
+    if (is_multiplied_as_dense(op)) return linear_by_vectors(op);
+    quantized_linear(op);
 }
 
 #ifdef __AMX_BF16__
 template <>
 void linear(const Linear<bf16>& op) {
-    if (!is_multiplied_as_dense(op)) return quantized_linear(op);
-    if (op.num_rows) linear_by_tiles(op);
+    if (!op.num_rows) return;
+    if (op.low_rank) multiply_down_by_tiles(op);
+    if (is_multiplied_as_dense(op)) return linear_by_tiles(op);
+    quantized_linear(op);
 }
 #else
 template void linear(const Linear<bf16>&);
@@ -39,7 +52,7 @@ void low_rank_product(const LowRankProduct<T>& op) {
             for (long strip = begin; strip < end; strip++) {
                 float product[STRIP];
                 const T* packed = op.packed + strip * low_rank_strip_elements<T>(op.rank);
-                multiply_low_rank<T, 1>(op.inner + row * op.inner_stride, packed, op.rank).store(product, STRIP);
+                multiply_up<1, 1>(op.inner + row * op.inner_stride, op.inner_stride, packed, op.rank).store(product, STRIP);
                 store_some(op.out + row * op.out_stride + strip * STRIP, load(product), op.num_outputs - strip * STRIP);
             }
     });

@@ -6,7 +6,7 @@
 
 #include "activation.hpp"
 #include "aligned.hpp"
-#include "low_rank_output.hpp"
+#include "low_rank_products.hpp"
 #include "thread_pool.hpp"
 #include "packing.hpp"
 #include "vec.hpp"
@@ -32,39 +32,45 @@ inline void store_outputs(const Linear<T>& op, long row, long first, Floats valu
         store_some(static_cast<T*>(op.out) + at, values, count);
 }
 
-// Call work(first output, number of outputs, place of their sums, from strip to strip) for the outputs of some strips of sums,
-// one after the other: of a gated layer for those of gates and then for those of ups, which come after all gates.
+// Call work(first output, number of outputs, index of their first strip, from strip to strip) for the outputs of some strips of
+// sums, one after the other: of a gated layer for those of gates and then for those of ups, which come after all gates.
 template <typename T, typename Work>
 inline void for_outputs(const Linear<T>& op, long strip, long num_strips, Work&& work) {
     const auto some = [&](long first, long strips, long offset, long at, long step) {
         if (strips > 0) work(offset + first * STRIP, std::min(strips * STRIP, op.out_features - first * STRIP), at, step);
     };
-    if (!op.is_gated()) return some(strip, num_strips, 0, 0, STRIP);
+    if (!op.is_gated()) return some(strip, num_strips, 0, 0, 1);
     const long end = strip + num_strips, first_gate = (strip + 1) / 2, first_up = strip / 2;
-    some(first_gate, (end + 1) / 2 - first_gate, 0, strip % 2 * STRIP, 2 * STRIP);
-    some(first_up, end / 2 - first_up, op.out_features, (strip + 1) % 2 * STRIP, 2 * STRIP);
+    some(first_gate, (end + 1) / 2 - first_gate, 0, strip % 2, 2);
+    some(first_up, end / 2 - first_up, op.out_features, (strip + 1) % 2, 2);
 }
 
-// Add the addends to the sums of strips [strip, strip + num_strips) of one row, in memory: apart from what every layer does
-// to its sums, which is 3 % slower with this among it.
+// Add the addends to the sums of some rows x strips, in memory: apart from what every layer does to its sums, which is 3 %
+// slower with this among it.
 template <typename T>
-[[gnu::noinline]] void add_addends(const Linear<T>& op, long row, long strip, long num_strips, float* sums) {
+[[gnu::noinline]] void add_addends(const Linear<T>& op, long row, long num_rows, long strip, long num_strips, const SumsInMemory& sums) {
+    if (op.low_rank) wait_for(op.low_rank->num_left, 0);
     for_outputs(op, strip, num_strips, [&](long first, long count, long at, long step) {
-        if (op.addend)
+        for (long r = 0; op.addend && r < num_rows; r++)
             for (long i = 0; i < count; i += STRIP) {
-                float* to = sums + at + i / STRIP * step;
-                store(to, load(to) + load_some(op.addend + row * op.addend_stride + first + i, count - i));
+                float* to = sums.at(r, at + i / STRIP * step);
+                store(to, load(to) + load_some(op.addend + (row + r) * op.addend_stride + first + i, count - i));
             }
-        if (op.low_rank) add_low_rank(op.low_rank[row], first, count, sums + at, step);
+        if (!op.low_rank) return;
+        const SumsInMemory own{sums.at(0, at), sums.row_stride, step * sums.strip_stride};
+        for (const LowRankRows<T>& adapter : *op.low_rank) {
+            if (&adapter + 1 < op.low_rank->end()) fetch_low_rank(*(&adapter + 1), first, count);
+            add_low_rank(adapter, row, num_rows, first, count, own);
+        }
     });
 }
 
-// Fetch what adapters add to some rows and strips: of each adapter once.
+// Fetch what adapters add to some rows and strips.
 template <typename T>
 [[gnu::noinline]] void fetch_addends(const Linear<T>& op, long row, long num_rows, long strip, long num_strips) {
-    for (long r = row; r < row + num_rows; r++)
-        if (op.low_rank[r].is_first)
-            for_outputs(op, strip, num_strips, [&](long first, long count, long, long) { fetch_low_rank(op.low_rank[r], first, count); });
+    for (const LowRankRows<T>& adapter : *op.low_rank)
+        if (rows_within(adapter, row, num_rows).count > 0)
+            for_outputs(op, strip, num_strips, [&](long first, long count, long, long) { fetch_low_rank(adapter, first, count); });
 }
 
 template <typename T>

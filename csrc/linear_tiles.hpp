@@ -159,25 +159,32 @@ void multiply_strips(const PackedWords<bf16>& weights, const RowTiles& x, long s
     }
 }
 
+// Add the addends to the sums of all rows x some strips, [row tile][strip].
+inline void add_to_tiles(const Linear<bf16>& op, long tile_rows, long strip, long num_strips, TileSums* sums) {
+    for (long row = 0; op.has_addends() && row < op.num_rows; row += tile_rows, sums += num_strips)
+        add_addends(op, row, std::min(tile_rows, op.num_rows - row), strip, num_strips, {sums->sums, STRIP, TILE_ROWS * STRIP});
+}
+
 // Strips [strip, end) in groups, those that are left one by one: pairs of strips are finished together.
 template <int row_tiles, int strips>
 void few_rows(const Linear<bf16>& op, const PackedWords<bf16>& weights, const RowTiles& x, long strip, long end) {
     TileSums sums[2][FEW_TILES];
     for (; strip + strips <= end && strips > 1; strip += strips) {
         multiply_strips<row_tiles, strips>(weights, x, strip, sums[0]);
+        add_to_tiles(op, x.rows, strip, strips, sums[0]);
         for (long row = 0; row < op.num_rows; row++) {
             TileSums* of_row = sums[0] + row / x.rows * strips;
-            for (int i = 0; op.has_addends() && i < strips; i++) add_addends(op, row, strip + i, 1, of_row[i].sums + row % x.rows * STRIP);
             for (int i = 0; i < strips; i += 2)
                 finish_pair(op, row, strip + i, of_row[i].row(row % x.rows), of_row[i + 1].row(row % x.rows));
         }
     }
     for (; strip < end; strip += 2) {
         const bool is_pair = strip + 1 < end;
-        for (int i = 0; i <= is_pair; i++) multiply_strips<row_tiles, 1>(weights, x, strip + i, sums[i]);
+        for (int i = 0; i <= is_pair; i++) {
+            multiply_strips<row_tiles, 1>(weights, x, strip + i, sums[i]);
+            add_to_tiles(op, x.rows, strip + i, 1, sums[i]);
+        }
         for (long row = 0; row < op.num_rows; row++) {
-            for (int i = 0; op.has_addends() && i <= is_pair; i++)
-                add_addends(op, row, strip + i, 1, sums[i][row / x.rows].sums + row % x.rows * STRIP);
             const Floats left = sums[0][row / x.rows].row(row % x.rows), right = sums[1][row / x.rows].row(row % x.rows);
             if (is_pair)
                 finish_pair(op, row, strip, left, right);
@@ -269,9 +276,9 @@ private:
         if (tile + count < x.num_tiles) return;
         for (long i = 0; i < 2 && row + i < end_row_tile; i++) {
             const long first = (row + i) * TILE_ROWS, rows = std::min(TILE_ROWS, op.num_rows - first);
+            if (op.has_addends())
+                add_addends(op, first, rows, left, std::min(2L, end_strip - left), {four.tiles[i][0].sums, STRIP, TILE_ROWS * STRIP});
             for (long r = 0; r < rows; r++) {
-                for (long j = 0; op.has_addends() && left + j < end_strip && j < 2; j++)
-                    add_addends(op, first + r, left + j, 1, four.tiles[i][j].sums + r * STRIP);
                 if (left + 1 < end_strip)
                     finish_pair(op, first + r, left, four.tiles[i][0].row(r), four.tiles[i][1].row(r));
                 else
@@ -303,6 +310,21 @@ inline void linear_by_tiles(const Linear<bf16>& op) {
     const RowTiles x = cut_rows(op);
     const long row_tiles = (op.num_rows + x.rows - 1) / x.rows;
     row_tiles <= FEW_TILES ? few_rows(op, x, row_tiles) : many_rows(op, x);
+}
+
+// A x of all adapters, as the layers of A alone have it: before the layer, since tiles of rows are in the thread's one scratch.
+inline void multiply_down_by_tiles(const Linear<bf16>& op) {
+    constexpr DownPieces pieces{FEW_TILES * TILE_ROWS};
+    op.low_rank->num_left = pieces.count(*op.low_rank);
+    share(op.low_rank->num_left, [&](Chunks&) {
+        pieces.take(*op.low_rank, [&](const LowRankRows<bf16>& adapter, long first, long num_rows, long strip) {
+            long stride = op.x_stride;
+            const bf16* x = rows_of(adapter.rows + first, num_rows, op.x, op.in_features, stride);
+            linear_by_tiles({x, num_rows, op.in_features, stride, adapter.down + packed_size<bf16>(strip * STRIP, op.in_features),
+                             std::min(STRIP, adapter.rank - strip * STRIP), nullptr, adapter.inner + first * adapter.rank + strip * STRIP,
+                             adapter.rank, false, Activation::none});
+        });
+    });
 }
 
 }  // namespace quire::ISA

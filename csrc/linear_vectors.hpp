@@ -26,8 +26,7 @@ constexpr int strips_beside(long rows) {
 // Finish a block of sums, [row][strip][16].
 template <typename T>
 void finish_block(const Linear<T>& op, long row, long num_rows, long strip, long num_strips, float* sums) {
-    for (long r = 0; r < num_rows && op.has_addends(); r++)
-        if (op.addend || op.low_rank[row + r].num_parts) add_addends(op, row + r, strip, num_strips, sums + r * SUMS_STRIDE);
+    if (op.has_addends()) add_addends(op, row, num_rows, strip, num_strips, {sums, SUMS_STRIDE, STRIP});
     for (long r = 0; r < num_rows; r++)
         for (long s = 0; s < num_strips; s += 2) {
             const float* left = sums + r * SUMS_STRIDE + s * STRIP;
@@ -159,6 +158,7 @@ void share_blocks(const Linear<T>& op, long strip_bytes, Compute&& compute) {
     share(row_blocks * ((strips + width - 1) / width), [&](Chunks& chunks) {
         static thread_local Aligned<float> scratch;
         float* sums = scratch.at_least(FEW_ROWS * SUMS_STRIDE);
+        if (op.low_rank && op.low_rank->num_left > 0) multiply_down(op);
         const auto first_strip = [&](long i) { return i < chunks.count() ? i / row_blocks * width : -1; };
         for (long i = chunks.take(), after; i < chunks.count(); i = after) {
             const long block = i % row_blocks, row = op.num_rows * block / row_blocks;

@@ -1,8 +1,8 @@
 // Low-rank addends of linear layers: what the adapters of a step add to the sums of a layer (Hu et al. 2021).
 //
-// delta = B (A x) of the rows of each adapter. One dispatch computes A x of all adapters by the kernels of linear layers,
-// rounded to T; the layer's own kernel adds B times that to its sums (low_rank_output.hpp), so that the delta is never in
-// memory. A row's bits depend on its own adapter alone, and a row without one is not touched.
+// delta = B (A x) of the rows of each adapter, A x rounded to T; the layer's own kernel computes both products
+// (low_rank_products.hpp), so that the delta is never in memory. A row's bits depend on its own adapter alone, and a row
+// without one is not touched.
 #pragma once
 
 #include <vector>
@@ -34,16 +34,11 @@ public:
     void linear(const Linear<T>& layer, long number) const;
 
 private:
-    struct Group {  // rows of one adapter: `count` of the order from `first` on
+    struct Rows {  // of one adapter
         const AdapterFactors* adapter;
-        long first, count;
+        std::vector<std::int32_t> rows;
     };
-    std::vector<std::int32_t> order_;  // rows with adapters, by adapter
-    std::vector<Group> groups_;
-    long num_rows_;
-
-    void multiply_down(const Linear<T>& layer, long number, LowRankRow<T>* rows) const;
-    const T* rows_of(const Group& group, const Linear<T>& all, long& stride) const;
+    std::vector<Rows> adapters_;
 };
 
 }  // namespace quire

@@ -14,7 +14,6 @@ template <typename T>
 void quantized_linear(const Linear<T>& op) {
     if (op.format != WeightFormat::int8_a8 && op.format != WeightFormat::int4_a8)
         throw std::invalid_argument("no kernel for weight format " + std::to_string(static_cast<int>(op.format)));
-    if (!op.num_rows) return;
     const QuantizedLayout layout(op.format, op.quantization, op.in_features);
 #ifdef __AMX_INT8__
     if (op.num_rows > TILE_ROWS) return quantized_by_tiles(op, layout);  // fewer are bound by reading, in both ways

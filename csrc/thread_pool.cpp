@@ -15,7 +15,7 @@ namespace quire {
 namespace {
 
 constexpr int SPINS = 2000;         // turns of 50 ns that an idle thread polls for work before it sleeps
-constexpr int SPINS_TO_YIELD = 400;  // turns that the caller waits for a chunk before it yields its CPU
+constexpr int SPINS_TO_YIELD = 400;  // turns that a thread waits for work of the others before it yields its CPU
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -70,12 +70,7 @@ public:
             wake_count_.notify_all();
         }
         work_or_cancel();
-        const std::uint64_t entered = gate_.fetch_and(~JobGate::OPEN) & JobGate::MAX_HELPERS;
-        for (int spins = 0; num_left_.load(std::memory_order_acquire) != entered; spins++)
-            if (spins < SPINS_TO_YIELD)
-                pause();
-            else
-                sched_yield();
+        wait_for(num_left_, gate_.fetch_and(~JobGate::OPEN) & JobGate::MAX_HELPERS);
         failure_.rethrow_if_any();
     }
 
@@ -83,7 +78,7 @@ public:
 
 private:
     alignas(64) std::atomic<std::uint64_t> gate_{0};
-    alignas(64) std::atomic<std::uint64_t> num_left_{0};
+    alignas(64) std::atomic<long> num_left_{0};
     Chunks* chunks_ = nullptr;
     Work work_ = nullptr;
     void* body_ = nullptr;
@@ -152,6 +147,14 @@ ThreadPool* pool = new ThreadPool;
 [[maybe_unused]] const int is_registered = pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPool; });
 
 }  // namespace
+
+void wait_for(const std::atomic<long>& count, long expected) {
+    for (int spins = 0; count.load(std::memory_order_acquire) != expected; spins++)
+        if (spins < SPINS_TO_YIELD)
+            pause();
+        else
+            sched_yield();
+}
 
 long num_threads() { return omp_get_max_threads(); }
 

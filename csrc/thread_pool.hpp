@@ -38,6 +38,9 @@ long num_threads();
 // Here alone while the threads are at work already: for another model, or for the work that this is a part of.
 void work_together(long num_chunks, Work work, void* body);
 
+// Wait until threads that are at work have set `count` to `expected`.
+void wait_for(const std::atomic<long>& count, long expected);
+
 // Run body(chunks) in all threads: body takes chunks until none is left. With one chunk or one thread, here alone.
 template <typename Body>
 void share(long num_chunks, Body&& body) {

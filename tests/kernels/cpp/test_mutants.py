@@ -63,8 +63,8 @@ MUTANTS = {
         (
             (
                 "linear.cpp",
-                r"if \(op\.num_rows\) linear_by_tiles\(op\);",
-                "if (op.num_rows == 1) linear_by_vectors(op); else if (op.num_rows) linear_by_tiles(op);",
+                r"return linear_by_tiles\(op\);",
+                "return op.num_rows == 1 ? linear_by_vectors(op) : linear_by_tiles(op);",
             ),
         ),
         caught_by="test_linear.py::test_rows_have_the_same_bits_among_any_others",
