@@ -1,6 +1,7 @@
 """Adapters change no bit of other rows: tokens and logprobs alone, and beside requests of others and of none."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
 from support.peft_folders import write_adapter
+from support.random_folder import write_random_folder
 from support.random_model import VOCAB_SIZE, write_random_model
 
 GENERATOR = torch.Generator().manual_seed(1)
@@ -29,6 +31,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cache of 8 bits": {"dtype": "bfloat16", "kv_cache_dtype": "int8_per_token_head"},
     "n-gram drafts": {"dtype": "float32", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "suffix drafts": {"dtype": "float32", "speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
+}  # fmt: skip
+
+MIXTURE: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
 }  # fmt: skip
 
 
@@ -59,23 +68,38 @@ def found(outputs: list[RequestOutput]) -> list[tuple[list[int], list[float]]]:
     return rows
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_mixed_batch_has_the_bits_of_each_request_alone(
-    name: str, model: Path, adapters: dict[str, LoRARequest]
-) -> None:
+def check_mixed_batch(model: Path, adapters: dict[str, LoRARequest], settings: dict[str, Any]) -> None:
     """Prompts begin alike, so a prefix that crossed adapters would show, too: some in memory, some evicted."""
     asked = [None if each is None else adapters[each] for each in ASKED]
-    with LLM(model, enable_lora=True, max_num_batched_tokens=40, **SETTINGS[name]) as llm:
+    with LLM(model, enable_lora=True, max_num_batched_tokens=40, **settings) as llm:
         mixed = found(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=asked))
-    with LLM(model, enable_lora=True, enable_prefix_caching=False, max_loras=1, **SETTINGS[name]) as llm:
+    with LLM(model, enable_lora=True, enable_prefix_caching=False, max_loras=1, **settings) as llm:
         alone = [
             found(llm.generate([prompt], PARAMS, use_tqdm=False, lora_request=own))[0]
             for prompt, own in zip(PROMPTS, asked, strict=True)
         ]
     assert mixed == alone
-    with LLM(model, **SETTINGS[name]) as llm:
+    with LLM(model, **settings) as llm:
         plain = found(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
     assert [own == without for own, without in zip(mixed, plain, strict=True)] == [each is None for each in ASKED]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_mixed_batch_has_the_bits_of_each_request_alone(
+    name: str, model: Path, adapters: dict[str, LoRARequest]
+) -> None:
+    check_mixed_batch(model, adapters, SETTINGS[name])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4, expanded"])
+def test_mixed_batch_over_quantized_experts_has_the_bits_of_each_request_alone(name: str, tmp_path: Path) -> None:
+    model = write_random_folder(tmp_path / "model", MIXTURE)
+    targets = {"a": ("q_proj", "k_proj", "v_proj", "o_proj"), "b": ("v_proj",), "c": ("q_proj", "o_proj")}
+    adapters = {
+        each: LoRARequest(each, number, str(write_adapter(tmp_path / each, model, number, targets=own)))
+        for number, (each, own) in enumerate(targets.items(), 1)
+    }
+    check_mixed_batch(model, adapters, SETTINGS[name])
 
 
 def test_kernels_of_pytorch_serve_adapters(
@@ -134,12 +158,17 @@ def test_branches_beams_and_embeddings_of_an_adapter(llm: LLM, adapters: dict[st
     assert [each.token_ids for each in searched.outputs] != [each.token_ids for each in plain.outputs]
 
 
-def test_draft_model_proposes_and_the_adapted_model_decides(model: Path, adapters: dict[str, LoRARequest]) -> None:
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("name", ["float32", "int4"])
+def test_draft_model_proposes_and_the_adapted_model_decides(
+    name: str, temperature: float, model: Path, adapters: dict[str, LoRARequest]
+) -> None:
     """The draft model is the model itself, without the adapter."""
     asked = [None if each is None else adapters[each] for each in ASKED]
+    params = replace(PARAMS, temperature=temperature)
     speculation = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
     outputs = []
     for config in (None, speculation):
-        with LLM(model, enable_lora=True, dtype="float32", speculative_config=config) as engine:
-            outputs.append(found(engine.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=asked)))
+        with LLM(model, enable_lora=True, speculative_config=config, **SETTINGS[name]) as engine:
+            outputs.append(found(engine.generate(PROMPTS, params, use_tqdm=False, lora_request=asked)))
     assert outputs[0] == outputs[1]
