@@ -49,6 +49,7 @@ A3B = {
     "norm_topk_prob": True,
 }  # fmt: skip
 CONTEXT, BLOCK_SIZE = 64, 16
+PROMPT_REPEATS = 5
 app = typer.Typer(add_completion=False)
 
 
@@ -155,8 +156,9 @@ def bench_model(
     threads: Annotated[int, typer.Option(help="threads of the kernels")] = 2,
     layers: Annotated[int, typer.Option(help="layers; Qwen3-30B-A3B has 48")] = 48,
     steps: Annotated[int, typer.Option(help="timed tokens")] = 20,
+    prompt: Annotated[int, typer.Option(help="tokens of a prompt, computed in one step; 0: none")] = 512,
 ) -> None:
-    """Decode one sequence with a model of Qwen3-30B-A3B's shape, its linear layers in int4."""
+    """Decode one sequence with a model of Qwen3-30B-A3B's shape, its linear layers in int4, and compute a prompt."""
     torch.set_num_threads(threads)
     begin = time.perf_counter()
     spec = spec_from_config(A3B | {"num_hidden_layers": layers})
@@ -165,7 +167,7 @@ def bench_model(
         spec, RandomCheckpoint(spec), dtype=torch.bfloat16, device=torch.device("cpu"), back_end=back_end,
         weight_format=RandomInt4(),
     )  # fmt: skip
-    cache = KVCache.allocate(decoder.kv_geometry, CONTEXT // BLOCK_SIZE, BLOCK_SIZE, back_end)
+    cache = KVCache.allocate(decoder.kv_geometry, -(-max(CONTEXT, prompt) // BLOCK_SIZE), BLOCK_SIZE, back_end)
     reads = expert_reads(spec)
     assert reads is not None
     embedding_bytes = 2 * spec.vocab_size * spec.hidden_size
@@ -176,23 +178,27 @@ def bench_model(
     sizes = f"{decoder.num_parameters / 1e9:.1f} G parameters, {decoder.weight_bytes / 1e9:.1f} GB"
     print(f"{sizes}, made in {made_s:.0f} s; a token reads {token_bytes / 1e9:.2f} GB", flush=True)
     words = torch.ones(int(token_bytes) // 8, dtype=torch.int64)
-    calls = [lambda: step(decoder, cache), lambda: read([words])]
+    calls = [lambda: step(decoder, cache, CONTEXT - 1, 1), lambda: read([words])]
     token_s, read_s = in_turns(calls, steps, clock_of_threads())
     median = statistics.median(token_s)
     print(f"{1 / median:.2f} tokens/s, ms {spread([s * 1e3 for s in token_s])}; plain read of as many bytes ms "
           f"{spread([s * 1e3 for s in read_s])}, by it {median / statistics.median(read_s):.2f}, "
-          f"GB/s {token_bytes / median * 1e-9:.1f}")  # fmt: skip
+          f"GB/s {token_bytes / median * 1e-9:.1f}", flush=True)  # fmt: skip
+    if prompt:
+        (prompt_s,) = in_turns([lambda: step(decoder, cache, 0, prompt)], PROMPT_REPEATS, clock_of_threads())
+        print(f"prompt of {prompt}: {prompt / statistics.median(prompt_s):.0f} tokens/s, s {spread(prompt_s)}")
 
 
-def step(decoder: object, cache: KVCache) -> Tensor:
-    """Compute one token of a sequence: a random one, so that each step uses other experts."""
-    position = CONTEXT - 1
+def step(decoder: object, cache: KVCache, first: int, num_tokens: int) -> Tensor:
+    """Compute the tokens of a sequence from position `first` on: random ones, so that each step uses other experts."""
+    context = first + num_tokens
+    positions = torch.arange(first, context)
     batch = ForwardBatch(
-        torch.randint(A3B["vocab_size"], (1,)), torch.tensor([position]), torch.tensor([position]),  # type: ignore[call-overload]
-        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([CONTEXT], dtype=torch.int32),
-        torch.arange(CONTEXT // BLOCK_SIZE, dtype=torch.int32)[None],
+        torch.randint(A3B["vocab_size"], (num_tokens,)), positions, positions,  # type: ignore[call-overload]
+        torch.tensor([0, num_tokens], dtype=torch.int32), torch.tensor([context], dtype=torch.int32),
+        torch.arange(-(-context // BLOCK_SIZE), dtype=torch.int32)[None],
     )  # fmt: skip
-    return decoder.logits(decoder.forward(batch, cache))  # type: ignore[attr-defined]
+    return decoder.logits(decoder.forward(batch, cache)[-1:])  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
