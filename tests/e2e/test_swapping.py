@@ -13,6 +13,7 @@ from quire.core.errors import ConfigError
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 from support.answers import answers_of
+from support.random_folder import write_random_folder
 
 MODES = ("recompute", "swap", "auto")
 NUM_TOKENS = 88
@@ -130,3 +131,34 @@ def test_too_little_room_for_the_swap_space_is_one_clear_error(demo_model: Path,
     where = "the host's memory" if torch.cuda.is_available() else f"swap_dir '{tmp_path}'"
     with pytest.raises(ConfigError, match=rf"the swap space takes \d+ bytes, .* free in {where}"):
         LLM(demo_model, swap_space="900000TiB", swap_dir=tmp_path)
+
+
+RANDOM = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "head_dim": 16,
+}  # fmt: skip
+NEWER: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"num_hidden_layers": 4},
+    "Cohere2ForCausalLM": {"sliding_window": 11, "num_hidden_layers": 4},
+    "CohereForCausalLM": {"use_qk_norm": True},
+    "Olmo2ForCausalLM": {},
+    "Glm4ForCausalLM": {},
+    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("family", NEWER)
+def test_newer_families_come_back_from_preemption(family: str, tmp_path: Path) -> None:
+    """Windows beside full layers, layers without positions, sinks and experts: by recompute and by swap."""
+    folder = write_random_folder(tmp_path, RANDOM | {"architectures": [family]} | NEWER[family])
+    prompts = [[number + 3] * 20 + [number] for number in range(6)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=1, logprobs=1)
+    with LLM(folder, enable_prefix_caching=False) as llm:
+        alone = [answers_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt in prompts]
+    for mode in ("recompute", "swap"):
+        settings: dict[str, Any] = {"preemption_mode": mode, "num_swap_blocks": 60 if mode == "swap" else 0}
+        with LLM(folder, max_model_len=72, num_kv_blocks=14, block_size=8, **settings) as llm:
+            assert [answers_of(each) for each in llm.generate(prompts, params, use_tqdm=False)] == alone
+            assert llm.kv_stats().preemptions[mode] > 0

@@ -1,5 +1,6 @@
 """Models with quantized weights: layers of several formats, dense modules, and the bits of the dequantized twin."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -87,6 +88,28 @@ def test_experts_give_the_bits_of_the_twin(tmp_path: Path, paged_runner: type, b
     assert torch.equal(found, expected)
     if back_end.name == "cpp":
         assert quantized.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=expanded)
+
+
+NEWER = {  # families with the tensors of Llama, or some of them
+    "GraniteForCausalLM": {"residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+    "CohereForCausalLM": {"logit_scale": 0.5, "tie_word_embeddings": False},
+    "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0], "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("family", NEWER)
+def test_newer_families_give_the_bits_of_the_twin(
+    tmp_path: Path, paged_runner: type, back_end: BackEnd, family: str
+) -> None:
+    pair, logits = write_pair(tmp_path, gptq(**ORDERED), gptq_config(**ORDERED)), []
+    for folder in (pair.folder, pair.twin):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [family]} | NEWER[family]))
+        source = read_source(folder)
+        found = source.quantization(QuantizationOptions(activations="bfloat16" if folder == pair.folder else None))
+        model = load_model(source, back_end=back_end, quantization=found)
+        logits.append(paged_runner(model).run("a", TOKENS, [7, 20]))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
