@@ -22,7 +22,7 @@ from quire.engine.loading import check_encoder, check_ranks
 from quire.engine.options import EngineOptions
 from quire.engine.transformers_model.loading import check_options
 from quire.formats.gguf.architectures import ARCHITECTURES
-from quire.kernels.support import SUPPORT, require, require_kv_dtype
+from quire.kernels.support import SUPPORT, require
 from quire.model.config_reader import ConfigReader
 from quire.model.families import ENCODER_HEADS, ENCODERS, FAMILIES
 from quire.model.spec import DecoderSpec, Experts
@@ -153,8 +153,6 @@ def _check_family(options: EngineOptions, architecture: str) -> None:
     spec = FAMILIES[architecture](ConfigReader(CONFIG, "config.json"))
     if options.tensor_parallel_size > 1:
         check_ranks(options, "cpp", spec)
-    if options.kv_cache_dtype != "auto":
-        require_kv_dtype("cpp", options.kv_cache_dtype)
     if options.device == "cuda":
         require("cuda", ["Experts"] if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers) else [])
 

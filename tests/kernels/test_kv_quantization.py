@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.cache_layout import UNQUANTIZED
+from quire.kernels.cuda.attention import CUDA_ATTENTION
 from quire.kernels.kv_quantization import decode, encode
 from quire.kernels.support import require_kv_dtype
 
@@ -36,14 +36,11 @@ def one_by_one(x: Tensor, dtype: torch.dtype) -> tuple[list[int], np.float32]:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_gpu_refuses_a_quantized_cache_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"device cuda does not support kv_cache_dtype {name} yet; use --device cpu"):
-        require_kv_dtype("cuda", name)
-    for served in ("auto", "bfloat16"):
-        require_kv_dtype("cuda", served)
-    require_kv_dtype("cpp", name)
-    with pytest.raises(ConfigError, match=r"is not supported; this back end stores float32, bfloat16, float16$"):
-        UNQUANTIZED.check(QUANTIZED[name])
+def test_attention_back_ends_other_than_triton_refuse_a_quantized_cache_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend cuda does not support kv_cache_dtype {name}; use triton"):
+        require_kv_dtype(CUDA_ATTENTION, name)
+    require_kv_dtype(CUDA_ATTENTION, "bfloat16")
+    require_kv_dtype(None, name)
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.linear_weight import LinearWeight
 from support.triton_compiler import compiled_launches, specialized_launches
 
@@ -71,6 +72,29 @@ def test_kernels_of_a_layer_compile_without_spilling(
         ops.norm(torch.empty(4096, dtype=dtype), None, 1e-5, False)(torch.empty(4, 4096, dtype=dtype), None)
     assert {kernel.name for kernel in kernels} >= {"_attend_kernel", "_plan_kernel", "_combine_kernel"}
     assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == (3 if capability in (80, 90) else 2)
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_attend_kernel"), kernels
+    assert all(kernel.shared_bytes <= SHARED_KIB[capability] * 1024 for kernel in kernels), kernels
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    "kv", ["int8_per_token_head", *(pytest.param(kv, marks=pytest.mark.matrix) for kv in ("fp8_per_token_head", "fp8"))]
+)
+def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capability: int) -> None:
+    from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.paged_attention import build_metadata
+
+    ops, stored = cuda_back_end(), QUANTIZED[kv]
+    cache = torch.empty(3, 16, 8, 128 + stored.scale_bytes, dtype=torch.int8).view(getattr(torch, stored.element))
+    query, key = torch.empty(70, 32, 128, dtype=torch.bfloat16), torch.empty(70, 8, 128, dtype=torch.bfloat16)
+    int32, int64 = torch.zeros(5, dtype=torch.int32), torch.zeros(70, dtype=torch.int64)
+    with compiled_launches(capability) as kernels:
+        metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
+        ops.paged_attention(query, cache, cache, metadata, 0.1)
+        ops.write_kv(query, key, key, int64, torch.empty(9, 128), cache, cache, int64)
+    assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == 2
+    assert any(kernel.name == "_write_quantized_kernel" for kernel in kernels)
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_attend_kernel"), kernels
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] * 1024 for kernel in kernels), kernels

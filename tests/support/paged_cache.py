@@ -78,6 +78,8 @@ def attend(
     metadata = build_metadata(
         tables.to(device), counts.cumsum(0).int().to(device), context_lens.to(device), paging.block_size
     )
+    if back_end.name == "cuda":
+        key_cache, value_cache = (scales_behind(x, parts[0].tokens.key.shape[2]) for x in (key_cache, value_cache))
     query, key_cache, value_cache = (
         x.to(device)
         for x in (torch.cat([part.tokens.query[part.start : part.stop] for part in parts]), key_cache, value_cache)
@@ -98,6 +100,15 @@ def _empty_cache(shape: tuple[int, ...], dtype: torch.dtype, kv: str) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype)
     rows = (*shape[:-1], shape[-1] + stored.scale_bytes)
     return torch.full(rows, -1, dtype=torch.int8).view(getattr(torch, stored.element))
+
+
+def scales_behind(cache: Tensor, head_dim: int) -> Tensor:
+    """Return a cache as Triton's kernels store it: in a block, scales behind the elements of all its heads."""
+    if not is_quantized(cache) or cache.shape[3] == head_dim:
+        return cache
+    rows = as_bytes(cache).flatten(1, 2)
+    blocks = torch.cat([rows[..., :head_dim].flatten(1), rows[..., head_dim:].flatten(1)], dim=1)
+    return blocks.view(cache.shape).view(cache.dtype)
 
 
 def _write(cache: Tensor, where: tuple[Tensor, Tensor], rows: Tensor, scale: float) -> None:

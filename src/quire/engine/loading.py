@@ -89,7 +89,7 @@ def load(
         )
     meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, source.dtype(options.dtype))
-    require_kv_dtype(back_end.name, options.kv_cache_dtype)
+    require_kv_dtype(back_end.attention, options.kv_cache_dtype)
     stored = back_end.cache_layout.stored_dtype(dtype, options.kv_cache_dtype)
     num_ranks = options.tensor_parallel_size
     if num_ranks > 1:

@@ -5,7 +5,7 @@ blocks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -89,4 +89,3 @@ PLAIN = CacheLayout(
     own_dtype=lambda dtype: dtype,
     dtypes=(KVDtype("float32"), KVDtype("bfloat16"), KVDtype("float16"), *QUANTIZED.values()),
 )
-UNQUANTIZED = replace(PLAIN, dtypes=PLAIN.dtypes[:3])

@@ -35,7 +35,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "Gather": CPU,
     "SummedLinear": CPU,
     "adapters": EVERYWHERE,
-} | {f"kv_cache_dtype {name}": CPU for name in QUANTIZED}
+} | {f"kv_cache_dtype {name}": EVERYWHERE for name in QUANTIZED}
 
 
 def require(back_end: str, features: Iterable[str]) -> None:
@@ -65,7 +65,7 @@ def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dty
             raise ConfigError(f"{name} does not support {asked}, only {attention.shapes}; use triton")
 
 
-def require_kv_dtype(back_end: str, name: str) -> None:
-    """Raise ConfigError if a back end does not serve this --kv-cache-dtype, quantized ones being features."""
-    if name in QUANTIZED:
-        require(back_end, [f"kv_cache_dtype {name}"])
+def require_kv_dtype(attention: AttentionBackEnd | None, name: str) -> None:
+    """Raise ConfigError if an attention back end does not read this --kv-cache-dtype."""
+    if attention is not None and name in QUANTIZED:
+        raise ConfigError(f"attention_backend {attention.name} does not support kv_cache_dtype {name}; use triton")

@@ -39,7 +39,7 @@ class Decoder:
         kv_cache_dtype: str = "auto",
     ) -> None:
         self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
-        require_kv_dtype(self.back_end.name, kv_cache_dtype)
+        require_kv_dtype(self.back_end.attention, kv_cache_dtype)
         local = spec if ranks is None else ranks.shard.local_spec(spec)
         self.kv_geometry = KVGeometry.of(local, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
         shapes = DecoderShapes.of(spec)

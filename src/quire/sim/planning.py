@@ -225,10 +225,7 @@ def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, n
     if hardware.device == "cuda" and model.quantization != UNQUANTIZED:
         reasons.append(f"quantized weights are not supported yet on device cuda: {model.quantization}")
     own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype
-    if kv_dtype in QUANTIZED:
-        if hardware.device != "cpu":
-            reasons.append(f"a KV cache of {kv_dtype} is not supported yet on device {hardware.device}")
-    elif kv_dtype not in ("auto", own_dtype):
+    if kv_dtype not in ("auto", own_dtype, *QUANTIZED):
         reasons.append(
             f"a KV cache of {kv_dtype} is not supported yet: keys and values of a {model.dtype} model are stored in "
             f"{own_dtype}"

@@ -57,6 +57,19 @@ def test_answers_with_decodes_by_the_kernel_in_cuda_are_those_of_the_cpu(
         assert not differences_beyond_margin(model, prompt, tokens, margin=1e-3)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8_per_token_head", "fp8_per_token_head", "fp8"])
+def test_cache_of_8_bits_gives_the_logprobs_of_the_cpu(kv_dtype: str, tmp_path: Path, device: torch.device) -> None:
+    settings = {"model": write_random_model(tmp_path), "num_kv_blocks": 32, "dtype": "float32"}
+    settings["kv_cache_dtype"] = kv_dtype
+    params, found = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0), list[list[float]]()
+    for make in (interpreted, LLM):
+        with make(**settings) as llm:
+            (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        chosen = output.outputs[0]
+        found.append([entry[token].logprob for token, entry in zip(chosen.token_ids, chosen.logprobs, strict=True)])
+    assert found[0] == pytest.approx(found[1], abs=2e-3)
+
+
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_quantized_weights_give_the_logprobs_of_the_cpu(method: str, tmp_path: Path, device: torch.device) -> None:
     """int8 activations have the same bits on both, so rounding of norms and attention alone moves a logprob."""

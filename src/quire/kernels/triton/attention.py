@@ -15,6 +15,9 @@ A chunk's tile folds its whole context, or its share of it, at one go, which is 
 segments, too, and decodes are tiles of one token of the same kernel: then a row's bits depend on neither batch nor
 chunks.
 
+Keys and values of 8 bits are widened in registers, to the query's dtype, which holds them exactly. A key's stored scale
+is multiplied onto its scores, a value's onto its weights, which are summed without it.
+
 Per token of context and key-value head, 2 * head_dim elements are read. Nothing has been measured on a GPU yet.
 """
 
@@ -27,7 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.kv_quantization import ONES, KVScales, as_bytes
 from quire.kernels.paged_attention import AttentionMetadata
+from quire.kernels.triton.quantized_cache import float_scales, form_of, places_of, widen
 
 MAX_HEAD_DIM = 256
 SEGMENT = tl.constexpr(256)   # tokens of a segment, a multiple of every key tile
@@ -48,6 +53,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
+    scales: KVScales = ONES,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     *,
@@ -57,15 +63,20 @@ def paged_attention(
     """Attend as `reference` does, with the metadata of the step; caches contiguous, in the plain layout.
 
     query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 is no sequence:
-    its rows of the result hold anything. With `is_exact` a row has the same bits in every batch and chunk.
+    its rows of the result hold anything. A cache of 8 bits is as `quantized_cache` says, with `scales`. With `is_exact`
+    a row has the same bits in every batch and chunk.
     `attend_decodes` is the kernel for sequences of one query, in place of this module's: it takes the result to write
     to, and then the arguments of this function up to `window`.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_seqs, num_kv_heads = len(metadata.context_lens), key_cache.shape[2]
-    assert key_cache.shape == value_cache.shape == (len(key_cache), metadata.block_size, num_kv_heads, head_dim)
+    kv_form = form_of(key_cache, head_dim)
+    width = head_dim + 4 * kv_form["HAS_SCALES"]
+    assert key_cache.shape == value_cache.shape == (len(key_cache), metadata.block_size, num_kv_heads, width)
     assert key_cache.is_contiguous() and value_cache.is_contiguous(), "caches with gaps"
-    assert key_cache.dtype == value_cache.dtype == query.dtype, f"queries {query.dtype}, caches {key_cache.dtype}"
+    assert key_cache.dtype == value_cache.dtype, f"keys {key_cache.dtype}, values {value_cache.dtype}"
+    assert kv_form["KV"] or key_cache.dtype == query.dtype, f"queries {query.dtype}, caches {key_cache.dtype}"
+    assert scales == ONES or not kv_form["HAS_SCALES"], f"{scales} beside stored ones"
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
     assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
     assert query.stride(2) == 1, "queries with gaps"
@@ -74,19 +85,25 @@ def paged_attention(
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
     shape = tile_shape(num_heads // num_kv_heads, head_dim, query.dtype)
     shape |= {"NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": metadata.block_size, "WINDOW": window or 0}
-    shape["SOFTCAP"] = softcap * LOG2_E.value
+    shape |= {"SOFTCAP": softcap * LOG2_E.value, **kv_form}
+    scale *= scales.key
     step = (
-        query, key_cache, value_cache, out, metadata.block_tables, metadata.query_starts, metadata.context_lens,
-        num_seqs, query.stride(0), query.stride(1), metadata.block_tables.stride(0),
-        LOG2_E.value * (2 * scale / softcap if softcap else scale), sinks,
+        query, as_bytes(key_cache), as_bytes(value_cache), out, metadata.block_tables, metadata.query_starts,
+        metadata.context_lens, num_seqs, query.stride(0), query.stride(1), metadata.block_tables.stride(0),
+        LOG2_E.value * (2 * scale / softcap if softcap else scale),
+        float_scales(key_cache, kv_form), float_scales(value_cache, kv_form), scales.value, sinks,
     )  # fmt: skip
     if num_tokens > num_seqs or is_exact:
         options = chunk_options(head_dim, query.dtype, capability(query.device), is_exact=is_exact)
+        if kv_form["KV"] and is_exact:
+            options["KEYS"] = max(16, options["KEYS"] // 2)  # widening takes registers, too
         _attend(step, shape | {"IS_DECODE": False, "IS_EXACT": is_exact}, metadata, options)
     if attend_decodes is not None:
         attend_decodes(out, query, key_cache, value_cache, metadata, scale, window)
     elif not is_exact:
         options = decode_options(shape["DIMS"], query.dtype)
+        if kv_form["KV"]:
+            options["KEYS"] = max(16, options["KEYS"] // 2)
         _attend(step, shape | {"IS_DECODE": True, "IS_EXACT": False}, metadata, options)
     return out
 
@@ -184,8 +201,9 @@ def _attend(
     )
     if max_parts > 1:
         _combine_kernel[(num_rows, num_heads)](
-            partials, step[3], metadata.query_starts, metadata.context_lens, plan, sinks, num_seqs, max_parts,
+            partials, step[3], metadata.query_starts, metadata.context_lens, plan, step[-2], sinks, num_seqs, max_parts,
             num_heads, TOKENS=tokens, BY_SEGMENT=is_decode or shape["IS_EXACT"], num_warps=4,
+            KV=shape["KV"], HAS_SCALES=shape["HAS_SCALES"],
             **{name: shape[name] for name in ("WINDOW", "HEAD_DIM", "DIMS", "IS_DECODE", "IS_EXACT")},
         )  # fmt: skip
 
@@ -284,8 +302,24 @@ def _plan_kernel(
 
 
 @triton.jit
+def _load(places, is_there, is_dim, IS_FULL: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Return what is at `places`, and zeros where nothing is: 0 times NaN is NaN.
+
+    IS_FULL: all keys are there. IS_WHOLE: all dimensions are.
+    """
+    if not IS_FULL:
+        found = tl.load(places, mask=is_there & is_dim, other=0)
+    elif IS_WHOLE:
+        found = tl.load(places)
+    else:
+        found = tl.load(places, mask=is_dim, other=0)
+    return found
+
+
+@triton.jit
 def _fold_keys(
     query, positions, begin, end, first_seen, highest, total, weighted, key_cache, value_cache, table, scale, kv_head,
+    key_scales, value_scales, KV: tl.constexpr, HAS_SCALES: tl.constexpr,
     IS_FULL: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -305,15 +339,13 @@ def _fold_keys(
             block = tl.load(table + keys // BLOCK_SIZE).to(tl.int64)
         else:
             block = tl.load(table + keys // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
-        slots = ((block * BLOCK_SIZE + keys % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        heads = keys % BLOCK_SIZE * NUM_KV_HEADS + kv_head  # places among the heads of their blocks
+        slots, scale_places = places_of(block, heads, BLOCK_SIZE * NUM_KV_HEADS, HEAD_DIM, HAS_SCALES)
         key_places, value_places = key_cache + slots[None, :] + dims[:, None], value_cache + slots[:, None] + dims[None]
-        if not IS_FULL:
-            key = tl.load(key_places, mask=is_there[None, :] & is_dim[:, None], other=0.0)  # [DIMS, KEYS]
-        elif HEAD_DIM == DIMS:
-            key = tl.load(key_places)
-        else:
-            key = tl.load(key_places, mask=is_dim[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision=PRECISION)
+        key = _load(key_places, is_there[None, :], is_dim[:, None], IS_FULL, HEAD_DIM == DIMS)  # [DIMS, KEYS]
+        scores = tl.dot(query, widen(key, KV, query.dtype), input_precision=PRECISION)
+        if HAS_SCALES:
+            scores *= _load(key_scales + scale_places, is_there, True, IS_FULL, True)[None, :]
         if SOFTCAP > 0:
             scores = tl.fma(1 / (1 + tl.exp2(scores * scale)), -2.0 * SOFTCAP, SOFTCAP)  # SOFTCAP * tanh
         if not IS_FULL:
@@ -328,13 +360,11 @@ def _fold_keys(
             base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
         weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         rescale = tl.exp2(highest - base)
-        if not IS_FULL:  # zero where nothing is: 0 times NaN is NaN
-            value = tl.load(value_places, mask=is_there[:, None] & is_dim[None, :], other=0.0)  # [KEYS, DIMS]
-        elif HEAD_DIM == DIMS:
-            value = tl.load(value_places)
-        else:
-            value = tl.load(value_places, mask=is_dim[None, :], other=0.0)
+        value = _load(value_places, is_there[:, None], is_dim[None, :], IS_FULL, HEAD_DIM == DIMS)  # [KEYS, DIMS]
         total = tl.fma(total, rescale, tl.sum(weights, 1))
+        if HAS_SCALES:
+            weights *= _load(value_scales + scale_places, is_there, True, IS_FULL, True)[None, :]
+        value = widen(value, KV, query.dtype)
         weighted = tl.dot(weights.to(value.dtype), value, weighted * rescale[:, None], input_precision=PRECISION)
         highest = higher
     return highest, total, weighted
@@ -342,7 +372,8 @@ def _fold_keys(
 
 @triton.jit
 def _fold(
-    query, positions, begin, full_end, end, first_seen, key_cache, value_cache, table, scale, kv_head,
+    query, positions, begin, full_end, end, first_seen, key_cache, value_cache, table, scale, kv_head, key_scales,
+    value_scales, KV: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_FULL_TILES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -353,12 +384,14 @@ def _fold(
         full = tl.maximum(tl.minimum(full_end, end // KEYS * KEYS), begin)
         highest, total, weighted = _fold_keys(
             query, positions, begin, full, first_seen, highest, total, weighted, key_cache, value_cache, table, scale,
-            kv_head, True, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, PRECISION, SOFTCAP,
+            kv_head, key_scales, value_scales, KV, HAS_SCALES,
+            True, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, PRECISION, SOFTCAP,
         )  # fmt: skip
         begin = full
     return _fold_keys(
         query, positions, begin, end, first_seen, highest, total, weighted, key_cache, value_cache, table, scale,
-        kv_head, False, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, PRECISION, SOFTCAP,
+        kv_head, key_scales, value_scales, KV, HAS_SCALES,
+        False, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, PRECISION, SOFTCAP,
     )  # fmt: skip
 
 
@@ -382,7 +415,7 @@ def _add(highest, total, weighted, other_highest, other_total, other_weighted):
 
 
 @triton.jit
-def _mean(highest, total, weighted, sinks, heads, is_row):
+def _mean(highest, total, weighted, value_scale, sinks, heads, is_row, KV: tl.constexpr, HAS_SCALES: tl.constexpr):
     """Return the means of weighted values; the sink of a row's head is one more key, of zeros."""
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0) * LOG2_E
@@ -391,6 +424,8 @@ def _mean(highest, total, weighted, sinks, heads, is_row):
         factor = rescale / tl.fma(total, rescale, tl.exp2(sink - higher))
     else:
         factor = 1.0 / tl.where(total > 0, total, 1.0)
+    if KV != "" and not HAS_SCALES:
+        factor *= value_scale
     if len(weighted.shape) == 2:
         factor = factor[:, None]
     return weighted * factor
@@ -399,7 +434,8 @@ def _mean(highest, total, weighted, sinks, heads, is_row):
 @triton.jit(do_not_specialize=VARYING)
 def _attend_kernel(
     query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
-    token_stride, head_stride, table_stride, scale, sinks, plan, partials, max_parts,
+    token_stride, head_stride, table_stride, scale, key_scales, value_scales, value_scale, sinks, plan, partials,
+    max_parts, KV: tl.constexpr, HAS_SCALES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, HAS_FULL_TILES: tl.constexpr,
@@ -452,6 +488,7 @@ def _attend_kernel(
                 own_highest, own_total, own_weighted = _fold(
                     tile, positions, tl.maximum(_begin_of(index), first_seen), full_end,
                     tl.minimum(_begin_of(index + 1), end), first_seen, key_cache, value_cache, table, scale, kv_head,
+                    key_scales, value_scales, KV, HAS_SCALES,
                     HAS_FULL_TILES and WINDOW == 0, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS,
                     PRECISION, SOFTCAP,
                 )  # fmt: skip
@@ -463,13 +500,14 @@ def _attend_kernel(
             highest, total, weighted = _fold(
                 tile, positions, tl.maximum(_begin_of(segment), first_seen), full_end,
                 tl.minimum(_begin_of(last_segment), end), first_seen, key_cache, value_cache, table, scale, kv_head,
+                key_scales, value_scales, KV, HAS_SCALES,
                 HAS_FULL_TILES and WINDOW == 0, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS,
                 PRECISION, SOFTCAP,
             )  # fmt: skip
         if num_parts == 1:
             tl.store(
                 out + (tokens * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :],
-                _mean(highest, total, weighted, sinks, heads, is_row),
+                _mean(highest, total, weighted, value_scale, sinks, heads, is_row, KV, HAS_SCALES),
                 mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
             )
         elif not BY_SEGMENT:
@@ -486,9 +524,9 @@ def _leave(place, is_row, highest, total, weighted, DIMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _combine_kernel(
-    partials, out, query_starts, context_lens, plan, sinks, num_seqs, max_parts, num_heads,
+    partials, out, query_starts, context_lens, plan, value_scale, sinks, num_seqs, max_parts, num_heads,
     WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr,
-    IS_EXACT: tl.constexpr, BY_SEGMENT: tl.constexpr,
+    IS_EXACT: tl.constexpr, BY_SEGMENT: tl.constexpr, KV: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One head of one token, or of the token of a sequence: its parts folded in ascending order, if it has several."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -513,5 +551,5 @@ def _combine_kernel(
             highest, total, weighted = _add(
                 highest, total, weighted, tl.load(own + DIMS), tl.load(own + DIMS + 1), tl.load(own + dims)
             )
-        mean = _mean(highest, total, weighted, sinks, head, True)
+        mean = _mean(highest, total, weighted, value_scale, sinks, head, True, KV, HAS_SCALES)
         tl.store(out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims, mean, mask=dims < HEAD_DIM)

@@ -28,7 +28,7 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
         "low_rank_up": low_rank.KeptUp,
         "adapter_slots": partial(low_rank.TritonSlots, is_exact=is_exact),
         "experts": experts.TritonExperts,
-        "cache_layout": cache_layout.UNQUANTIZED,
+        "cache_layout": cache_layout.PLAIN,
         "paged_attention": partial(attention.paged_attention, is_exact=is_exact),
         "write_kv": kv_cache_write.write_kv,
         "copy_blocks": block_copy.copy_blocks,
