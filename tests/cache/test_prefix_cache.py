@@ -199,6 +199,18 @@ class TestPending:
         found = match(manager, [*PROMPT, 1])
         assert (found.is_pending, found.blocks, found.num_tokens) == (True, [0, 1], 8)
 
+    @pytest.mark.parametrize("num_cached", [0, 8])
+    def test_block_under_way_is_pending_in_a_table_that_a_fork_shares(self, num_cached: int) -> None:
+        """What a sequence is compared with first may be a branch that was forked in the step under way."""
+        manager = make()
+        compute(manager, 0, PROMPT[:num_cached])
+        manager.create(1, PROMPT, None, match(manager, PROMPT))
+        manager.append(1, len(PROMPT) - num_cached)
+        manager.fork(1, 2, PROMPT.copy())
+        found = manager.match([*PROMPT, 1], len(PROMPT) + 1, None, like=2)
+        assert (found.is_pending, found.num_tokens) == (True, num_cached)
+        assert found == match(manager, [*PROMPT, 1])._replace(num_known=num_cached // 4)
+
     def test_wait_goes_on_while_the_same_sequence_computes_what_both_have(self) -> None:
         manager, tokens = make(), [*PROMPT[:10], 7, 8, 9]
         manager.create(0, PROMPT)

@@ -107,7 +107,9 @@ class PrefixCache:
         if num_blocks == 0 or path.token_ids[: self._size] != token_ids[: self._size]:
             return []
         num_blocks = num_equal_tokens(path.token_ids, token_ids, num_blocks * self._size) // self._size
-        return table.columns[:num_blocks].tolist() if table.columns[num_blocks - 1] in self._tree else []
+        while num_blocks and table.columns[num_blocks - 1] in self._tree.pending:  # of a fork in the step under way
+            num_blocks -= 1
+        return table.columns[:num_blocks].tolist() if num_blocks and table.columns[num_blocks - 1] in self._tree else []
 
     def _match_inside(
         self, blocks: list[int], token_ids: Sequence[int], stop: int, scope: Scope
