@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
+from quire.engine.adapters.store import make_slots
+from quire.engine.options import EngineOptions
 from quire.execution.cuda_graphs import MIXED_TOKENS, dummy_batch
 from quire.execution.memory_profiling import GRAPHS_SHARE, CudaMemoryMeter, available_kv_bytes
 from quire.kernels.back_end import REFERENCE, cuda_back_end
@@ -54,22 +56,30 @@ def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: py
     kept_back = int(10 * GIB * GRAPHS_SHARE)
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter()) == 9 * GIB // 2 - kept_back
     sizes = [(num_tokens, torch.Size([4, 40])) for num_tokens in (90, 4, MIXED_TOKENS[-1])]
-    assert steps == sizes, "scratch memory goes by the widest table"
+    assert steps == [*sizes, (1, torch.Size([1, 1]))], "scratch memory goes by the widest table"
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
-def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path, block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "max_loras"), [(8, "float32", 0), (16, "bfloat16", 0), (16, "float16", 2)]
+)
+def test_no_request_waits_for_a_kernel_to_be_compiled(
+    tmp_path: Path, block_size: int, dtype: str, max_loras: int
+) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     with specialized_launches() as kernels:
-        model = load_model(write_random_model(tmp_path), back_end=cuda_back_end())
-        available_kv_bytes(model, 4, 90, 640, block_size, 0.9, FakeMeter())
+        model = load_model(write_random_model(tmp_path), dtype=dtype, back_end=cuda_back_end())
+        options = EngineOptions(model=str(tmp_path), enable_lora=True, max_loras=max(1, max_loras))
+        slots = make_slots(options, model) if max_loras else None
+        available_kv_bytes(model, 4, 90, 640, block_size, 0.9, FakeMeter(), slots)
         tried = kernels.copy()
         cache = KVCache.allocate(model.kv_geometry, 40, block_size, model.back_end)
         for num_seqs, num_tokens in ((1, 1), (3, 3), (2, 50)):
-            hidden = model.forward(dummy_batch(num_seqs, num_tokens, 5, model.device), cache)
+            for own in {None, slots}:
+                hidden = model.forward(dummy_batch(num_seqs, num_tokens, 5, model.device, own), cache)
             logits = model.logits(hidden[:num_seqs])
             narrow, wide = np.ones(num_seqs, np.float32), np.ones(num_seqs)
             draws = SamplingInputs(narrow, narrow, narrow.astype(np.int32), wide, wide)
+            model.back_end.sampling.mask_logits(logits, np.arange(num_seqs), np.ones((num_seqs, 10), np.uint32))
             model.back_end.sampling.choose_tokens(logits, draws)
         blocks = torch.arange(16)
         for caches in (cache.keys + cache.values, cache.values + cache.keys):  # a copy, and a swap

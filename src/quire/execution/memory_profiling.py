@@ -12,6 +12,7 @@ from quire.execution.cuda_graphs import MIXED_TOKENS, SIZES, dummy_batch
 from quire.execution.device_memory import device_allocator
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.sampling import SamplingInputs
+from quire.kernels.token_masks import num_words
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 
@@ -77,6 +78,7 @@ def available_kv_bytes(
     for graph_tokens in (num_decodes, MIXED_TOKENS[-1]):  # graphs share their memory
         model.forward(dummy_batch(num_decodes, graph_tokens, max_blocks, model.device, slots), cache)
     peak_bytes += meter.peak_bytes() - held_bytes
+    _compile_other_kernels(model, cache, num_seqs, num_tokens, max_blocks, slots)
     meter.reset_peak()
     free_bytes, total_bytes = meter.free_and_total_bytes()
     left = int(total_bytes * utilization) - peak_bytes - min(GRAPHS_BYTES, int(total_bytes * GRAPHS_SHARE))
@@ -86,3 +88,18 @@ def available_kv_bytes(
             f"and the largest step take {peak_bytes}; raise it, or lower max_num_batched_tokens or max_num_seqs"
         )
     return min(left, free_bytes)
+
+
+def _compile_other_kernels(
+    model: LanguageModel, cache: KVCache, num_seqs: int, num_tokens: int, max_blocks: int, slots: AdapterSlots | None
+) -> None:
+    """Run the steps whose kernels the largest step does not launch: of one row, without adapters, with a token mask.
+
+    Few rows have tiles, and fused products, of their own; so does attention over a table of one block.
+    """
+    for own in (None,) if slots is None else (None, slots):
+        logits = model.logits(model.forward(dummy_batch(1, 1, 1, model.device, own), cache))
+    if slots is not None:
+        model.forward(dummy_batch(num_seqs, num_tokens, max_blocks, model.device), cache)
+    nothing = np.zeros((1, num_words(logits.shape[1])), np.uint32)
+    model.back_end.sampling.mask_logits(logits, np.zeros(1, np.int64), nothing)
