@@ -2,6 +2,7 @@
 
 import os
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,25 @@ def test_partitions_cover_the_context_once(context_len: int, device: torch.devic
     parts = parts_of([(context_len - 1, context_len)], (1, 1, 16), torch.float32)
     (result,) = attend(parts, Paging(128), back_end=cuda_back_end(), device=device)
     torch.testing.assert_close(result, attend(parts, Paging(128), back_end=REFERENCE)[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_rows_behind_the_last_sequence_are_left_alone(
+    is_exact: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph pads tokens; the position of one behind a context of the maximum length has no parts to be added up."""
+
+    def filled(*size: Any, **how: Any) -> torch.Tensor:  # noqa: ANN401
+        return torch.full(size[0] if isinstance(size[0], tuple) else size, 7, **how)
+
+    query, cache = torch.randn(5, 2, 16, device=device), torch.randn(64, 16, 1, 16, device=device)
+    starts, lens = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([0, 3], [1024]))
+    metadata = build_metadata(torch.arange(64, dtype=torch.int32, device=device)[None], starts, lens, 16)
+    monkeypatch.setattr(torch, "empty", filled)
+    result = cuda_back_end(is_exact=is_exact).paged_attention(query, cache, cache, metadata, 0.3)
+    assert [0, 2] in [plan.tolist() for plan in metadata.plans.values()], "two parts"
+    assert (result[3:] == 7).all()
+    torch.testing.assert_close(result[:3], REFERENCE.paged_attention(query[:3], cache, cache, metadata, 0.3))
 
 
 def test_neighbours_block_size_and_programs_never_change_a_bit(

@@ -62,9 +62,9 @@ def paged_attention(
 ) -> Tensor:
     """Attend as `reference` does, with the metadata of the step; caches contiguous, in the plain layout.
 
-    query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 is no sequence:
-    its rows of the result hold anything. A cache of 8 bits is as `quantized_cache` says, with `scales`. With `is_exact`
-    a row has the same bits in every batch and chunk.
+    query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 is no sequence: its
+    rows of the result, and those behind the last sequence, hold anything. A cache of 8 bits is as `quantized_cache`
+    says, with `scales`. With `is_exact` a row has the same bits in every batch and chunk.
     `attend_decodes` is the kernel for sequences of one query, in place of this module's: it takes the result to write
     to, and then the arguments of this function up to `window`.
     """
@@ -477,7 +477,8 @@ def _attend_kernel(
         num_segments = _count_segments(end) - first_segment
         segment = first_segment + part * num_segments // num_parts
         last_segment = first_segment + (part + 1) * num_segments // num_parts
-        place = partials + ((sequence if IS_DECODE else tokens) * NUM_KV_HEADS * GROUP + heads) * max_parts * (DIMS + 4)
+        place = sequence.to(tl.int64) if IS_DECODE else tokens
+        place = partials + (place * NUM_KV_HEADS * GROUP + heads) * max_parts * (DIMS + 4)
         table = block_tables + sequence.to(tl.int64) * table_stride
         full_end = first_position * 0
         if HAS_FULL_TILES and WINDOW == 0:
@@ -536,11 +537,12 @@ def _combine_kernel(
     num_queries = tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence)
     num_items = tl.load(plan + sequence + 1) - tl.load(plan + sequence)
     num_parts = num_items // tl.maximum(_num_tiles(num_queries, context_len, TOKENS, IS_DECODE, IS_EXACT), 1)
-    if num_parts > 1:
+    offset = token - tl.load(query_starts + sequence)
+    if (num_parts > 1) & (offset < num_queries):  # not behind the last sequence, where a graph's padding is
         dims = tl.arange(0, DIMS)
         first, stop = num_parts * 0, num_parts
         if BY_SEGMENT:
-            position = context_len - num_queries + token - tl.load(query_starts + sequence)
+            position = context_len - num_queries + offset
             if WINDOW > 0:
                 first = _count_segments(tl.maximum(position - WINDOW + 1, 0) + 1) - 1
             stop = _count_segments(position + 1)
