@@ -77,6 +77,20 @@ def test_slot_of_an_adapter_that_is_gone_is_free(device: torch.device) -> None:
     assert slots.place([kept, other]) == [1, 0]
 
 
+def test_adapter_of_which_only_a_part_was_copied_is_copied_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, (first, second) = TritonSlots(SIZES, 1, MAX_RANK, torch.float32, device), adapters_of(torch.float32)[:2]
+    x, of_row = random(3, WIDTH).to(device), torch.zeros(3, dtype=torch.int32)
+    expected = [addend(slots, [each], of_row, x) for each in (second, first)]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            slots.place([second])
+    for each, own in zip((second, first), expected, strict=True):
+        assert torch.equal(addend(slots, [each], of_row, x), own)
+
+
 @pytest.mark.parametrize("num_rows", [5, 90])
 def test_rows_of_an_exact_layer_keep_their_bits_beside_adapters(
     num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

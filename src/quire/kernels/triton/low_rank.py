@@ -70,9 +70,10 @@ class TritonSlots:
             slot = places.get(id(adapter))
             if slot is None:
                 slot = next(free)
-                self._owners[slot] = weakref.ref(adapter)
+                self._owners[slot] = None  # while it is filled, and if that fails
                 for name, layer in self._layers.items():
                     layer.fill(slot, adapter.layers.get(name))
+                self._owners[slot] = weakref.ref(adapter)
             slots.append(slot)
         self._by_use = [slot for slot in self._by_use if slot not in slots] + slots
         return slots
