@@ -5,8 +5,7 @@ from these sizes. One kind has a token for each row, for decodes; the other has 
 chunks of prompts or drafts. A smaller step is padded: rows without a sequence, of context length 0, and tokens of slot
 -1, which read and write nothing. A size is captured after it was requested a few times, between two steps, one at a
 time, so that start-up does not wait, or, with `capture_all`, at start. Steps with adapters have graphs of their own. Of
-each kind the largest size comes first: its
-memory in the graphs' pool serves the smaller ones, too.
+each kind the largest size comes first: its memory in the graphs' pool serves the smaller ones, too.
 """
 
 import logging

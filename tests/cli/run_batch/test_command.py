@@ -1,13 +1,19 @@
 """`quire run-batch` answers a file as the server's routes would."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from quire import LLM, SamplingParams
+from support.metrics_page import read_metrics
+from support.nodes import START, free_port
+from support.server import wait_until
 
 Run = Callable[..., Any]
 SMALL = ("--num-kv-blocks", "64", "--max-num-seqs", "4", "--max-model-len", "256")
@@ -47,6 +53,28 @@ def test_each_line_gets_its_answer_in_the_order_of_the_lines(run: Run, tmp_path:
     assert (answers[8]["response"]["status_code"], answers[8]["error"]["code"]) == (400, "context_length_exceeded")
     assert (answers[9]["response"]["status_code"], answers[9]["error"]["code"]) == (404, "model_not_found")
     assert len({each["id"] for each in answers}) == len(answers)
+
+
+def test_metrics_are_served_from_the_start_to_the_end_of_a_run_whose_lines_come_late(
+    tmp_path: Path, demo_model: Path
+) -> None:
+    url, out = f"http://127.0.0.1:{(port := free_port())}", tmp_path / "out.jsonl"
+    flags = ("-i", "-", "-o", out, "--enable-metrics", "--url", "127.0.0.1", "--port", port, *SMALL)
+    command = [sys.executable, "-c", START, "run-batch", demo_model, *flags]
+    with subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        for number in range(2):
+            process.stdin.write(json.dumps(line(str(number), COMPLETION, prompt="x")) + "\n")
+            process.stdin.flush()
+            wait_until(lambda: out.exists() and out.read_text().count("\n") == number + 1)  # noqa: B023 (called here)
+            assert read_metrics(url)['vllm:request_success_total{finished_reason="length"}'] == number + 1
+        assert [httpx.get(f"{url}{path}").status_code for path in ("/", "/v1/models")] == [200, 404]
+        process.stdin.close()
+        told = process.stderr.read()
+    assert (process.returncode, told.splitlines()[-1]) == (0, "2 lines answered, 0 of them with an error")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
 
 
 def test_malformed_lines_change_the_exit_code_and_no_other_answer(run: Run, tmp_path: Path) -> None:

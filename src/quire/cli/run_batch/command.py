@@ -13,6 +13,7 @@ from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, flag_fiel
 from quire.cli.run_batch.lines import read_lines
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
+from quire.server.http.sockets import bind
 from quire.server.options import DEFAULT_LIMITS, ServerOptions
 
 MAX_INFLIGHT_PER_SEQ = 4
@@ -35,6 +36,15 @@ class BatchFlags:
         [], "the model's name in the lines (repeatable)", panel="Batch", metavar="NAME",
         show_default="the model's path or id", row="name of the model in the lines; repeatable",
     )  # fmt: skip
+    enable_metrics: bool = flag_field(
+        False, "serve the metrics of the run to Prometheus", panel="Batch",
+        row="while the batch runs, `GET /metrics` is answered on a port",
+    )  # fmt: skip
+    url: str = flag_field(
+        "127.0.0.1", "address of the metrics", panel="Batch", metavar="HOST",
+        row="address of the metrics: a name or an IP address of this machine",
+    )  # fmt: skip
+    port: int = flag_field(8000, "port of the metrics", panel="Batch", row="port of the metrics", min=1, max=65535)
 
     def check(self) -> None:
         """Raise ConfigError for a bound below 1."""
@@ -65,7 +75,8 @@ def run_batch(
     with ExitStack() as files:
         lines = read_lines(_input(input_file, files), batch.max_line_bytes, batch.max_lines)
         output = _output(output_file, files)
-        totals = asyncio.run(run(engine, _options(batch, max_inflight), lines, output, max_inflight))
+        listener = files.enter_context(bind(batch.url, batch.port)) if batch.enable_metrics else None
+        totals = asyncio.run(run(engine, _options(batch, max_inflight), lines, output, max_inflight, listener))
     print(f"{totals.num_lines} lines answered, {totals.num_failed} of them with an error", file=sys.stderr)  # noqa: T201
     if totals.num_malformed:
         print(f"{totals.num_malformed} lines are malformed: they have no custom_id", file=sys.stderr)  # noqa: T201
@@ -75,6 +86,7 @@ def run_batch(
 def _options(batch: BatchFlags, max_inflight: int) -> ServerOptions:
     """Return the settings of the application: its bounds on waiting requests are those of the batch."""
     return ServerOptions(
+        host=batch.url,
         served_model_name=tuple(batch.served_model_name),
         max_queued_requests=max(max_inflight, DEFAULT_LIMITS.max_queued_requests),
         max_queued_tokens=DEFAULT_LIMITS.max_queued_tokens * max_inflight,

@@ -5,15 +5,19 @@ So the fields, bounds and errors are those of the routes. Lines are asked as roo
 
 import asyncio
 import json
+import socket
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TextIO
 
 from fastapi import FastAPI
 from starlette.types import Message, Scope
 
+from quire.cli.run_batch.line_reader import LineReader
 from quire.cli.run_batch.lines import Line, answered, refused
+from quire.cli.run_batch.metrics_server import serving_metrics
 from quire.engine.launcher import spawn_engines
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
@@ -36,17 +40,23 @@ class Totals:
 
 
 async def run(
-    engine: EngineOptions, options: ServerOptions, lines: Iterator[Line], output: TextIO, max_inflight: int
-) -> Totals:
-    """Start an engine, ask all lines, write the answers. Raises as the start of a server, or EngineDeadError."""
+    engine: EngineOptions, options: ServerOptions, lines: Iterator[Line], output: TextIO, max_inflight: int,
+    metrics_listener: socket.socket | None = None,
+) -> Totals:  # fmt: skip
+    """Start an engine, ask all lines, write the answers. Raises as the start of a server, or EngineDeadError.
+
+    metrics_listener: a bound socket, where the metrics of the run are served from its start to its end.
+    """
     children = spawn_engines(engine)
     try:
-        service = await connect(children, engine, options)
-        try:
-            return await _ask_all(create_app(service), service, lines, output, max_inflight)
-        finally:
-            await close_service(service)
-            service.threads.close()
+        async with serving_metrics(metrics_listener, options.host) as metrics:
+            service = await connect(children, engine, options)
+            try:
+                metrics.show(service)
+                return await _ask_all(create_app(service), service, lines, output, max_inflight)
+            finally:
+                await close_service(service)
+                service.threads.close()
     finally:
         for child in children:
             child.stop()
@@ -57,10 +67,11 @@ async def _ask_all(
 ) -> Totals:
     """Ask up to `max_inflight` lines at a time; write answers in the order of the lines."""
     totals, asked = Totals(), deque[asyncio.Task[dict[str, Any]]]()
+    reader = LineReader(lines)
+    reading: asyncio.Task[Line | None] | None = asyncio.create_task(reader.next())
 
     async def write_first() -> None:
-        answer = await asked[0]
-        asked.popleft()
+        answer = await asked.popleft()
         if not service.client.is_alive:
             raise EngineDeadError(service.client.death_reason)
         output.write(json.dumps(answer) + "\n")
@@ -70,15 +81,21 @@ async def _ask_all(
         totals.num_malformed += answer["custom_id"] is None
 
     try:
-        for line in lines:
-            asked.append(asyncio.create_task(_ask(app, line, asked)))
-            while len(asked) >= max_inflight or (asked and asked[0].done()):
+        while reading is not None or asked:
+            awaited: list[asyncio.Task[Any]] = list(islice(asked, 1))
+            if reading is not None and len(asked) < max_inflight:
+                awaited.append(reading)
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if asked and asked[0].done():
                 await write_first()
-            await asyncio.sleep(0)  # so that the tasks begin
-        while asked:
-            await write_first()
+            elif reading is not None:
+                line = reading.result()
+                reading = None
+                if line is not None:
+                    asked.append(asyncio.create_task(_ask(app, line, asked)))
+                    reading = asyncio.create_task(reader.next())
     finally:
-        for task in asked:
+        for task in (*asked, *filter(None, [reading])):
             task.cancel()
     return totals
 
