@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.embedders import write_json
 from support.encoders import write_encoder
 from support.quantized_folder import awq, awq_config, write_pair
 from support.zero_model import write_zero_model
@@ -133,3 +134,11 @@ def test_encoder_has_no_cache_and_is_bound_by_the_rows_of_a_step(run: Run, tmp_p
     assert ran.code == 0, ran.err
     for text in ("none: the model keeps no keys and values", "mean of 48 dimensions", "max_num_seqs: 4 requests of 64"):
         assert text in " ".join(ran.out.split())
+
+
+def test_longest_request_is_that_of_sentence_transformers_as_in_the_engine(run: Run, tmp_path: Path) -> None:
+    folder, path = write_encoder(tmp_path, "Bert", kind="mean"), tmp_path / "plan.json"
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 20})
+    for flags, longest in (((), 20), (("--max-model-len", 30), 30)):
+        assert run("plan", folder, *flags, "--json", path).code == 0
+        assert json.loads(path.read_text())["scheduler"]["max_model_len"] == longest

@@ -19,6 +19,7 @@ from quire.core.model_files import file_inside, is_gguf
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.model.footprint import expert_reads, num_parameters, stored_kv_bytes_per_token, weight_bytes
+from quire.model.pooler import find_pooler
 from quire.model.quantization import UNQUANTIZED
 from quire.model.sharding import Mode, Shard, check_shardable
 from quire.model.spec import widest_window
@@ -93,8 +94,9 @@ def plan_memory(
     free_bytes = _free_bytes(model, hardware, options, num_devices, weights + draft_bytes, workspaces)
     if hardware.device == "cuda" and options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=free_bytes)
+    longest = _default_positions(model, options)
     limits = ModelLimits(
-        spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=spec.default_positions,
+        spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=longest,
         scratch_bytes=scratch_bytes,
     )  # fmt: skip
     cache, scheduler = size_engine(options, limits, free_bytes)
@@ -124,10 +126,18 @@ def plan_memory(
         cache=cache,
         scheduler=scheduler,
         num_fitting={at: min(num_seqs, _num_fitting(cache, at, num_seqs)) for at in lengths},
-        binds=_what_binds(cache, scheduler, options.max_model_len or spec.default_positions),
+        binds=_what_binds(cache, scheduler, options.max_model_len or longest),
         windows=describe_windows(windows),
         exchanges=_exchanges(model, packing, num_devices * num_ranks, mode),
     )
+
+
+def _default_positions(model: Model, options: EngineOptions) -> int:
+    """Return the default of `max_model_len`: of a model that pools its folder may name a shorter one."""
+    if model.folder is None:
+        return model.spec.default_positions
+    pooler = find_pooler(options.runner, model.folder, model.spec, options.hf_overrides)
+    return pooler.max_seq_length or model.spec.default_positions
 
 
 def _workspace_bytes(model: Model, options: EngineOptions, num_devices: int) -> int:
