@@ -435,7 +435,11 @@ def _start(options: EngineOptions, name: str) -> OfflineEngine:
         )
 
     async def connect(processes: Sequence[EngineProcess], metrics: Metrics) -> "Fleet":
-        return await connect_fleet(processes, FleetSettings(options, metrics, packs_outputs=False))
+        settings = FleetSettings(
+            options, metrics, start_timeout_s=options.start_timeout, stall_limit_s=options.stall_limit,
+            packs_outputs=False,
+        )  # fmt: skip
+        return await connect_fleet(processes, settings)
 
     return BlockingFleet(options, name, connect)
 

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
+from quire import llm as llm_module
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError, UnknownPrefixError
 from quire.core.outputs import KVStats
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.engine import blocking_fleet
 from quire.engine.blocking_fleet import BlockingFleet, total
+from quire.engine.fleet.fleet import FleetSettings
 from quire.engine.messages import EngineDeadError
 from quire.kernels.cpp.back_end import usable_isas
 from support.embedders import write_embedder
@@ -220,3 +223,17 @@ def test_what_several_engines_do_not_have_is_refused_at_the_start(tmp_path: Path
         LLM(data_parallel_size=2, num_kv_blocks=1)
     with pytest.raises(ModelError, match=r"config\.json"):
         LLM(tmp_path, data_parallel_size=2)
+
+
+def test_time_limits_are_those_of_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[FleetSettings] = []
+
+    async def connect(processes: object, settings: FleetSettings) -> None:
+        given.append(settings)
+        raise EngineDeadError("not started")
+
+    monkeypatch.setattr(blocking_fleet, "spawn_engines", lambda options: [])
+    monkeypatch.setattr(llm_module, "connect_fleet", connect)
+    with pytest.raises(EngineDeadError, match="not started"):
+        LLM(data_parallel_size=2, start_timeout=7.0, stall_limit=3.0)
+    assert [(each.start_timeout_s, each.stall_limit_s) for each in given] == [(7.0, 3.0)]

@@ -345,12 +345,15 @@ class EngineOptions:
         10.0, "seconds without a heartbeat of a rank, after which the engine ends", kind="none",
         low=1, high=86400, unit="seconds",
         row="seconds, at least 1: with `tensor_parallel_size` above 1, a process without heartbeats for so long counts "
-        "as lost, and the engine ends",
+        "as lost, and the engine ends; with `data_parallel_size` above 1, an engine without progress for so long gets "
+        "no requests while another one makes progress",
     )  # fmt: skip
     start_timeout: float = option(
-        START_TIMEOUT_S, "seconds for machines to find each other", kind="none", low=1, high=86400, unit="seconds",
+        START_TIMEOUT_S, "seconds for machines to find each other, or without a sign of life of an engine that starts",
+        kind="none", low=1, high=86400, unit="seconds",
         row="seconds, at least 1: with `nnodes` above 1, four fifths of it are for the other nodes to find node 0, and "
-        "nine tenths for it to find all of them; with `ray`, half for Ray to find room",
+        "nine tenths for it to find all of them; with `ray`, half for Ray to find room; with `data_parallel_size` "
+        "above 1, an engine that starts and neither uses CPU time nor reads for so long is given up",
     )  # fmt: skip
     max_kv_share_per_key: float = option(
         1.0, "share of the KV blocks that the requests of a key may hold", kind="none",
