@@ -43,7 +43,15 @@ def test_absent_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.engine.ray_ranks import placement
 
     monkeypatch.setattr(placement.ray, "init", raising(ConnectionError))
-    with pytest.raises(ConfigError, match="'ray' finds no Ray cluster: run `ray start` on each machine, or set RAY_A"):
+    with pytest.raises(ConfigError, match="'ray' cannot connect to a Ray cluster: run `ray start` on each machine, or"):
+        placement.RayConnection()
+
+
+def test_wrong_address_of_a_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.engine.ray_ranks import placement
+
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere")
+    with pytest.raises(ConfigError, match=r"set RAY_ADDRESS \(Invalid address format: nowhere\)$"):
         placement.RayConnection()
 
 

@@ -26,10 +26,10 @@ class RayConnection:
         if self._is_own:
             try:
                 ray.init(address="auto", logging_level=logging.WARNING)
-            except ConnectionError as error:
+            except (ConnectionError, ValueError, RuntimeError) as error:  # none, a wrong address, another version
                 raise ConfigError(
-                    "distributed_executor_backend 'ray' finds no Ray cluster: run `ray start` on each machine, or set "
-                    f"RAY_ADDRESS ({error})"
+                    "distributed_executor_backend 'ray' cannot connect to a Ray cluster: run `ray start` on each "
+                    f"machine, or set RAY_ADDRESS ({_first_line(error)})"
                 ) from error
         self.address = str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
@@ -94,5 +94,9 @@ def wait_for_first(ends: Sequence[Any], ranks: Sequence[int], on_end: Callable[[
         kind, message = ray.get(first)
         on_end({"ConfigError": ConfigError, "ModelError": ModelError}.get(kind, RankLostError)(message))
     except RayError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        on_end(RankLostError(f"the Ray actor of rank {rank_of[first]} has ended: {reason}"))
+        on_end(RankLostError(f"the Ray actor of rank {rank_of[first]} has ended: {_first_line(error)}"))
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error of Ray, which may have the traceback of another process behind it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
