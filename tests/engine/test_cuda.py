@@ -1,12 +1,15 @@
 """The engine with --device cuda, where there is a GPU; elsewhere tests/kernels/triton/test_engine.py interprets it."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from quire import LLM
 from quire.core.errors import ConfigError
+from quire.engine import assembly
 from quire.engine.devices import resolve_device
 from support.cuda_engine import check_sharing
 from support.random_model import write_random_model
@@ -25,6 +28,18 @@ def test_two_engines_share_a_card(tmp_path: Path) -> None:
     share = {"device": "cuda", "gpu_memory_utilization": 0.3}
     with LLM(model, **share) as one, LLM(model, **share) as other:
         assert one.kv_stats().total_blocks == other.kv_stats().total_blocks
+
+
+@pytest.mark.parametrize("drafter", [None, object()])
+def test_worker_of_a_gpu_has_all_that_the_engine_was_built_with(
+    drafter: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests that interpret kernels build the worker themselves."""
+    monkeypatch.setattr(assembly, "CudaWorker", lambda *parts: parts)
+    monkeypatch.setattr(assembly, "AsyncCudaExecutor", lambda worker, **how: (worker, how))
+    model, (cache, batch, swapper, grammars, adapters) = SimpleNamespace(device=torch.device("cuda")), "12345"
+    parts: Any = (model, cache, batch, swapper, grammars, drafter, adapters)
+    assert assembly._executor(*parts, None) == (parts, {"max_steps_in_flight": 2 if drafter is None else 1})
 
 
 def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

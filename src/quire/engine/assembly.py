@@ -343,7 +343,7 @@ def _executor(
     With a drafter one step at a time: the next plan needs the drafts.
     """
     if model.device.type == "cuda":
-        worker = CudaWorker(model, cache, batch, swapper, grammars, drafter)
+        worker = CudaWorker(model, cache, batch, swapper, grammars, drafter, adapters)
         return AsyncCudaExecutor(worker, max_steps_in_flight=2 if drafter is None else 1)
     local = Worker(model, cache, batch, swapper, grammars, drafter, adapters)
     return LocalExecutor(local if ranks is None else ranks.worker(local))
