@@ -513,11 +513,18 @@ class Program:
         """Run the ops one after the other and return the result; x is not to be used again."""
         activations = {INPUT: x}
         del x
-        for op, dead in zip(self.ops, self.dead, strict=True):
-            op.run(activations, inputs)
-            for name in dead:
-                activations.pop(name, None)
+        run_ops(self.ops, self.dead, activations, inputs)
         return activations[self.result]
+
+
+def run_ops(
+    ops: Sequence[Op], dead: Sequence[tuple[str, ...]], activations: Activations, inputs: LayerInputs
+) -> None:
+    """Run ops one after the other; drop the activations that are `dead` after each."""
+    for op, names in zip(ops, dead, strict=True):
+        op.run(activations, inputs)
+        for name in names:
+            activations.pop(name, None)
 
 
 def live_after(ops: Sequence[Op], result: str) -> list[frozenset[str]]:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,3 +101,23 @@ def test_programs_have_the_hidden_states_of_single_ops(
         for each in (model, load_model(folder, back_end=plain))
     )
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
+def test_more_rows_leave_no_more_activations_than_single_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input of the first layer that stays while the second multiplies is memory that the KV cache could have."""
+    monkeypatch.setattr("quire.kernels.triton.few_rows.DTYPES", (HALF,))
+    config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    program = load_model(write_random_folder(tmp_path, config, HALF), back_end=cuda_back_end())._program
+    op = next(op for op in program.ops if isinstance(op, SummedProducts))
+    rows, kept = torch.zeros(MAX_ROWS + 1, 8), list[set[str]]()
+    activations = {name: rows.clone() for name in op.reads}
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        kept.append(set(activations))
+        return x.clone()
+
+    norm = replace(op.norm, norm=lambda x, residual: (x, residual))
+    first, second = (replace(each, linear=multiply) for each in (op.first, op.second))
+    replace(op, first=first, norm=norm, second=second).run(activations, SimpleNamespace(adapters=None))
+    assert kept == [set(op.reads), {op.norm.summed, op.norm.out}]
+    assert activations.keys() == set(op.writes)

@@ -3,8 +3,8 @@
 One program computes 16 outputs of up to 16 rows, of a gated layer their gates and ups in one pass over the inputs,
 which are added in ascending order; so there are enough programs for the memory of a card, and a weight is read once. A
 norm is applied to the inputs as they pass, but for the row's own factor: that multiplies the sums, for all inputs are
-needed to compute it. On sm_90 the kernel is launched while the one before it ends (programmatic dependent launch), and
-waits for its results. Nothing has been measured on a GPU yet.
+needed to compute it. From sm_90 on the kernel is launched while the one before it ends (programmatic dependent launch),
+and waits for its results. Nothing has been measured on a GPU yet.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.linear import GATED
 from quire.kernels.linear_weight import DENSE
-from quire.kernels.program import Activations, CountLayer, LayerInputs, Linear, Norm, Op, Program, live_after
+from quire.kernels.program import Activations, CountLayer, LayerInputs, Linear, Norm, Op, Program, live_after, run_ops
 from quire.kernels.triton import attention
 from quire.kernels.triton.activation import activated
 from quire.kernels.triton.linear import CudaLinear
@@ -76,6 +76,7 @@ class SummedProducts:
     between: tuple[Op, ...]
     norm: Norm
     second: Linear
+    dead: tuple[tuple[str, ...], ...]  # after each of the single ops, as of a program
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -89,14 +90,12 @@ class SummedProducts:
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Compute all rows."""
-        x = activations[self.first.x]
-        if len(x) > MAX_ROWS or inputs.adapters is not None:
-            for op in (self.first, *self.between, self.norm, self.second):
-                op.run(activations, inputs)
+        if len(activations[self.first.x]) > MAX_ROWS or inputs.adapters is not None:
+            run_ops((self.first, *self.between, self.norm, self.second), self.dead, activations, inputs)
             return
         first, second, norm = self.first.linear, self.second.linear, self.norm.norm
         assert isinstance(first, CudaLinear) and isinstance(second, CudaLinear) and isinstance(norm, TritonNorm)
-        stream = few_rows_product(x, first, residual=activations.pop(self.reads[1]))
+        stream = few_rows_product(activations[self.first.x], first, residual=activations.pop(self.reads[1]))
         for op in self.between:
             op.run(activations, inputs)
         activations[self.writes[0]] = stream
@@ -108,7 +107,7 @@ def fuse(program: Program) -> Program:
     ops, alive = list(program.ops), live_after(program.ops, program.result)
     fused, index = list[Op](), 0
     while index < len(ops):
-        found, length = _summed_products(ops[index : index + 4]), 0
+        found, length = _summed_products(ops[index : index + 4], program.dead[index : index + 4]), 0
         if found is not None:
             length = 3 + len(found.between)
             if found.norm.out in alive[index + length - 1] - {found.second.out}:  # another op reads the normed stream
@@ -118,7 +117,7 @@ def fuse(program: Program) -> Program:
     return Program(tuple(fused), program.result)
 
 
-def _summed_products(ops: list[Op]) -> SummedProducts | None:
+def _summed_products(ops: list[Op], dead: tuple[tuple[str, ...], ...]) -> SummedProducts | None:
     """Return the op for the first three or four ops, a layer's end among them; None if they are others."""
     between = tuple(op for op in ops[1:2] if isinstance(op, CountLayer))
     parts = [ops[0], *ops[1 + len(between) :]][:3]
@@ -131,7 +130,8 @@ def _summed_products(ops: list[Op]) -> SummedProducts | None:
     is_rms = isinstance(norm.norm, TritonNorm) and not norm.norm.centers
     if not (is_chain and is_rms and serves(first.linear) and serves(second.linear)):
         return None
-    return SummedProducts(f"{first.name} to {second.name}", first, between, norm, second)
+    name = f"{first.name} to {second.name}"
+    return SummedProducts(name, first, between, norm, second, dead[: 3 + len(between)])
 
 
 @triton.jit(do_not_specialize=("num_rows",))
