@@ -232,8 +232,6 @@ def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, n
         reasons.append("a draft model is not supported yet on device cuda")
     if hardware.device == "cuda" and options.data_parallel_size > 1:
         reasons.append(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
-    if hardware.device == "cuda" and model.quantization != UNQUANTIZED:
-        reasons.append(f"quantized weights are not supported yet on device cuda: {model.quantization}")
     own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype
     if kv_dtype not in ("auto", own_dtype, *QUANTIZED):
         reasons.append(
