@@ -137,7 +137,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "`--enable-lora`": {"enable_lora": True},
     "speculation by n-grams": {"speculative_config": json.dumps({"method": "ngram"})},
     "speculation by a draft model": {"speculative_config": json.dumps({"model": "x"})},
-    "8-bit KV cache, on CPUs": {"kv_cache_dtype": "fp8"},
+    "8-bit KV cache": {"kv_cache_dtype": "fp8"},
     "`--runner pooling`": {"runner": "pooling"},
     "`--device cuda`": {"device": "cuda"},
 }
