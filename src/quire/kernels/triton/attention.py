@@ -431,6 +431,17 @@ def _mean(highest, total, weighted, value_scale, sinks, heads, is_row, KV: tl.co
     return weighted * factor
 
 
+@triton.jit
+def _item(plan, query_starts, item, num_seqs, TOKENS: tl.constexpr):
+    """Return an item's sequence, its first token, its queries; the tile's first query; the part, and of how many."""
+    sequence = _find(plan, item, num_seqs)
+    first_token = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - first_token
+    place = item - tl.load(plan + sequence)
+    num_parts = (tl.load(plan + sequence + 1) - tl.load(plan + sequence)) // tl.cdiv(num_queries, TOKENS)
+    return sequence, first_token, num_queries, place // num_parts * TOKENS, place % num_parts, num_parts
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _attend_kernel(
     query, key_cache, value_cache, out, block_tables, query_starts, context_lens, num_seqs,
@@ -452,12 +463,8 @@ def _attend_kernel(
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
         item = num_items - 1 - number  # those that see most begin first
-        sequence = _find(plan, item, num_seqs)
-        first_token, context_len = tl.load(query_starts + sequence), tl.load(context_lens + sequence)
-        num_queries = tl.load(query_starts + sequence + 1) - first_token
-        own = tl.load(plan + sequence)
-        num_parts = (tl.load(plan + sequence + 1) - own) // tl.cdiv(num_queries, TOKENS)
-        offset, part = (item - own) // num_parts * TOKENS, (item - own) % num_parts
+        sequence, first_token, num_queries, offset, part, num_parts = _item(plan, query_starts, item, num_seqs, TOKENS)
+        context_len = tl.load(context_lens + sequence)
         queries = offset + rows // ROWS_PER_TOKEN
         heads = kv_head * GROUP + rows % ROWS_PER_TOKEN
         is_row = (queries < num_queries) & (rows % ROWS_PER_TOKEN < GROUP)
