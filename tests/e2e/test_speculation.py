@@ -20,7 +20,7 @@ import torch
 import quire.decoding.verification
 from quire import LLM, SamplingParams
 from quire.core.plan import RowResult, StepPlan
-from quire.execution import worker
+from quire.execution import row_results, worker
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.scheduling import result_recorder
 from support.answers import Answer, answers_of
@@ -174,13 +174,13 @@ def test_every_setting_gives_the_answers_without(
 def one_too_many(patch: pytest.MonkeyPatch) -> None:
     """One draft more is accepted than was right."""
     right = quire.decoding.verification.num_accepted
-    patch.setattr(worker, "num_accepted", lambda drafts, drawn: min(right(drafts, drawn) + 1, len(drafts)))
+    patch.setattr(row_results, "num_accepted", lambda drafts, drawn: min(right(drafts, drawn) + 1, len(drafts)))
 
 
 def compares_from_the_second_draft_on(patch: pytest.MonkeyPatch) -> None:
     """The comparison begins one position off."""
     right = quire.decoding.verification.num_accepted
-    patch.setattr(worker, "num_accepted", lambda drafts, drawn: 1 + right(drafts[1:], drawn[1:]))
+    patch.setattr(row_results, "num_accepted", lambda drafts, drawn: 1 + right(drafts[1:], drawn[1:]))
 
 
 def draws_for_the_next_position(patch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def reads_logits_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
 
 def keeps_one_rejected_draft(patch: pytest.MonkeyPatch) -> None:
     """The keys and values of a rejected draft count as those of the token in its place."""
-    right = worker._verified
+    right = row_results.verified
 
     def verified(*parts: Any) -> tuple[dict[int, RowResult], set[int]]:  # noqa: ANN401
         results, rejected = right(*parts)
@@ -219,7 +219,7 @@ def keeps_one_rejected_draft(patch: pytest.MonkeyPatch) -> None:
                 results[row] = RowResult(own.token_ids, own.logprobs, own.num_computed + 1)
         return results, rejected
 
-    patch.setattr(worker, "_verified", verified)
+    patch.setattr(worker, "verified", verified)
 
 
 def takes_nothing_back(patch: pytest.MonkeyPatch) -> None:
