@@ -2,13 +2,15 @@
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.logprob_table import Logprobs, LogprobTable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
@@ -150,7 +152,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    prompt_token_id_logprobs: NDArray[np.float32] | None = None  # of prompt_logprob_token_ids; -inf pads
+    prompt_token_id_logprobs: "NDArray[np.float32] | None" = None  # of prompt_logprob_token_ids; -inf pads
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     packed_prompt_logprobs: Logprobs | None = field(default=None, repr=False)  # of all but the first token

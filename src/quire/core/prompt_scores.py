@@ -5,24 +5,25 @@ As vLLM's `prompt_logprob_token_ids`: row i has token ids that are scored as pre
 """
 
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from quire.core.checks import MAX_INT, refuse
 from quire.core.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np  # loaded where there are scores: the processes of sandboxes do without
+    from numpy.typing import NDArray
 
 PADDING = -1            # a token id that is scored -inf
 SCORE_BYTES = 4         # of a float32
 
 _EXPECTED = "rows of token ids, of which one or more are not empty: a list of lists, or an array of integers"
 
+
 def check_token_rows(field: str, value: object) -> tuple[tuple[int, ...], ...]:
     """Return rows of token ids in [0, MAX_INT] or PADDING as tuples. InvalidRequestError names the wrong value."""
-    if isinstance(value, np.ndarray):
-        if value.ndim != 2 or value.dtype.kind not in "iu":
-            refuse(field, f"an array of {value.dtype} with shape {list(value.shape)}", _EXPECTED)
-        value = value.tolist()
+    if hasattr(value, "__array_interface__"):
+        value = _rows_of(field, value)
     if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
         refuse(field, value, _EXPECTED)
     if not any(value):
@@ -31,6 +32,15 @@ def check_token_rows(field: str, value: object) -> tuple[tuple[int, ...], ...]:
         if type(token) is not int or not PADDING <= token <= MAX_INT:
             refuse(field, token, f"rows of token ids from 0 to {MAX_INT}, or {PADDING} for padding")
     return tuple(map(tuple, value))
+
+
+def _rows_of(field: str, value: Any) -> object:  # noqa: ANN401 (an array of anything)
+    import numpy as np  # noqa: PLC0415 (see above)
+
+    array = np.asarray(value)
+    if array.ndim != 2 or array.dtype.kind not in "iu":
+        refuse(field, f"an array of {array.dtype} with shape {list(array.shape)}", _EXPECTED)
+    return array.tolist()
 
 
 def check_num_rows(rows: Sequence[object] | None, start: int, num_prompt_tokens: int) -> None:
@@ -49,14 +59,18 @@ def width_of(rows: Sequence[Sequence[int]] | None) -> int:
     return max(map(len, rows or ()), default=0)
 
 
-def padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+def padded(rows: Sequence[Sequence[int]]) -> "NDArray[np.int64]":
     """Return rows of token ids as an array [num_rows, width], shorter ones padded by PADDING."""
+    import numpy as np  # noqa: PLC0415 (see above)
+
     ids = np.full((len(rows), width_of(rows)), PADDING, dtype=np.int64)
     for padded_row, row in zip(ids, rows, strict=True):
         padded_row[: len(row)] = row
     return ids
 
 
-def unpacked(scores: bytes | None, width: int) -> NDArray[np.float32] | None:
+def unpacked(scores: bytes | None, width: int) -> "NDArray[np.float32] | None":
     """Return packed scores as an array [num_rows, width]; None if there are none."""
+    import numpy as np  # noqa: PLC0415 (see above)
+
     return None if scores is None else np.frombuffer(scores, dtype=np.float32).reshape(-1, width)
