@@ -55,9 +55,10 @@ def add_in_order(
     """
     num_rows, num_places, width = results.shape
     out = torch.empty(num_rows, width, dtype=dtype, device=results.device)
+    block = min(BLOCK, triton.next_power_of_2(width))
     _add_kernel[(num_rows, triton.cdiv(width, BLOCK))](
-        results, last, weights, out, width, NUM_RESULTS=num_places, BLOCK=min(BLOCK, triton.next_power_of_2(width)),
-        enable_fp_fusion=False,
+        results, last, weights, out, width, NUM_RESULTS=num_places, BLOCK=block,
+        num_warps=max(1, min(4, block // 128)), enable_fp_fusion=False,  # a thread reads 16 bytes at a time
     )  # fmt: skip
     return out
 
