@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_dead_engine_fails_the_call_and_is_started_again(demo_model: Path) -> No
         unread = llm.stream(PROMPTS[:1], LONG)
         next(unread)
     assert not any(is_running(pid) for pid in pids)
+    wait_until(lambda: not any(each.name.startswith("engine stop") for each in threading.enumerate()))
     with pytest.raises(RuntimeError, match="this LLM is closed"):
         next(unread)
     with pytest.raises(RuntimeError, match="this LLM is closed"):

@@ -26,7 +26,6 @@ class EngineConnection:
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.ready = engine, tokenizer, ready
         self._reader, self._writer = reader, writer
-        self._stopping = ThreadPoolExecutor(1, "engine stop")  # its own thread: other work must not delay a death
 
     @classmethod
     async def open(
@@ -71,7 +70,11 @@ class EngineConnection:
     async def stop(self) -> str:
         """Close the connection and end the process, if it still runs; return how it ended, as text."""
         self.abort()
-        return _exit_text(await asyncio.get_running_loop().run_in_executor(self._stopping, self.engine.stop))
+        thread = ThreadPoolExecutor(1, "engine stop")  # of its own: other work must not delay a death
+        try:
+            return _exit_text(await asyncio.get_running_loop().run_in_executor(thread, self.engine.stop))
+        finally:
+            thread.shutdown(wait=False)
 
 
 async def _handshake(
