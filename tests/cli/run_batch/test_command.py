@@ -1,9 +1,12 @@
 """`quire run-batch` answers a file as the server's routes would."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,29 @@ def test_metrics_are_served_from_the_start_to_the_end_of_a_run_whose_lines_come_
     assert (process.returncode, told.splitlines()[-1]) == (0, "2 lines answered, 0 of them with an error")
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["standard input", "named pipe"])
+def test_interrupt_ends_a_run_that_waits_for_a_line(tmp_path: Path, demo_model: Path, is_named: bool) -> None:
+    out, pipe = tmp_path / "out.jsonl", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    flags = ("-i", pipe if is_named else "-", "-o", out, *SMALL)
+    command = [sys.executable, "-c", START, "run-batch", demo_model, *flags]
+    with (
+        subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        pipe.open("w") if is_named else nullcontext(process.stdin) as lines,
+    ):
+        assert lines is not None
+        lines.write(json.dumps(line("0", COMPLETION, prompt="x")) + "\n")
+        lines.flush()
+        wait_until(lambda: out.exists() and out.read_text().count("\n") == 1)
+        process.send_signal(signal.SIGINT)
+        try:
+            code = process.wait(60)
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert (code, process.stderr.read()) == (130, "")
 
 
 def test_malformed_lines_change_the_exit_code_and_no_other_answer(run: Run, tmp_path: Path) -> None:

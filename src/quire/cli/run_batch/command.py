@@ -4,6 +4,7 @@ import asyncio
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Annotated, BinaryIO, TextIO
 
@@ -97,7 +98,16 @@ def _options(batch: BatchFlags, max_inflight: int) -> ServerOptions:
 
 
 def _input(path: Path, files: ExitStack) -> BinaryIO:
-    return sys.stdin.buffer if path == STANDARD_STREAM else files.enter_context(path.open("rb"))
+    """Return the input: not `sys.stdin.buffer`, whose lock the interpreter's end needs and a waiting reader has."""
+    is_standard = path == STANDARD_STREAM
+    buffer = BufferedReader(FileIO(sys.stdin.fileno(), closefd=False) if is_standard else path.open("rb", buffering=0))
+    files.callback(_close_below, buffer)
+    return buffer
+
+
+def _close_below(buffer: "BufferedReader[FileIO]") -> None:
+    """Close the file below a buffer. Closing the buffer itself would wait for the thread that reads."""
+    buffer.raw.close()
 
 
 def _output(path: Path, files: ExitStack) -> TextIO:
