@@ -152,7 +152,7 @@ class EngineOptions:
         metavar="NAME",
         row="attention kernels of a GPU: `triton`; `cuda`, the paper's kernel in CUDA C++ for decodes, and Triton's "
         "for prompts; `flashinfer`, if it is installed; `auto` is `triton` ([gpu.md](gpu.md#attention-back-ends)). "
-        "What they have no form of is refused at start, and so is anything but `auto` on a CPU",
+        "What they do not support is refused at start, and so is anything but `auto` on a CPU",
     )  # fmt: skip
     capture_graphs: bool = _engine(
         False, "capture the CUDA graphs of all steps at start, not as they are needed",
