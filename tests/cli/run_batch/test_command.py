@@ -62,6 +62,7 @@ def test_metrics_are_served_from_the_start_to_the_end_of_a_run_whose_lines_come_
     tmp_path: Path, demo_model: Path
 ) -> None:
     url, out = f"http://127.0.0.1:{(port := free_port())}", tmp_path / "out.jsonl"
+    out.touch()     # one that is not there is made and removed again by the check of the flag
     flags = ("-i", "-", "-o", out, "--enable-metrics", "--url", "127.0.0.1", "--port", port, *SMALL)
     command = [sys.executable, "-c", START, "run-batch", demo_model, *flags]
     with subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -70,7 +71,7 @@ def test_metrics_are_served_from_the_start_to_the_end_of_a_run_whose_lines_come_
         for number in range(2):
             process.stdin.write(json.dumps(line(str(number), COMPLETION, prompt="x")) + "\n")
             process.stdin.flush()
-            wait_until(lambda: out.exists() and out.read_text().count("\n") == number + 1)  # noqa: B023 (called here)
+            wait_until(lambda: out.read_text().count("\n") == number + 1)  # noqa: B023 (called here)
             assert read_metrics(url)['vllm:request_success_total{finished_reason="length"}'] == number + 1
         assert [httpx.get(f"{url}{path}").status_code for path in ("/", "/v1/models")] == [200, 404]
         process.stdin.close()
@@ -84,6 +85,7 @@ def test_metrics_are_served_from_the_start_to_the_end_of_a_run_whose_lines_come_
 def test_interrupt_ends_a_run_that_waits_for_a_line(tmp_path: Path, demo_model: Path, is_named: bool) -> None:
     out, pipe = tmp_path / "out.jsonl", tmp_path / "pipe"
     os.mkfifo(pipe)
+    out.touch()     # one that is not there is made and removed again by the check of the flag
     flags = ("-i", pipe if is_named else "-", "-o", out, *SMALL)
     command = [sys.executable, "-c", START, "run-batch", demo_model, *flags]
     with (
@@ -93,7 +95,7 @@ def test_interrupt_ends_a_run_that_waits_for_a_line(tmp_path: Path, demo_model: 
         assert lines is not None
         lines.write(json.dumps(line("0", COMPLETION, prompt="x")) + "\n")
         lines.flush()
-        wait_until(lambda: out.exists() and out.read_text().count("\n") == 1)
+        wait_until(lambda: out.read_text().count("\n") == 1)
         process.send_signal(signal.SIGINT)
         try:
             code = process.wait(60)
