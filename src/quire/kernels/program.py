@@ -66,6 +66,41 @@ class Heads(NamedTuple):
     head_dim: int
 
 
+class InPlace:
+    """An op that changes one activation, x, in place."""
+
+    __slots__ = ()
+    x: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+
+class FromXToOut:
+    """An op that computes one activation, out, from another, x, which stays."""
+
+    __slots__ = ()
+    x: str
+    out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """x."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """out."""
+        return (self.out,)
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """out = norm(x); with a residual, summed = x + residual and out = norm(summed), which consumes x and residual."""
@@ -99,23 +134,13 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(FromXToOut):
     """out = linear(x), activation included, with what the adapters of rows add to its sums."""
 
     name: str
     linear: linears.Linear
     x: str
     out: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """out."""
-        return (self.out,)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Multiply all rows."""
@@ -125,23 +150,13 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(FromXToOut):
     """out = the weighted results of each row's experts; of ranks, each has some of the columns."""
 
     name: str
     experts: mixtures.ExpertLayer
     x: str
     out: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """out."""
-        return (self.out,)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Compute all rows."""
@@ -382,23 +397,6 @@ class Add:
         activations[self.out] = activations[self.x] + activations[self.y]
 
 
-class InPlace:
-    """An op that changes one activation, x, in place."""
-
-    __slots__ = ()
-    x: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-
 @dataclass(frozen=True, slots=True)
 class Scale(InPlace):
     """x multiplied by a factor."""
@@ -454,7 +452,7 @@ class Gather(InPlace):
 
 
 @dataclass(frozen=True, slots=True)
-class SummedLinear:
+class SummedLinear(FromXToOut):
     """out = the sum over ranks of linear(x), of which each has some inputs; no adapter adds to it.
 
     The results of `linear` are float32, and its outputs are not activated.
@@ -465,16 +463,6 @@ class SummedLinear:
     x: str
     out: str
     hook: SumHook
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """out."""
-        return (self.out,)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Multiply all rows, and call the hook."""
