@@ -49,6 +49,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
 
 if TYPE_CHECKING:
+    from quire.engine.fleet.fleet import Fleet
     from quire.engine.pooling.offline import OfflinePooling
 
 try:
@@ -57,13 +58,6 @@ except ModuleNotFoundError as error:
     if not f"{error.name}.".startswith("quire.vllm_arguments."):
         raise
     engine_settings = None  # type: ignore[assignment]  # optional: without it LLM has its own arguments only
-
-try:
-    from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
-except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.engine.fleet."):
-        raise
-    connect_fleet = None  # type: ignore[assignment]  # optional: without it data_parallel_size above 1 is refused
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}
@@ -428,11 +422,9 @@ def _start(options: EngineOptions, name: str) -> OfflineEngine:
     """Return the engine of an LLM, or its engines. ConfigError where several are not installed."""
     if options.data_parallel_size == 1:
         return LocalEngine(options, name)
-    if connect_fleet is None:
-        raise ConfigError(
-            f"data_parallel_size {options.data_parallel_size} needs the package quire.engine.fleet, which is not in "
-            "this installation"
-        )
+    setting = f"data_parallel_size {options.data_parallel_size}"
+    with needs_package(setting, "quire.engine.fleet", error=ConfigError):
+        from quire.engine.fleet.fleet import FleetSettings, connect_fleet  # noqa: PLC0415 (a room)
 
     async def connect(processes: Sequence[EngineProcess], metrics: Metrics) -> "Fleet":
         settings = FleetSettings(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
-from quire import llm as llm_module
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError, UnknownPrefixError
 from quire.core.outputs import KVStats
 from quire.core.structured_outputs import StructuredOutputsParams
@@ -235,7 +234,7 @@ def test_time_limits_are_those_of_the_arguments(monkeypatch: pytest.MonkeyPatch)
         raise EngineDeadError("not started")
 
     monkeypatch.setattr(blocking_fleet, "spawn_engines", lambda options: [])
-    monkeypatch.setattr(llm_module, "connect_fleet", connect)
+    monkeypatch.setattr("quire.engine.fleet.fleet.connect_fleet", connect)
     with pytest.raises(EngineDeadError, match="not started"):
         LLM(data_parallel_size=2, start_timeout=7.0, stall_limit=3.0)
     assert [(each.start_timeout_s, each.stall_limit_s) for each in given] == [(7.0, 3.0)]
