@@ -70,7 +70,7 @@ async def start_embeddings(request: Request, service: Service, body: EmbeddingBo
             _check_bytes(_num_bytes(prompts[0]), service.options, param)
         num_chars = sum(map(len, prompts))
         tokenized = await service.threads.run(num_chars, lambda: _limited(tokenize(), service), call.client_id)
-        call = _with_requests(service, call, checked, tokenized)
+        call = _with_requests(service, pooling, call, checked, tokenized)
         record_of(request.scope).num_prompts = len(prompts)
         return Started(call, await Generation.start(service, call, record_of(request.scope), arrival_s, reservation))
 
@@ -102,7 +102,7 @@ async def start_scores(
     with service.admit(num_prompts, param=second, client_id=call.client_id) as reservation:
         with renamed_fields({"prompt": second}):
             scoring = await service.threads.run(num_bytes, prepare, call.client_id)
-        call = _with_requests(service, call, checked, scoring.prompts)
+        call = _with_requests(service, pooling, call, checked, scoring.prompts)
         record_of(request.scope).num_prompts = num_prompts
         generation = await Generation.start(service, call, record_of(request.scope), arrival_s, reservation)
         return Started(call, generation), scoring
@@ -191,10 +191,11 @@ def _pair_options(pooling: PoolingInputs, body: PairsBody) -> PairOptions:
 
 
 def _with_requests(
-    service: Service, call: ApiRequest, checked: CheckedPooling, prompts: Sequence[TokenizedPrompt]
-) -> ApiRequest:
-    pooling, request_ids = _pooling_inputs(service), service.client.request_ids
-    weight, adapter = service.options.weight_of(call.key_number), service.adapter_of(call.model)
+    service: Service, pooling: PoolingInputs, call: ApiRequest, checked: CheckedPooling,
+    prompts: Sequence[TokenizedPrompt],
+) -> ApiRequest:  # fmt: skip
+    request_ids, adapter = service.client.request_ids, service.adapter_of(call.model)
+    weight = service.options.weight_of(call.key_number)
     return replace(
         call,
         requests=[
