@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.model.footprint import num_layer_weights, stored_kv_bytes_per_token
 from quire.model.quantization import UNQUANTIZED, Quantization
-from quire.model.sharding import Mode
+from quire.model.sharding import ADDED_BYTES, Mode
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.sizes import DTYPE_BYTES, scheme_bits
 from quire.sim.hardware import CurvePoint, Hardware
@@ -21,7 +21,6 @@ from quire.sim.hardware import CurvePoint, Hardware
 # Kwon et al. 2023, section 7.1: the paged attention kernel takes 20 to 26 % longer than one over contiguous memory.
 PAGED_ATTENTION_FACTOR = 1.23
 CONTIGUOUS_ATTENTION_FACTOR = 1.0
-ADDED_BYTES = 64 << 10  # of a rank's partial sums, which one exchange moves; of more, two (csrc/gather.cpp)
 
 
 class Exchanges(NamedTuple):

@@ -20,13 +20,12 @@ from torch.distributed import ProcessGroupGloo
 from quire.engine.nodes.address_book import AddressBook
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
-from quire.model.sharding import Cut, Shard
+from quire.model.sharding import ADDED_BYTES, Cut, Shard
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # heartbeats find ranks that do not answer
 CONNECT_TIMEOUT = timedelta(minutes=1)
 TO_FIRST = GatherOptions()
 TO_FIRST.rootRank = 0
-ADDED_BYTES = 64 << 10                  # of a rank's partial sums, which every rank gets
 POLL = timedelta(seconds=0.25)          # between looks at an interruption
 
 
