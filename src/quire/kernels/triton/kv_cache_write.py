@@ -102,9 +102,7 @@ def _write_kernel(
             first_dims, APART = 2 * pairs, 1
         else:
             first_dims, APART = pairs, HALF
-        angles = cos_sin + tl.load(positions + token) * (2 * HALF) + pairs
-        cos = tl.load(angles, mask=pairs < HALF)[None, :]
-        sin = tl.load(angles + HALF, mask=pairs < HALF)[None, :]
+        cos, sin = _angles(cos_sin, tl.load(positions + token), pairs, HALF)
         first = heads[:, None] * HEAD_DIM + first_dims[None, :]
         is_pair = (heads < NUM_KV_HEADS)[:, None] & (pairs < HALF)[None, :]
         _turn(
@@ -151,9 +149,7 @@ def _write_quantized_kernel(
             first_dims, APART = 2 * pairs, 1
         else:
             first_dims, APART = pairs, HALF
-        angles = cos_sin + tl.load(positions + token) * (2 * HALF) + pairs
-        cos = tl.load(angles, mask=pairs < HALF, other=0.0)[None, :]
-        sin = tl.load(angles + HALF, mask=pairs < HALF, other=0.0)[None, :]
+        cos, sin = _angles(cos_sin, tl.load(positions + token), pairs, HALF)
         first = heads[:, None] * HEAD_DIM + first_dims[None, :]
         is_pair = (heads < NUM_KV_HEADS)[:, None] & (pairs < HALF)[None, :]
         left, right = _turned(key + token * key_stride + first, cos, sin, is_pair, APART)
@@ -173,6 +169,13 @@ def _write_quantized_kernel(
         _turn_query(
             query + token * query_stride, first_dims, pairs, cos, sin, NUM_HEADS, HEAD_DIM, HALF, QUERY_HEADS, APART
         )
+
+
+@triton.jit
+def _angles(cos_sin, position, pairs, HALF: tl.constexpr):
+    """Return the cosines and the sines of a position's pairs, [1, PAIRS]; zeros past HALF."""
+    places, is_pair = cos_sin + position * (2 * HALF) + pairs, pairs < HALF
+    return tl.load(places, mask=is_pair, other=0.0)[None, :], tl.load(places + HALF, mask=is_pair, other=0.0)[None, :]
 
 
 @triton.jit
