@@ -104,7 +104,6 @@ def plan_memory(
     if kv_bytes > free_bytes:
         raise ConfigError(f"KV caches of {num_engines} engines take {kv_bytes} bytes, but {free_bytes} are free")
     length = scheduler.max_model_len
-    lengths = sorted({length, *(short for short in _LENGTHS if short < length)})
     return MemoryPlan(
         model=model.name,
         hardware=hardware.name,
@@ -125,7 +124,7 @@ def plan_memory(
         draft_weight_bytes=draft_bytes,
         cache=cache,
         scheduler=scheduler,
-        num_fitting={at: min(num_seqs, _num_fitting(cache, at, num_seqs)) for at in lengths},
+        num_fitting=_num_fitting_by_length(cache, length, num_seqs),
         binds=_what_binds(cache, scheduler, options.max_model_len or longest),
         windows=describe_windows(windows),
         exchanges=_exchanges(model, packing, num_devices * num_ranks, mode),
@@ -243,6 +242,12 @@ def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, n
 
 def _packing(hardware: Hardware) -> Packing:
     return CPU_PACKING if hardware.device == "cpu" else PLAIN_PACKING
+
+
+def _num_fitting_by_length(cache: CacheConfig, longest: int, most: int) -> dict[int, int]:
+    """Return how many requests the KV cache holds, at most `most`, of the longest and of some shorter lengths."""
+    lengths = sorted({longest, *(short for short in _LENGTHS if short < longest)})
+    return {length: min(most, _num_fitting(cache, length, most)) for length in lengths}
 
 
 def _num_fitting(cache: CacheConfig, length: int, most: int) -> int:
