@@ -87,7 +87,8 @@ def test_interrupt_ends_a_run_that_waits_for_a_line(tmp_path: Path, demo_model: 
     os.mkfifo(pipe)
     out.touch()     # one that is not there is made and removed again by the check of the flag
     flags = ("-i", pipe if is_named else "-", "-o", out, *SMALL)
-    command = [sys.executable, "-c", START, "run-batch", demo_model, *flags]
+    start = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {START}"  # tests may ignore it
+    command = [sys.executable, "-c", start, "run-batch", demo_model, *flags]
     with (
         subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
         pipe.open("w") if is_named else nullcontext(process.stdin) as lines,
