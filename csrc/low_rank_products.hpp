@@ -50,7 +50,7 @@ struct DownPieces {
     void take(LowRank<T>& low_rank, Compute&& compute) const {
         struct Finished {
             std::atomic<long>& num_left;
-            ~Finished() { num_left.fetch_sub(1, std::memory_order_release); }  // also by an exception: nobody waits for ever
+            ~Finished() { num_left.fetch_sub(1, std::memory_order_release); }  // also by an exception: no thread waits for ever
         };
         const long all = count(low_rank);
         for (long i; (i = low_rank.next_piece.fetch_add(1, std::memory_order_relaxed)) < all;) {
