@@ -19,7 +19,7 @@ class Compiled:
     """One kernel for one card: registers of a thread, bytes that it spills, bytes of memory that a program shares.
 
     `reads_widely`: whether threads read or copy 16 bytes at a time. `overlaps`: whether the kernel is launched while
-    the one before it ends.
+    the one before it ends. `fetches_ahead`: whether it has memory brought to the L2 cache before it waits for that one.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Compiled:
     shared_bytes: int
     reads_widely: bool
     overlaps: bool
+    fetches_ahead: bool
 
 
 class NoCard:
@@ -99,7 +100,8 @@ def _compiled(kernel: Any, capability: int) -> Compiled:  # noqa: ANN401
     reads_widely = re.search(WIDE_READ, ptx) is not None
     overlaps = "griddepcontrol.wait" in ptx
     assert overlaps == metadata.launch_pdl, "a kernel that waits is launched early, and no other one"
-    return Compiled(metadata.name, capability, *resources(ptx), metadata.shared, reads_widely, overlaps)
+    fetches_ahead = overlaps and re.search(r"CCTL\.E\.PF2.*ACQBULK", kernel.asm["sass"], re.DOTALL) is not None
+    return Compiled(metadata.name, capability, *resources(ptx), metadata.shared, reads_widely, overlaps, fetches_ahead)
 
 
 def resources(ptx: str) -> tuple[int, int]:

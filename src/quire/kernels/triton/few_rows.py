@@ -3,8 +3,9 @@
 One program computes 16 outputs of up to 16 rows, of a gated layer their gates and ups in one pass over the inputs,
 which are added in ascending order; so there are enough programs for the memory of a card, and a weight is read once. A
 norm is applied to the inputs as they pass, but for the row's own factor: that multiplies the sums, for all inputs are
-needed to compute it. From sm_90 on the kernel is launched while the one before it ends (programmatic dependent launch),
-and waits for its results. Nothing has been measured on a GPU yet.
+needed to compute it. From sm_90 on the kernel is launched while the one before it ends (programmatic dependent launch):
+it has its first weights brought to the L2 cache, which that kernel does not write, and waits for its results. Nothing
+has been measured on a GPU yet.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from quire.kernels.triton.norm import TritonNorm
 MAX_ROWS = 16  # the least height of a product on matrix units
 COLUMNS = 16   # outputs of a program: 4,096 outputs are shared by 256 programs
 DEPTH = 256    # inputs at a time: 8 KiB of a weight
+AHEAD = 512    # inputs whose weights are fetched before the wait: 8 MiB in 512 programs, 3 us of a card's memory
+SECTOR = tl.constexpr(16)  # elements that the L2 cache fetches at least: 32 bytes
 DTYPES = (torch.bfloat16,)  # float16 might overflow: the norm's weight is applied before the row's factor
 
 
@@ -58,7 +61,7 @@ def few_rows_product(
         x, weight.elements, layer.bias, None if norm is None else norm.weight, residual, out, num_rows, x.stride(0),
         num_inputs, num_outputs, 0.0 if norm is None else norm.eps, IS_GATED=is_gated, ACTIVATION=layer.activation,
         IS_WIDE=norm is not None and norm.offset is not None, OFFSET=(norm.offset if norm is not None else 0.0) or 0.0,
-        OVERLAPS=is_overlapping, ROWS=MAX_ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4, num_stages=4,
+        OVERLAPS=is_overlapping, ROWS=MAX_ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, AHEAD=AHEAD, num_warps=4, num_stages=4,
         launch_pdl=is_overlapping,
     )  # fmt: skip
     return out
@@ -138,7 +141,7 @@ def _summed_products(ops: list[Op], dead: tuple[tuple[str, ...], ...]) -> Summed
 def _few_rows_kernel(
     x, elements, bias, norm_weight, residual, out, num_rows, x_stride, num_inputs, num_outputs, eps,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr, OFFSET: tl.constexpr,
-    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """All rows of COLUMNS outputs."""
     rows, columns = tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -148,6 +151,11 @@ def _few_rows_kernel(
     squares = tl.zeros([ROWS], tl.float32)
     if OVERLAPS:
         gdc_launch_dependents()
+        sectors = tl.minimum(tl.arange(0, AHEAD // SECTOR) * SECTOR, num_inputs - 1)[None, :]
+        first = tl.minimum(columns, num_outputs - 1)
+        _prefetch(elements + first[:, None] * num_inputs + sectors)
+        if IS_GATED:
+            _prefetch(elements + (first + num_outputs)[:, None] * num_inputs + sectors)
         gdc_wait()
     for start in range(0, num_inputs, DEPTH):
         is_input = start + depths < num_inputs
@@ -178,3 +186,11 @@ def _few_rows_kernel(
     if residual is not None:  # as a norm adds it: to what the layer alone would have stored
         values = values.to(tl.float32) + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
     tl.store(out + place, values, mask=is_there)
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Begin to fetch what the pointers are to into the L2 cache; nothing waits for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
