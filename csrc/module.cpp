@@ -171,6 +171,29 @@ nb::dict draft(Lookup& lookup, nb::handle rows, nb::handle last) {
     return drafts;
 }
 
+// An exchange in Python, of addresses, as ColumnExchange and SumExchange call it. Its error ends the program that calls it.
+struct PythonExchange {
+    nb::object function;
+
+    static void call(void* context, const void* own, void* rows, long num_rows, long kind) {
+        const nb::gil_scoped_acquire held;
+        const auto address = [](const void* memory) { return reinterpret_cast<std::uintptr_t>(memory); };
+        static_cast<const PythonExchange*>(context)->function(address(own), address(rows), num_rows, kind);
+    }
+    static void gather(void* context, const void* own, void* rows, long num_rows, long element_bytes) {
+        call(context, own, rows, num_rows, element_bytes);
+    }
+    static void sum(void* context, const float* own, void* out, long num_rows, bool out_is_float) {
+        call(context, own, out, num_rows, out_is_float);
+    }
+};
+
+// The address of a function that exchanges calls, and that of its context.
+template <typename Context>
+std::pair<std::uintptr_t, std::uintptr_t> addresses(auto* function, Context& context) {
+    return {reinterpret_cast<std::uintptr_t>(function), reinterpret_cast<std::uintptr_t>(&context)};
+}
+
 void def_rank_group(nb::module_& module) {
     nb::exception<Interrupted>(module, "InterruptedExchangeError", PyExc_RuntimeError);
     using Released = nb::call_guard<nb::gil_scoped_release>;
@@ -185,9 +208,7 @@ void def_rank_group(nb::module_& module) {
         .def("__init__", [](PartialSum* self, RankGroup& group, long width) {
             new (self) PartialSum{&group, width};
         }, nb::keep_alive<1, 2>())
-        .def("address", [](PartialSum& self) {
-            return std::make_pair(reinterpret_cast<std::uintptr_t>(&PartialSum::call), reinterpret_cast<std::uintptr_t>(&self));
-        })
+        .def("address", [](PartialSum& self) { return addresses(&PartialSum::call, self); })
         .def("sum", [](PartialSum& self, std::uintptr_t own, std::uintptr_t out, long num_rows, bool out_is_float) {
             PartialSum::call(&self, reinterpret_cast<float*>(own), reinterpret_cast<void*>(out), num_rows, out_is_float);
         }, Released());
@@ -195,12 +216,14 @@ void def_rank_group(nb::module_& module) {
         .def("__init__", [](ColumnGather* self, RankGroup& group, std::vector<long> bounds) {
             new (self) ColumnGather{&group, std::move(bounds)};
         }, nb::keep_alive<1, 2>())
-        .def("address", [](ColumnGather& self) {
-            return std::make_pair(reinterpret_cast<std::uintptr_t>(&ColumnGather::call), reinterpret_cast<std::uintptr_t>(&self));
-        })
+        .def("address", [](ColumnGather& self) { return addresses(&ColumnGather::call, self); })
         .def("gather", [](ColumnGather& self, std::uintptr_t own, std::uintptr_t rows, long num_rows, long element_bytes) {
             ColumnGather::call(&self, reinterpret_cast<void*>(own), reinterpret_cast<void*>(rows), num_rows, element_bytes);
         }, Released());
+    nb::class_<PythonExchange>(module, "PythonExchange")
+        .def("__init__", [](PythonExchange* self, nb::object function) { new (self) PythonExchange{std::move(function)}; })
+        .def("gather_address", [](PythonExchange& self) { return addresses(&PythonExchange::gather, self); })
+        .def("sum_address", [](PythonExchange& self) { return addresses(&PythonExchange::sum, self); });
 }
 
 }  // namespace

@@ -10,6 +10,14 @@ from torch import Tensor
 from quire.model.config import spec_from_config
 from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, SinksShape, layer_shapes
 
+# A model with experts, a shared one among them.
+MIXTURE: dict[str, object] = {
+    "architectures": ["Qwen2MoeForCausalLM"], "vocab_size": 320, "hidden_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
+    "intermediate_size": 112, "moe_intermediate_size": 80, "shared_expert_intermediate_size": 112,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
 
 def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dtype = torch.float32) -> Path:
     """Write config.json and model.safetensors; return the folder. A tied model has no head."""

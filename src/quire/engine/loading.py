@@ -27,7 +27,7 @@ from quire.model.pooler import find_pooler
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.ranks import Ranks
 from quire.model.sharding import Shard, check_shardable
-from quire.model.spec import DecoderSpec, Experts
+from quire.model.spec import DecoderSpec
 
 RankOpener = Callable[[DecoderSpec, int], tuple[Ranks, int]]  # from positions of tables to this rank, and those of all
 
@@ -134,9 +134,6 @@ def check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> Non
         raise ConfigError(f"{name} needs the C++ kernels of device cpu, which do not serve this model here")
     if options.memory_policy != "paged" or options.batching != "continuous":
         raise ConfigError(f"{name} needs memory_policy 'paged' and batching 'continuous'")
-    if options.is_over_network and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
-        over = f"nnodes {options.nnodes}" if options.nnodes > 1 else "distributed_executor_backend 'ray'"
-        raise ConfigError(f"{over}: models with experts are not supported over several machines yet")
     check_shardable(spec, options.tensor_parallel_size, options.tensor_parallel_mode_on("cpu"))
 
 

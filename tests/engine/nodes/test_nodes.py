@@ -17,6 +17,7 @@ from quire.engine.parallel.leader import RankedModel
 from quire.kernels.cpp.back_end import usable_isas
 from support.faults import raising
 from support.nodes import NodeCommand, free_port, node
+from support.random_folder import MIXTURE, write_random_folder
 from support.random_model import write_random_model
 from support.server import SOURCES, running_server, wait_until
 
@@ -61,6 +62,15 @@ def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int) -> N
         assert not command.pids()
     assert found == expected
     assert (status, output.splitlines()[-1]) == (1, "quire: rank 0 was closed")
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "quantization": "int8"}, {"dtype": "float16"}], ids=str)
+def test_experts_have_the_bits_of_one_process(tmp_path: Path, settings: dict[str, Any]) -> None:
+    mixture = write_random_folder(tmp_path / "mixture", MIXTURE)
+    with LLM(mixture, **SETTINGS, **settings) as llm:
+        expected = [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)]
+    with two_nodes(mixture, **SETTINGS, **settings) as (llm, _):
+        assert [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)] == expected
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

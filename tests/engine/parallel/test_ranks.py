@@ -21,7 +21,7 @@ from quire.sim.models import read_model
 from quire.sim.planning import plan_memory
 from support.faults import raising
 from support.peft_folders import ALL, write_adapter
-from support.random_folder import write_random_folder
+from support.random_folder import MIXTURE, write_random_folder
 from support.random_model import write_random_model
 from support.server import is_running, wait_until
 from support.stopping import stopped
@@ -44,14 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of a model with experts, a shared one among them."""
-    config = {
-        "architectures": ["Qwen2MoeForCausalLM"], "vocab_size": 320, "hidden_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
-        "intermediate_size": 112, "moe_intermediate_size": 80, "shared_expert_intermediate_size": 112,
-        "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
-    return write_random_folder(tmp_path_factory.mktemp("mixture"), config)
+    return write_random_folder(tmp_path_factory.mktemp("mixture"), MIXTURE)
 
 
 def answers(outputs: list[RequestOutput]) -> list[object]:

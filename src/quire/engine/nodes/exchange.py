@@ -9,7 +9,9 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch._C._distributed_c10d import GatherOptions, Store, Work
 from torch.distributed import ProcessGroupGloo
 
 from quire.engine.nodes.address_book import AddressBook
+from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
 from quire.model.sharding import ADDED_BYTES, Cut, Shard
@@ -69,7 +72,7 @@ class NetworkRanks:
 
     def sum(self, width: int) -> "NetworkSum":
         """Return the exchange of partial sums of an activation of this width."""
-        return NetworkSum(self)
+        return NetworkSum(self, width)
 
     def joined_head(self, head: Linear, cut: Cut) -> "NetworkHead":
         """Return the head of all ranks from this one's."""
@@ -188,14 +191,19 @@ class NetworkRanks:
 
 
 class NetworkGather:
-    """A `GatherHook` over a network, in Python: its time is that of the network."""
-
-    address = None
+    """A `GatherHook` over a network, in Python, which the extension calls: its time is that of the network."""
 
     def __init__(self, ranks: NetworkRanks, cut: Cut) -> None:
         first, stop = cut.of(ranks.shard.rank)
         self.num_own, self.width = stop - first, cut.width
         self._ranks, self._cut = ranks, cut
+        # Weak: Python's collector cannot see through the extension, and the ranks hold the model that holds this.
+        self._exchange = _kernels.PythonExchange(partial(_gather_at, proxy(ranks), cut))
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """The function and the context."""
+        return self._exchange.gather_address()
 
     def __call__(self, own: Tensor) -> Tensor:
         """Exchange."""
@@ -203,12 +211,16 @@ class NetworkGather:
 
 
 class NetworkSum:
-    """A `SumHook` over a network."""
+    """A `SumHook` over a network, of partial sums of `width` columns."""
 
-    address = None
-
-    def __init__(self, ranks: NetworkRanks) -> None:
+    def __init__(self, ranks: NetworkRanks, width: int) -> None:
         self._ranks = ranks
+        self._exchange = _kernels.PythonExchange(partial(_sum_at, proxy(ranks), width))  # as in `NetworkGather`
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """The function and the context."""
+        return self._exchange.sum_address()
 
     def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         """Add."""
@@ -226,6 +238,29 @@ class NetworkHead:
         """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
         assert addend is None, "an addend of a head that is split"
         return self._ranks.gather_columns_to_first(self._head(x), self._cut)
+
+
+def _gather_at(ranks: NetworkRanks, cut: Cut, own: int, rows: int, num_rows: int, element_bytes: int) -> None:
+    """Exchange columns between addresses, as `ColumnExchange` says."""
+    first, stop = cut.of(ranks.shard.rank)
+    dtype = {2: torch.int16, 4: torch.int32}[element_bytes]
+    if num_rows:
+        columns = ranks.gather_columns(_memory_at(own, (num_rows, stop - first), dtype), cut)
+        _memory_at(rows, (num_rows, cut.width), dtype).copy_(columns)
+
+
+def _sum_at(ranks: NetworkRanks, width: int, own: int, out: int, num_rows: int, out_is_float: int) -> None:
+    """Add partial sums at an address into another one, as `SumExchange` says."""
+    dtype = torch.float32 if out_is_float else torch.bfloat16
+    if num_rows:
+        sums = ranks.sum_rows(_memory_at(own, (num_rows, width), torch.float32), dtype)
+        _memory_at(out, (num_rows, width), dtype).copy_(sums)
+
+
+def _memory_at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return memory of the extension, while it waits, as a tensor of a shape without zeros."""
+    memory = (ctypes.c_char * (shape[0] * shape[1] * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

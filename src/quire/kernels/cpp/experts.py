@@ -66,7 +66,4 @@ class CppExperts:
 
 
 def _exchange(gather: GatherHook | None) -> _kernels.ColumnExchange:
-    if gather is None:
-        return _kernels.ColumnExchange(0, 0)
-    assert gather.address is not None, "an exchange without a function of the extension"
-    return _kernels.ColumnExchange(*gather.address)
+    return _kernels.ColumnExchange(*((0, 0) if gather is None else gather.address))
