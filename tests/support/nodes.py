@@ -36,11 +36,15 @@ def _has_mark(pid: int, mark: str) -> bool:
 class NodeCommand:
     """`quire serve` as a node other than 0, whose processes can be told from all others of the machine."""
 
-    def __init__(self, *flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
         self.mark = uuid.uuid4().hex
         command = [*within, sys.executable, "-c", START, "serve", *flags]
         own = {**os.environ, **(env or {}), "NODE_MARK": self.mark}
-        self.process = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, env=own, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def pids(self) -> list[int]:
         """Return its processes that run, the command's own first."""
@@ -62,9 +66,11 @@ class NodeCommand:
 
 
 @contextmanager
-def node(*flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[NodeCommand]:
+def node(
+    *flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[NodeCommand]:
     """Run a node; it is killed at the end, if it still runs."""
-    command = NodeCommand(*flags, within=within, env=env)
+    command = NodeCommand(*flags, within=within, env=env, cwd=cwd)
     try:
         yield command
     finally:

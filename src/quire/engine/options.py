@@ -469,8 +469,6 @@ class EngineOptions:
         name = f"nnodes {self.nnodes}" if self.nnodes > 1 else "distributed_executor_backend 'ray'"
         if self.is_over_network and self.data_parallel_size > 1:
             raise ConfigError(f"{name} does not go with data_parallel_size {self.data_parallel_size}")
-        if self.is_over_network and self.enable_lora:
-            raise ConfigError(f"{name} does not go with enable_lora yet")
         if self.distributed_executor_backend == "ray" and self.node_rank:
             raise ConfigError(f"node_rank {self.node_rank} is for nodes that are started by hand: Ray starts them all")
         if self.distributed_executor_backend == "ray" and self.node_secret_file is not None:

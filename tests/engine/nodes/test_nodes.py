@@ -3,20 +3,21 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, RequestOutput, SamplingParams
-from quire.core.errors import ConfigError, RankLostError
+from quire import LLM, LoRARequest, RequestOutput, SamplingParams
+from quire.core.errors import ConfigError, InvalidRequestError, RankLostError
 from quire.core.version import __version__
 from quire.engine.nodes.exchange import ADDED_BYTES
 from quire.engine.parallel.leader import RankedModel
 from quire.kernels.cpp.back_end import usable_isas
 from support.faults import raising
 from support.nodes import NodeCommand, free_port, node
+from support.peft_folders import write_adapter
 from support.random_folder import MIXTURE, write_random_folder
 from support.random_model import write_random_model
 from support.server import SOURCES, running_server, wait_until
@@ -39,14 +40,18 @@ def answers(outputs: list[RequestOutput]) -> list[object]:
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    return [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
 
 
 @contextmanager
-def two_nodes(model: Path, address: str = "127.0.0.2", **settings: Any) -> Iterator[tuple[LLM, NodeCommand]]:  # noqa: ANN401
+def two_nodes(
+    model: Path, address: str = "127.0.0.2", *, cwd: Path | None = None, **settings: Any  # noqa: ANN401
+) -> Iterator[tuple[LLM, NodeCommand]]:
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": address} | settings
     settings["master_port"] = free_port(address)
-    with node(str(model), *as_flags(settings), "--node-rank", "1") as command, LLM(model, **settings) as llm:
+    flags = *as_flags(settings), "--node-rank", "1"
+    with node(str(model), *flags, cwd=cwd) as command, LLM(model, **settings) as llm:
         yield llm, command
 
 
@@ -71,6 +76,42 @@ def test_experts_have_the_bits_of_one_process(tmp_path: Path, settings: dict[str
         expected = [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)]
     with two_nodes(mixture, **SETTINGS, **settings) as (llm, _):
         assert [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)] == expected
+
+
+def test_adapters_have_the_bits_of_one_process(folder: Path, tmp_path: Path) -> None:
+    settings = {"num_kv_blocks": 64, "enable_lora": True, "max_loras": 2}  # so that one is evicted and read again
+    written = [write_adapter(tmp_path / f"{seed}", folder, seed, rank=seed + 1) for seed in (1, 2, 3)]
+    adapters = [LoRARequest(each.name, number, str(each)) for number, each in enumerate(written, start=1)]
+
+    def run(llm: LLM) -> list[object]:
+        mixed = [[*adapters[:2], None], [*adapters[1:], None], [*adapters[:2], None]]
+        return [answers(llm.generate(PROMPTS, GREEDY, lora_request=each, use_tqdm=False)) for each in mixed]
+
+    with LLM(folder, **settings) as llm:
+        expected = run(llm)
+    with two_nodes(folder, **settings) as (llm, _):
+        assert run(llm) == expected
+
+
+def test_adapter_that_a_node_lacks_or_has_otherwise_fails_its_own_load_alone(folder: Path, tmp_path: Path) -> None:
+    """Each node reads the folder of its own disk: here of its process, by a path below /proc/self."""
+    nodes = [tmp_path / "0", tmp_path / "1"]
+    for each in nodes:
+        each.mkdir()
+    adapter = LoRARequest("a", 1, "/proc/self/cwd/a")
+    write_adapter(nodes[0] / "a", folder, seed=1)
+    with two_nodes(folder, cwd=nodes[1], num_kv_blocks=64, enable_lora=True) as (llm, _), chdir(nodes[0]):
+        alone = answers(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False))
+        others = llm.stream(PROMPTS[:1], GREEDY)
+        next(others)
+        with pytest.raises(InvalidRequestError, match=r"rank 1 \(127.0.0.1\): /proc/self/cwd/a.*adapter_config.json"):
+            llm.generate(PROMPTS[:1], GREEDY, lora_request=adapter, use_tqdm=False)
+        write_adapter(nodes[1] / "a", folder, seed=2)
+        with pytest.raises(InvalidRequestError, match=r"rank 1 .*/proc/self/cwd/a: the files differ from those"):
+            llm.generate(PROMPTS[:1], GREEDY, lora_request=adapter, use_tqdm=False)
+        write_adapter(nodes[1] / "a", folder, seed=1)
+        assert answers(llm.generate(PROMPTS[:1], GREEDY, lora_request=adapter, use_tqdm=False)) != alone
+        assert answers(list(others)[-1:]) == alone
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -174,8 +215,13 @@ def test_rank_with_another_model_is_refused_on_both_nodes(folder: Path, tmp_path
         assert not command.pids()
 
 
-def test_server_over_two_nodes_is_restarted(demo_model: Path) -> None:
-    flags = ["-tp", "2", "--nnodes", "2", "--master-port", str(free_port()), "--num-kv-blocks", "64"]
+def test_server_over_two_nodes_is_restarted(demo_model: Path, tmp_path: Path) -> None:
+    """With an adapter that was loaded while it ran, which is read again."""
+    write_adapter(tmp_path / "sql", demo_model, seed=1)
+    flags = [
+        "-tp", "2", "--nnodes", "2", "--master-port", str(free_port()), "--num-kv-blocks", "64", "--enable-lora",
+        "--allow-runtime-lora", "--lora-root", str(tmp_path),
+    ]  # fmt: skip
     restarts = ["--restart-engine", "1"]
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with (
@@ -183,15 +229,21 @@ def test_server_over_two_nodes_is_restarted(demo_model: Path) -> None:
         running_server(str(demo_model), *flags, *restarts) as server,
     ):
 
-        def token_ids() -> list[int]:
-            return server.post("/v1/completions", body).json()["choices"][0]["token_ids"]
+        def token_ids() -> list[list[int]]:
+            models = {}, {"model": "sql"}
+            return [server.post("/v1/completions", body | each).json()["choices"][0]["token_ids"] for each in models]
 
+        names = {"lora_name": "sql", "lora_path": "sql"}
+        assert server.post("/v1/load_lora_adapter", names).status_code == 200
         expected = token_ids()
+        assert expected[0] != expected[1]
         _, member = command.pids()
         os.kill(member, signal.SIGKILL)
         wait_until(lambda: server.get("/health").status_code == 503)
         wait_until(lambda: server.get("/health").status_code == 200)
         assert token_ids() == expected
+        assert server.post("/v1/unload_lora_adapter", names).status_code == 200
+        assert server.post("/v1/completions", body | {"model": "sql"}).status_code == 404
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         command.process.send_signal(signal.SIGTERM)

@@ -3,18 +3,18 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.core.errors import ConfigError, RankLostError
+from quire.core.errors import ConfigError, InvalidRequestError, RankLostError
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import leader
 from quire.engine.parallel.leader import RankedModel, RankSet
-from quire.engine.parallel.messages import LoadAdapter
 from quire.kernels.cpp.back_end import usable_isas
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
@@ -189,18 +189,24 @@ def test_adapters_have_the_bits_of_one_process(family: str, tmp_path: Path) -> N
     assert found[0] == found[1]
 
 
-def test_adapter_that_one_rank_cannot_read_fails_its_requests(folder: Path, tmp_path: Path) -> None:
-    adapter = LoRARequest("a", 1, str(write_adapter(tmp_path / "a", folder, 1)))
-    with LLM(folder, tensor_parallel_size=2, enable_lora=True, num_kv_blocks=64) as llm:
+def test_adapter_that_one_rank_cannot_read_again_fails_its_requests(folder: Path, tmp_path: Path) -> None:
+    """It was named, evicted, and is gone where the other rank reads it: below the folder in which the rank started."""
+    (tmp_path / "rank").mkdir()
+    for name in ("a", "b"):
+        write_adapter(tmp_path / "rank" / name, folder, ord(name))
+        write_adapter(tmp_path / name, folder, ord(name))
+    first, second = (LoRARequest(name, ord(name), f"/proc/self/cwd/{name}") for name in ("a", "b"))
+    with chdir(tmp_path / "rank"):
+        llm = LLM(folder, tensor_parallel_size=2, enable_lora=True, max_loras=1, num_kv_blocks=64)
+    with llm, chdir(tmp_path):
         plain = answers(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False))
-        ranks = llm._engine.ranks
-        assert ranks is not None
-        (peer,) = ranks.peers
-        send = peer.send
-        peer.send = lambda command: None if isinstance(command, LoadAdapter) else send(command)  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="a step has failed on rank 1: KeyError"):
+        for adapter in (first, second):
             llm.generate(PROMPTS[:1], GREEDY, lora_request=adapter, use_tqdm=False)
+        (tmp_path / "rank/a/adapter_config.json").unlink()
+        with pytest.raises(InvalidRequestError, match="its LoRA adapter cannot be loaded any more"):
+            llm.generate(PROMPTS[:1], GREEDY, lora_request=first, use_tqdm=False)
         assert answers(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)) == plain
+        llm.generate(PROMPTS[:1], GREEDY, lora_request=second, use_tqdm=False)
 
 
 @pytest.fixture

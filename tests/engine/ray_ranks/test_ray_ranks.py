@@ -61,8 +61,6 @@ def test_wrong_address_of_a_cluster_is_named(monkeypatch: pytest.MonkeyPatch) ->
         ({"node_rank": 1, "nnodes": 2}, "node_rank 1 is for nodes that are started by hand: Ray starts them all"),
         ({"node_secret_file": "secret"}, "node_secret_file is for nodes that are started by hand: with Ray a run"),
         ({"data_parallel_size": 2}, "distributed_executor_backend 'ray' does not go with data_parallel_size 2"),
-        ({"enable_lora": True}, "distributed_executor_backend 'ray' does not go with enable_lora yet"),
-        ({"enable_lora": True, "nnodes": 2}, "nnodes 2 does not go with enable_lora yet"),
     ],
 )
 def test_settings_that_do_not_go_with_ray_are_refused_by_name(settings: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ these could keep their adapters in use for ever.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
@@ -40,8 +40,8 @@ WHOLE = Shard(0, 1)
 class AdapterCopies(Protocol):
     """Adapters of the other ranks of tensor parallelism: those that are in memory here. Any thread may call it."""
 
-    def load(self, adapter: Adapter) -> None:
-        """Let the ranks read an adapter, each its part, unless they have it."""
+    def load(self, adapter: Adapter) -> Sequence[Future[None]]:
+        """Let the ranks read an adapter, each its part, unless they have it. The futures' errors are EngineErrors."""
 
     def drop(self, digest: str) -> None:
         """Let them forget an adapter, if they have it."""
@@ -124,22 +124,36 @@ class AdapterStore:
             return known[1]
         loaded = self._read(Path(folder))
         adapter = Adapter(loaded.digest, folder)
+        is_on_all = False
+        try:
+            self._wait_for_copies(adapter)
+            is_on_all = True
+        finally:
+            with self._lock:
+                has_room = len(self._in_memory) + len(self._loading) < self._max_in_memory
+                if is_on_all and has_room:
+                    self._in_memory.setdefault(loaded.digest, loaded.weights)
+                elif loaded.digest not in self._in_memory and loaded.digest not in self._loading:
+                    self._drop_copies(loaded.digest)
         if signature is not None:
             self._known[folder] = signature, adapter
             while len(self._known) > MAX_ADAPTERS:
                 del self._known[next(iter(self._known))]
-        with self._lock:
-            has_room = len(self._in_memory) + len(self._loading) < self._max_in_memory
-            if has_room and loaded.digest not in self._in_memory:
-                self._in_memory[loaded.digest] = loaded.weights
-                if self._copies is not None:
-                    self._copies.load(adapter)
         return adapter
+
+    def _wait_for_copies(self, adapter: Adapter) -> None:
+        """Let the other ranks read an adapter. Raises ModelError with the reason of the first that cannot."""
+        copies = [] if self._copies is None else self._copies.load(adapter)
+        wait(copies)
+        for each in copies:
+            each.result()
 
     def _load(self, adapter: Adapter) -> None:
         weights: AdapterWeights | None = None
         try:
-            weights = _read_unchanged(self._read, adapter)
+            loaded = _read_unchanged(self._read, adapter)
+            self._wait_for_copies(adapter)
+            weights = loaded
         except EngineError as error:
             log.warning("an adapter cannot be loaded: %s", error)
         except Exception:
@@ -205,8 +219,6 @@ class AdapterStore:
             del self._in_memory[victim]
             self._wanted.pop(victim, None)
             self._drop_copies(victim)
-        if self._copies is not None:
-            self._copies.load(adapter)  # they read at the same time
         self._loading[adapter.digest] = self._pool.submit(self._load, adapter)
         return True
 
@@ -271,7 +283,7 @@ def _signature(folder: Path) -> Signature | None:
 def _read_unchanged(read: Callable[[Path], LoadedAdapter], adapter: Adapter) -> AdapterWeights:
     loaded = read(Path(adapter.folder))
     if loaded.digest != adapter.digest:
-        raise ModelError(f"{adapter.folder}: the files have changed since the adapter was named")
+        raise ModelError(f"{adapter.folder}: the files differ from those that were read first")
     return loaded.weights
 
 
@@ -283,15 +295,15 @@ class RankAdapters:
         self._pool = ThreadPoolExecutor(1, "adapters")
         self._adapters = dict[str, Future[AdapterWeights]]()
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter: Adapter) -> Future[AdapterWeights]:
         """Begin to read an adapter, unless it has begun."""
         if adapter.digest not in self._adapters:
             self._adapters[adapter.digest] = self._pool.submit(_read_unchanged, self._read, adapter)
+        return self._adapters[adapter.digest]
 
     def drop(self, digest: str) -> None:
         """Forget an adapter, if there is one. No row of the next step uses it."""
-        if (adapter := self._adapters.pop(digest, None)) is not None:
-            adapter.cancel()
+        self._adapters.pop(digest, None)
 
     def weights(self, digest: str) -> AdapterWeights:
         """Return an adapter that a row uses, once it is read. EngineError if it cannot be."""

@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -71,12 +73,20 @@ class Peer:
     def __init__(self, rank: int, channel: Channel, process: Process | None, place: str) -> None:
         self.rank, self.channel, self.process, self.place = rank, channel, process, place
         self.refusal: EngineError | None = None  # the rank's reason to end
+        self._reads = dict[str, Future[None]]()  # of adapters, by digests
+        self._has_ended = False
 
     def start(
         self, on_end: Callable[["Peer"], None], handles: Callable[[messages.Report], bool] = lambda report: False
     ) -> None:
         """Start to read its reports; `on_end` is called when it has ended. `handles` as of `Channel.start`."""
-        self.channel.start(lambda: on_end(self), lambda report: self._notes_refusal(report) or handles(report))
+
+        def end() -> None:
+            self._has_ended = True
+            self._give_up_reads()
+            on_end(self)
+
+        self.channel.start(end, lambda report: self._notes(report) or handles(report))
 
     def send(self, command: messages.Command) -> None:
         """Send a command. RankLostError if the rank has ended."""
@@ -84,6 +94,15 @@ class Peer:
             self.channel.send(command)
         except OSError as error:
             raise self.lost() from error
+
+    def load(self, adapter: Adapter) -> Future[None]:
+        """Let the rank read an adapter, unless it has it. The future's error is a ModelError, or that it has ended."""
+        read = self._reads[adapter.digest] = Future()
+        with suppress(RankLostError):  # the next step raises it
+            self.send(messages.LoadAdapter(adapter.digest, str(Path(adapter.folder).absolute())))
+        if self._has_ended:
+            self._give_up_reads()
+        return read
 
     def receive(self, kind: type[ReportT]) -> ReportT:
         """Wait for a report of this kind. RankLostError if the rank has ended."""
@@ -104,7 +123,19 @@ class Peer:
             self.channel.offer(messages.End(reason))
         self.channel.close()
 
-    def _notes_refusal(self, report: messages.Report) -> bool:
+    def _give_up_reads(self) -> None:
+        with suppress(KeyError):  # there is none left
+            while True:
+                self._reads.popitem()[1].set_exception(self.lost())
+
+    def _notes(self, report: messages.Report) -> bool:
+        if isinstance(report, messages.AdapterRead):
+            read = self._reads.pop(report.digest)
+            if report.reason is None:
+                read.set_result(None)
+            else:
+                read.set_exception(ModelError(f"rank {self.rank} ({self.place}): {report.reason}"))
+            return True
         if not isinstance(report, messages.Refused):
             return False
         refusal = {"ConfigError": ConfigError, "ModelError": ModelError}.get(report.kind, EngineError)
@@ -185,18 +216,15 @@ class RankSet:
         """Return the worker of all ranks around rank 0's."""
         return RankedWorker(worker, self, Link(self.exchange))
 
-    def load(self, adapter: Adapter) -> None:
-        """Let all other ranks read an adapter, before a step uses it."""
-        self._tell(messages.LoadAdapter(adapter.digest, adapter.folder))
+    def load(self, adapter: Adapter) -> Sequence[Future[None]]:
+        """Let all other ranks read an adapter, before a step uses it. Errors as of `Peer.load`."""
+        return [peer.load(adapter) for peer in self.peers]
 
     def drop(self, digest: str) -> None:
         """Let all other ranks forget an adapter."""
-        self._tell(messages.DropAdapter(digest))
-
-    def _tell(self, command: messages.Command) -> None:
         for peer in self.peers:
             with suppress(RankLostError):  # the next step raises it
-                peer.send(command)
+                peer.send(messages.DropAdapter(digest))
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send a plan to all ranks. RankLostError if one is lost."""

@@ -108,7 +108,14 @@ class Stopped(msgspec.Struct, tag="stopped", array_like=True, frozen=True):
     reason: str | None
 
 
-Report = Hello | Loaded | Allocated | Refused | Stopped | Published
+class AdapterRead(msgspec.Struct, tag="adapter read", array_like=True, frozen=True):
+    """From a rank, the answer to LoadAdapter: the adapter is in memory, or cannot be read, for a reason."""
+
+    digest: str
+    reason: str | None
+
+
+Report = Hello | Loaded | Allocated | Refused | Stopped | AdapterRead | Published
 
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -5,7 +5,10 @@ It has no scheduler, no sampler and no tokens of its own.
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -13,7 +16,7 @@ import torch
 from msgspec import structs
 
 from quire.core.config import CacheConfig
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ModelError
 from quire.core.lora import Adapter
 from quire.core.plan_codec import decode_plan
 from quire.core.version import __version__
@@ -31,6 +34,7 @@ from quire.execution.swapper import Swapper
 from quire.execution.worker import StepAdapters
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.low_rank import AdapterWeights
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.resolve import resolve_model
@@ -132,11 +136,21 @@ def _expect(channel: Channel, kind: type[CommandT], adapters: "RankAdapters | No
     while isinstance(command := channel.receive(), messages.LoadAdapter | messages.DropAdapter):
         assert adapters is not None, f"{command} for a rank without adapters"
         if isinstance(command, messages.LoadAdapter):
-            adapters.load(Adapter(command.digest, command.folder))
+            read = adapters.load(Adapter(command.digest, command.folder))
+            read.add_done_callback(partial(_report_read, channel, command.digest))
         else:
             adapters.drop(command.digest)
     assert isinstance(command, kind), f"expected {kind.__name__}, got {command}"
     return command
+
+
+def _report_read(channel: Channel, digest: str, read: Future[AdapterWeights]) -> None:
+    error = read.exception()
+    if error is not None and not isinstance(error, ModelError):
+        log.error("an adapter cannot be read", exc_info=error)
+    reason = None if error is None else str(error) if isinstance(error, ModelError) else repr(error)
+    with suppress(OSError):  # the thread that reads finds the end
+        channel.send(messages.AdapterRead(digest, reason and reason[:MAX_REASON_CHARS]))
 
 
 def allocate(loaded: LoadedModel, load: messages.Load, sizes: messages.Allocate, link: Link) -> RankWorker:
