@@ -21,9 +21,10 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.core.plan import StepPlan
 from quire.engine.engine import Engine
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
-from quire.execution.cuda_graphs import MIXED_TOKENS, CudaGraphRunner
-from quire.execution.cuda_worker import CudaWorker
+from quire.execution.cuda.executor import AsyncCudaExecutor
+from quire.execution.cuda.graphs import MIXED_TOKENS, CudaGraphRunner
+from quire.execution.cuda.worker import CudaWorker
+from quire.execution.device import Device, WorkerParts
 from quire.model.decoder import Decoder
 
 SEQUENCES = (1, 32, 256)
@@ -31,9 +32,9 @@ NUM_LOGITS = 32
 CHUNK = 32  # tokens of a prompt beside the decodes
 
 
-def worker_with_graphs(*parts: object) -> AsyncCudaExecutor:
+def worker_with_graphs(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
     """Return the executor of a GPU whose graphs, all captured at start, compute nothing."""
-    worker = CudaWorker(*parts[:-1])  # type: ignore[arg-type]
+    worker = CudaWorker(*parts)
     hidden = torch.zeros(MIXED_TOKENS[-1], 8)  # of any width: nothing reads them
 
     def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -61,7 +62,7 @@ def measure(num_seqs: int, num_steps: int, *, is_mixed: bool) -> list[float]:
         return deltas
 
     with (
-        patch("quire.engine.assembly._executor", worker_with_graphs),
+        patch("quire.execution.device.HostDevice.executor", worker_with_graphs),
         patch.object(Engine, "step", timed),
         patch.object(Decoder, "logits", lambda self, hidden: torch.zeros(len(hidden), NUM_LOGITS)),
         LLM(

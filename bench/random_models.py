@@ -19,6 +19,7 @@ from quire.engine.draft_model.loading import LoadedDraftModel
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
+from quire.execution.device import HostDevice
 from quire.kernels.back_end import choose_back_end
 from quire.model.config import spec_from_config
 from quire.model.decoder import Decoder
@@ -77,7 +78,7 @@ def random_model(config: Config, options: EngineOptions) -> LoadedModel:
     model, spec = _decoder(config, options)
     longest = options.max_model_len or spec.default_positions
     limits = ModelLimits(longest, model.kv_geometry.bytes_per_token, spec.sliding_window)
-    return LoadedModel(model, limits, frozenset(), None)
+    return LoadedModel(model, limits, frozenset(), HostDevice())
 
 
 def random_draft_model(config: Config, options: EngineOptions, target: LoadedModel) -> LoadedDraftModel:

@@ -20,8 +20,8 @@ from quire import LLM
 from quire.cli.bench.calibrate import time_steps
 from quire.cli.bench.machine import machine_facts
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.host_memory import free_memory_bytes
 from quire.core.plan import StepPlan, StepResult
-from quire.engine.sizing import free_memory_bytes
 from quire.execution.executor import Executor
 from quire.sim.calibration import StepSize, fit_hardware, step_sizes
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel

@@ -12,6 +12,9 @@ import pytest
 import structure
 from quire import LLM
 from quire.core.errors import ConfigError, ModelError
+from quire.engine import devices
+from quire.engine.options import EngineOptions
+from quire.execution.device import HostDevice
 from support.gguf_files import convert
 from support.quantized_folder import awq, awq_config, write_pair
 from support.random_model import write_random_model
@@ -21,7 +24,8 @@ ROOMS = structure.rooms()
 ABOVE = ("quire.cli", "quire.cluster", "quire.sim", "quire.paper")  # nothing rests on these
 # These and ABOVE put together what is there.
 ASSEMBLIES = (
-    "quire.engine.assembly", "quire.engine.formats", "quire.llm", "quire.server.app", "quire.server.ops.lifecycle",
+    "quire.engine.assembly", "quire.engine.devices", "quire.engine.formats", "quire.llm", "quire.server.app",
+    "quire.server.ops.lifecycle",
 )  # fmt: skip
 
 # Module sitecustomize: every process that a test starts refuses to import the rooms that the environment names.
@@ -129,6 +133,14 @@ def test_setting_that_needs_an_absent_room_is_refused_by_name(
     monkeypatch.setitem(sys.modules, ROOMS[room], None)
     with pytest.raises(ConfigError, match=f"needs the package {room}, which is not in this installation"):
         LLM(demo_model, num_kv_blocks=64, max_model_len=64, **settings)
+
+
+def test_gpu_without_its_room_is_refused_by_name_and_auto_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_what_cuda_lacks", lambda: None)
+    monkeypatch.setitem(sys.modules, ROOMS["quire.execution.cuda"], None)
+    with pytest.raises(ConfigError, match=r"device cuda needs the package quire\.execution\.cuda, which is not"):
+        devices.open_device(EngineOptions(device="cuda"))
+    assert isinstance(devices.open_device(EngineOptions(device="auto")), HostDevice)
 
 
 def test_vectors_that_need_an_absent_room_are_refused_by_name(

@@ -2,18 +2,19 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from quire import LLM
 from quire.core.errors import ConfigError
-from quire.engine import assembly
-from quire.engine.devices import resolve_device
+from quire.engine.devices import open_device
+from quire.engine.options import EngineOptions
+from quire.execution.device import HostDevice
 from support.cuda_engine import check_sharing
 from support.random_model import write_random_model
 
+CUDA = EngineOptions(device="cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
@@ -30,33 +31,23 @@ def test_two_engines_share_a_card(tmp_path: Path) -> None:
         assert one.kv_stats().total_blocks == other.kv_stats().total_blocks
 
 
-@pytest.mark.parametrize("drafter", [None, object()])
-def test_worker_of_a_gpu_has_all_that_the_engine_was_built_with(
-    drafter: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tests that interpret kernels build the worker themselves."""
-    monkeypatch.setattr(assembly, "CudaWorker", lambda *parts: parts)
-    monkeypatch.setattr(assembly, "AsyncCudaExecutor", lambda worker, **how: (worker, how))
-    model, (cache, batch, swapper, grammars, adapters) = SimpleNamespace(device=torch.device("cuda")), "12345"
-    parts: Any = (model, cache, batch, swapper, grammars, drafter, adapters)
-    assert assembly._executor(*parts, None) == (parts, {"max_steps_in_flight": 2 if drafter is None else 1})
-
-
 def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for version, what in ((None, "built without CUDA"), ("13.0", "torch sees no GPU")):
         monkeypatch.setattr(torch.version, "cuda", version)
         with pytest.raises(ConfigError, match=rf"device cuda: .*{what}; use cpu or auto"):
-            resolve_device("cuda")
-        assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+            open_device(CUDA)
+        for name in ("auto", "cpu"):
+            assert isinstance(open_device(EngineOptions(device=name)), HostDevice)
 
 
 def test_cuda_without_a_c_compiler_is_an_error_before_a_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert resolve_device("cuda") == torch.device("cuda", 0)
+    monkeypatch.setattr("quire.execution.cuda.device.CudaDevice", lambda *args, **how: SimpleNamespace())
+    assert isinstance(open_device(CUDA), SimpleNamespace)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match=r"device cuda: there is no C compiler.*; install gcc; use cpu or auto"):
-        resolve_device("cuda")
+        open_device(CUDA)

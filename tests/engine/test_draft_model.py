@@ -415,7 +415,7 @@ def test_scratch_blocks_are_part_of_the_memory_that_is_free(monkeypatch: pytest.
         options = EngineOptions(num_kv_blocks=200, max_num_seqs=4, spec_model=str(DEMO_DRAFT))
         token_bytes = {200: 3072 + 512, 12: 512}
         num_bytes = sum(16 * count * token_bytes[count] for count in ((200, 12) if free_blocks > 200 else (200,)))
-        monkeypatch.setattr("quire.engine.device_sizing.free_memory_bytes", lambda num_bytes=num_bytes: num_bytes)
+        monkeypatch.setattr("quire.execution.device.free_memory_bytes", lambda num_bytes=num_bytes: num_bytes)
         if fits:
             assemble(options, loads_tokenizer=False)
         else:

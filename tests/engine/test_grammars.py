@@ -18,11 +18,11 @@ from quire.decoding.grammars.constrained import ConstrainedDecoding
 from quire.engine import assembly
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
-from quire.execution.cuda_worker import CudaWorker
+from quire.execution.device import HostDevice
 from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import answers_of
 from support.random_model import write_random_model
+from support.steps_in_flight import executor_in_flight
 
 SCHEMA = {
     "type": "object",
@@ -317,10 +317,6 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
         assert llm.kv_stats().preemptions[mode] > 5
 
 
-def make_async(*parts: Any) -> AsyncCudaExecutor:  # noqa: ANN401
-    return AsyncCudaExecutor(CudaWorker(*parts[:-1]))
-
-
 @pytest.mark.parametrize("method", [None, "ngram"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "two in flight"])
 @pytest.mark.parametrize("mode", ["none", "recompute", "swap"])
@@ -343,7 +339,7 @@ def test_bits_are_the_same_where_masks_are_late(
     for name in ("MASKS_WAIT_S", "MASK_WAIT_S"):
         monkeypatch.setattr(rows, name, 0.0)
     if is_async:
-        monkeypatch.setattr(assembly, "_executor", make_async)
+        monkeypatch.setattr(HostDevice, "executor", executor_in_flight)
     with LLM(demo_model, **settings) as llm:
         for _ in range(2):  # the second time with hits in the cache
             found = run(llm, [*all_requests(), (PROMPTS[0], PLAIN), *forks])
@@ -383,7 +379,7 @@ def test_slow_mask_delays_no_other_request(
 ) -> None:  # fmt: skip
     """Other requests, with grammars and without, take as many steps as without it; then it goes on where it was."""
     if is_async:
-        monkeypatch.setattr(assembly, "_executor", make_async)
+        monkeypatch.setattr(HostDevice, "executor", executor_in_flight)
     with LLM(demo_model, max_model_len=160, enable_jump_forward=False) as llm:
         expected = run(llm, [(PROMPTS[0], params("regex", temperature=0.0)), (PROMPTS[1], params("choice", seed=4))])
         stream = llm.stream([PROMPTS[0]], params("regex", temperature=0.0))

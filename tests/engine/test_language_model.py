@@ -11,6 +11,7 @@ from quire.engine.assembly import build_engine
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
+from quire.execution.device import HostDevice
 from quire.kernels.back_end import REFERENCE
 from quire.kernels.paged_attention import build_metadata
 from quire.model.batch import ForwardBatch
@@ -70,7 +71,7 @@ def test_model_of_no_family_is_served_as_by_a_plain_forward_pass(num_kv_blocks: 
         device="cpu", max_model_len=MAX_LEN, num_kv_blocks=num_kv_blocks, block_size=8, max_num_seqs=4,
         max_num_batched_tokens=16, num_swap_blocks=20,
     )  # fmt: skip
-    engine = build_engine(options, LoadedModel(served, limits, frozenset(), None)).engine
+    engine = build_engine(options, LoadedModel(served, limits, frozenset(), HostDevice())).engine
     prompts = [[7, 8, 9] * 7 + list(range(index + 1)) for index in range(6)]
     for index, prompt in enumerate(prompts):
         engine.add(Request(index, prompt, SamplingParams(temperature=0.0), seed=0, max_tokens=30))

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.core.host_memory import free_memory_bytes
 from quire.engine.options import EngineOptions
-from quire.engine.sizing import ModelLimits, free_memory_bytes, size_engine, table_positions
+from quire.engine.sizing import ModelLimits, size_engine, table_positions
 
 GIB = 2**30
 LLAMA_8B = ModelLimits(max_position_embeddings=8192, kv_bytes_per_token=128 * 1024, sliding_window=None)

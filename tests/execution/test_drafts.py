@@ -10,8 +10,9 @@ from msgspec import structs
 from quire import LLM, SamplingParams
 from quire.core.plan import RowResult, StepPlan, StepResult
 from quire.core.seeds import branch_seed
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
-from quire.execution.cuda_worker import CudaWorker, StepInFlight
+from quire.execution.cuda.executor import AsyncCudaExecutor
+from quire.execution.cuda.worker import CudaWorker, StepInFlight
+from quire.execution.device import Device, WorkerParts
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.worker import Worker
 
@@ -125,12 +126,12 @@ def test_answers_are_the_same_to_the_bit(
     expected, outputs = answers(stories260k, **settings)
     oracle = Oracle(outputs)
 
-    def make(*parts: object) -> Executor:
-        worker = (OracleCudaWorker if is_async else OracleWorker)(*parts[:-1])  # type: ignore[arg-type]
+    def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> Executor:
+        worker = (OracleCudaWorker if is_async else OracleWorker)(*parts)
         worker.oracle = oracle
         return AsyncCudaExecutor(worker) if isinstance(worker, CudaWorker) else LocalExecutor(worker)
 
-    monkeypatch.setattr("quire.engine.assembly._executor", make)
+    monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
     found, _ = answers(stories260k, **settings)
     assert found == expected
     assert 0 < oracle.num_accepted < oracle.num_drafted

@@ -7,7 +7,7 @@ import pytest
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan, StepResult
 from quire.core.plan_codec import decode_plan, decode_result, encode
-from quire.engine import assembly
+from quire.execution.device import HostDevice, WorkerParts
 from quire.execution.executor import Executor
 from support.random_model import write_random_model
 
@@ -51,12 +51,12 @@ def test_answers_are_the_same_to_the_bit(tmp_path: Path, monkeypatch: pytest.Mon
     model = write_random_model(tmp_path)
     expected = answers(model)
     executors: list[RemoteExecutor] = []
-    make = assembly._executor
+    make = HostDevice.executor
 
-    def make_remote(*parts: object) -> RemoteExecutor:
-        executors.append(RemoteExecutor(make(*parts)))  # type: ignore[arg-type]
+    def make_remote(device: HostDevice, parts: WorkerParts, max_num_batched_tokens: int) -> RemoteExecutor:
+        executors.append(RemoteExecutor(make(device, parts, max_num_batched_tokens)))
         return executors[-1]
 
-    monkeypatch.setattr(assembly, "_executor", make_remote)
+    monkeypatch.setattr(HostDevice, "executor", make_remote)
     assert answers(model) == expected
     assert executors[0].num_sent_bytes > 0

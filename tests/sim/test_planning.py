@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError, ModelError
-from quire.engine import device_sizing
 from quire.engine.assembly import assemble
 from quire.engine.options import EngineOptions
+from quire.execution import device
 from quire.model.quantization import QuantizationOptions
 from quire.sim.hardware import HARDWARE, Hardware
 from quire.sim.models import read_draft_model, read_model
@@ -30,7 +30,7 @@ def test_plan_is_what_the_engine_reports(
     folder = str(write_zero_model(tmp_path, name, dtype))
     options, memory_bytes = EngineOptions(model=folder, max_num_seqs=8, max_num_batched_tokens=32), 100 * MIB
     plan = plan_memory(read_model(folder), this_machine(memory_bytes), options)
-    monkeypatch.setattr(device_sizing, "free_memory_bytes", lambda: memory_bytes - plan.weight_bytes)
+    monkeypatch.setattr(device, "free_memory_bytes", lambda: memory_bytes - plan.weight_bytes)
     loaded = assemble(options, loads_tokenizer=False)
     if loaded.model.back_end.name != "cpp":
         pytest.skip("the C++ kernels were not built")
@@ -53,7 +53,7 @@ def test_plan_with_a_draft_model_is_what_the_engine_reports(
     draft, memory_bytes = read_draft_model(model, options), 200 * MIB
     plan = plan_memory(model, this_machine(memory_bytes), options, draft=draft)
     taken = plan.weight_bytes + plan.draft_weight_bytes
-    monkeypatch.setattr(device_sizing, "free_memory_bytes", lambda: memory_bytes - taken)
+    monkeypatch.setattr(device, "free_memory_bytes", lambda: memory_bytes - taken)
     loaded = assemble(options, loads_tokenizer=False)
     if loaded.model.back_end.name != "cpp":
         pytest.skip("the C++ kernels were not built")

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from quire.engine import device_sizing
-from quire.execution import cuda_worker
-from quire.execution.memory_profiling import available_kv_bytes
+from quire.execution.cuda import device as cuda_device
+from quire.execution.cuda import worker
+from quire.execution.cuda.memory_profiling import available_kv_bytes
 from quire.kernels import back_end, linear
 from quire.kernels.block_copy import copy_blocks
 from quire.kernels.kv_cache_write import write_kv
@@ -192,9 +192,9 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
     )
     replace_by(back_end, "cuda_back_end", lambda head_dim=8, is_exact=False, attention=None: imitated)
     replace_by(triton_linear, "activate", lambda x, name: _kernel(linear._ACTIVATIONS[name])(x))
-    replace_by(cuda_worker, "CudaGraphCapture", Graphs)
-    replace_by(device_sizing, "CUDA_SWAP_BYTES", SWAP_BYTES)
-    replace_by(device_sizing, "available_kv_bytes", lambda model, *sizes: available_kv_bytes(model, 2, 4, *sizes[2:]))
+    replace_by(worker, "CudaGraphCapture", Graphs)
+    replace_by(cuda_device, "SWAP_BYTES", SWAP_BYTES)
+    replace_by(cuda_device, "available_kv_bytes", lambda model, *sizes: available_kv_bytes(model, 2, 4, *sizes[2:]))
     logits, generator = Decoder.logits, torch.Generator().manual_seed(0)
 
     def noisy(self: Decoder, hidden: Tensor) -> Tensor:

@@ -16,23 +16,18 @@ from quire.core.errors import ConfigError, ModelError
 from quire.core.optional_package import needs_package
 from quire.core.outputs import WaitReason
 from quire.core.sequence import Request
-from quire.decoding.row_grammars import RowGrammars
-from quire.engine.device_sizing import configs_for
 from quire.engine.engine import Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.input_processor import InputProcessor
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
+from quire.engine.sizing import size_engine
 from quire.execution.batch import PersistentBatch
-from quire.execution.cuda_worker import CudaWorker
-from quire.execution.device_memory import device_allocator
+from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.execution.drafter import Drafter, DraftMethod
-from quire.execution.executor import Executor, LocalExecutor
-from quire.execution.swap_storage import allocate_swap_space
-from quire.execution.swapper import CudaSwapper, Swapper
-from quire.execution.worker import StepAdapters, Worker
+from quire.execution.executor import LocalExecutor
+from quire.execution.worker import Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.low_rank import AdapterSlots
@@ -40,8 +35,6 @@ from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError
 from quire.model.decoder import Decoder
 from quire.model.footprint import expert_reads
-from quire.model.kv_cache import KVCache
-from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
@@ -72,6 +65,7 @@ class AssembledEngine:
     inputs: InputProcessor
     tokenizer: Tokenizer | None
     model: LanguageModel
+    device: Device
     ready: Ready
     ranks: "RankSet | None" = None  # the other ranks of tensor parallelism; None: there are none
 
@@ -178,12 +172,18 @@ def build_engine(
     if grammars is not None and tokenizer is None:
         grammars.load()
     limits = loaded.limits if draft_model is None else draft_model.limits(loaded.limits, options.block_size)
-    most_bytes = None if ranks is None else ranks.free_bytes
-    slots = _adapter_slots(options, loaded.model)
-    cache, scheduling = configs_for(options, limits, loaded.model, loaded.meter, most_bytes, slots)
+    slots, device = _adapter_slots(options, loaded.model), loaded.device
+    step = StepLimits(
+        options.resolved_max_num_seqs, options.resolved_max_num_batched_tokens, limits.max_position_embeddings,
+        options.block_size,
+    )  # fmt: skip
+    kv_bytes = device.kv_bytes(loaded.model, step, slots)
+    if ranks is not None:  # all have as many blocks: by the machine with the least
+        kv_bytes = min(kv_bytes, ranks.free_bytes)
+    cache, scheduling = size_engine(options, limits, kv_bytes, device.kv_share, device.default_swap_bytes())
     if ranks is not None:
         ranks.allocate(cache, scheduling)
-    engine = _build(options, loaded.model, cache, scheduling, grammars, draft_model, ranks, slots)
+    engine = _build(options, loaded, cache, scheduling, grammars, draft_model, ranks, slots)
     if tokenizer is not None and (template := options.given_chat_template) is not None:
         tokenizer.use_chat_template(template)
     ready = _ready(loaded, engine, cache, scheduling, is_static=options.batching == "static")
@@ -191,7 +191,7 @@ def build_engine(
         weights_bytes = ready.weights_bytes + draft_model.model.weight_bytes
         ready = structs.replace(ready, weights_bytes=weights_bytes, kv_bytes_per_token=limits.kv_bytes_per_token)
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
-    return AssembledEngine(engine, inputs, tokenizer, loaded.model, ready, ranks)
+    return AssembledEngine(engine, inputs, tokenizer, loaded.model, device, ready, ranks)
 
 
 def _grammars(
@@ -229,26 +229,30 @@ def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -
 
 
 def _build(
-    options: EngineOptions, model: LanguageModel, cache: CacheConfig, scheduling: SchedulerConfig,
+    options: EngineOptions, loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig,
     grammars: "ConstrainedDecoding | None", draft_model: "LoadedDraftModel | None", ranks: "RankSet | None",
     slots: AdapterSlots | None,
 ) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
-    vocab_size, allocator = model.vocab_size, device_allocator(model.device)
-    batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, vocab_size)
+    model, device = loaded.model, loaded.device
+    batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, model.vocab_size)
     geometry = model.kv_geometry
-    kv = KVCache.allocate(geometry, cache.num_blocks, cache.block_size, model.back_end, allocator)
+    kv = device.allocate_cache(geometry, cache.num_blocks, cache.block_size, model.back_end)
     method: DraftMethod | None = None
     if draft_model is not None:
         geometry = geometry.joined(draft_model.model.kv_geometry)
         own = draft_model.allocate_cache(cache.num_blocks, cache.block_size)
         kv, method = kv.joined(own), draft_model.drafter(own, batch)
-    swapper = None if cache.num_swap_blocks == 0 else _swapper(options, cache, model, geometry, kv)
+    swapper = None
+    if cache.num_swap_blocks:
+        swapper = device.swapper(kv, geometry, cache.num_swap_blocks, model.back_end, options.swap_dir)
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
-    executor = _executor(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows, ranks)
-    if options.capture_graphs and isinstance(executor, AsyncCudaExecutor):
-        executor.worker.capture_graphs(scheduling.max_num_batched_tokens)
+    parts = WorkerParts(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows)
+    if ranks is None:
+        executor = device.executor(parts, scheduling.max_num_batched_tokens)
+    else:
+        executor = LocalExecutor(ranks.worker(Worker(*parts)))
 
     def unprepared(request: Request) -> WaitReason | None:
         structured_outputs = request.params.structured_outputs
@@ -334,21 +338,6 @@ def _scheduler(
     return make_scheduler(config, make_manager(cache_config), unprepared)
 
 
-def _executor(
-    model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None,
-    grammars: RowGrammars | None, drafter: Drafter | None, adapters: StepAdapters | None, ranks: "RankSet | None",
-) -> Executor:  # fmt: skip
-    """Return the executor for the model's device: on a GPU one that takes the next step while one runs.
-
-    With a drafter one step at a time: the next plan needs the drafts.
-    """
-    if model.device.type == "cuda":
-        worker = CudaWorker(model, cache, batch, swapper, grammars, drafter, adapters)
-        return AsyncCudaExecutor(worker, max_steps_in_flight=2 if drafter is None else 1)
-    local = Worker(model, cache, batch, swapper, grammars, drafter, adapters)
-    return LocalExecutor(local if ranks is None else ranks.worker(local))
-
-
 def _drafter(
     options: EngineOptions, batch: PersistentBatch, model: LanguageModel, draft_model: "LoadedDraftModel | None",
     method: DraftMethod | None,
@@ -366,12 +355,3 @@ def _drafter(
     of_one_row = model.weight_bytes if experts is None else bytes_per_weight * experts.num_weights
     draft_cost = 0.0 if draft_model is None else draft_model.model.weight_bytes / of_one_row
     return make_drafter(options.speculation, batch, kernels, bytes_per_weight, method, draft_cost, experts)
-
-
-def _swapper(
-    options: EngineOptions, config: CacheConfig, model: LanguageModel, geometry: KVGeometry, cache: KVCache
-) -> Swapper:
-    sizes = config.num_swap_blocks, config.block_size
-    space = allocate_swap_space(geometry, *sizes, model.back_end, options.swap_dir, model.device)
-    make = CudaSwapper if model.device.type == "cuda" else Swapper
-    return make(cache, space, model.back_end.copy_blocks)

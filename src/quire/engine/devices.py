@@ -1,6 +1,5 @@
-"""Devices of an engine: the choice between CPU and GPU, and the release of their memory."""
+"""Choice of an engine's device: the host, or a GPU, whose room is imported for it alone."""
 
-import gc
 import importlib.util
 import os
 import shutil
@@ -8,22 +7,33 @@ import shutil
 import torch
 
 from quire.core.errors import ConfigError
-from quire.execution.device_memory import empty_host_cache
+from quire.core.optional_package import needs_package
+from quire.engine.options import EngineOptions
+from quire.execution.device import Device, HostDevice
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device for auto, cpu or cuda; auto is the GPU if torch sees one and Triton is installed.
+def open_device(options: EngineOptions) -> Device:
+    """Return the device for auto, cpu or cuda; auto is the GPU if torch sees one and all that it needs is installed.
 
-    Raises ConfigError if cuda is requested and one of the two is missing.
+    Raises ConfigError if cuda is requested and something is missing.
     """
-    if name == "cpu":
-        return torch.device("cpu")
+    if options.device == "cpu":
+        return HostDevice()
+    try:
+        return _open_gpu(options)
+    except ConfigError:
+        if options.device == "cuda":
+            raise
+        return HostDevice()
+
+
+def _open_gpu(options: EngineOptions) -> Device:
     missing = _what_cuda_lacks()
-    if missing is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if name == "cuda":
+    if missing is not None:
         raise ConfigError(f"device cuda: {missing}; use cpu or auto")
-    return torch.device("cpu")
+    with needs_package("device cuda", "quire.execution.cuda", error=ConfigError):
+        from quire.execution.cuda.device import CudaDevice  # noqa: PLC0415 (a room: it can be absent)
+    return CudaDevice(options.gpu_memory_utilization, captures_graphs=options.capture_graphs)
 
 
 def _what_cuda_lacks() -> str | None:
@@ -36,14 +46,3 @@ def _what_cuda_lacks() -> str | None:
     if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
         return "there is no C compiler, of which Triton makes its launcher; install gcc"
     return None
-
-
-def release_device_memory() -> None:
-    """Return unreferenced memory of the GPU, if one was used, and pinned host memory to the system.
-
-    cuBLAS keeps its workspace, a few dozen MiB, for the life of the process: CUDA graphs may refer to it.
-    """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        gc.collect()
-        torch.cuda.empty_cache()
-        empty_host_cache()

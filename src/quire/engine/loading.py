@@ -8,15 +8,13 @@ import torch
 
 from quire.core.errors import ConfigError, ModelError
 from quire.core.pooling import PoolerConfig
-from quire.engine.device_sizing import positions_for
-from quire.engine.devices import resolve_device
+from quire.engine.devices import open_device
 from quire.engine.formats import read_source
 from quire.engine.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.options import EngineOptions
 from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from quire.engine.sizing import ModelLimits
-from quire.execution.device_memory import use_exact_products
-from quire.execution.memory_profiling import CudaMemoryMeter
+from quire.engine.sizing import ModelLimits, table_positions
+from quire.execution.device import Device
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.support import require_kv_dtype
@@ -34,7 +32,7 @@ RankOpener = Callable[[DecoderSpec, int], tuple[Ranks, int]]  # from positions o
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device. `meter` measures the GPU's memory; None on a CPU.
+    """A model on its device.
 
     `pooler`: None for a model that gives no vectors, for `no_pooler_reason`. `generates`: it has logits of next tokens.
     """
@@ -42,7 +40,7 @@ class LoadedModel:
     model: LanguageModel
     limits: ModelLimits
     eos_token_ids: frozenset[int]
-    meter: CudaMemoryMeter | None
+    device: Device
     quantization: Quantization = UNQUANTIZED
     sampling: SamplingDefaults = NO_DEFAULTS
     pooler: PoolerConfig | None = None
@@ -69,25 +67,26 @@ def load(
         raise ModelError(f"{folder}: the model {what}, and gives no vectors: {pooler.reason}")
     if not spec.is_causal:
         check_encoder(options)
-    device = resolve_device(options.device)
-    if device.type == "cuda" and options.data_parallel_size > 1:
+    device = open_device(options)
+    device_type = device.torch_device.type
+    if device_type == "cuda" and options.data_parallel_size > 1:
         raise ConfigError(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
-    if device.type == "cpu" and options.exact is False:
+    if device_type == "cpu" and options.exact is False:
         raise ConfigError("exact False is not supported on device cpu: its answers never depend on other requests")
-    if device.type == "cpu" and options.capture_graphs:
+    if device_type == "cpu" and options.capture_graphs:
         raise ConfigError("capture_graphs True is not supported on device cpu: there are no CUDA graphs")
-    if device.type == "cpu" and options.attention_backend != "auto":
+    if device_type == "cpu" and options.attention_backend != "auto":
         name = options.attention_backend
         raise ConfigError(f"attention_backend {name!r} is not supported on device cpu: its own kernels serve there")
     back_end = choose_back_end(
-        device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True, attention=attention
-    )
+        device.torch_device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True,
+        attention=attention,
+    )  # fmt: skip
     if options.capture_graphs and not back_end.is_capturable:
         raise ConfigError(
             f"capture_graphs True is not supported with attention_backend {options.attention_backend}: it plans each "
             "step on the host"
         )
-    meter = _cuda_memory_meter(device) if device.type == "cuda" else None
     dtype = getattr(torch, source.dtype(options.dtype))
     require_kv_dtype(back_end.attention, options.kv_cache_dtype)
     stored = back_end.cache_layout.stored_dtype(dtype, options.kv_cache_dtype)
@@ -96,18 +95,18 @@ def load(
         check_ranks(options, back_end.name, spec)
     limits = _limits(spec, _widest(spec, stored, num_ranks), num_ranks // options.nnodes)
     limits = replace(limits, default_positions=pooler.max_seq_length or limits.default_positions)
-    num_positions, ranks = positions_for(options, limits, meter), None
+    num_positions, ranks = table_positions(options, limits, device.free_bytes(), device.kv_share), None
     if open_ranks is not None:
         ranks, num_positions = open_ranks(spec, num_positions)
     quantization = source.quantization(options.quantization_options)
     model = load_model(
-        source, dtype=options.dtype, device=device, back_end=back_end, max_positions=options.max_model_len,
+        source, dtype=options.dtype, device=device.torch_device, back_end=back_end, max_positions=options.max_model_len,
         table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
         quantization=quantization, needs_head=pooler.config is None or pooler.config.is_reranker, ranks=ranks,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
-        model, limits, ends, meter, quantization, sampling, pooler.config, pooler.reason, model.spec.generates
+        model, limits, ends, device, quantization, sampling, pooler.config, pooler.reason, model.spec.generates
     )
 
 
@@ -158,9 +157,3 @@ def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int) -> ModelLim
         table_bytes,
         spec.default_positions,
     )
-
-
-def _cuda_memory_meter(device: torch.device) -> CudaMemoryMeter:
-    """Prepare a GPU before the model is loaded; return the meter of its memory."""
-    use_exact_products()
-    return CudaMemoryMeter(device)

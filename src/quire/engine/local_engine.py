@@ -10,7 +10,6 @@ from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.assembly import AssembledEngine, assemble
-from quire.engine.devices import release_device_memory
 from quire.engine.engine import NO_ADAPTERS
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.messages import EngineState, Stepped
@@ -106,9 +105,10 @@ class LocalEngine(OfflineEngine):
     def close(self) -> None:
         """Free the weights and the KV cache, and end all requests. Idempotent."""
         if self._assembled is not None:
+            device = self._assembled.device
             self._assembled.close()
-        self._assembled = None
-        release_device_memory()
+            self._assembled = None
+            device.release()
 
     def _step(self) -> None:
         """Run one step of the engine, and store the new output of every request in it."""

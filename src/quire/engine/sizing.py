@@ -1,15 +1,12 @@
 """Sizes of an engine: KV blocks, swap blocks and the longest sequence, by options, model and free memory."""
 
-import os
 from dataclasses import dataclass
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
+from quire.core.host_memory import HOST_KV_SHARE
 from quire.core.options import parse_bytes
 from quire.engine.options import EngineOptions
-
-CPU_KV_CACHE_SHARE = 0.4  # of the free memory; the contract's default
-CUDA_SWAP_BYTES = 4 << 30  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +21,8 @@ class ModelLimits:
     scratch_bytes: int = 0                # of keys and values outside of the pool, of a draft model
 
 
-def free_memory_bytes() -> int:
-    """Return the memory that can be allocated without swapping, in bytes."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: count the free pages
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def table_positions(
-    options: EngineOptions, limits: ModelLimits, free_bytes: int, share: float = CPU_KV_CACHE_SHARE
+    options: EngineOptions, limits: ModelLimits, free_bytes: int, share: float = HOST_KV_SHARE
 ) -> int:
     """Return the number of positions that need tables, by the free bytes before the weights are loaded.
 
@@ -72,7 +57,7 @@ def size_engine(
     options: EngineOptions,
     limits: ModelLimits,
     free_bytes: int,
-    share: float = CPU_KV_CACHE_SHARE,
+    share: float = HOST_KV_SHARE,
     default_swap_bytes: int = 0,
 ) -> tuple[CacheConfig, SchedulerConfig]:
     """Return the cache and scheduler configuration. ConfigError names the setting and a value that works.
@@ -172,11 +157,14 @@ def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, 
 
 
 def _num_swap_blocks(options: EngineOptions, block_bytes: int, default_bytes: int) -> int:
-    """Return num_swap_blocks if it is set, else as many as fit into swap_space or its default."""
+    """Return num_swap_blocks if it is set, else as many as fit into swap_space or its default.
+
+    Only blocks of the paged policy are swapped by default.
+    """
     if options.num_swap_blocks is not None:
         return options.num_swap_blocks // options.data_parallel_size
     if options.swap_space is None:
-        return default_bytes // block_bytes
+        return default_bytes // block_bytes if options.memory_policy == "paged" else 0
     swap_bytes = parse_bytes(options.swap_space, "swap_space", low=0) // options.data_parallel_size
     if 0 < swap_bytes < block_bytes:
         raise ConfigError(

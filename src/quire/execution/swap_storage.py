@@ -1,8 +1,8 @@
-"""Storage of the swap space: pinned host memory for a cache on a GPU, a mapped file for a cache in host memory.
+"""Storage of the swap space of a cache in host memory: a mapped file.
 
-A cache in host memory cannot swap to host memory, which is what ran out. The file is unlinked as soon as it is open, so
-that no crash leaves it behind, and its bytes are allocated at once: were the disk full later, writing to the mapping
-would kill the process.
+Such a cache cannot swap to host memory, which is what ran out. The file is unlinked as soon as it is open, so that no
+crash leaves it behind, and its bytes are allocated at once: were the disk full later, writing to the mapping would kill
+the process.
 """
 
 import mmap
@@ -14,30 +14,20 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.execution.device_memory import PinnedMemory
 from quire.kernels.back_end import BackEnd
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry
 
-HOST = torch.device("cpu")
-
 
 def allocate_swap_space(
-    geometry: KVGeometry,
-    num_blocks: int,
-    block_size: int,
-    back_end: BackEnd,
-    directory: str | None,
-    device: torch.device = HOST,
+    geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd, directory: str | None
 ) -> KVCache:
-    """Return tensors like the cache's for `num_blocks` blocks, in the memory that suits the cache's device.
+    """Return tensors like the cache's for `num_blocks` blocks.
 
     `directory`: of the file; None is the system's directory for temporary files. Raises ConfigError if it is not
     writable or has too little room.
     """
     sizes = geometry.tensor_bytes(num_blocks * block_size)
-    if device.type == "cuda":
-        return KVCache.allocate(geometry, num_blocks, block_size, back_end, PinnedMemory(sizes).allocate)
     space = UnlinkedFile(Path(directory or tempfile.gettempdir()), sum(sizes) + len(sizes) * ALIGNMENT)
     return KVCache.allocate(geometry, num_blocks, block_size, back_end, space.allocate)
 

@@ -9,8 +9,6 @@ import torch
 
 from quire import LLM
 from quire.core.errors import ConfigError
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
-from quire.execution.cuda_worker import CudaWorker
 from quire.kernels.back_end import REFERENCE, TORCH, BackEnd, cuda_back_end
 from quire.kernels.flashinfer.attention import FLASHINFER_ATTENTION, FlashInferAttention, pages_of
 from quire.kernels.paged_attention import build_metadata
@@ -20,6 +18,7 @@ from support.cuda_engine import PROMPTS, differences_beyond_margin, tokens_of
 from support.paged_cache import Paging, Part, Tokens, attend
 from support.random_folder import write_random_folder
 from support.random_model import write_random_model
+from support.steps_in_flight import executor_in_flight
 
 HEADS = (6, 2, 64)
 STEPS = {"decodes": [(16, 17), (0, 1), (269, 270)], "decodes and chunks": [(16, 17), (30, 70), (0, 32), (299, 300)]}
@@ -95,7 +94,7 @@ def test_answers_of_an_engine_are_those_of_the_cpu(
     with pytest.MonkeyPatch.context() as patch:
         own = replace(back_end, attention=None)  # which refuses such heads
         patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **how: own)
-        patch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
+        patch.setattr("quire.execution.device.HostDevice.executor", executor_in_flight)
         llm = LLM(model, device="cpu", dtype="float32", num_kv_blocks=32, max_num_batched_tokens=16)
     with llm:
         answers = tokens_of(llm, PROMPTS[:2])

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
-from quire.execution.cuda_graphs import CudaGraphRunner
-from quire.execution.cuda_worker import CudaWorker
+from quire.execution.cuda.graphs import CudaGraphRunner
+from quire.execution.cuda.worker import CudaWorker
 from quire.kernels.back_end import TORCH, cuda_back_end
 from quire.kernels.cuda.attention import CUDA_ATTENTION
 from quire.kernels.paged_attention import AttentionBackEnd
@@ -21,6 +20,7 @@ from support.paged_runner import PagedRunner
 from support.peft_folders import write_adapter
 from support.random_folder import write_random_folder
 from support.random_model import write_random_model
+from support.steps_in_flight import executor_in_flight
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -34,7 +34,7 @@ def interpreted(attention: AttentionBackEnd | None = None, **settings: object) -
     back_end = cuda_back_end(is_exact=settings.get("exact") is True, attention=attention)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **how: back_end)
-        patch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
+        patch.setattr("quire.execution.device.HostDevice.executor", executor_in_flight)
         return LLM(device="cpu", **settings)  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def test_adapters_give_the_logprobs_of_the_cpu_in_steps_of_many(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of three adapters, two in memory at a time, and of none. Steps with adapters and without have graphs."""
-    monkeypatch.setattr("quire.execution.cuda_graphs.WANTED_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr("quire.execution.cuda.graphs.WANTED_BEFORE_CAPTURE", 1)
     model = write_random_model(tmp_path)
     write_adapter(tmp_path / "a", model, 1)
     write_adapter(tmp_path / "b", model, 2, targets=("k_proj", "up_proj"), rank=3, lora_alpha=7)

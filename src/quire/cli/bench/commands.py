@@ -27,8 +27,8 @@ from quire.cli.command import Command
 from quire.cli.flag_groups import COMMAND_SETTINGS, JSON, flag, flag_field, with_config_file, with_flag_groups
 from quire.cli.model_flags import load
 from quire.core.errors import ConfigError
+from quire.core.host_memory import free_memory_bytes
 from quire.engine.options import EngineOptions
-from quire.engine.sizing import free_memory_bytes
 from quire.model.quantization import UNQUANTIZED
 from quire.sim.calibration import fit_hardware, step_sizes
 from quire.sim.hardware import write_hardware

@@ -17,7 +17,6 @@ from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
 from quire.execution.batch import PersistentBatch
-from quire.execution.device_memory import device_allocator
 from quire.execution.drafting.draft_model import DraftModel
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cache_layout import dtype_name
@@ -57,9 +56,8 @@ class LoadedDraftModel:
         """Return the draft model's keys and values: `num_blocks` blocks like the target's, then the scratch blocks."""
         model = self.model
         return KVCache.allocate(
-            model.kv_geometry, num_blocks + self.scratch.num_blocks, block_size, model.back_end,
-            device_allocator(model.device),
-        )  # fmt: skip
+            model.kv_geometry, num_blocks + self.scratch.num_blocks, block_size, model.back_end
+        )
 
     def drafter(self, cache: KVCache, batch: PersistentBatch) -> DraftModel:
         """Return the drafter over `cache`, as of `allocate_cache`, for the rows of a batch."""

@@ -27,9 +27,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.digest import model_digest
-from quire.engine.sizing import free_memory_bytes
 from quire.execution.batch import PersistentBatch
-from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import Swapper
 from quire.execution.worker import StepAdapters
 from quire.kernels.cpp.back_end import usable_isas
@@ -124,7 +122,7 @@ def _start(
     ranks.reset()
     opened = ranks, command.num_positions
     loaded = load(command.options, Path(command.options.model or ""), lambda spec, num_positions: opened)
-    channel.send(messages.Loaded(loaded.model.weight_bytes, free_memory_bytes()))
+    channel.send(messages.Loaded(loaded.model.weight_bytes, loaded.device.free_bytes()))
     worker = allocate(loaded, command, _expect(channel, messages.Allocate), Link(ranks))
     worker = _with_adapters(worker, command.options, ranks.shard)
     channel.send(messages.Allocated())
@@ -160,12 +158,10 @@ def allocate(loaded: LoadedModel, load: messages.Load, sizes: messages.Allocate,
     config = CacheConfig(sizes.num_blocks, block_size, num_swap_blocks=sizes.num_swap_blocks)
     cache = KVCache.allocate(model.kv_geometry, config.num_blocks, block_size, model.back_end)
     batch = PersistentBatch(sizes.max_num_seqs, sizes.max_model_len, block_size, model.vocab_size)
-    swapper = None
-    if config.num_swap_blocks:
-        space = allocate_swap_space(
-            model.kv_geometry, config.num_swap_blocks, block_size, model.back_end, load.options.swap_dir
-        )
-        swapper = Swapper(cache, space, model.back_end.copy_blocks)
+    swapper, num_swap_blocks = None, config.num_swap_blocks
+    if num_swap_blocks:
+        swap_dir = load.options.swap_dir
+        swapper = loaded.device.swapper(cache, model.kv_geometry, num_swap_blocks, model.back_end, swap_dir)
     return RankWorker(model, cache, batch, swapper, link)
 
 

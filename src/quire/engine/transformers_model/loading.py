@@ -22,6 +22,7 @@ from quire.engine.transformers_model import hook
 from quire.engine.transformers_model.hook import AttentionLayer, Trace
 from quire.engine.transformers_model.model import TransformersModel
 from quire.engine.transformers_model.parts import Replacer
+from quire.execution.device import HostDevice
 from quire.kernels.back_end import BackEnd, choose_back_end
 from quire.model.config import dtype_name
 from quire.model.config import eos_token_ids as own_eos_token_ids
@@ -74,7 +75,7 @@ def load_through_transformers(options: EngineOptions, folder: Path) -> LoadedMod
     )
     reason = "it runs through transformers"
     return LoadedModel(
-        model, limits, ends, None, quantization, sampling_defaults(options, folder), None, reason
+        model, limits, ends, HostDevice(), quantization, sampling_defaults(options, folder), None, reason
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.execution.device_memory import PinnedMemory, empty_host_cache, pinned_bytes, upload_step, use_exact_products
+from quire.execution.cuda.memory import PinnedMemory, empty_host_cache, pinned_bytes, upload_step, use_exact_products
 from quire.model.batch import ForwardBatch
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from quire.core.errors import ConfigError
-from quire.execution.cuda_graphs import MIXED_TOKENS, SIZES, dummy_batch
-from quire.execution.device_memory import device_allocator
+from quire.execution.cuda.graphs import MIXED_TOKENS, SIZES, dummy_batch
+from quire.execution.cuda.memory import device_allocator
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.sampling import SamplingInputs
 from quire.kernels.token_masks import num_words

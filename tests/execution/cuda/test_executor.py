@@ -9,9 +9,10 @@ from torch import Tensor
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
-from quire.execution.cuda_graphs import CudaGraphRunner
-from quire.execution.cuda_worker import CudaWorker
+from quire.execution.cuda.executor import AsyncCudaExecutor
+from quire.execution.cuda.graphs import CudaGraphRunner
+from quire.execution.cuda.worker import CudaWorker
+from quire.execution.device import Device, WorkerParts
 from quire.model.batch import ForwardBatch
 from support.embedders import write_embedder
 from support.random_model import write_random_model
@@ -62,11 +63,11 @@ def test_answers_are_the_same_to_the_bit(
         if len(self._steps) == 2:
             ahead.append(plan)
 
-    def make(*parts: object) -> AsyncCudaExecutor:
-        executors.append(AsyncCudaExecutor(CudaWorker(*parts[:-1])))  # type: ignore[arg-type]
+    def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+        executors.append(AsyncCudaExecutor(CudaWorker(*parts)))
         return executors[-1]
 
-    monkeypatch.setattr("quire.engine.assembly._executor", make)
+    monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
     monkeypatch.setattr(AsyncCudaExecutor, "submit", noting)
     assert answers(model, **settings) == expected
     assert ahead != []
@@ -98,8 +99,8 @@ def test_prompt_logprobs_are_those_of_their_step_when_a_graph_is_replayed_meanwh
     settings = {"num_kv_blocks": 64, "enable_prefix_caching": False}
     workers: list[CudaWorker] = []
 
-    def make(*parts: object) -> AsyncCudaExecutor:
-        worker = CudaWorker(*parts[:-1])  # type: ignore[arg-type]
+    def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+        worker = CudaWorker(*parts)
         num_rows, max_blocks = worker._batch.block_tables.shape
         worker._graphs = DecodeGraphs(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
         workers.append(worker)
@@ -108,7 +109,7 @@ def test_prompt_logprobs_are_those_of_their_step_when_a_graph_is_replayed_meanwh
     found = []
     for options in ({}, {"max_num_batched_tokens": budget}):
         if options:
-            monkeypatch.setattr("quire.engine.assembly._executor", make)
+            monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
         with LLM(model, **settings, **options) as llm:  # type: ignore[arg-type]
             found.append(llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)[3].prompt_logprobs)
     assert found[0] == found[1]
@@ -132,8 +133,8 @@ def test_vectors_are_the_same_with_two_steps_in_flight(
         if len(self._steps) == 2:
             ahead.append(plan)
 
-    def make(*parts: object) -> AsyncCudaExecutor:
-        worker = CudaWorker(*parts[:-1])  # type: ignore[arg-type]
+    def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+        worker = CudaWorker(*parts)
         if has_graphs:
             num_rows, max_blocks = worker._batch.block_tables.shape
             worker._graphs = DecodeGraphs(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
@@ -142,7 +143,7 @@ def test_vectors_are_the_same_with_two_steps_in_flight(
     found = []
     for is_async in (False, True):
         if is_async:
-            monkeypatch.setattr("quire.engine.assembly._executor", make)
+            monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
             monkeypatch.setattr(AsyncCudaExecutor, "submit", noting)
         with LLM(folder, **settings) as llm:
             decodes = llm.stream([[5], [6], [7]], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))

@@ -1,7 +1,4 @@
-"""Memory of a GPU and pinned memory of its host: allocation of caches, and upload of a step's inputs.
-
-On a CPU none of this is needed: tensors are where they have to be.
-"""
+"""Memory of a GPU and pinned memory of its host: allocation of caches, and upload of a step's inputs."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +11,8 @@ from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import ALIGNMENT
 
 
-def device_allocator(device: torch.device) -> Callable[[int], Tensor] | None:
-    """Return an allocator of zeros on a device, uint8 [num_bytes]; None for the host: `KVCache` allocates there."""
-    if device.type == "cpu":
-        return None
+def device_allocator(device: torch.device) -> Callable[[int], Tensor]:
+    """Return an allocator of zeros on a device, uint8 [num_bytes]."""
     return lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 

@@ -21,9 +21,9 @@ from quire.decoding.row_grammars import RowGrammars
 from quire.decoding.sampler import SampledTokens, sample_async, to_sampled_tokens
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.cuda_graphs import CudaGraphCapture, CudaGraphRunner
-from quire.execution.device_memory import upload_step
-from quire.execution.device_tables import DeviceTables, table_edits
+from quire.execution.cuda.graphs import CudaGraphCapture, CudaGraphRunner
+from quire.execution.cuda.memory import upload_step
+from quire.execution.cuda.tables import DeviceTables, table_edits
 from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
 from quire.execution.worker import StepAdapters, Worker

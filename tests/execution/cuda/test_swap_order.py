@@ -9,16 +9,15 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.core.plan import BlockCopy, StepPlan, StepResult
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import PersistentBatch
-from quire.execution.cuda_worker import CudaWorker
-from quire.execution.swapper import CudaSwapper
+from quire.execution.cuda.swapper import CudaSwapper
 from quire.kernels import block_copy
 from quire.model.kv_cache import KVCache
 from quire.scheduling.plan_builder import PlanBuilder
 from support.fake_cuda import FakeCuda, FakeStream
 from support.random_model import write_random_model
 from support.scheduling import Harness
+from support.steps_in_flight import executor_in_flight
 
 BLOCK_SIZE = 4
 
@@ -113,7 +112,7 @@ def run_random_steps(cuda: FakeCuda, seed: int) -> int:
 def test_every_touch_of_a_block_is_ordered(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, swap_out_chunk: int, seed: int
 ) -> None:
-    monkeypatch.setattr("quire.execution.swapper.SWAP_OUT_CHUNK", swap_out_chunk)
+    monkeypatch.setattr("quire.execution.cuda.swapper.SWAP_OUT_CHUNK", swap_out_chunk)
     assert run_random_steps(cuda, seed) > 20
 
 
@@ -126,7 +125,7 @@ def test_what_nobody_waits_for_is_a_race(cuda: FakeCuda, monkeypatch: pytest.Mon
 
 
 def test_blocks_leave_while_others_are_computed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.execution.swapper.SWAP_OUT_CHUNK", 2)
+    monkeypatch.setattr("quire.execution.cuda.swapper.SWAP_OUT_CHUNK", 2)
     cuda.chooser.random = lambda: 1.0  # type: ignore[method-assign] (nothing is over before it has to be)
     device = Device(cuda, 12, 12)
     outs = [BlockCopy(block, block) for block in range(8)]
@@ -169,8 +168,8 @@ def test_late_swaps_change_no_answer(
     def make_swapper(cache: KVCache, space: KVCache, copy_blocks: object) -> CudaSwapper:
         return CudaSwapper(cache, space, lambda *copies: cuda.launch(partial(copy_blocks, *copies)))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("quire.engine.assembly.Swapper", make_swapper)
-    monkeypatch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
+    monkeypatch.setattr("quire.execution.device.Swapper", make_swapper)
+    monkeypatch.setattr("quire.execution.device.HostDevice.executor", executor_in_flight)
     assert answers() == expected
 
 

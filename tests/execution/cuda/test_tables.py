@@ -7,18 +7,18 @@ from torch import Tensor
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
-from quire.execution import cuda_worker
-from quire.execution.async_cuda_executor import AsyncCudaExecutor
 from quire.execution.batch import StepInputs
-from quire.execution.cuda_worker import CudaWorker
+from quire.execution.cuda import worker
+from quire.execution.cuda.worker import CudaWorker
 from quire.model.batch import ForwardBatch
 from support.random_model import write_random_model
+from support.steps_in_flight import executor_in_flight
 
 
 def test_rows_of_every_step_are_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With prompts in chunks, forks, beams and preemptions, in rows that get new owners."""
     num_checked, sent = 0, list[int]()
-    upload_inputs, upload = CudaWorker._upload, cuda_worker.upload_step
+    upload_inputs, upload = CudaWorker._upload, worker.upload_step
 
     def checking(self: CudaWorker, plan: StepPlan, inputs: StepInputs) -> tuple[ForwardBatch, Tensor, Tensor]:
         nonlocal num_checked
@@ -34,8 +34,8 @@ def test_rows_of_every_step_are_those_of_the_host(tmp_path: Path, monkeypatch: p
         return upload(batch, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CudaWorker, "_upload", checking)
-    monkeypatch.setattr(cuda_worker, "upload_step", counting)
-    monkeypatch.setattr("quire.engine.assembly._executor", lambda *parts: AsyncCudaExecutor(CudaWorker(*parts[:-1])))
+    monkeypatch.setattr(worker, "upload_step", counting)
+    monkeypatch.setattr("quire.execution.device.HostDevice.executor", executor_in_flight)
     prompts = [[(7 * i + seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17))]
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=50, n=2, ignore_eos=True)
     settings = {"num_kv_blocks": 10, "num_swap_blocks": 6, "max_num_batched_tokens": 16, "max_num_seqs": 5}

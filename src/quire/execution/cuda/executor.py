@@ -3,7 +3,7 @@
 from collections import deque
 
 from quire.core.plan import StepPlan, StepResult
-from quire.execution.cuda_worker import CudaWorker, StepInFlight
+from quire.execution.cuda.worker import CudaWorker, StepInFlight
 
 
 class AsyncCudaExecutor:

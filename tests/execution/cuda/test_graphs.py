@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.execution.cuda_graphs import (
+from quire.execution.cuda.graphs import (
     MIXED_ROWS,
     MIXED_TOKENS,
     SIZES,

@@ -1,0 +1,89 @@
+"""Device CUDA: the memory of one GPU, the swapper to pinned host memory, and the executor with two steps in flight."""
+
+import gc
+
+import torch
+
+from quire.core.errors import ConfigError
+from quire.core.host_memory import free_memory_bytes
+from quire.execution.cuda.executor import AsyncCudaExecutor
+from quire.execution.cuda.memory import (
+    PinnedMemory,
+    device_allocator,
+    empty_host_cache,
+    pinned_bytes,
+    use_exact_products,
+)
+from quire.execution.cuda.memory_profiling import CudaMemoryMeter, available_kv_bytes
+from quire.execution.cuda.swapper import CudaSwapper
+from quire.execution.cuda.worker import CudaWorker
+from quire.execution.device import StepLimits, WorkerParts
+from quire.kernels.back_end import BackEnd
+from quire.kernels.low_rank import AdapterSlots
+from quire.model.kv_cache import KVCache
+from quire.model.kv_geometry import KVGeometry
+from quire.model.language_model import LanguageModel
+
+SWAP_BYTES = 4 << 30  # the contract's default
+
+
+class CudaDevice:
+    """The current GPU: a `Device`. Made before the model is loaded, since it measures the memory taken from then on.
+
+    `utilization`: of the card's memory, for weights, steps and the KV cache. `captures_graphs`: at start, instead of
+    after some steps that need them.
+    """
+
+    kv_share = 1.0
+
+    def __init__(self, utilization: float, *, captures_graphs: bool) -> None:
+        use_exact_products()
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._meter = CudaMemoryMeter(self.torch_device)
+        self._utilization, self._captures_graphs = utilization, captures_graphs
+
+    def free_bytes(self) -> int:
+        """Return the bytes of the card that no process holds."""
+        return self._meter.free_and_total_bytes()[0]
+
+    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: AdapterSlots | None) -> int:
+        """Return the bytes that the utilization leaves beside weights and the largest step, which is run."""
+        return available_kv_bytes(model, *limits, self._utilization, self._meter, slots)
+
+    def default_swap_bytes(self) -> int:
+        """Return `SWAP_BYTES`, or half of the host's free memory if that is less."""
+        return min(SWAP_BYTES, free_memory_bytes() // 2)
+
+    def allocate_cache(self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd) -> KVCache:
+        """Return a cache of zeros in the card's memory."""
+        return KVCache.allocate(geometry, num_blocks, block_size, back_end, device_allocator(self.torch_device))
+
+    def swapper(
+        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None
+    ) -> CudaSwapper:
+        """Allocate the swap space in pinned host memory. ConfigError if it is beyond the free memory."""
+        sizes, free_bytes = geometry.tensor_bytes(num_blocks * cache.block_size), free_memory_bytes()
+        if (swap_bytes := pinned_bytes(sizes)) > free_bytes:
+            raise ConfigError(
+                f"the swap space takes {swap_bytes} bytes, but only {free_bytes} are free in the host's memory; lower "
+                "swap_space or num_swap_blocks"
+            )
+        pinned = PinnedMemory(sizes)
+        space = KVCache.allocate(geometry, num_blocks, cache.block_size, back_end, pinned.allocate)
+        return CudaSwapper(cache, space, back_end.copy_blocks)
+
+    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+        """Return an executor that takes the next step while one runs; with a drafter, whose drafts it needs, one."""
+        worker = CudaWorker(*parts)
+        if self._captures_graphs:
+            worker.capture_graphs(max_num_batched_tokens)
+        return AsyncCudaExecutor(worker, max_steps_in_flight=2 if parts.drafter is None else 1)
+
+    def release(self) -> None:
+        """Return unreferenced memory of the card, and pinned host memory, to the system.
+
+        cuBLAS keeps its workspace, a few dozen MiB, for the life of the process: CUDA graphs may refer to it.
+        """
+        gc.collect()
+        torch.cuda.empty_cache()
+        empty_host_cache()

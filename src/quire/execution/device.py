@@ -1,0 +1,117 @@
+"""Device of a model: its memory, and the executor of steps there. The host; a GPU is in the room `execution/cuda`."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from quire.core.host_memory import HOST_KV_SHARE, free_memory_bytes
+from quire.decoding.row_grammars import RowGrammars
+from quire.execution.batch import PersistentBatch
+from quire.execution.drafter import Drafter
+from quire.execution.executor import Executor, LocalExecutor
+from quire.execution.swap_storage import allocate_swap_space
+from quire.execution.swapper import Swapper
+from quire.execution.worker import StepAdapters, Worker
+from quire.kernels.back_end import BackEnd
+from quire.kernels.low_rank import AdapterSlots
+from quire.model.kv_cache import KVCache
+from quire.model.kv_geometry import KVGeometry
+from quire.model.language_model import LanguageModel
+
+
+class WorkerParts(NamedTuple):
+    """The arguments of a worker, in its order."""
+
+    model: LanguageModel
+    cache: KVCache
+    batch: PersistentBatch
+    swapper: Swapper | None = None
+    grammars: RowGrammars | None = None
+    drafter: Drafter | None = None
+    adapters: StepAdapters | None = None
+
+
+class StepLimits(NamedTuple):
+    """The largest step that an engine runs."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_positions: int   # of a sequence
+    block_size: int      # tokens
+
+
+class Device(Protocol):
+    """What an engine asks of the device of its model. It exists before the model is loaded."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of the tensors."""
+
+    @property
+    def kv_share(self) -> float:
+        """Share of `kv_bytes` that the KV cache takes by default."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can be allocated now."""
+
+    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: AdapterSlots | None) -> int:
+        """Return the bytes that are left for the KV cache beside a loaded model, slots of adapters and the steps.
+
+        Raises ConfigError if there are none.
+        """
+
+    def default_swap_bytes(self) -> int:
+        """Return the bytes of the swap space where no setting names them."""
+
+    def allocate_cache(self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd) -> KVCache:
+        """Return a cache of zeros, as of `KVCache.allocate`."""
+
+    def swapper(
+        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None
+    ) -> Swapper:
+        """Allocate a swap space of `num_blocks` blocks, in files of `directory` where it is not in memory.
+
+        Raises ConfigError if there is too little memory, or too little room in the directory.
+        """
+
+    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> Executor:
+        """Return the executor over a worker of these parts, ready for steps of so many tokens."""
+
+    def release(self) -> None:
+        """Return unreferenced memory to the system."""
+
+
+class HostDevice:
+    """The CPUs of this machine: a step runs when its result is collected."""
+
+    torch_device, kv_share = torch.device("cpu"), HOST_KV_SHARE
+
+    def free_bytes(self) -> int:
+        """Return the memory that can be allocated without swapping."""
+        return free_memory_bytes()
+
+    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: AdapterSlots | None) -> int:
+        """Return the free memory: `HOST_KV_SHARE` leaves enough for steps."""
+        return free_memory_bytes()
+
+    def default_swap_bytes(self) -> int:
+        """Return 0: files are written only where a setting asks for them."""
+        return 0
+
+    def allocate_cache(self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd) -> KVCache:
+        """Return a cache that takes memory only where something has been written."""
+        return KVCache.allocate(geometry, num_blocks, block_size, back_end)
+
+    def swapper(
+        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None
+    ) -> Swapper:
+        """Allocate the swap space in an unlinked file of `directory`; None is the system's for temporary files."""
+        space = allocate_swap_space(geometry, num_blocks, cache.block_size, back_end, directory)
+        return Swapper(cache, space, back_end.copy_blocks)
+
+    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> Executor:
+        """Return an executor of one step at a time."""
+        return LocalExecutor(Worker(*parts))
+
+    def release(self) -> None:
+        """Do nothing: the host's memory is returned when its last tensor is freed."""
