@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,17 +235,24 @@ def test_layers_of_one_output_compile(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
-    from quire.kernels.triton.few_rows import few_rows_product
+    from quire.kernels.program import Heads, LayerInputs, RotaryWrite
+    from quire.kernels.triton.few_rows import few_rows_product, projected_query
+    from quire.kernels.triton.kv_cache_write import write_kv
     from quire.kernels.triton.linear import CudaLinear
     from quire.kernels.triton.norm import TritonNorm
 
-    x = torch.empty(4, 512, dtype=torch.bfloat16)
+    x, slots = torch.empty(4, 512, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    caches, metadata = [[torch.empty(3, 16, 1, 128, dtype=torch.bfloat16)] for _ in range(2)], SimpleNamespace()
     norm, weight = TritonNorm(x[0], None, 1e-5, False), dense(torch.empty(512, 512, dtype=torch.bfloat16))
     with compiled_launches(capability) as kernels:
         few_rows_product(x, CudaLinear(weight), norm=norm)
         few_rows_product(x, CudaLinear(weight, activation="silu_and_mul"), norm=norm)
         few_rows_product(x, CudaLinear(weight), residual=x.clone())
-    assert [(kernel.overlaps, kernel.fetches_ahead) for kernel in kernels] == [(capability == 90,) * 2] * 3
+        for is_interleaved in (False, True):
+            op = RotaryWrite("", 0, torch.empty(9, 128), Heads(2, 1, 128), write_kv, is_interleaved=is_interleaved)
+            inputs = LayerInputs(slots, slots, metadata, *caches)  # type: ignore[arg-type]
+            projected_query(x, CudaLinear(weight), norm, op, inputs)
+    assert [(kernel.overlaps, kernel.fetches_ahead) for kernel in kernels] == [(capability == 90,) * 2] * 5
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in kernels), kernels
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] << 10 for kernel in kernels), kernels

@@ -14,7 +14,9 @@ from quire.kernels.back_end import cuda_back_end
 from quire.kernels.linear import Activation, make_linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.norm import TorchNorm
-from quire.kernels.triton.few_rows import MAX_ROWS, SummedProducts, few_rows_product, serves
+from quire.kernels.program import Heads, LayerInputs, RotaryWrite
+from quire.kernels.triton.few_rows import MAX_ROWS, SummedProducts, few_rows_product, projected_query, serves
+from quire.kernels.triton.kv_cache_write import write_kv
 from quire.kernels.triton.linear import CudaLinear
 from quire.kernels.triton.norm import TritonNorm
 from quire.model.loader import load_model
@@ -70,6 +72,33 @@ def test_row_has_the_same_bits_beside_others(device: torch.device, monkeypatch: 
     assert torch.equal(few_rows_product(x[4:5], layer, norm=norm), together[4:5])
 
 
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(3, 1, 24)], ids=str)
+@pytest.mark.parametrize(("rotary_dim", "is_interleaved"), [(None, False), (16, False), (16, True), (8, False)])
+def test_queries_and_caches_are_those_of_the_single_ops(
+    heads: Heads, rotary_dim: int | None, is_interleaved: bool, device: torch.device
+) -> None:
+    """To the bit: the product is rounded before it is rotated. Two rows are padding."""
+    num_rows, (num_heads, num_kv_heads, head_dim) = 5, heads
+    num_outputs = (num_heads + 2 * num_kv_heads) * head_dim
+    weight, bias = random(num_outputs, WIDTH, seed=2).mul(WIDTH**-0.5).to(HALF), random(num_outputs, seed=3).to(HALF)
+    layer = CudaLinear(LinearWeight.dense(weight.to(device)), bias.to(device))
+    norm = TritonNorm(random(WIDTH, seed=6).to(HALF).to(device), None, 1e-5, False)
+    x = random(num_rows, WIDTH, seed=5).to(HALF).to(device)
+    positions, slots = torch.tensor([3, 0, 8, 0, 0]).to(device), torch.tensor([17, 0, 5, -1, -1]).to(device)
+    cos_sin = None if rotary_dim is None else random(9, rotary_dim, seed=8).to(device)
+    op = RotaryWrite("write", 0, cos_sin, heads, write_kv, is_interleaved=is_interleaved)
+    caches = [torch.zeros(2, 3, 8, num_kv_heads, head_dim, dtype=HALF, device=device) for _ in range(2)]
+    keys, values = ([each] for each in caches[0])
+    inputs = LayerInputs(positions, slots, SimpleNamespace(), keys, values)  # type: ignore[arg-type]
+    found = projected_query(x, layer, norm, op, inputs)
+    parts = few_rows_product(x, layer, norm=norm).view(num_rows, -1, head_dim)
+    parts = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    expected = write_kv(*parts, positions, cos_sin, *caches[1], slots, is_interleaved=is_interleaved)
+    assert torch.equal(found, expected)
+    assert torch.equal(*caches)
+    assert caches[0].count_nonzero() > 2 * 3 * num_kv_heads * head_dim * 0.9, "three rows have slots"
+
+
 @pytest.mark.parametrize(
     ("settings", "is_served"), [({}, True), ({"is_exact": True}, False), ({"dtype": torch.float32}, False)], ids=str
 )
@@ -93,7 +122,9 @@ def test_programs_have_the_hidden_states_of_single_ops(
     folder = write_random_folder(tmp_path, config, HALF)
     plain = replace(cuda_back_end(), fuse=lambda program: program)
     model = load_model(folder, back_end=cuda_back_end())
-    assert sum(isinstance(op, SummedProducts) for op in model._program.ops) == FUSED[name]
+    fused = [op for op in model._program.ops if isinstance(op, SummedProducts)]
+    assert len(fused) == FUSED[name]
+    assert sum(bool(op.behind) for op in fused) == FUSED[name] // 2, "into queries of the second layer"
     exact = load_model(folder, back_end=cuda_back_end(is_exact=True))
     assert not any(isinstance(op, SummedProducts) for op in exact._program.ops)
     found, expected = (
@@ -108,7 +139,7 @@ def test_more_rows_leave_no_more_activations_than_single_ops(tmp_path: Path, mon
     monkeypatch.setattr("quire.kernels.triton.few_rows.DTYPES", (HALF,))
     config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     program = load_model(write_random_folder(tmp_path, config, HALF), back_end=cuda_back_end())._program
-    op = next(op for op in program.ops if isinstance(op, SummedProducts))
+    op = next(op for op in program.ops if isinstance(op, SummedProducts) and not op.behind)
     rows, kept = torch.zeros(MAX_ROWS + 1, 8), list[set[str]]()
     activations = {name: rows.clone() for name in op.reads}
 
@@ -121,3 +152,21 @@ def test_more_rows_leave_no_more_activations_than_single_ops(tmp_path: Path, mon
     replace(op, first=first, norm=norm, second=second).run(activations, SimpleNamespace(adapters=None))
     assert kept == [set(op.reads), {op.norm.summed, op.norm.out}]
     assert activations.keys() == set(op.writes)
+
+
+def test_write_to_a_cache_of_8_bits_is_an_op_of_its_own(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.kernels.triton.few_rows.DTYPES", (HALF,))
+    config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    model = load_model(write_random_folder(tmp_path, config, HALF), back_end=cuda_back_end())
+    op, written = next(op for op in model._program.ops if isinstance(op, SummedProducts) and op.behind), list[str]()
+    split, rotary = op.behind
+    behind = split, replace(rotary, write=lambda query, *others: written.append(rotary.name) or query)
+    inputs = SimpleNamespace(adapters=None, keys=[torch.zeros(1, dtype=torch.int8)] * 2, values=[None] * 2)
+    inputs.positions = inputs.slot_mapping = None
+    first, stream = (torch.zeros(2, each.linear.weight.in_features, dtype=HALF) for each in (op.first, op.second))
+    activations = {op.reads[0]: first.to(device), op.reads[1]: stream.to(device)}
+    replace(op, behind=behind).run(activations, inputs)
+    assert written == [rotary.name]
+    assert activations.keys() == {op.reads[0], *op.writes}

@@ -1,4 +1,5 @@
-"""Products of few rows in Triton, for decodes of small batches: with the norm in front, and the residual behind.
+"""Products of few rows in Triton, for decodes of small batches: with the norm in front, and the residual behind, or the
+rotation of queries and keys and the write of keys and values to the cache.
 
 One program computes 16 outputs of up to 16 rows, of a gated layer their gates and ups in one pass over the inputs,
 which are added in ascending order; so there are enough programs for the memory of a card, and a weight is read once. A
@@ -18,8 +19,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.linear import GATED
 from quire.kernels.linear_weight import DENSE
-from quire.kernels.program import Activations, CountLayer, LayerInputs, Linear, Norm, Op, Program, live_after, run_ops
-from quire.kernels.triton import attention
+from quire.kernels.program import (
+    Activations,
+    CountLayer,
+    LayerInputs,
+    Linear,
+    Norm,
+    Op,
+    Program,
+    RotaryWrite,
+    SplitHeads,
+    live_after,
+    run_ops,
+)
+from quire.kernels.triton import attention, kv_cache_write
 from quire.kernels.triton.activation import activated
 from quire.kernels.triton.linear import CudaLinear
 from quire.kernels.triton.norm import TritonNorm
@@ -29,6 +42,7 @@ COLUMNS = 16   # outputs of a program: 4,096 outputs are shared by 256 programs
 DEPTH = 256    # inputs at a time: 8 KiB of a weight
 AHEAD = 512    # inputs whose weights are fetched before the wait: 8 MiB in 512 programs, 3 us of a card's memory
 SECTOR = tl.constexpr(16)  # elements that the L2 cache fetches at least: 32 bytes
+NO_HEADS = {"NUM_HEADS": 0, "NUM_KV_HEADS": 0, "HEAD_DIM": 0, "HALF": 0, "IS_INTERLEAVED": False}
 DTYPES = (torch.bfloat16,)  # float16 might overflow: the norm's weight is applied before the row's factor
 
 
@@ -47,31 +61,64 @@ def few_rows_product(
     x: [num_rows, in_features], at most MAX_ROWS; norm: an RMSNorm. Both are as of single ops, but for the
     rounding of normed inputs.
     """
+    assert residual is None or residual.is_contiguous()
+    num_outputs = layer.weight.out_features // (2 if layer.activation in GATED else 1)
+    out = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device) if residual is None else residual
+    _launch(x, layer, norm, residual, out)
+    return out
+
+
+def projected_query(x: Tensor, layer: CudaLinear, norm: TritonNorm, op: RotaryWrite, inputs: LayerInputs) -> Tensor:
+    """Return the rotated queries [num_rows, num_heads, head_dim] of layer(norm(x)); write its keys and values.
+
+    x: [num_rows, in_features], at most MAX_ROWS. The caches have x's dtype. As `few_rows_product` and then `op`.
+    """
+    num_heads, num_kv_heads, head_dim = op.heads
+    keys, values = inputs.keys[op.layer], inputs.values[op.layer]
+    assert layer.weight.out_features == (num_heads + 2 * num_kv_heads) * head_dim
+    assert keys.shape == values.shape == (*keys.shape[:2], num_kv_heads, head_dim)
+    assert keys.dtype == values.dtype == x.dtype, f"caches {keys.dtype}"
+    assert keys.is_contiguous() and values.is_contiguous(), "caches with gaps"
+    cos_sin, half = op.cos_sin, 0 if op.cos_sin is None else op.cos_sin.shape[1] // 2
+    assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.is_contiguous())
+    query = torch.empty(len(x), num_heads, head_dim, dtype=x.dtype, device=x.device)
+    target = keys, values, inputs.slot_mapping, inputs.positions, cos_sin
+    _launch(
+        x, layer, norm, None, query, target, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HALF=half, IS_INTERLEAVED=op.is_interleaved,
+    )  # fmt: skip
+    return query
+
+
+def _launch(
+    x: Tensor, layer: CudaLinear, norm: TritonNorm | None, residual: Tensor | None, out: Tensor,
+    target: tuple[Tensor | None, ...] = (None,) * 5, **heads: int,
+) -> None:  # fmt: skip
+    """Launch the kernel. `target`: the caches, slots, positions and angles where `out` has the queries alone."""
     (num_rows, num_inputs), weight = x.shape, layer.weight
     assert num_rows <= MAX_ROWS, f"{num_rows} rows"
     assert x.stride(1) == 1, "rows with gaps between inputs"
-    assert residual is None or residual.is_contiguous()
     is_gated = layer.activation in GATED
     num_outputs = weight.out_features // (2 if is_gated else 1)
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device) if residual is None else residual
     if not num_rows:
-        return out
+        return
     is_overlapping = attention.capability(x.device) >= 90
     _few_rows_kernel[(triton.cdiv(num_outputs, COLUMNS),)](
-        x, weight.elements, layer.bias, None if norm is None else norm.weight, residual, out, num_rows, x.stride(0),
-        num_inputs, num_outputs, 0.0 if norm is None else norm.eps, IS_GATED=is_gated, ACTIVATION=layer.activation,
-        IS_WIDE=norm is not None and norm.offset is not None, OFFSET=(norm.offset if norm is not None else 0.0) or 0.0,
-        OVERLAPS=is_overlapping, ROWS=MAX_ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, AHEAD=AHEAD, num_warps=4, num_stages=4,
+        x, weight.elements, layer.bias, None if norm is None else norm.weight, residual, out, *target, num_rows,
+        x.stride(0), num_inputs, num_outputs, 0.0 if norm is None else norm.eps, IS_GATED=is_gated,
+        ACTIVATION=layer.activation, IS_WIDE=norm is not None and norm.offset is not None,
+        OFFSET=(norm.offset if norm is not None else 0.0) or 0.0, OVERLAPS=is_overlapping, ROWS=MAX_ROWS,
+        COLUMNS=COLUMNS, DEPTH=DEPTH, AHEAD=AHEAD, **(heads or NO_HEADS), num_warps=4, num_stages=4,
         launch_pdl=is_overlapping,
     )  # fmt: skip
-    return out
 
 
 @dataclass(frozen=True, slots=True)
 class SummedProducts:
     """A layer, the norm of its results added to the stream, and the layer that reads it: two launches for few rows.
 
-    `between`: ops that read nothing of them. With more rows, or with adapters, the single ops run.
+    `between`: ops that read nothing of them. `behind`: ops that make the second layer's results queries, and keys and
+    values in the cache, in the second launch; or none. With more rows, or with adapters, the single ops run.
     """
 
     name: str
@@ -79,7 +126,13 @@ class SummedProducts:
     between: tuple[Op, ...]
     norm: Norm
     second: Linear
+    behind: tuple[()] | tuple[SplitHeads, RotaryWrite]
     dead: tuple[tuple[str, ...], ...]  # after each of the single ops, as of a program
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The single ops."""
+        return (self.first, *self.between, self.norm, self.second, *self.behind)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -88,13 +141,13 @@ class SummedProducts:
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The new stream and the second layer's results."""
-        return self.norm.writes[1], self.second.out
+        """The new stream, and the second layer's results or the queries of them."""
+        return self.norm.writes[1], self.behind[1].query if self.behind else self.second.out
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Compute all rows."""
         if len(activations[self.first.x]) > MAX_ROWS or inputs.adapters is not None:
-            run_ops((self.first, *self.between, self.norm, self.second), self.dead, activations, inputs)
+            run_ops(self.ops, self.dead, activations, inputs)
             return
         first, second, norm = self.first.linear, self.second.linear, self.norm.norm
         assert isinstance(first, CudaLinear) and isinstance(second, CudaLinear) and isinstance(norm, TritonNorm)
@@ -102,7 +155,12 @@ class SummedProducts:
         for op in self.between:
             op.run(activations, inputs)
         activations[self.writes[0]] = stream
+        if self.behind and inputs.keys[self.behind[1].layer].dtype == stream.dtype:
+            activations[self.writes[1]] = projected_query(stream, second, norm, self.behind[1], inputs)
+            return
         activations[self.second.out] = few_rows_product(stream, second, norm=norm)
+        for op in self.behind:  # a cache in 8 bits: its scales are those of whole heads
+            op.run(activations, inputs)
 
 
 def fuse(program: Program) -> Program:
@@ -110,41 +168,55 @@ def fuse(program: Program) -> Program:
     ops, alive = list(program.ops), live_after(program.ops, program.result)
     fused, index = list[Op](), 0
     while index < len(ops):
-        found, length = _summed_products(ops[index : index + 4], program.dead[index : index + 4]), 0
-        if found is not None:
-            length = 3 + len(found.between)
-            if found.norm.out in alive[index + length - 1] - {found.second.out}:  # another op reads the normed stream
-                found = None
+        found = _summed_products(ops[index : index + 6], program.dead[index : index + 6])
+        length = 0 if found is None else len(found.ops)
+        if found is not None and found.norm.out in alive[index + length - 1] - set(found.writes):
+            found = None  # another op reads the normed stream
         fused.append(ops[index] if found is None else found)
         index += 1 if found is None else length
     return Program(tuple(fused), program.result)
 
 
 def _summed_products(ops: list[Op], dead: tuple[tuple[str, ...], ...]) -> SummedProducts | None:
-    """Return the op for the first three or four ops, a layer's end among them; None if they are others."""
+    """Return the op for the first three to six ops, a layer's end among them; None if they are others."""
     between = tuple(op for op in ops[1:2] if isinstance(op, CountLayer))
-    parts = [ops[0], *ops[1 + len(between) :]][:3]
-    if len(parts) < 3:
+    first, *others = [ops[0], *ops[1 + len(between) :]]
+    if len(others) < 2:
         return None
-    first, norm, second = parts
+    norm, second = others[:2]
     if not (isinstance(first, Linear) and isinstance(norm, Norm) and isinstance(second, Linear)):
         return None
     is_chain = first.out == norm.x and norm.out == second.x and norm.residual is not None and norm.summed is not None
     is_rms = isinstance(norm.norm, TritonNorm) and not norm.norm.centers
     if not (is_chain and is_rms and serves(first.linear) and serves(second.linear)):
         return None
-    name = f"{first.name} to {second.name}"
-    return SummedProducts(name, first, between, norm, second, dead[: 3 + len(between)])
+    name, behind = f"{first.name} to {second.name}", _queries_behind(second, others[2:4])
+    length = 3 + len(between) + len(behind)
+    return SummedProducts(name, first, between, norm, second, behind, dead[:length])
+
+
+def _queries_behind(layer: Linear, ops: list[Op]) -> tuple[()] | tuple[SplitHeads, RotaryWrite]:
+    """Return the two ops behind a layer if they split its results into heads, rotate and write them; else none."""
+    if len(ops) < 2 or not (isinstance(split := ops[0], SplitHeads) and isinstance(op := ops[1], RotaryWrite)):
+        return ()
+    is_chain = layer.out == split.qkv and split.writes == op.reads and split.heads == op.heads
+    is_whole = op.heads.head_dim % 2 == 0 and op.write is kv_cache_write.write_kv
+    return (split, op) if is_chain and is_whole else ()
 
 
 @triton.jit(do_not_specialize=("num_rows",))
 def _few_rows_kernel(
-    x, elements, bias, norm_weight, residual, out, num_rows, x_stride, num_inputs, num_outputs, eps,
+    x, elements, bias, norm_weight, residual, out, key_cache, value_cache, slots, positions, cos_sin,
+    num_rows, x_stride, num_inputs, num_outputs, eps,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr, OFFSET: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """All rows of COLUMNS outputs."""
+    """All rows of COLUMNS outputs; with `slots`, of COLUMNS // 2 pairs of dimensions, a pair side by side."""
     rows, columns = tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    if slots is not None:
+        columns += _places_of_pairs(columns, HEAD_DIM, HALF, IS_INTERLEAVED)
     is_row, is_column, depths = rows < num_rows, columns < num_outputs, tl.arange(0, DEPTH)
     source = elements + columns[None, :] * num_inputs + depths[:, None]
     sums, ups = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -179,13 +251,66 @@ def _few_rows_kernel(
         sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if IS_GATED:
             ups += tl.load(bias + num_outputs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    values = sums.to(out.dtype.element_ty)
+    values = sums.to(x.dtype.element_ty)
     if ACTIVATION != "none":
         values = activated(values, ups.to(values.dtype) if IS_GATED else values, ACTIVATION).to(values.dtype)
-    place, is_there = rows[:, None] * num_outputs + columns[None, :], is_row[:, None] & is_column[None, :]
-    if residual is not None:  # as a norm adds it: to what the layer alone would have stored
-        values = values.to(tl.float32) + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(out + place, values, mask=is_there)
+    if slots is not None:
+        _store_heads(
+            values, out, key_cache, value_cache, slots, positions, cos_sin, num_rows, num_outputs,
+            ROWS, COLUMNS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, IS_INTERLEAVED,
+        )  # fmt: skip
+    else:
+        place, is_there = rows[:, None] * num_outputs + columns[None, :], is_row[:, None] & is_column[None, :]
+        if residual is not None:  # as a norm adds it: to what the layer alone would have stored
+            values = values.to(tl.float32) + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
+        tl.store(out + place, values, mask=is_there)
+
+
+@triton.jit
+def _places_of_pairs(columns, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+    """Return how far from `columns` the dimensions are of which even ones and the next are turned together."""
+    dims = columns % HEAD_DIM
+    moved = dims // 2 + dims % 2 * HALF - dims
+    return tl.where((dims < 2 * HALF) & (not IS_INTERLEAVED), moved, 0)
+
+
+@triton.jit
+def _store_heads(
+    values, query, key_cache, value_cache, slots, positions, cos_sin, num_rows, num_outputs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Turn pairs of queries and keys in float32, rounded once; store queries, and keys and values in their slots."""
+    rows, is_row = tl.arange(0, ROWS)[:, None], (tl.arange(0, ROWS) < num_rows)[:, None]
+    columns = (tl.program_id(0).to(tl.int64) * COLUMNS + 2 * tl.arange(0, COLUMNS // 2))[None, :]
+    heads, dims, apart = columns // HEAD_DIM, columns % HEAD_DIM, 1
+    first, second = tl.split(tl.reshape(values, [ROWS, COLUMNS // 2, 2]))
+    if HALF > 0:
+        is_turned = (dims < 2 * HALF) & (heads < NUM_HEADS + NUM_KV_HEADS)
+        angles = cos_sin + tl.load(positions + rows, mask=is_row, other=0) * (2 * HALF) + dims // 2
+        cos = tl.load(angles, mask=is_row & is_turned, other=1.0)
+        sin = tl.load(angles + HALF, mask=is_row & is_turned, other=0.0)
+        left, right = first.to(tl.float32), second.to(tl.float32)
+        first = tl.where(is_turned, (left * cos - right * sin).to(first.dtype), first)
+        second = tl.where(is_turned, (right * cos + left * sin).to(second.dtype), second)
+        if not IS_INTERLEAVED:
+            apart = tl.where(dims < 2 * HALF, HALF, 1)
+            dims += _places_of_pairs(columns, HEAD_DIM, HALF, IS_INTERLEAVED)
+    slot = tl.load(slots + rows, mask=is_row, other=-1)
+    place = query + (rows * NUM_HEADS + heads) * HEAD_DIM + dims
+    is_query = is_row & (heads < NUM_HEADS)
+    tl.store(place, first, mask=is_query)
+    tl.store(place + apart, second, mask=is_query)
+    heads -= NUM_HEADS
+    place = key_cache + (slot * NUM_KV_HEADS + heads) * HEAD_DIM + dims
+    is_key = (slot >= 0) & (heads >= 0) & (heads < NUM_KV_HEADS)
+    tl.store(place, first, mask=is_key)
+    tl.store(place + apart, second, mask=is_key)
+    heads -= NUM_KV_HEADS
+    place = value_cache + (slot * NUM_KV_HEADS + heads) * HEAD_DIM + dims
+    is_value = (slot >= 0) & (heads >= 0) & (columns < num_outputs)
+    tl.store(place, first, mask=is_value)
+    tl.store(place + apart, second, mask=is_value)
 
 
 @triton.jit
