@@ -38,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Models of tests are tiny: threads only wait for each other, beside another worker for most of the time. Tests
+        # of several threads set their number, and these wait as in engine processes (quire.engine.launcher).
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if device == "cpu":
         return
     if device == "imitated":
