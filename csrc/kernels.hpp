@@ -15,14 +15,11 @@ using bf16 = std::uint16_t;  // the upper half of a float
 
 inline long rounded_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
-// Activation of a linear layer's sums: none, an activation, or silu(gate) * up or gelu_tanh(gate) * up of two sums
+// Activation of a linear layer's sums: none, an activation, or silu, gelu or gelu_tanh of a gate times an up, of two sums
 // (Shazeer 2020), or gpt-oss's of two sums, clamped.
-enum class Activation { none, silu_and_mul, gelu_tanh, gelu, relu, gelu_tanh_and_mul, clamped_silu_and_mul };
+enum class Activation { none, gelu_tanh, gelu, relu, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, clamped_silu_and_mul };
 
-constexpr bool is_gated(Activation activation) {
-    return activation == Activation::silu_and_mul || activation == Activation::gelu_tanh_and_mul ||
-           activation == Activation::clamped_silu_and_mul;
-}
+constexpr bool is_gated(Activation activation) { return activation >= Activation::silu_and_mul; }
 
 // How the packed weight of a linear layer is stored, and how it is multiplied. dense: elements of T. int8_a8, int4_a8:
 // unsigned integers of 8 or 4 bits times activations rounded to int8, with exact sums (quantized_linear.cpp). The others:

@@ -96,7 +96,9 @@ void finish(const Linear<T>& op, long row, long strip, Floats sums) {
 }
 
 // Apart, like the addend: the other gated layers are to be as fast as without it.
-[[gnu::noinline]] inline Floats gelu_of_gate(Floats gate) { return gelu_tanh(gate); }
+[[gnu::noinline]] inline Floats gelu_of_gate(Activation activation, Floats gate) {
+    return activation == Activation::gelu_and_mul ? gelu(gate) : gelu_tanh(gate);
+}
 [[gnu::noinline]] inline Floats clamped(Floats gate, Floats up) { return clamped_silu_and_mul(gate, up); }
 
 template <typename T>
@@ -109,7 +111,7 @@ template <typename T>
     const long first = strip / 2 * STRIP;
     const Floats gate = rounded<T>(with_bias(op, left, 0, first)), up = rounded<T>(with_bias(op, right, op.out_features, first));
     if (op.activation == Activation::clamped_silu_and_mul) return store_outputs(op, row, first, clamped(gate, up));
-    const Floats active = op.activation == Activation::silu_and_mul ? silu(gate) : gelu_of_gate(gate);
+    const Floats active = op.activation == Activation::silu_and_mul ? silu(gate) : gelu_of_gate(op.activation, gate);
     store_outputs(op, row, first, rounded<T>(active) * up);
 }
 

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation import clamped_silu_and_mul, gelu, gelu_tanh, relu, silu_and_mul
+from quire.kernels.activation import (
+    clamped_silu_and_mul,
+    gelu,
+    gelu_and_mul,
+    gelu_tanh,
+    gelu_tanh_and_mul,
+    relu,
+    silu_and_mul,
+)
 
 Activation = Callable[[Tensor], Tensor]
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
@@ -39,10 +47,20 @@ def test_activation_matches_torch(ours: Activation, theirs: Activation, dtype: t
 
 
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-def test_gate_multiplies_the_second_half(dtype: torch.dtype, tol: float) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (silu_and_mul, F.silu),
+        (gelu_and_mul, F.gelu),
+        (gelu_tanh_and_mul, lambda x: F.gelu(x, approximate="tanh")),
+    ],
+)
+def test_gate_multiplies_the_second_half(
+    ours: Activation, theirs: Activation, dtype: torch.dtype, tol: float
+) -> None:
     gate_up = values(6 * 86, dtype).clamp(-50, 50).view(6, 86)
     gate, up = gate_up.double().chunk(2, dim=-1)
-    torch.testing.assert_close(silu_and_mul(gate_up), (F.silu(gate) * up).to(dtype), rtol=2 * tol, atol=tol)
+    torch.testing.assert_close(ours(gate_up), (theirs(gate) * up).to(dtype), rtol=2 * tol, atol=tol)
 
 
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)

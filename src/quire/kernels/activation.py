@@ -19,6 +19,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return torch.div(wide, divisor, out=divisor).to(gate.dtype).mul_(up)
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up for gate_up [..., 2 * width], gate in the first half. Shazeer 2020 (GEGLU)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate).mul_(up)
+
+
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Return gelu_tanh(gate) * up for gate_up [..., 2 * width], gate in the first half. Shazeer 2020 (GEGLU)."""
     gate, up = gate_up.chunk(2, dim=-1)

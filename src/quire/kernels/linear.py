@@ -26,12 +26,15 @@ PROBED_OUTPUTS = 1 << 16  # per row count, where that is more than two products
 DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a vocabulary of random rows takes seconds
 
 Activation = Literal[
-    "none", "silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "relu"
+    "none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "relu"
 ]  # fmt: skip
-GATED: tuple[Activation, ...] = ("silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul")  # of two layers, gate, up
+GATED: tuple[Activation, ...] = (  # of two layers, gate and up
+    "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul"
+)  # fmt: skip
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "silu_and_mul": activations.silu_and_mul,
+    "gelu_and_mul": activations.gelu_and_mul,
     "gelu_tanh_and_mul": activations.gelu_tanh_and_mul,
     "clamped_silu_and_mul": activations.clamped_silu_and_mul,
     "gelu_tanh": activations.gelu_tanh,

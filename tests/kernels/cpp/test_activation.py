@@ -40,6 +40,21 @@ def test_layer_matches_the_plain_op(
 
 
 @pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [1, 16, 172])
+def test_gelu_of_gates_matches_the_plain_op(width: int, has_bias: bool, dtype: torch.dtype, tol: float) -> None:
+    """The up, of up to 15, multiplies the error of a gate, which is that of the test above."""
+    generator = torch.Generator().manual_seed(width)
+    x, bias = torch.randn(70, 2 * width, generator=generator) * 4, torch.randn(2 * width, generator=generator)
+    x, bias = x.to(dtype), bias.to(dtype) * has_bias
+    expected = activation.gelu_and_mul(x + bias)
+    found = activated(x, "gelu_and_mul", bias if has_bias else None)
+    up = (x + bias)[:, width:].float().abs()
+    error = (found.float() - expected.float()).abs()
+    assert bool((error <= tol * (up + expected.float().abs()).clamp(min=1)).all())
+
+
+@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
 def test_clamped_gate_matches_the_plain_op(dtype: torch.dtype, tol: float) -> None:
     """float16 sums are not rounded before they are activated, and the gate, of up to 7, multiplies the difference."""
     x = torch.randn(70, 2 * 172, generator=torch.Generator().manual_seed(1)) * 6
@@ -50,7 +65,9 @@ def test_clamped_gate_matches_the_plain_op(dtype: torch.dtype, tol: float) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize(
+    "name", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu"]
+)
 def test_rows_have_the_same_bits_among_any_others(name: Activation, dtype: torch.dtype) -> None:
     x = torch.randn(90, 2 * 77).to(dtype)
     alone = torch.cat([activated(row[None], name) for row in x])

@@ -80,7 +80,9 @@ def test_groups_that_a_checkpoint_scattered_are_multiplied_in_their_order(device
     torch.testing.assert_close(CudaLinear(on(device, weight))(x.to(device)).cpu(), make_linear(weight)(x))
 
 
-@pytest.mark.parametrize("activation", ["silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "relu"])
+@pytest.mark.parametrize(
+    "activation", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "relu"]
+)
 @pytest.mark.parametrize("settings", [{"is_exact": True}, {}], ids=str)
 def test_activation_is_part_of_the_product(
     settings: dict[str, Any], activation: Activation, device: torch.device

@@ -56,6 +56,8 @@ def activated(values, ups, NAME: tl.constexpr):
         result = tl.maximum(wide, 0.0)
     elif NAME == "gelu":
         result = wide * 0.5 * (tl.erf(wide * SQRT_HALF) + 1.0)
+    elif NAME == "gelu_and_mul":
+        result = (wide * 0.5 * (tl.erf(wide * SQRT_HALF) + 1.0)).to(values.dtype) * ups
     else:
         inner = (wide + wide * wide * wide * 0.044715) * SQRT_2_BY_PI
         result = wide * 0.5 * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))  # 1 + tanh(inner)
