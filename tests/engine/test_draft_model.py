@@ -519,7 +519,7 @@ def test_other_vocabulary_without_a_tokenizer_is_refused_with_both_sizes(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"architectures": ["ModernBertForMaskedLM"]}, "ModernBertForMaskedLM"),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
         ({"architectures": ["BertForMaskedLM"], "hidden_act": "gelu"}, "no output head over the vocabulary"),
         ({"num_hidden_layers": 3}, "model.layers.2"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),

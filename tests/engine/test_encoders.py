@@ -28,7 +28,9 @@ def embed(llm: LLM, prompts: list[list[int]]) -> np.ndarray:
     return np.array([output.outputs.embedding for output in outputs], dtype=np.float32)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("Bert", "mean"), ("Roberta", "cls"), ("DistilBert", None)])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("Bert", "mean"), ("Roberta", "cls"), ("DistilBert", None), ("ModernBert", "mean")]
+)
 def test_embeddings_equal_transformers_alone_and_batched(tmp_path: Path, family: str, kind: str | None) -> None:
     folder, prompts = write_encoder(tmp_path, family, kind=kind), random_prompts(9)
     with LLM(folder, dtype="float32", max_num_batched_tokens=LONGEST, max_num_seqs=4) as llm:
@@ -55,11 +57,14 @@ def test_bits_are_the_same_in_bfloat16_and_int8_weights_load(tmp_path: Path) -> 
             assert np.array_equal(together, np.concatenate([embed(llm, [prompt]) for prompt in prompts]))
 
 
-@pytest.mark.parametrize("family", ["Bert", "XLMRoberta"])
-def test_scores_of_cross_encoders_equal_transformers(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Bert", {}), ("XLMRoberta", {}), ("ModernBert", {}), ("ModernBert", {"classifier_pooling": "mean"})],
+)
+def test_scores_of_cross_encoders_equal_transformers(tmp_path: Path, family: str, changes: dict[str, object]) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    folder = write_encoder(tmp_path, family, end="ForSequenceClassification", num_labels=1)
+    folder = write_encoder(tmp_path, family, end="ForSequenceClassification", num_labels=1, **changes)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = Tokenizer.from_folder(folder)
     with LLM(folder, dtype="float32") as llm:

@@ -32,6 +32,11 @@ BERT = {
 DISTILBERT = {
     "vocab_size": VOCAB_SIZE, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6, "max_position_embeddings": 70,
 }  # fmt: skip
+MODERNBERT = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "max_position_embeddings": 70, "local_attention": 16, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "bert": ("Bert", BERT),
     "bert, every option": (
@@ -46,6 +51,18 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "xlm_roberta, gelu by tanh": (
         "XLMRoberta",
         BERT | {"type_vocab_size": 1, "pad_token_id": 1, "hidden_act": "gelu_fast", "layer_norm_eps": 1e-3},
+    ),
+    "modernbert": ("ModernBert", MODERNBERT | {"num_labels": 1}),
+    "modernbert, every option": (
+        "ModernBert",
+        MODERNBERT
+        | {"hidden_activation": "silu", "norm_eps": 1e-3, "norm_bias": True, "attention_bias": True, "mlp_bias": True,
+           "classifier_bias": True, "classifier_activation": "gelu_new", "classifier_pooling": "mean",
+           "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+           "rope_parameters": {
+               "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 400.0},
+               "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+           }},
     ),
 }  # fmt: skip
 
@@ -127,23 +144,55 @@ def test_classifiers_equal_transformers(
     encoder, texts, second = load_model(tmp_path, back_end=back_end), random_texts(), [9, 1, 20, 3, 63]
     assert "not used" not in caplog.text
     has_types = encoder.spec.num_token_types > 1
-    first = torch.stack([states[0] for states in states_of(encoder, texts, second)])
-    logits = encoder.logits(first)
+    assert encoder.spec.classifier is not None
+    all_states, is_mean = states_of(encoder, texts, second), encoder.spec.classifier.pooling == "mean"
+    pooled = torch.stack([states.mean(dim=0) if is_mean else states[0] for states in all_states])
+    logits = encoder.logits(pooled)
     for text, at, row in zip(texts, second, logits, strict=True):
         expected = reference_states(reference, text, at if has_types else None)
         torch.testing.assert_close(row, expected, rtol=0, atol=TOLERANCE)
-    alone = encoder.logits(first[2:3])
+    alone = encoder.logits(pooled[2:3])
     assert torch.equal(alone[0], logits[2])
 
 
-def test_masked_language_models_are_their_base_models(tmp_path: Path, back_end: BackEnd) -> None:
-    reference = make_reference("roberta", "ForMaskedLM")
+@pytest.mark.parametrize("case", ["roberta", "modernbert"])
+def test_masked_language_models_are_their_base_models(
+    case: str, tmp_path: Path, back_end: BackEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = make_reference(case, "ForMaskedLM")
     reference.save_pretrained(tmp_path)
     encoder = load_model(tmp_path, back_end=back_end)
     assert not encoder.spec.has_head
+    assert "not used" not in caplog.text
     (states,) = states_of(encoder, random_texts()[:1])
     expected = reference_states(reference.base_model, random_texts()[0])
     torch.testing.assert_close(states, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_states_equal_those_of_a_padded_batch(tmp_path: Path, back_end: BackEnd) -> None:
+    reference, texts = make_reference("modernbert", "Model"), random_texts()
+    reference.save_pretrained(tmp_path)
+    lengths = torch.tensor([len(text) for text in texts])
+    padded = torch.tensor([text + [0] * (int(lengths.max()) - len(text)) for text in texts])
+    mask = torch.arange(padded.shape[1]) < lengths[:, None]
+    with torch.no_grad():
+        expected = reference(padded, attention_mask=mask.long())[0]
+    found = states_of(load_model(tmp_path, back_end=back_end), texts)
+    for row, length, states in zip(expected, lengths, found, strict=True):
+        torch.testing.assert_close(states, row[:length], rtol=0, atol=TOLERANCE)
+
+
+def test_older_and_newer_names_of_rotary_keys_are_the_same() -> None:
+    config = {"architectures": ["ModernBertModel"], **MODERNBERT}
+    rope = {"full_attention": {"rope_theta": 5e4}, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+    newer = spec_from_config({**config, "rope_parameters": rope, "layer_types": [
+        "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+    ]})  # fmt: skip
+    older = {"global_rope_theta": 5e4, "local_rope_theta": 300.0, "global_attn_every_n_layers": 2}
+    assert spec_from_config({**config, **older}) == newer
+    assert [rotary.theta for rotary in newer.rotaries] == [5e4, 300.0]
+    assert newer.windows == (None, 9, None, 9)
+    assert [rotary.theta for rotary in spec_from_config(config).rotaries] == [160_000.0, 10_000.0]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +203,9 @@ def test_masked_language_models_are_their_base_models(tmp_path: Path, back_end: 
         ({"hidden_act": "tanh"}, "hidden_act"),
         ({"architectures": ["RobertaModel"], "max_position_embeddings": 2}, "must be above pad_token_id"),
         ({"architectures": ["BertLMHeadModel"]}, "unknown architecture 'BertLMHeadModel'"),
+        ({"architectures": ["ModernBertModel"], "hidden_activation": "relu"}, "hidden_activation must be one of gelu"),
+        ({"architectures": ["ModernBertModel"], "rope_scaling": {"type": "linear"}}, "rope_scaling = .* not supported"),
+        ({"architectures": ["ModernBertModel"], "classifier_pooling": "max"}, "classifier_pooling must be one of cls"),
     ],
 )
 def test_what_is_not_served_is_refused(changed: dict[str, object], message: str) -> None:

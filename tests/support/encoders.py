@@ -20,6 +20,9 @@ _DISTILBERT = {"vocab_size": 300, "dim": WIDTH, "hidden_dim": 80, "n_layers": 2,
 _CONFIGS: dict[str, dict[str, object]] = {
     "Bert": _SIZES,
     "DistilBert": _DISTILBERT | {"max_position_embeddings": LONGEST},
+    "ModernBert": _SIZES
+    | {"num_hidden_layers": 4, "local_attention": 20, "pad_token_id": 1}
+    | {"bos_token_id": CLS, "eos_token_id": SEP, "cls_token_id": CLS, "sep_token_id": SEP},
 } | dict.fromkeys(("Roberta", "XLMRoberta"), _SIZES | {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1})
 
 

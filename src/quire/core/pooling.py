@@ -48,8 +48,8 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
 class Pool(msgspec.Struct, tag="pool", array_like=True, frozen=True):
     """The task of a request for the vector of its prompt; no token is sampled.
 
-    With `token_ids` the vector is the logits of these tokens, or of these labels of a classifier, for the last or the
-    first token of the prompt; else it is the pooled hidden states, of which the first `num_dimensions` are kept
+    With `token_ids` the vector is the logits of these tokens, or of these labels of a classifier, for the pooled hidden
+    states; else it is the pooled hidden states, of which the first `num_dimensions` are kept
     (0: all), then normalized if asked for. `second_text`: where the second text of a pair begins; 0: nowhere.
     """
 

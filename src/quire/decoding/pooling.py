@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -61,13 +62,13 @@ class PooledEntry(NamedTuple):
         """Whether it ends with the last token of the prompt."""
         return self.start + self.end - self.begin == self.state.num_tokens
 
-    @property
-    def scored(self) -> int:
-        """The token of the flat batch behind which the logits are read; the first one is in the first step alone."""
-        if self.state.pool.kind != "cls":
-            return self.end - 1
-        assert self.start == 0, "the first token was computed in an earlier step"
-        return self.begin
+    def scored(self, hidden: Tensor) -> Tensor:
+        """Return the state [width] that the head reads. One that is not of the last token is of a whole prompt."""
+        if self.state.pool.kind == "last":
+            return hidden[self.end - 1]
+        assert self.start == 0, "a part of the prompt was computed in an earlier step"
+        self.state.append(hidden[self.begin : self.end], 0)
+        return torch.from_numpy(self.state.vector()).to(hidden)
 
 
 def pool(
@@ -81,7 +82,7 @@ def pool(
     vectors = dict[int, NDArray[np.float32]]()
     scored = [each for each in entries if each.state.pool.token_ids and each.is_last]
     if scored:
-        found = logits(hidden[[each.scored for each in scored]])
+        found = logits(torch.stack([each.scored(hidden) for each in scored]))
         for each, row in zip(scored, found, strict=True):
             vectors[each.row] = row[list(each.state.pool.token_ids)].float().numpy(force=True).copy()
     for each in entries:

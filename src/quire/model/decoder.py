@@ -53,9 +53,11 @@ class Decoder:
         require_attention(self.back_end.attention, program.ops, self.dtype)
         self._program = self.back_end.fuse(program)
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
-        self._classifier, self._head = None, None
+        self._classifier, self._classifier_norm, self._head = None, None, None
         if shapes.classifier is not None:
             self._classifier = weights.unprefixed().linear(shapes.classifier)
+        if shapes.classifier_norm is not None:
+            self._classifier_norm = make_norm(spec, weights.unprefixed(), shapes.classifier_norm)
         if spec.has_head:
             self._head = _head(spec, shapes.head, self._embedding.tokens, weights, ranks)
         self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
@@ -101,8 +103,10 @@ class Decoder:
         """Return the rows that a classifier's last layer reads. Each is activated by itself: its bits are its own."""
         assert self.spec.classifier is not None
         assert self._classifier is not None
-        activate = torch.tanh if self.spec.classifier.activation == "tanh" else torch.relu
-        return torch.stack([activate(row.clone()) for row in self._classifier(hidden)])
+        rows = self._classifier(hidden)
+        if self.spec.classifier.activation == "tanh":
+            rows = torch.stack([torch.tanh(row.clone()) for row in rows])
+        return rows if self._classifier_norm is None else self._classifier_norm(rows)[0]
 
     def head_sums(self, hidden: Tensor) -> Tensor:
         """Return the logits before the multiplier and the softcap; of several ranks, rank 0 has them."""

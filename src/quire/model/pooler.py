@@ -146,7 +146,8 @@ def _classifier(reader: ConfigReader, spec: DecoderSpec) -> PoolerConfig:
     key, default = "sbert_ce_default_activation_function", "torch.nn.modules.activation.Sigmoid"
     old = reader.choice(key, _ACTIVATIONS, default=default)
     is_probability = section.choice("activation_fn", _ACTIVATIONS) if section.has("activation_fn") else old
-    return PoolerConfig("cls", spec.hidden_size, has_classifier=True, is_probability=is_probability)
+    pooling = spec.classifier.pooling
+    return PoolerConfig(pooling, spec.hidden_size, has_classifier=True, is_probability=is_probability)
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

@@ -41,7 +41,8 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
     found: list[Op] = []
     is_summed = True  # whether the stream has the last sublayer's output; else it is in x, and the next norm adds it
     for index, layer in enumerate(spec.layers):
-        if layer.norm_position in UNSUMMED and not is_summed:
+        reads_stream = layer.norm_position in UNSUMMED or not layer.has_attention_norm
+        if reads_stream and not is_summed:
             found.append(ops.Add(f"layers.{index}.sum", "x", INPUT, INPUT, spec.hidden_size))
             is_summed = True
         found += _layer_ops(spec, index, weights.layer(index), shared, is_summed=is_summed)
@@ -76,9 +77,11 @@ def _layer_ops(
     layer, stem = spec.layers[index], f"layers.{index}."
     shapes, position = LayerShapes.of(spec, layer), layer.norm_position
     source = INPUT if position in UNSUMMED else "normed" if shapes.feed_forward_norm is None else "x"
-    attention_norm = make_norm(spec, weights, shapes.attention_norm)
-    attention = list(_attention_ops(spec, index, weights, shared, source))
-    first = _norm_op(f"{stem}attention_norm", attention_norm, position, is_summed=is_summed, out=source)
+    first: list[Op] = []
+    if shapes.attention_norm is not None:
+        attention_norm = make_norm(spec, weights, shapes.attention_norm)
+        first = [_norm_op(f"{stem}attention_norm", attention_norm, position, is_summed=is_summed, out=source)]
+    attention = list(_attention_ops(spec, index, weights, shared, source if first else INPUT))
     second: list[Op] = []
     if shapes.feed_forward_norm is not None:
         feed_forward_norm = make_norm(spec, weights, shapes.feed_forward_norm)
@@ -89,12 +92,12 @@ def _layer_ops(
     feed_forward = list(_feed_forward_ops(layer, shapes, stem, weights, source, out, shared.ranks))
     if layer.is_parallel:
         feed_forward.append(ops.Add(f"{stem}sublayers", "x", "y", "x", spec.hidden_size))
-    in_order = [first, *attention, *second, *feed_forward]
+    in_order = [*first, *attention, *second, *feed_forward]
     if position == "post":
-        in_order = [*attention, first, *feed_forward, *second]
+        in_order = [*attention, *first, *feed_forward, *second]
     if position == "output":
         add = ops.Add(f"{stem}attention_sum", "x", INPUT, INPUT, spec.hidden_size)
-        in_order = [*attention, first, add, *feed_forward, *second]
+        in_order = [*attention, *first, add, *feed_forward, *second]
     yield from _with_parts(_followed(in_order, spec, index, weights, shared.ranks), stem, layer.parts, weights)
     yield ops.CountLayer(f"{stem}end", shared.progress)
 

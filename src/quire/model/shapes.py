@@ -115,7 +115,7 @@ class ExpertShapes(NamedTuple):
 class LayerShapes(NamedTuple):
     """One layer; `up` and `down` are those of a dense feed-forward, else there are `experts`."""
 
-    attention_norm: NormShape
+    attention_norm: NormShape | None
     qkv: LinearShape
     query_norm: NormShape | None
     key_norm: NormShape | None
@@ -140,7 +140,7 @@ class LayerShapes(NamedTuple):
         else:
             experts = ExpertShapes.of(names.experts or ExpertNames(), width, feed_forward)
         return cls(
-            attention_norm=_norm(spec, names.attention_norm, width),
+            attention_norm=_norm_or_none(spec, names.attention_norm if layer.has_attention_norm else None, width),
             qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias, num_groups=groups),
             query_norm=_head_norm(spec, layer, names.query_norm, layer.num_heads),
             key_norm=_head_norm(spec, layer, names.key_norm, layer.num_kv_heads),
@@ -174,17 +174,20 @@ class DecoderShapes(NamedTuple):
     final_norm: NormShape | None
     project_out: LinearShape | None
     classifier: LinearShape | None
+    classifier_norm: NormShape | None
     head: LinearShape
 
     @classmethod
     def of(cls, spec: DecoderSpec) -> "DecoderShapes":
         """Return the shapes of a model. Raises ModelError for a width that nothing projects to."""
         names, width, hidden = spec.weights, spec.embedding_size, spec.hidden_size
-        num_positions, classifier = spec.max_position_embeddings + spec.position_offset, None
+        num_positions, classifier, classifier_norm = spec.max_position_embeddings + spec.position_offset, None, None
         num_outputs = spec.vocab_size if spec.classifier is None else spec.classifier.num_labels
         if spec.classifier is not None and spec.has_head:
             assert names.classifier is not None, "a classifier in a map of names without it"
-            classifier = LinearShape((names.classifier,), (hidden,), hidden, has_bias=True)
+            activation = None if spec.classifier.activation == "tanh" else spec.classifier.activation
+            classifier = LinearShape((names.classifier,), (hidden,), hidden, spec.classifier.has_bias, activation)
+            classifier_norm = _norm_or_none(spec, names.classifier_norm, hidden)
         return cls(
             embedding=TableShape(names.embedding, spec.vocab_size, width),
             positions=None if names.positions is None else TableShape(names.positions, num_positions, hidden),
@@ -194,6 +197,7 @@ class DecoderShapes(NamedTuple):
             final_norm=_norm(spec, names.final_norm, hidden) if spec.has_final_norm else None,
             project_out=_projection(names.project_out, width, hidden),
             classifier=classifier,
+            classifier_norm=classifier_norm,
             head=LinearShape((names.head,), (num_outputs,), width, spec.has_head_bias),
         )
 

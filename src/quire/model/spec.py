@@ -15,8 +15,9 @@ NormKind = Literal["rms", "rms_float", "rms_offset", "layer"]  # weights applied
 # input and on its output (Gemma 2); on its output alone (OLMo 2).
 NormPosition = Literal["pre", "post", "around", "output"]
 Activation = Literal[  # _and_mul: gated, two in
-    "silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "gelu_tanh", "relu"
+    "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "gelu_tanh", "relu"
 ]  # fmt: skip
+PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
 
 
 MAX_EXPERTS = 4096  # of a layer
@@ -85,6 +86,7 @@ class WeightMap:
     final_norm: str
     head: str = "lm_head"                   # or the last layer of a classifier
     classifier: str | None = None           # the layer before it; both have names without a prefix
+    classifier_norm: str | None = None      # of that layer's output, named like it
     token_types: str | None = None          # embeddings of the two texts of a pair
     embedding_norm: str | None = None
     positions: str | None = None            # learned position embeddings
@@ -195,6 +197,7 @@ class LayerSpec:
     attention_scale: float | None = None        # None: 1 / sqrt(head_dim)
     window: int | None = None                   # tokens looked back on, itself included
     norm_position: NormPosition = "pre"
+    has_attention_norm: bool = True             # False: attention reads the stream itself
     has_qkv_bias: bool = False
     has_attention_out_bias: bool = False
     has_query_key_norm: bool = False
@@ -223,10 +226,12 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A head that classifies a text by its first hidden state: a layer of that width, activated, and one to labels."""
+    """A head that classifies a text by its pooled hidden states: a layer as wide, activated, and one to labels."""
 
     num_labels: int
-    activation: Literal["tanh", "relu"]
+    activation: Activation | Literal["tanh"]
+    has_bias: bool = True              # of the first layer
+    pooling: PoolingOfTexts = "cls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +328,12 @@ class DecoderSpec:
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> "DecoderSpec":
         """Return the spec with all layers changed."""
         return replace(self, layers=tuple(map(change, self.layers)))
+
+    def with_windowed_layers(self, types: Sequence[str], **changes: Any) -> "DecoderSpec":  # noqa: ANN401 (any field)
+        """Return the spec with changed fields in the layers of the type `sliding_attention`; `types`: of all layers."""
+        pairs = zip(self.layers, types, strict=True)
+        layers = (replace(layer, **changes) if kind == "sliding_attention" else layer for layer, kind in pairs)
+        return replace(self, layers=tuple(layers))
 
     def with_heads(self, num_heads: int, num_kv_heads: int) -> "DecoderSpec":
         """Return the spec with other numbers of heads of the same size."""

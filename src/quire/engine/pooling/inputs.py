@@ -138,7 +138,7 @@ def _pool_for(params: PoolingParams, pooler: PoolerConfig, task: PoolingTask) ->
     if task == "score" and pooler.score_token_ids is not None:
         return Pool("last", token_ids=pooler.score_token_ids)
     if task == "score" and pooler.has_classifier:
-        return Pool("cls", token_ids=(0,))
+        return Pool(pooler.kind, normalizes=False, token_ids=(0,))
     if pooler.is_reranker:
         raise InvalidRequestError("the model scores pairs of texts: it gives no embeddings", param="model")
     _check_dimensions(params.dimensions, pooler)

@@ -21,6 +21,7 @@ from quire.model.families import (
     granite,
     llama,
     mixture,
+    modernbert,
     multimodal,
     olmo,
     opt,
@@ -65,6 +66,7 @@ FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
 ENCODERS: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "Bert": bert.bert,
     "DistilBert": bert.distilbert,
+    "ModernBert": modernbert.modernbert,
     "Roberta": bert.roberta,
     "XLMRoberta": bert.xlm_roberta,
 }
@@ -78,7 +80,7 @@ MODEL_TYPES = {family.__name__: architecture for architecture, family in FAMILIE
 ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
 LATENT = "multi-head latent attention is not computed"
 RECURRENT = "recurrent state is not kept"
-ENCODER = "of encoders, BERT, DistilBERT, RoBERTa and XLM-RoBERTa are served"
+ENCODER = "of encoders, BERT, DistilBERT, RoBERTa, XLM-RoBERTa and ModernBERT are served"
 REFUSED: dict[str, str] = {
     "BloomForCausalLM": ALIBI,
     "MptForCausalLM": ALIBI,
@@ -96,6 +98,5 @@ REFUSED: dict[str, str] = {
     "Qwen3NextForCausalLM": RECURRENT,
     "RecurrentGemmaForCausalLM": RECURRENT,
     "RwkvForCausalLM": RECURRENT,
-    "ModernBertModel": ENCODER,
     "T5ForConditionalGeneration": ENCODER,
 }

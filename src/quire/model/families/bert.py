@@ -83,7 +83,7 @@ def bert(config: ConfigReader) -> DecoderSpec:
         has_final_norm=False,
         has_head_bias=True,
         num_token_types=config.size("type_vocab_size", 2),
-        classifier=Classifier(_num_labels(config), "tanh"),
+        classifier=Classifier(num_labels(config), "tanh"),
         weights=WEIGHTS,
     )
 
@@ -108,10 +108,11 @@ def distilbert(config: ConfigReader) -> DecoderSpec:
     values = {name: config.size(key) for name, key in (names | {"intermediate_size": "hidden_dim"}).items()}
     activation = config.choice("activation", {name: name for name in ACTIVATIONS}, default="gelu")
     spec = bert(config.replaced(**values, hidden_act=activation, layer_norm_eps=NORM_EPS))
-    classifier = Classifier(_num_labels(config), "relu")
+    classifier = Classifier(num_labels(config), "relu")
     return replace(spec, weights=DISTILBERT_WEIGHTS, num_token_types=0, classifier=classifier)
 
 
-def _num_labels(config: ConfigReader) -> int:
+def num_labels(config: ConfigReader) -> int:
+    """Return the labels of a classifier."""
     names = config.section("id2label")
     return len(names) if names else config.size("num_labels", DEFAULT_LABELS, limit=MAX_LABELS)

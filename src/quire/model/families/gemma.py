@@ -41,8 +41,7 @@ def gemma2(config: ConfigReader) -> DecoderSpec:
     spec = _around(config, softcap=config.nullable_number("attn_logit_softcapping", SCORE_SOFTCAP))
     spec = replace(spec, logit_softcap=config.nullable_number("final_logit_softcapping", LOGIT_SOFTCAP))
     window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
-    types = config.layer_types(spec.num_layers, windowed=1)
-    return spec.with_windows([window if kind == "sliding_attention" else None for kind in types])
+    return spec.with_windowed_layers(config.layer_types(spec.num_layers, windowed=1), window=window)
 
 
 def gemma3_text(config: ConfigReader) -> DecoderSpec:
@@ -58,12 +57,9 @@ def gemma3_text(config: ConfigReader) -> DecoderSpec:
     window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
     num_windowed = config.size("sliding_window_pattern", WINDOWED_LAYERS + 1) - 1
     types = config.layer_types(spec.num_layers, windowed=num_windowed)
-    layers = (
-        replace(layer, window=window, rotary=windowed) if kind == "sliding_attention" else layer
-        for layer, kind in zip(spec.layers, types, strict=True)
-    )
     full = replace(full, max_positions=length)  # the config states the scaled length
-    return replace(spec, rotary=full, layers=tuple(layers), max_position_embeddings=length)
+    spec = replace(spec, rotary=full, max_position_embeddings=length)
+    return spec.with_windowed_layers(types, window=window, rotary=windowed)
 
 
 def _gemma(config: ConfigReader, activation: Activation) -> DecoderSpec:

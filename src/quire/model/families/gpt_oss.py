@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.model.config_reader import LAYER_TYPES, ConfigReader
+from quire.model.config_reader import ConfigReader
 from quire.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
 from quire.model.families.llama import llama
 from quire.model.spec import (
@@ -56,8 +56,7 @@ def gpt_oss(config: ConfigReader) -> DecoderSpec:
     expert = FeedForward(config.size("intermediate_size"), "clamped_silu_and_mul", has_bias=True)
     mixture = Experts(num_experts, num_active, expert, is_normalized=True, has_router_bias=True)
     window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
-    types = config.layer_types(spec.num_layers, windowed=1)
-    spec = spec.with_windows([window if kind == LAYER_TYPES[0] else None for kind in types])
+    spec = spec.with_windowed_layers(config.layer_types(spec.num_layers, windowed=1), window=window)
     return replace(spec, weights=WEIGHTS).with_layers(
         lambda layer: replace(layer, feed_forward=mixture, has_sinks=True)
     )

@@ -50,11 +50,7 @@ def olmo3(config: ConfigReader) -> DecoderSpec:
     )
     window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
     types = config.layer_types(spec.num_layers, windowed=WINDOWED_LAYERS)
-    layers = (
-        replace(layer, window=window, rotary=windowed) if kind == "sliding_attention" else layer
-        for layer, kind in zip(spec.layers, types, strict=True)
-    )
-    return replace(spec, rotary=full, layers=tuple(layers))
+    return replace(spec, rotary=full).with_windowed_layers(types, window=window, rotary=windowed)
 
 
 def _with_norms(layer: LayerSpec) -> LayerSpec:
