@@ -98,6 +98,7 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
     folder = write_pair(tmp_path / "pair", awq(32), awq_config(32)).folder
     needs = {
         "quire.formats.gguf": (file, f"{file}: a GGUF file"),
+        "quire.formats.gguf_architectures": (file, f"{file}: a GGUF file"),
         "quire.formats.gguf_tensors": (file, f"{file}: reading tensors of a GGUF file"),
         "quire.formats.gguf_tokenizer": (file, f"{file}: reading the tokenizer of a GGUF file"),
         "quire.formats.quantized": (folder, f"{folder}: quantized weights"),

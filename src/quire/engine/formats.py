@@ -20,14 +20,14 @@ from quire.text.tokenizer_files import missing_tokenizer, tokenizer_file, warn_m
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of models besides folders of floats. `package` is what reads it, and `name` is for errors.
+    """A format of models besides folders of floats. `packages` read it, and `name` is for errors.
 
     read: from the path to the model's source. tokenizer_loader: as the function below; None where tokenizer files are
     those of any folder.
     """
 
     name: str
-    package: str
+    packages: tuple[str, ...]
     recognizes: Callable[[Path], bool]
     read: Callable[[Path], ModelSource]
     tokenizer_loader: Callable[[Path], Callable[[], Tokenizer] | None] | None = None
@@ -42,7 +42,7 @@ def read_source(path: Path) -> ModelSource:
     found = _format_of(path)
     if found is None:
         return read_folder(path)
-    with needs_package(f"{path}: {found.name}", found.package):
+    with needs_package(f"{path}: {found.name}", *found.packages):
         return found.read(path)
 
 
@@ -70,7 +70,7 @@ def tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
     """Return what loads the tokenizer of a folder or file, or None if it has none. Errors as of `load_tokenizer`."""
     for each in FORMATS:
         if each.tokenizer_loader is not None and each.recognizes(path):
-            with needs_package(f"{path}: {each.name}", each.package):
+            with needs_package(f"{path}: {each.name}", *each.packages):
                 return each.tokenizer_loader(path)
     return partial(Tokenizer.from_folder, path) if tokenizer_file(path) is not None else None
 
@@ -101,7 +101,8 @@ def _read_quantized(path: Path) -> ModelSource:
     return read_quantized(path)
 
 
+GGUF_PACKAGES = ("quire.formats.gguf", "quire.formats.gguf_architectures")
 FORMATS = (
-    Format("a GGUF file", "quire.formats.gguf", is_gguf, _read_gguf, _gguf_tokenizer_loader),
-    Format("quantized weights", "quire.formats.quantized", _is_quantized_folder, _read_quantized),
+    Format("a GGUF file", GGUF_PACKAGES, is_gguf, _read_gguf, _gguf_tokenizer_loader),
+    Format("quantized weights", ("quire.formats.quantized",), _is_quantized_folder, _read_quantized),
 )

@@ -1,0 +1,137 @@
+"""Families of GGUF files, a function each: the keys of config.json, from the metadata of a file."""
+
+from collections.abc import Mapping
+
+from quire.formats.gguf.metadata import Metadata
+from quire.formats.gguf_architectures.rotary import LAYER_NORM_EPS, of_family, rotary_decoder
+from quire.model.config_reader import MAX_LAYERS
+
+GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
+
+
+def llama(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Llama, a Mistral or a Mixtral."""
+    config = of_family(metadata, "MixtralForCausalLM")
+    if "num_experts" in config:
+        return config
+    config["architectures"] = ["LlamaForCausalLM"]
+    if metadata.has("attention.sliding_window"):
+        window = metadata.size("attention.sliding_window", least=0)
+        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window or None}
+    return config
+
+
+def granite(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Granite."""
+    config = llama(metadata) | {"architectures": ["GraniteForCausalLM"]}
+    config["attention_multiplier"] = metadata.number("attention.scale", int(str(config["head_dim"])) ** -0.5)
+    for key, name in (("embedding_scale", "embedding_multiplier"), ("residual_scale", "residual_multiplier"),
+                      ("logit_scale", "logits_scaling")):  # fmt: skip
+        config[name] = metadata.number(key, 1.0)
+    return config
+
+
+def olmo2(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of an OLMo 2."""
+    metadata.reject("attention.sliding_window", 0, why="OLMo 3 is not read from GGUF files")
+    return rotary_decoder(metadata) | {"architectures": ["Olmo2ForCausalLM"]}
+
+
+def phi3(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Phi-3 or Phi-4."""
+    if any(name.startswith("rope_factors_") for name in metadata.file.tensors):
+        raise metadata.file.error("longrope is not read from GGUF files yet, and the file has its factors")
+    window = metadata.size("attention.sliding_window", 0, least=0) or None
+    config = rotary_decoder(metadata, turns_part=True)
+    return config | {"architectures": ["Phi3ForCausalLM"], "sliding_window": window}
+
+
+def gemma2(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Gemma 2."""
+    config = rotary_decoder(metadata)
+    return config | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "query_pre_attn_scalar": _score_scalar(metadata, config, GEMMA2_27B_LAYERS),
+    }
+
+
+def gemma3(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Gemma 3. Files name neither the factor on scores nor, older ones, windowed layers' base."""
+    metadata.reject("attention.sliding_window_pattern", 6, why="every sixth layer of Gemma 3 has no window")
+    config = rotary_decoder(metadata) | {"architectures": ["Gemma3ForCausalLM"]}
+    return config | {
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": _score_scalar(metadata, config, GEMMA3_27B_LAYERS),
+    }
+
+
+def _score_scalar(metadata: Metadata, config: Mapping[str, object], layers_of_27b: int) -> object:
+    """Return a Gemma's factor on scores, which files do not have: 27B, known by its layers, differs."""
+    is_27b = config["num_hidden_layers"] == layers_of_27b
+    return metadata.size("embedding_length") // metadata.size("attention.head_count") if is_27b else config["head_dim"]
+
+
+def cohere(metadata: Metadata, family: str) -> dict[str, object]:
+    """Return the keys of a Command R; of the second kind (`Cohere2ForCausalLM`) with windows."""
+    config = of_family(metadata, family, eps="layer_norm_eps") | {"logit_scale": metadata.number("logit_scale")}
+    is_second = family == "Cohere2ForCausalLM"
+    return config | ({"sliding_window": metadata.size("attention.sliding_window")} if is_second else {})
+
+
+def stablelm(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a StableLM. Files may say of any that its sublayers are parallel: a missing norm tells."""
+    config = of_family(metadata, "StableLmForCausalLM", turns_part=True, eps="layer_norm_eps")
+    return config | {"use_parallel_residual": not metadata.has_tensor("blk.0.ffn_norm.weight")}
+
+
+def falcon(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Falcon; all of them as those of the new architecture, in which one KV head is a group."""
+    config = of_family(metadata, "FalconForCausalLM", eps="layer_norm_epsilon")
+    return config | {
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 2 if metadata.has_tensor("blk.0.attn_norm_2.weight") else 1,
+        "num_kv_heads": config["num_key_value_heads"],
+        "ffn_hidden_size": config["intermediate_size"],
+    }
+
+
+def gpt_neox(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a GPT-NeoX."""
+    config = of_family(metadata, "GPTNeoXForCausalLM", turns_part=True, eps="layer_norm_eps")
+    return config | {"use_parallel_residual": metadata.flag("use_parallel_residual", True)}
+
+
+def olmo(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of an OLMo 1."""
+    metadata.reject(LAYER_NORM_EPS, 1e-5, why="OLMo 1 has that of its norms in its code")
+    limit = metadata.number("attention.clamp_kqv") if metadata.has("attention.clamp_kqv") else None
+    return of_family(metadata, "OlmoForCausalLM", eps="layer_norm_eps") | {"clip_qkv": limit}
+
+
+def gpt_oss(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a gpt-oss. Files do not say that the bounds of its YaRN are no whole numbers."""
+    config = of_family(metadata, "GptOssForCausalLM")
+    if isinstance(config["rope_scaling"], dict):
+        config["rope_scaling"] |= {"truncate": False}
+    return config | {
+        "intermediate_size": metadata.size("expert_feed_forward_length"),
+        "num_local_experts": metadata.size("expert_count"),
+        "sliding_window": metadata.size("attention.sliding_window"),
+    }
+
+
+def gpt2(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a GPT-2."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": metadata.size("embedding_length"),
+        "n_inner": metadata.size("feed_forward_length"),
+        "n_layer": metadata.size("block_count", limit=MAX_LAYERS),
+        "n_head": metadata.size("attention.head_count"),
+        "n_positions": metadata.rows("position_embd.weight"),
+        "layer_norm_epsilon": metadata.number(LAYER_NORM_EPS),
+    }
