@@ -19,10 +19,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_level() -> Tokenizer:
-    """Byte-level BPE like GPT-2's: every byte is a token, and some merges; ids 0 to 2 are special."""
+def byte_level(cuts: pre_tokenizers.PreTokenizer | None = None) -> Tokenizer:
+    """Byte-level BPE like GPT-2's: every byte is a token, and some merges; ids 0 to 2 are special.
+
+    `cuts`: of texts into words, with their bytes as letters; None: GPT-2's.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = cuts or pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -30,6 +33,17 @@ def byte_level() -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
+
+
+def falcon() -> Tokenizer:
+    """Byte-level BPE with words cut as by Falcon's tokenizer.json: punctuation and groups of three digits apart."""
+    cuts = [
+        pre_tokenizers.Punctuation(behavior="contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), behavior="isolated"),
+    ]
+    return byte_level(pre_tokenizers.Sequence(cuts))
 
 
 def byte_fallback() -> Tokenizer:

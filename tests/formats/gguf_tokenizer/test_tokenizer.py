@@ -97,6 +97,7 @@ def test_every_rule_keeps_the_text(pre: str, folder: Path, tmp_path: Path) -> No
         ("glm4", ["I", "'LL", "Ġadd", "Ġ", "123", "45", "!Ċ"]),
         ("stablelm2", ["I", "'LL", "Ġadd", "Ġ", "1", "2", "3", "4", "5", "!Ċ"]),
         ("gpt-4o", ["I'LL", "Ġadd", "Ġ", "123", "45", "!Ċ"]),
+        ("falcon", ["I", "'", "LL", "Ġadd", "Ġ", "123", "45", "!", "Ċ"]),
         ("tekken", ["I", "'LL", "Ġadd", "Ġ", "1", "2", "3", "4", "5", "!Ċ"]),
     ],
 )
@@ -104,6 +105,13 @@ def test_rules_cut_words_as_they_say(pre: str, words: list[str], folder: Path, t
     tokenizer, _ = read_gguf_tokenizer(GGUFFile(as_file(folder, tmp_path / "a.gguf", pre)))
     found = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("I'LL add 12345!\n")]
     assert found == words
+
+
+def test_tokens_of_falcon_are_those_of_its_tokenizer_json(tmp_path: Path) -> None:
+    folder = small_tokenizers.save(small_tokenizers.falcon(), tmp_path / "model")
+    theirs, ours = Tokenizer.from_folder(folder), load_tokenizer(as_file(folder, tmp_path / "a.gguf", "falcon"))
+    for text in (*TEXTS, *small_tokenizers.CORPUS, "$a+b<=c 2024 1234567 x12y"):
+        assert ours.encode(text) == theirs.encode(text)
 
 
 def test_rule_of_older_files_is_that_of_the_architecture(folder: Path, tmp_path: Path) -> None:

@@ -35,12 +35,17 @@ _GPT4O_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_FALCON_SPLITS = (
+    r"[\p{P}$+<=>^~|`]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"[0-9][0-9][0-9]",
+)
 
 
 class WordRule(NamedTuple):
-    """Rule by which byte-level BPE cuts a text into words; GPT-2's if `split` is empty."""
+    """Rule by which byte-level BPE cuts a text into words, by one pattern after the other; GPT-2's if there is none."""
 
-    split: str = ""
+    splits: tuple[str, ...] = ()
     splits_digits: bool = False
     composes: bool = False        # normalizes to NFC first
     keeps_words: bool = False     # a word that is a token is not merged from its parts
@@ -48,17 +53,18 @@ class WordRule(NamedTuple):
 
 
 _GPT2, _DIGITS = WordRule(), WordRule(splits_digits=True)
-_QWEN2 = WordRule(QWEN2_SPLIT, composes=True)
-_LLAMA3 = WordRule(_LLAMA3_SPLIT, keeps_words=True, adds_bos=True)
+_QWEN2 = WordRule((QWEN2_SPLIT,), composes=True)
+_LLAMA3_WORDS = WordRule((_LLAMA3_SPLIT,))
+_LLAMA3 = WordRule((_LLAMA3_SPLIT,), keeps_words=True, adds_bos=True)
 WORD_RULES = {
     "gpt-2": _GPT2, "phi-2": _GPT2, "olmo": _GPT2, "mpt": _GPT2,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "megrez": _QWEN2,
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "falcon3": _LLAMA3,
-    "dbrx": WordRule(_LLAMA3_SPLIT), "smaug-bpe": WordRule(_LLAMA3_SPLIT),
+    "dbrx": _LLAMA3_WORDS, "smaug-bpe": _LLAMA3_WORDS, "glm4": _LLAMA3_WORDS, "chatglm-bpe": _LLAMA3_WORDS,
     "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "codeshell": _DIGITS,
-    "glm4": WordRule(_LLAMA3_SPLIT), "chatglm-bpe": WordRule(_LLAMA3_SPLIT), "stablelm2": WordRule(QWEN2_SPLIT),
-    "command-r": WordRule(splits_digits=True, composes=True), "gpt-4o": WordRule(_GPT4O_SPLIT),
-    "tekken": WordRule(_TEKKEN_SPLIT, keeps_words=True, adds_bos=True),
+    "stablelm2": WordRule((QWEN2_SPLIT,)), "falcon": WordRule(_FALCON_SPLITS),
+    "command-r": WordRule(splits_digits=True, composes=True), "gpt-4o": WordRule((_GPT4O_SPLIT,)),
+    "tekken": WordRule((_TEKKEN_SPLIT,), keeps_words=True, adds_bos=True),
 }  # fmt: skip
 _RULE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # of older files, which name none
 
@@ -140,12 +146,11 @@ def _byte_level(file: GGUFFile, vocabulary: Vocabulary, rule: WordRule) -> Token
     tokenizer.add_tokens(added_tokens(zip(*vocabulary, strict=True)))
     if rule.composes:
         tokenizer.normalizer = normalizers.NFC()
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.split)
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.splits)
     cuts: list[pre_tokenizers.PreTokenizer] = []
     if rule.splits_digits:
         cuts.append(pre_tokenizers.Digits(individual_digits=True))
-    if rule.split:
-        cuts.append(pre_tokenizers.Split(Regex(rule.split), behavior="isolated"))
+    cuts += [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in rule.splits]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell]) if cuts else spell
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
