@@ -128,7 +128,8 @@ def _table(
 GGUF_NAMES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
     "Gemma3ForConditionalGeneration": "gemma3", "GPT2LMHeadModel": "gpt2",
-    "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss",
+    "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
+    "Ministral3ForCausalLM": "mistral3", "Mistral3ForConditionalGeneration": "mistral3",
 }  # fmt: skip
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "`--quantization int8`, `int4`": {"quantization": "int8"},

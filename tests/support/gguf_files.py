@@ -93,6 +93,10 @@ def converted(
             count = sum(1 for other in single if re.fullmatch(rf"{place[1]}\.\d+\.{place[3]}", other))
             all_bytes = b"".join(single[f"{place[1]}.{expert}.{place[3]}"][2] for expert in range(count))
             tensors[f"{place[1]}_exps.{place[3]}"] = kind, (count, *shape), all_bytes
+    factors = config.get("rope_scaling") or {}
+    for kind in ("long", "short"):
+        if f"{kind}_factor" in factors:
+            tensors[f"rope_factors_{kind}.weight"] = as_is("", torch.tensor(factors[f"{kind}_factor"]))
     return metadata, tensors
 
 
@@ -138,6 +142,7 @@ def tokenizer_metadata(folder: Path, pre: str) -> dict[str, Any]:
 def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    windowed = (config.get("rope_parameters") or {}).get("sliding_attention")
     return {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -149,6 +154,7 @@ def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "attention.value_length": head_dim,
         "rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1)),
         "rope.freq_base": float(config.get("rope_theta", 10000.0)),
+        **({"rope.freq_base_swa": float(windowed["rope_theta"])} if windowed else {}),
     } | {key: config[name] for key, name in EXPERT_KEYS if name in config} | {
         f"attention.layer_norm_{'rms_' if name.startswith('rms') else ''}epsilon": config[name]
         for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if name in config
@@ -156,14 +162,22 @@ def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_some(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of windows, multipliers of logits and YaRN."""
+    """Return the metadata of windows, multipliers of logits, YaRN and longrope."""
     keys = {"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"}
     found = {key: config[name] for key, name in keys.items() if name in config}
-    scaling = config.get("rope_scaling") or {}
-    if scaling.get("rope_type") != "yarn":
-        return found
-    keys = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
-    return found | {f"rope.scaling.{key}": scaling[name] for key, name in keys.items() if name in scaling}
+    if "layer_types" in config:
+        windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+        found["attention.sliding_window_pattern"] = windowed
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = rope.get("full_attention", rope)
+    if "llama_4_scaling_beta" in scaling:
+        found["attention.temperature_scale"] = scaling["llama_4_scaling_beta"]
+    scaling = {"original_max_position_embeddings": config.get("original_max_position_embeddings")} | scaling
+    keys = {"original_context_length": "original_max_position_embeddings"}
+    if scaling.get("rope_type") == "yarn":
+        keys |= {"type": "rope_type", "factor": "factor", "yarn_attn_factor": "attention_factor",
+                 "yarn_log_multiplier": "mscale_all_dim"}  # fmt: skip
+    return found | {f"rope.scaling.{key}": scaling[name] for key, name in keys.items() if scaling.get(name)}
 
 
 def _gpt2_metadata(config: dict[str, Any]) -> dict[str, Any]:
@@ -184,8 +198,10 @@ ARCHITECTURES = {
     "GemmaForCausalLM": "gemma", "Gemma3ForCausalLM": "gemma3", "Glm4ForCausalLM": "glm4",
     "CohereForCausalLM": "command-r", "Cohere2ForCausalLM": "cohere2", "StableLmForCausalLM": "stablelm",
     "FalconForCausalLM": "falcon", "GPTNeoXForCausalLM": "gptneox", "OlmoForCausalLM": "olmo",
-    "SmolLM3ForCausalLM": "smollm3", "GptOssForCausalLM": "gpt-oss",
+    "SmolLM3ForCausalLM": "smollm3", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
+    "Ministral3ForCausalLM": "mistral3",
 }  # fmt: skip
+PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3")
 EXPERT_KEYS = (
     ("expert_count", "num_experts"), ("expert_count", "num_local_experts"),
     ("expert_used_count", "num_experts_per_tok"), ("expert_feed_forward_length", "moe_intermediate_size"),
@@ -271,7 +287,7 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
         return renamed, tensor.float() + 1
     if stem.endswith("query_key_value"):
         return renamed, _split_groups(tensor, config)
-    if architecture in ("llama", "granite", "olmo", "smollm3") and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+    if architecture in PERMUTED and stem in ("self_attn.q_proj", "self_attn.k_proj"):
         key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
         heads = config.get(key, config["num_attention_heads"])
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])

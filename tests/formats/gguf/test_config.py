@@ -38,6 +38,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"attention_multiplier": 0.25, "logits_scaling": 2.0},
     "granite, no multipliers": WIDE | {"architectures": ["GraniteForCausalLM"], "attention_multiplier": 8**-0.5},
     "olmo2": WIDE | {"architectures": ["Olmo2ForCausalLM"]},
+    "olmo3, types of layers, scaled": WIDE
+    | {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 3, "sliding_window": 11}
+    | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.25,
+    }},
+    "olmo3, bases of rotary embeddings": WIDE
+    | {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5, "sliding_window": 11, "rope_parameters": {
+        "full_attention": {"rope_theta": 5000.0}, "sliding_attention": {"rope_theta": 300.0},
+    }},
+    "mistral3": WIDE | {"architectures": ["Ministral3ForCausalLM"], "head_dim": 16},
+    "mistral3, scaled": WIDE
+    | {"architectures": ["Ministral3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }},
+    "phi3, longrope": WIDE
+    | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5, "max_position_embeddings": 2**18}
+    | {"original_max_position_embeddings": 256, "rope_scaling": {  # factor on cosines: 1.5, as 2**18 / 256 is 256**1.25
+        "rope_type": "longrope", "short_factor": [1.0, 1.25], "long_factor": [2.0, 3.5],
+    }},
     "phi3": WIDE | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5, "sliding_window": 11},
     "gemma2": WIDE
     | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 16},
@@ -92,6 +112,7 @@ OF_FILE: dict[str, dict[str, Any]] = {
         "granite.logit_scale": 2.0,
     },
     "phi3": {"phi3.rope.dimension_count": 4},
+    "phi3, longrope": {"phi3.rope.scaling.attn_factor": 1.5, "phi3.attention.sliding_window": 0},
     "gemma3": {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 4.0},
     "gemma3, own base of windowed layers": {
         "gemma3.attention.sliding_window_pattern": 6, "gemma3.rope.freq_base_swa": 300.0,
@@ -253,7 +274,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("olmo2", {"olmo2.attention.sliding_window": 11}, "sliding_window = 11 is not supported yet: OLMo 3"),
+        ("olmo2", {"olmo2.attention.sliding_window": 11, "olmo2.attention.sliding_window_pattern": [True]},
+         "attention.sliding_window_pattern must be a list of 2 times 0 or 1, got 1 items"),
+        ("mistral3", {"mistral3.attention.sliding_window": 11}, "sliding_window = 11 is not supported yet"),
+        ("llama", {"llama.attention.temperature_scale": 0.1}, "temperature_scale = 0.1 is not supported yet"),
+        ("llama", {"llama.rope.scaling.yarn_attn_factor": 1.5}, "yarn_attn_factor = 1.5 is not supported yet: the sca"),
         ("olmo2", {"olmo2.attention.clamp_kqv": 2.0}, "clamp_kqv = 2.0 is not supported yet"),
         ("llama", {"llama.embedding_scale": 2.0}, "embedding_scale = 2.0 is not supported yet"),
         ("gemma2", {"gemma2.attn_logit_softcapping": None}, "attn_logit_softcapping is missing"),
@@ -275,12 +300,34 @@ def test_what_an_architecture_does_not_read_is_refused(
         read_source(path)
 
 
-def test_longrope_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_longrope_of_long_sequences_is_that_of_the_folder(
+    tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["phi3, longrope"])
+    file = convert(folder, tmp_path / "model.gguf", **OF_FILE["phi3, longrope"])
+    found = {
+        length: [logits_of(path, back_end, paged_runner, max_positions=length) for path in (file, folder)]
+        for length in (256, 300)
+    }
+    assert all(torch.equal(ours, theirs) for ours, theirs in found.values())
+    assert not torch.allclose(found[256][0], found[300][0])
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({"long": torch.ones(2)}, r"tensor rope_factors_short\.weight is missing"),
+        ({"long": torch.ones(2), "short": torch.ones(3)}, r"rope_factors_short\.weight must be F32 of shape \[2\]"),
+        ({"long": torch.ones(2), "short": torch.zeros(2)}, r"rope_factors_short\.weight has values that are not above"),
+    ],
+    ids=["missing", "too many", "zero"],
+)
+def test_longrope_without_its_factors_is_refused(factors: dict[str, Tensor], words: str, tmp_path: Path) -> None:
     folder = write_random_folder(tmp_path / "model", CONFIGS["phi3"])
     metadata, tensors = converted(folder, **OF_FILE["phi3"])
-    factors = {f"rope_factors_{kind}.weight": as_is("", torch.ones(2)) for kind in ("long", "short")}
-    with pytest.raises(ModelError, match="longrope is not read from GGUF files yet"):
-        read_source(write_gguf(tmp_path / "model.gguf", metadata, tensors | factors))
+    stored = {f"rope_factors_{kind}.weight": as_is("", values) for kind, values in factors.items()}
+    with pytest.raises(ModelError, match=words):
+        read_source(write_gguf(tmp_path / "model.gguf", metadata, tensors | stored))
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -346,4 +393,7 @@ def test_names_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> Non
         merged = re.sub(r"\.norms\.\d+|(?<=\.experts)\.\d+", "", name)  # one tensor of all heads, or of all experts
         merged = f"{merged}.weight" if name.endswith("sinks") else merged
         expected.add(theirs.get_name(merged, try_suffixes=(".weight", ".bias")))
+    if "longrope" in family:
+        factors = gguf.MODEL_TENSOR.ROPE_FACTORS_LONG, gguf.MODEL_TENSOR.ROPE_FACTORS_SHORT
+        expected |= {f"{gguf.TENSOR_NAMES[each]}.weight" for each in factors}
     assert set(tensors) == expected

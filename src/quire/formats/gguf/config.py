@@ -4,7 +4,6 @@ The families of `quire.model.families` read the result as they read a folder's c
 """
 
 import math
-import struct
 from collections import Counter
 from dataclasses import replace
 
@@ -24,11 +23,11 @@ _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))  # of gpt-oss
 _UNSERVED = (  # keys of computations that none of the families here has
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping",
     "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "leading_dense_block_count",
-    "expert_group_count", "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha",
+    "expert_group_count", "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha", "attention.temperature_scale",
 )  # fmt: skip
 _UNSERVED_UNLESS = {
     "attention.causal": (True,), "expert_weights_scale": (0, 1), "expert_gating_func": (0, 1),
-    "rope.scaling.yarn_ext_factor": (1, -1), "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1, -1),
 }  # fmt: skip
 
 
@@ -58,7 +57,8 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     spec = replace(spec, weights=names)
     if spec.rotary is None or ROPE_FREQS not in file.tensors:
         return spec
-    return replace(spec, rotary=replace(spec.rotary, divisors=_rope_divisors(file, spec.head_dim // 2)))
+    divisors = Metadata(file, _architecture_name(file)).divisors(ROPE_FREQS, spec.head_dim // 2)
+    return replace(spec, rotary=replace(spec.rotary, divisors=divisors))
 
 
 def gguf_eos_token_ids(file: GGUFFile, vocab_size: int) -> frozenset[int]:
@@ -112,17 +112,3 @@ def _dtype(file: GGUFFile) -> str:
         counts[entry.type.name] += math.prod(entry.shape) if len(entry.shape) > 1 else 0
     kinds = [kind for kind, _ in counts.most_common(1)]
     return {"F32": "float32", "F16": "float16"}.get(kinds[0], "bfloat16") if kinds else "bfloat16"
-
-
-def _rope_divisors(file: GGUFFile, num_pairs: int) -> tuple[float, ...]:
-    """Return the number by which the frequency of each pair is divided: Llama 3.1's scaling."""
-    entry = file.tensors[ROPE_FREQS]
-    if entry.type.name != "F32" or entry.shape != (num_pairs,):
-        raise file.error(f"tensor {ROPE_FREQS} must be F32 of shape {[num_pairs]}, and is {entry.type.name} of shape "
-                         f"{list(entry.shape)}")
-    divisors = struct.unpack_from(f"<{num_pairs}f", file.map, entry.offset)
-    if not all(math.isfinite(each) and each > 0 for each in divisors):
-        raise file.error(f"tensor {ROPE_FREQS} has values that are not above 0")
-    return divisors
-
-

@@ -1,7 +1,10 @@
 """Metadata of a GGUF file by the keys of its architecture, each value checked as it is read."""
 
+import math
+import struct
+
 from quire.core.errors import ModelError
-from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf.file import GGUFFile, MetadataArray
 from quire.model.config_reader import ConfigReader
 
 
@@ -20,6 +23,32 @@ class Metadata(ConfigReader):
     def has_tensor(self, name: str) -> bool:
         """Return whether the file has a tensor."""
         return name in self.file.tensors
+
+    def windowed(self, key: str, count: int, every: int) -> list[bool]:
+        """Return, for each of `count` layers, whether it has a window: as a list says, or all but each n-th.
+
+        The key has the list or n; `every` is n where it is missing.
+        """
+        if not isinstance(self.raw(key), MetadataArray):
+            every = self.size(key, every)
+            return [(index + 1) % every != 0 for index in range(count)]
+        found = self.file.numbers(self._prefix + key)
+        if len(found) != count or any(each not in (0, 1) for each in found):
+            raise self.error(f"{key} must be a list of {count} times 0 or 1, got {len(found)} items")
+        return [bool(each) for each in found]
+
+    def divisors(self, name: str, num_pairs: int) -> tuple[float, ...]:
+        """Return a vector of the file: the number by which the frequency of each pair is divided."""
+        if not self.has_tensor(name):
+            raise self.file.error(f"tensor {name} is missing")
+        entry = self.file.tensors[name]
+        if entry.type.name != "F32" or entry.shape != (num_pairs,):
+            found = f"{entry.type.name} of shape {list(entry.shape)}"
+            raise self.file.error(f"tensor {name} must be F32 of shape {[num_pairs]}, and is {found}")
+        divisors = struct.unpack_from(f"<{num_pairs}f", self.file.map, entry.offset)
+        if not all(math.isfinite(each) and each > 0 for each in divisors):
+            raise self.file.error(f"tensor {name} has values that are not above 0")
+        return divisors
 
     def rows(self, name: str) -> int:
         """Return the rows of a tensor, which must be there."""

@@ -30,7 +30,7 @@ _LLAMA_WEIGHTS = WeightMap(
     feed_forward_out="ffn_down",
     final_norm="output_norm",
     head="output",
-    harmless=(ROPE_FREQS, "attn_rot_embd.weight", "attn.rot_embd"),
+    harmless=(ROPE_FREQS, *families.ROPE_FACTORS, "attn_rot_embd.weight", "attn.rot_embd"),
 )
 _EXPERT_WEIGHTS = replace(_LLAMA_WEIGHTS, experts=NAMES)
 _OLMO2_WEIGHTS = replace(_LLAMA_WEIGHTS, attention_norm="post_attention_norm", feed_forward_norm="post_ffw_norm")
@@ -77,6 +77,10 @@ ARCHITECTURES = {
         flags={"attention_bias": QUERY_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
     ),
     "olmo": Architecture(families.olmo, _LLAMA_WEIGHTS, has_permuted_heads=True, reads=("attention.clamp_kqv",)),
+    "mistral3": Architecture(
+        families.mistral3, _LLAMA_WEIGHTS, has_permuted_heads=True,
+        reads=("rope.scaling.yarn_log_multiplier", "attention.temperature_scale"),
+    ),
     "olmo2": Architecture(families.olmo2, _OLMO2_WEIGHTS),
     "phi3": Architecture(families.phi3, _PHI3_WEIGHTS),
     "glm4": Architecture(

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 
 from quire.formats.gguf.metadata import Metadata
 from quire.formats.gguf_architectures.rotary import LAYER_NORM_EPS, of_family, rotary_decoder
-from quire.model.config_reader import MAX_LAYERS
+from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS
 
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
+OLMO3_FULL_EVERY = 4  # layers, where the file does not say
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+ROPE_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
 
 def llama(metadata: Metadata) -> dict[str, object]:
@@ -32,18 +35,57 @@ def granite(metadata: Metadata) -> dict[str, object]:
 
 
 def olmo2(metadata: Metadata) -> dict[str, object]:
-    """Return the keys of an OLMo 2."""
-    metadata.reject("attention.sliding_window", 0, why="OLMo 3 is not read from GGUF files")
-    return rotary_decoder(metadata) | {"architectures": ["Olmo2ForCausalLM"]}
+    """Return the keys of an OLMo 2, or of an OLMo 3 if there are windows; layers that have one have no scaling."""
+    config = rotary_decoder(metadata) | {"architectures": ["Olmo2ForCausalLM"]}
+    window = metadata.size("attention.sliding_window", 0, least=0)
+    if window == 0:
+        return config
+    windowed = metadata.windowed(WINDOW_PATTERN, metadata.size("block_count", limit=MAX_LAYERS), OLMO3_FULL_EVERY)
+    theta = metadata.number("rope.freq_base", 10_000.0)
+    of_windowed = {"rope_theta": metadata.number("rope.freq_base_swa", theta)}
+    return config | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "rope_scaling": None,
+        "rope_parameters": {"full_attention": _rope(config), "sliding_attention": of_windowed},
+    }
+
+
+def mistral3(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Ministral 3 or the text model in a Mistral Small 3.1."""
+    metadata.reject("attention.sliding_window", 0, why="no layer has a window")
+    config = of_family(metadata, "Ministral3ForCausalLM")
+    rope = _rope(config)
+    if metadata.raw("rope.scaling.yarn_log_multiplier"):  # 0: none
+        rope |= {"mscale": 1.0, "mscale_all_dim": metadata.number("rope.scaling.yarn_log_multiplier")}
+    if metadata.raw("attention.temperature_scale"):
+        rope["llama_4_scaling_beta"] = metadata.number("attention.temperature_scale")
+    return config | {"rope_scaling": None, "rope_parameters": rope}
+
+
+def _rope(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the parameters of rotary embeddings in one section, as newer configs have them."""
+    scaling = config["rope_scaling"]
+    return {"rope_theta": config["rope_theta"], **(scaling if isinstance(scaling, dict) else {})}
 
 
 def phi3(metadata: Metadata) -> dict[str, object]:
-    """Return the keys of a Phi-3 or Phi-4."""
-    if any(name.startswith("rope_factors_") for name in metadata.file.tensors):
-        raise metadata.file.error("longrope is not read from GGUF files yet, and the file has its factors")
+    """Return the keys of a Phi-3 or Phi-4; its longrope is in the file as tensors."""
     window = metadata.size("attention.sliding_window", 0, least=0) or None
     config = rotary_decoder(metadata, turns_part=True)
-    return config | {"architectures": ["Phi3ForCausalLM"], "sliding_window": window}
+    config |= {"architectures": ["Phi3ForCausalLM"], "sliding_window": window}
+    if not any(metadata.has_tensor(name) for name in ROPE_FACTORS):
+        return config
+    num_pairs = metadata.size("rope.dimension_count", int(str(config["head_dim"]))) // 2
+    short, long = (list(metadata.divisors(name, num_pairs)) for name in ROPE_FACTORS)
+    config["original_max_position_embeddings"] = metadata.size(
+        "rope.scaling.original_context_length", limit=MAX_POSITIONS
+    )
+    scaling: dict[str, object] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    if metadata.has("rope.scaling.attn_factor"):
+        scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor")
+    return config | {"rope_scaling": scaling}
 
 
 def gemma2(metadata: Metadata) -> dict[str, object]:
@@ -60,7 +102,7 @@ def gemma2(metadata: Metadata) -> dict[str, object]:
 
 def gemma3(metadata: Metadata) -> dict[str, object]:
     """Return the keys of a Gemma 3. Files name neither the factor on scores nor, older ones, windowed layers' base."""
-    metadata.reject("attention.sliding_window_pattern", 6, why="every sixth layer of Gemma 3 has no window")
+    metadata.reject(WINDOW_PATTERN, 6, why="every sixth layer of Gemma 3 has no window")
     config = rotary_decoder(metadata) | {"architectures": ["Gemma3ForCausalLM"]}
     return config | {
         "sliding_window": metadata.size("attention.sliding_window"),

@@ -51,8 +51,11 @@ def rotary_decoder(
 
 
 def _rope_scaling(metadata: Metadata) -> dict[str, object] | None:
+    """Return the scaling. YaRN's factor on cosines and sines is in the file as such, or what multiplies the usual."""
     kinds = {"none": "default", "linear": "linear", "yarn": "yarn"}
     kind = metadata.choice("rope.scaling.type", kinds, "none" if not metadata.has("rope.scale_linear") else "linear")
+    if kind != "yarn":
+        metadata.reject("rope.scaling.yarn_attn_factor", 1, why="the scaling is not YaRN")
     if kind == "default":
         return None
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
@@ -64,7 +67,7 @@ def _rope_scaling(metadata: Metadata) -> dict[str, object] | None:
         for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
             if metadata.has(f"rope.scaling.{key}"):
                 scaling[name] = metadata.number(f"rope.scaling.{key}")
-        attention_factor = metadata.number("rope.scaling.attn_factor", 1.0)
-        if attention_factor != 1.0:
-            scaling["attention_factor"] = attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+        whole, more = (metadata.number(f"rope.scaling.{key}", 1.0) for key in ("yarn_attn_factor", "attn_factor"))
+        if (whole, more) != (1.0, 1.0):
+            scaling["attention_factor"] = more * (0.1 * math.log(max(factor, 1.0)) + 1.0 if whole == 1.0 else whole)
     return scaling
