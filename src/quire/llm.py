@@ -265,8 +265,7 @@ class LLM:
         pool.
         """
         pooling = self._pooling(use_tqdm)  # raises RuntimeError if closed, before any other error
-        truncation = pooling.truncation(truncate_prompt_tokens)
-        tokenized = [self._inputs.tokenize(prompt, truncation=truncation) for prompt in _as_list(prompts)]
+        tokenized = pooling.tokenize(_as_list(prompts), truncate_prompt_tokens)
         return pooling.embed(self._adapted(tokenized, lora_request), pooling_params, priority)
 
     def score(

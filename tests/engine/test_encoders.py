@@ -142,6 +142,25 @@ def test_longest_text_is_that_of_sentence_transformers(tmp_path: Path, length: i
         assert len(llm.embed([[7] * 30])) == 1
 
 
+@pytest.mark.parametrize(("end", "changes"), [("Model", {}), ("ForSequenceClassification", {"num_labels": 1})])
+def test_texts_are_lowercased_if_the_folder_says_so(tmp_path: Path, end: str, changes: dict[str, object]) -> None:
+    folder = write_encoder(tmp_path, "Bert", end=end, kind="mean" if end == "Model" else None, **changes)
+    capitals = [text.upper() for text in TEXTS[:3]]
+
+    def vectors(llm: LLM, texts: list[str]) -> list[object]:
+        if end == "Model":
+            prompts = [*texts, {"prompt": texts[0]}, [7, 8]]
+            return [output.outputs.embedding for output in llm.embed(prompts)]  # type: ignore[arg-type]
+        return [output.outputs.score for output in llm.score(texts[0], texts)]
+
+    with LLM(folder, dtype="float32") as llm:
+        lower = vectors(llm, TEXTS[:3])
+        assert vectors(llm, capitals) != lower
+    write_json(folder / "sentence_bert_config.json", {"do_lower_case": True})
+    with LLM(folder, dtype="float32") as llm:
+        assert vectors(llm, capitals) == lower
+
+
 def test_length_that_is_no_size_is_refused(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, "Bert", kind="mean")
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 0})

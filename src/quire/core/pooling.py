@@ -29,6 +29,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
     score_tokens: tuple[str, str] | None = None
     has_classifier: bool = False
     is_probability: bool = True               # a reranker's score, unless a request says otherwise; else a logit
+    lowers_case: bool = False                 # texts are lowercased before they are tokenized
 
     @property
     def is_reranker(self) -> bool:

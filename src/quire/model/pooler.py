@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import structs
+
 from quire.core.checks import shown
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json, read_json_object
@@ -19,7 +21,7 @@ from quire.model.spec import DecoderSpec
 Runner = Literal["auto", "generate", "pooling"]
 
 MODULES_FILE, POOLING_FOLDER = "modules.json", "1_Pooling"
-LENGTH_FILES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "xlm-roberta"))
+TEXT_FILES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "xlm-roberta"))
 OVERRIDES = (
     "architectures", "is_matryoshka", "matryoshka_dimensions", "classifier_from_token", "is_original_qwen3_reranker"
 )  # fmt: skip
@@ -67,20 +69,16 @@ def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = 
 
 
 def _found(path: Path, spec: DecoderSpec, overrides: str) -> FoundPooler:
-    return FoundPooler(_pooler(path, spec, parse_overrides(overrides)), max_seq_length=_max_seq_length(path, spec))
+    pooler, texts = _pooler(path, spec, parse_overrides(overrides)), _text_config(path)
+    length = min(texts.size("max_seq_length"), spec.default_positions) if texts.has("max_seq_length") else None
+    return FoundPooler(structs.replace(pooler, lowers_case=texts.flag("do_lower_case", False)), max_seq_length=length)
 
 
-def _max_seq_length(path: Path, spec: DecoderSpec) -> int | None:
-    """Return `max_seq_length` of sentence-transformers' file, at most the model's positions; None if it is not set."""
-    if not path.is_dir():
-        return None
+def _text_config(path: Path) -> ConfigReader:
+    """Return sentence-transformers' file about texts, of a folder's module `Transformer`; empty if there is none."""
     folder = dict(_modules(path)).get("Transformer", "")
-    file = next((name for name in LENGTH_FILES if (path / folder / name).exists()), None)
-    if file is None:
-        return None
-    reader = ConfigReader(read_json_object(path, file, folder), str(path / folder / file))
-    length = reader.size("max_seq_length") if reader.has("max_seq_length") else None
-    return None if length is None else min(length, spec.default_positions)
+    file = next((name for name in TEXT_FILES if (path / folder / name).exists()), None)
+    return ConfigReader({} if file is None else read_json_object(path, file, folder), str(path / folder / (file or "")))
 
 
 def parse_overrides(text: str) -> dict[str, Any]:

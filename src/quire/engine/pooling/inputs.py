@@ -1,7 +1,7 @@
 """Checks of prompts and parameters of requests for vectors, against the model; they become `Request`s."""
 
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -13,6 +13,7 @@ from quire.engine.input_processor import (
     CheckedParams,
     InputProcessor,
     PreparedRequest,
+    Prompt,
     TokenizedPrompt,
     Truncation,
     truncated,
@@ -103,6 +104,19 @@ class PoolingInputs:
         if max_tokens is None:
             return None
         return Truncation(self.max_model_len if max_tokens == -1 else max_tokens, keeps_last=side == "left")
+
+    def tokenize(self, prompt: Prompt, **how: Any) -> TokenizedPrompt:  # noqa: ANN401 (as of `InputProcessor.tokenize`)
+        """Return the tokens of a prompt for one vector; a text is lowercased if the model's folder says so."""
+        if isinstance(prompt, str):
+            prompt = self.cased(prompt)
+        elif isinstance(prompt, dict) and isinstance(text := prompt.get("prompt"), str):
+            changed: Any = {**prompt, "prompt": self.cased(text)}
+            prompt = changed
+        return self.inputs.tokenize(prompt, **how)
+
+    def cased(self, text: str) -> str:
+        """Return a text as it is tokenized: in lower case, as sentence-transformers makes it, or as it is."""
+        return text.lower() if self.pooler.lowers_case else text
 
     def tokenize_framed(self, before: str, text: str, after: str, truncation: Truncation | None) -> TokenizedPrompt:
         """Return the tokens of a text between two others, each tokenized by itself. It is truncated, they are not."""

@@ -13,7 +13,7 @@ from quire.core.outputs import (
     ScoringRequestOutput,
 )
 from quire.core.pooling import PoolingParams, PoolingTask
-from quire.engine.input_processor import InputProcessor, PreparedRequest, TokenizedPrompt, Truncation
+from quire.engine.input_processor import InputProcessor, PreparedRequest, Prompt, TokenizedPrompt
 from quire.engine.messages import Ready
 from quire.engine.pooling.inputs import PoolingInputs
 from quire.engine.pooling.scoring import check_pairs, pair_options, tokenize_pairs
@@ -30,9 +30,10 @@ class OfflinePooling:
     ) -> None:  # fmt: skip
         self._inputs, self._first_id, self._finish = PoolingInputs(inputs, ready), first_id, finish
 
-    def truncation(self, max_tokens: int | None) -> Truncation | None:
-        """Return the truncation of prompts to their first tokens; None: there is none."""
-        return self._inputs.check_truncation(max_tokens)
+    def tokenize(self, prompts: Sequence[Prompt], max_tokens: int | None) -> list[TokenizedPrompt]:
+        """Return the tokens of prompts, of each the first `max_tokens`; None: all."""
+        truncation = self._inputs.check_truncation(max_tokens)
+        return [self._inputs.tokenize(prompt, truncation=truncation) for prompt in prompts]
 
     def embed(
         self, prompts: list[TokenizedPrompt], params: PoolingParams | Sequence[PoolingParams] | None,
@@ -56,7 +57,7 @@ class OfflinePooling:
         queries, documents = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         check_pairs(queries, documents, ("data_1", "data_2"))
         task: PoolingTask = "score" if inputs.pooler.is_reranker else "embed"
-        truncation = self.truncation(max_tokens)
+        truncation = inputs.check_truncation(max_tokens)
         activation = params.use_activation if isinstance(params, PoolingParams) else None
         options = pair_options(inputs, truncation, instruction=instruction, use_activation=activation)
         scoring = tokenize_pairs(inputs, queries, documents, options)

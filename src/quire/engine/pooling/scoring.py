@@ -98,8 +98,8 @@ def tokenize_pairs(
     inputs: PoolingInputs, queries: Sequence[str], documents: Sequence[str], options: PairOptions
 ) -> Scoring:
     """Return the prompts of pairs that `check_pairs` has passed. InvalidRequestError as `InputProcessor.tokenize`."""
-    queries = [inputs.cut_text(text, options.max_query_tokens) for text in queries]
-    documents = [inputs.cut_text(text, options.max_document_tokens) for text in documents]
+    queries = [inputs.cut_text(inputs.cased(text), options.max_query_tokens) for text in queries]
+    documents = [inputs.cut_text(inputs.cased(text), options.max_document_tokens) for text in documents]
     if not inputs.pooler.is_reranker:
         prompts = [inputs.inputs.tokenize(text, truncation=options.truncation) for text in (*queries, *documents)]
         return Scoring(prompts, len(queries), options.is_probability)

@@ -2,9 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -38,7 +37,7 @@ class Started(NamedTuple):
 
 async def start_embeddings(request: Request, service: Service, body: EmbeddingBody, kind: str) -> Started:
     """Queue a request for each input of a body, or for its conversation. `kind` is the prefix of the call's id."""
-    arrival_s, inputs, pooling = time.monotonic(), service.client.inputs, _pooling_inputs(service)
+    arrival_s, pooling = time.monotonic(), _pooling_inputs(service)
     if body.encoding_format not in (None, "float", "base64"):
         refuse("encoding_format", body.encoding_format, "float or base64")
     call, checked = _checked(request, service, pooling, body, body.params, "embed", kind)
@@ -46,19 +45,17 @@ async def start_embeddings(request: Request, service: Service, body: EmbeddingBo
         invalid("give either input or messages", param="input")
     truncation = pooling.check_truncation(body.truncate_prompt_tokens, body.truncation_side)
     conversation: Conversation | None = None
-    tokenize_one: Callable[[Any], TokenizedPrompt]
     if body.messages is None:
         prompts = parse_inputs(body.input, service.options)
         adds_special_tokens = body.add_special_tokens is not False
-        tokenize_one = partial(inputs.tokenize, add_special_tokens=adds_special_tokens, truncation=truncation)
     else:
         prompts, conversation = [""], _conversation(body, body.messages)
         adds_special_tokens = conversation.adds_special_tokens
-        tokenize_one = partial(inputs.tokenize_rendered, add_special_tokens=adds_special_tokens, truncation=truncation)
     body.input = body.messages = None     # packed soon: each garbage collection would walk lists of token ids
 
     def tokenize() -> list[TokenizedPrompt]:
-        return [tokenize_one(each) for each in prompts]
+        how = {"add_special_tokens": adds_special_tokens, "truncation": truncation}
+        return [pooling.tokenize(each, **how) for each in prompts]
 
     param = "input" if conversation is None else "messages"
     with (
