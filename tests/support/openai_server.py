@@ -22,6 +22,7 @@ from quire.server.http.sockets import bind, url_of
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.template_renderer import TemplateRenderer
+from support.forked_engines import fork_engine
 from support.stopping import stopped
 
 HOST, NAME = "127.0.0.1", "tiny"
@@ -121,9 +122,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
     is_ready: asyncio.Future[OpenAIServer] = loop.create_future()
 
     async def serve() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "1")  # small tensors: threads that wait for each other make them slow
-            child = EngineProcess.spawn(engine)
+        child = fork_engine(engine)
         metrics = Metrics(NAME)
         client = await EngineClient.connect(child, engine, metrics.engines[0])
         service = Service(client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer))

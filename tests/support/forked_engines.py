@@ -1,0 +1,178 @@
+"""Engine processes forked from one that has loaded torch, for tests that look at a server or a client.
+
+A new process spends nearly 2 CPU seconds on imports, a fork almost none; from then on both run the same code.
+`EngineProcess.spawn` is for tests of the start itself. All forks of a test process have one parent, which ends with it.
+
+The parent's protocol: a message with the environment of an engine and four descriptors (its socket, the write end of a
+pipe for its exit status, stdout, stderr) is answered with the process id.
+"""
+
+import atexit
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+from quire.core.frames import frame
+from quire.engine.launcher import SPINS, EngineProcess, block_stop_signals
+from quire.engine.messages import Start
+from quire.engine.options import EngineOptions
+from support import cpu_seconds
+
+END = struct.Struct("<id")  # of an engine: the exit status in the form of `Popen.returncode`, CPU seconds
+MAX_MESSAGE_BYTES = 1 << 20
+NUM_DESCRIPTORS = 4
+NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # that a fork would lose
+TESTS = Path(__file__).parents[1]
+
+
+class ForkedProcess:
+    """What is used of `Popen`, for a process that is not our child."""
+
+    def __init__(self, pid: int, end: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._end = end  # the read end of a pipe
+        self._reading = threading.Lock()  # several threads may wait
+
+    def __del__(self) -> None:
+        os.close(self._end)
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the process runs."""
+        if self.returncode is None and select.select([self._end], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status once there is one. TimeoutExpired after `timeout` seconds."""
+        if not select.select([self._end], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(["quire.engine.process"], timeout or 0)
+        with self._reading:
+            if self.returncode is None:
+                self.returncode, seconds = END.unpack(os.read(self._end, END.size))
+                cpu_seconds.REPORTED.append(seconds)
+            return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Parent:
+    """The process that forks, as the test process sees it."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+        environment = SPINS | os.environ | NO_THREADS | {"PYTHONPATH": path}
+        self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs, block_stop_signals():
+            command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
+        self._asking = threading.Lock()
+        atexit.register(self.close)
+
+    def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> ForkedProcess:
+        """Return a new engine process that reads its commands from `connection`."""
+        ours, theirs = os.pipe()
+        descriptors = [connection.fileno(), theirs, 1, 2]
+        with self._asking:
+            socket.send_fds(self._socket, [json.dumps(dict(environment)).encode()], descriptors)
+            pid = int(self._socket.recv(MAX_MESSAGE_BYTES))
+        os.close(theirs)
+        return ForkedProcess(pid, ours)
+
+    def close(self) -> None:
+        """End the process."""
+        self._socket.close()
+        self._process.wait()
+
+
+parent = cache(Parent)
+
+
+def fork_engine(options: EngineOptions) -> EngineProcess:
+    """Start an engine process, which begins to load, with one thread."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = parent().fork(theirs, os.environ | {"OMP_NUM_THREADS": "1"})
+    ours.sendall(frame(Start(options)))
+    return EngineProcess(process, ours)
+
+
+def main() -> None:
+    """Fork engines until the test process has ended."""
+    from quire.engine import assembly, process  # noqa: F401 (loaded for all that are forked)
+
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    running: dict[int, tuple[int, int]] = {}  # by descriptor of a process: its id, and the pipe for its end
+    with selectors.DefaultSelector() as selector:
+        selector.register(asked, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not asked:
+                    selector.unregister(key.fd)
+                    _report_end(key.fd, *running.pop(key.fd))
+                    continue
+                message, descriptors, *_ = socket.recv_fds(asked, MAX_MESSAGE_BYTES, NUM_DESCRIPTORS)
+                if not message:
+                    return
+                if (pid := os.fork()) == 0:
+                    _run_engine(json.loads(message), *descriptors)
+                connection, end, *streams = descriptors
+                for each in (connection, *streams):
+                    os.close(each)
+                watched = os.pidfd_open(pid)
+                running[watched] = pid, end
+                selector.register(watched, selectors.EVENT_READ)
+                asked.sendall(str(pid).encode())
+
+
+def _report_end(watched: int, pid: int, end: int) -> None:
+    _, status, usage = os.wait4(pid, 0)
+    os.close(watched)
+    os.write(end, END.pack(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime))
+    os.close(end)
+
+
+def _run_engine(environment: dict[str, str], connection: int, end: int, out: int, err: int) -> NoReturn:
+    """Be an engine process, with the descriptors that a new one would have."""
+    from quire.engine import process
+
+    status = 1
+    try:
+        os.close(end)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.closerange(3, connection)
+        os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = [process.__name__, str(connection)]
+        process.main()
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
