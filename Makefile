@@ -22,6 +22,9 @@ generate: export QUIRE_PROMPT := $(value PROMPT)
 # A small model writes best a little below temperature 1; ARGS="--temperature 0" is greedy.
 generate: export QUIRE_TEMPERATURE ?= 0.7
 
+# Bytecode is kept: else each of the hundreds of processes that tests start compiles the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help set-up test test-quick clients fuzz matrix ray imitated triton-3.6 soak fleet-soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
