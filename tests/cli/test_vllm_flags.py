@@ -164,6 +164,7 @@ def test_speculation_is_configured_in_vllm_s_forms(serve: Serve, line: str) -> N
         ("-pp 2", "-pp 2 is not supported"),
         ("--pipeline-parallel-size=2", "--pipeline-parallel-size 2 is not supported"),
         ("--enable-sleep-mode", "--enable-sleep-mode is not supported"),
+        ("--enable-prompt-embeds", "--enable-prompt-embeds is not supported: prompts are texts and token ids"),
         ("--numa-bind-nodes 0 1", "--numa-bind-nodes ['0', '1'] is not supported: start the command under numactl"),
         ("--load-format dummy", "--load-format 'dummy' is not supported: weights are read from"),
         ("--middleware some.module", "no code from outside is run"),

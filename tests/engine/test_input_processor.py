@@ -155,6 +155,8 @@ NO_PROMPTS: dict[str, tuple[Any, str]] = {
     "dict of a number": ({"prompt": 5}, "a prompt given as a dict .* got keys 'prompt'"),
     "dict of both": ({"prompt": "x", "prompt_token_ids": [1]}, "got keys 'prompt, prompt_token_ids'"),
     "dict of something else": ({"text": "x"}, "got keys 'text'"),
+    "embeddings": ({"prompt_embeds": [[0.5]]}, "got keys 'prompt_embeds'"),
+    "embeddings beside a text": ({"prompt": "x", "prompt_embeds": [[0.5]]}, "got keys 'prompt, prompt_embeds'"),
     "text for ids": ({"prompt_token_ids": "abc"}, "must be text, a list of token ids"),
     "half a pair": ("half \ud83d a pair", "valid Unicode"),
 }

@@ -57,7 +57,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
         ({"r": 0}, "r must be an integer of at least 1, got 0"),
         ({"r": True}, "r must be an integer of at least 1, got True"),
         ({"r": 9}, r"lora_A of .* has shape \[8, \d+\], expected \[9, \d+\] of rank 9"),
-        ({"r": 17}, "has rank 17, more than max_lora_rank 16"),
+        ({"r": 17}, "has rank 17, which is greater than max_lora_rank 16"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be a number from -1e\\+06 to 1e\\+06, got nan"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number"),
         ({"use_rslora": 1}, "use_rslora must be true or false, got 1"),

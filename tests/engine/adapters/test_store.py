@@ -161,7 +161,7 @@ def test_refusals_name_the_setting(model: Path, adapters: list[LoRARequest]) -> 
     with pytest.raises(ConfigError, match="enable_lora needs batching 'continuous' and memory_policy 'paged'"):
         LLM(model, enable_lora=True, memory_policy="contiguous-max")
     with LLM(model, enable_lora=True, max_lora_rank=4) as llm:
-        with pytest.raises(InvalidRequestError, match=r"down_proj has rank 8, more than max_lora_rank 4"):
+        with pytest.raises(InvalidRequestError, match=r"down_proj has rank 8, which is greater than max_lora_rank 4"):
             llm.generate(PROMPTS[:1], PARAMS, lora_request=adapters[0])
         with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest"):
             llm.generate(PROMPTS[:1], PARAMS, lora_request="a")  # type: ignore[arg-type]

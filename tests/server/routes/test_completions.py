@@ -239,6 +239,14 @@ def test_errors_come_as_statuses_also_where_a_stream_was_asked_for(
             assert error["param"] == param or param is None
 
 
+@pytest.mark.parametrize("body", [{"prompt": None}, {}, {"prompt": "x"}], ids=str)
+def test_prompts_as_embeddings_are_refused_by_their_name(server: OpenAIServer, body: dict[str, Any]) -> None:
+    for embeddings in ("AAAA", ["AAAA", "AAAA"]):
+        status, error = server.refusal(COMPLETIONS, prompt_embeds=embeddings, max_tokens=1, **body)
+        assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "prompt_embeds")
+        assert error["message"].startswith("prompt_embeds")
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_log_tells_what_a_call_has_cost(server: OpenAIServer, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
     with caplog.at_level(logging.INFO, "quire.requests"):

@@ -209,7 +209,7 @@ def _check(
         if tensor.dtype not in FLOATS:
             raise ModelError(f"{path}: lora_{name} of {module} has dtype {tensor.dtype}, expected F32, F16 or BF16")
     if factor.rank > max_rank:
-        raise ModelError(f"{path}: {module} has rank {factor.rank}, more than max_lora_rank {max_rank}")
+        raise ModelError(f"{path}: {module} has rank {factor.rank}, which is greater than max_lora_rank {max_rank}")
     for name, tensor, expected in (
         ("A", down, (factor.rank, target.width)), ("B", up, (target.num_rows, factor.rank))
     ):  # fmt: skip
