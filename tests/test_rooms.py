@@ -12,7 +12,7 @@ import pytest
 import structure
 from quire import LLM
 from quire.core.errors import ConfigError, ModelError
-from quire.engine import devices
+from quire.engine import assembly, devices
 from quire.engine.options import EngineOptions
 from quire.execution.device import HostDevice
 from support.gguf_files import convert
@@ -142,6 +142,15 @@ def test_gpu_without_its_room_is_refused_by_name_and_auto_is_the_host(monkeypatc
     with pytest.raises(ConfigError, match=r"device cuda needs the package quire\.execution\.cuda, which is not"):
         devices.open_device(EngineOptions(device="cuda"))
     assert isinstance(devices.open_device(EngineOptions(device="auto")), HostDevice)
+
+
+def test_ranks_on_gpus_that_need_an_absent_room_are_refused_by_name(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "uses_gpu", lambda options: True)
+    monkeypatch.setitem(sys.modules, ROOMS["quire.engine.gpu_ranks"], None)
+    with pytest.raises(ConfigError, match=r"on device cuda needs the package quire\.engine\.gpu_ranks, which is not"):
+        LLM(demo_model, tensor_parallel_size=2)
 
 
 def test_vectors_that_need_an_absent_room_are_refused_by_name(

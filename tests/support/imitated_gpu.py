@@ -1,10 +1,11 @@
-"""A GPU that is none: `--device imitated` runs what `--device cuda` runs, on a machine without one.
+"""GPUs that are none: `--device imitated` runs what `--device cuda` runs, on a machine without one.
 
 Its tensors say that they are on `cuda`, refuse what a GPU's refuse (to be NumPy's, to meet the host's in an op), and
 are computed in host memory, by PyTorch ops in place of the Triton kernels. Everything above these is what runs on a
 GPU: the worker with two steps in flight, the swapper on a stream of its own, as late as it may be, the graphs of
 decodes, the measuring of memory. Logits get an error that is another one in every step: answers differ as on a GPU,
-and a test that compares them otherwise than by the margin rule fails here.
+and a test that compares them otherwise than by the margin rule fails here. Ranks of tensor parallelism have a card
+each, in processes of their own (support/imitated_rank.py), and gloo in the place of NCCL.
 """
 
 import dataclasses
@@ -16,9 +17,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from quire.engine.gpu_ranks import exchange
 from quire.execution.cuda import device as cuda_device
 from quire.execution.cuda import worker
 from quire.execution.cuda.memory_profiling import available_kv_bytes
@@ -32,9 +35,10 @@ from quire.kernels.sampling import choose_tokens
 from quire.kernels.token_masks import mask_logits
 from quire.kernels.triton import linear as triton_linear
 from quire.model.decoder import Decoder
+from quire.model.sharding import Shard
 from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 
-CARD = torch.device("cuda", 0)
+CARD = [torch.device("cuda", 0)]  # the current one
 # The logprobs of two runs, each with its error, stay within 1e-3. In 16 bits, roundings move logits, too.
 ERRORS = {torch.float32: 2e-4, torch.bfloat16: 0.01, torch.float16: 0.01}
 CARD_BYTES, SWAP_BYTES = 256 << 20, 16 << 20
@@ -47,7 +51,7 @@ class CardTensor(Tensor):
     """A tensor of the card; `inner` has its values, in host memory."""
 
     inner: Tensor
-    device: ClassVar[Any] = property(lambda self: CARD)
+    device: ClassVar[Any] = property(lambda self: CARD[0])
     is_cuda: ClassVar[Any] = property(lambda self: True)
 
     @staticmethod
@@ -163,8 +167,24 @@ class Graphs:
         return lambda: result.copy_(call())
 
 
-def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None:
-    """Let torch see one GPU from now on, and the engine use it."""
+def gloo_group(store: Store, shard: Shard, device: torch.device) -> ProcessGroup:
+    """Stand in for `exchange.open_group`."""
+    gloo = ProcessGroupGloo(store, shard.rank, shard.num_ranks, exchange.COLLECTIVE_TIMEOUT)
+    group = ProcessGroup(store, shard.rank, shard.num_ranks)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def set_card(index: int) -> None:
+    """Stand in for `torch.cuda.set_device`."""
+    CARD[0] = torch.device("cuda", index)
+
+
+def turn_on(
+    replace_by: Callable[[object, str, object], None] = setattr, num_cards: int = 1, *, is_noisy: bool = True
+) -> None:
+    """Let torch see GPUs from now on, and the engine use them. `is_noisy`: logits have errors."""
     cuda, real = FakeCuda(), back_end.cuda_back_end()
     for name, value in WITHOUT_ANY.items():
         replace_by(torch.cuda, name, lambda *args, value=value: value)
@@ -173,7 +193,10 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
     for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):  # below what torch 2.11 and later ones call it
         if hasattr(torch._C, name):
             replace_by(torch._C, name, lambda: None)
-    replace_by(torch.cuda, "current_device", lambda: 0)
+    replace_by(torch.cuda, "device_count", lambda: num_cards)
+    replace_by(torch.cuda, "current_device", lambda: CARD[0].index)
+    replace_by(torch.cuda, "set_device", set_card)
+    replace_by(exchange, "open_group", gloo_group)
     replace_by(torch.cuda, "max_memory_reserved", lambda device: 0)
     replace_by(torch.cuda, "mem_get_info", lambda device: (CARD_BYTES, CARD_BYTES))
     replace_by(torch.version, "cuda", "0")
@@ -199,7 +222,7 @@ def turn_on(replace_by: Callable[[object, str, object], None] = setattr) -> None
 
     def noisy(self: Decoder, hidden: Tensor) -> Tensor:
         exact = logits(self, hidden)
-        if not exact.is_cuda:
+        if not exact.is_cuda or not is_noisy:
             return exact
         noise = 2 * torch.rand(exact.shape, generator=generator) - 1
         return exact + (noise * ERRORS[self.dtype]).to(exact.device)

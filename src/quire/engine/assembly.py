@@ -16,6 +16,7 @@ from quire.core.errors import ConfigError, ModelError
 from quire.core.optional_package import needs_package
 from quire.core.outputs import WaitReason
 from quire.core.sequence import Request
+from quire.engine.devices import uses_gpu
 from quire.engine.engine import Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.input_processor import InputProcessor
@@ -26,8 +27,6 @@ from quire.engine.sizing import size_engine
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.execution.drafter import Drafter, DraftMethod
-from quire.execution.executor import LocalExecutor
-from quire.execution.worker import Worker
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.low_rank import AdapterSlots
@@ -108,6 +107,10 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
     setting = f"tensor_parallel_size {options.tensor_parallel_size}"
     with _needs_room(setting, "quire.engine.parallel", "quire.kernels.cpp._kernels"):
         from quire.engine.parallel.leader import RankSet  # noqa: PLC0415 (a room: it can be absent, as all below)
+    if uses_gpu(options):
+        with _needs_room(f"{setting} on device cuda", "quire.engine.gpu_ranks", "quire.execution.cuda"):
+            from quire.engine.gpu_ranks.leader import GpuRankSet  # noqa: PLC0415
+        return GpuRankSet(options)
     if options.distributed_executor_backend == "ray":
         with _needs_room("distributed_executor_backend 'ray'", "ray", "quire.engine.ray_ranks", "quire.engine.nodes"):
             from quire.engine.ray_ranks.leader import RayRankSet  # noqa: PLC0415 (imports Ray, for a second)
@@ -177,10 +180,9 @@ def build_engine(
         options.resolved_max_num_seqs, options.resolved_max_num_batched_tokens, limits.max_position_embeddings,
         options.block_size,
     )  # fmt: skip
-    kv_bytes = device.kv_bytes(loaded.model, step, slots)
-    if ranks is not None:  # all have as many blocks: by the machine with the least
-        kv_bytes = min(kv_bytes, ranks.free_bytes)
-    cache, scheduling = size_engine(options, limits, kv_bytes, device.kv_share, device.default_swap_bytes())
+    kv_bytes = device.kv_bytes(loaded.model, step, slots) if ranks is None else ranks.kv_bytes(device, step)
+    swap_bytes = device.default_swap_bytes() // options.tensor_parallel_size
+    cache, scheduling = size_engine(options, limits, kv_bytes, device.kv_share, swap_bytes)
     if ranks is not None:
         ranks.allocate(cache, scheduling)
     engine = _build(options, loaded, cache, scheduling, grammars, draft_model, ranks, slots)
@@ -249,10 +251,7 @@ def _build(
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
     parts = WorkerParts(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows)
-    if ranks is None:
-        executor = device.executor(parts, scheduling.max_num_batched_tokens)
-    else:
-        executor = LocalExecutor(ranks.worker(Worker(*parts)))
+    executor = (device if ranks is None else ranks).executor(parts, scheduling.max_num_batched_tokens)
 
     def unprepared(request: Request) -> WaitReason | None:
         structured_outputs = request.params.structured_outputs

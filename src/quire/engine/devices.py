@@ -27,6 +27,11 @@ def open_device(options: EngineOptions) -> Device:
         return HostDevice()
 
 
+def uses_gpu(options: EngineOptions) -> bool:
+    """Return whether the options mean a GPU, and one can be used here."""
+    return options.device != "cpu" and _what_cuda_lacks() is None
+
+
 def _open_gpu(options: EngineOptions) -> Device:
     missing = _what_cuda_lacks()
     if missing is not None:

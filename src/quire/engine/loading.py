@@ -93,7 +93,8 @@ def load(
     num_ranks = options.tensor_parallel_size
     if num_ranks > 1:
         check_ranks(options, back_end.name, spec)
-    limits = _limits(spec, _widest(spec, stored, num_ranks), num_ranks // options.nnodes)
+    num_local = num_ranks // options.nnodes if device_type == "cpu" else 1  # a GPU's memory is that of one
+    limits = _limits(spec, _widest(spec, stored, num_ranks), num_local)
     limits = replace(limits, default_positions=pooler.max_seq_length or limits.default_positions)
     num_positions, ranks = table_positions(options, limits, device.free_bytes(), device.kv_share), None
     if open_ranks is not None:
@@ -129,11 +130,12 @@ def check_encoder(options: EngineOptions) -> None:
 def check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> None:
     """Raise ConfigError for what tensor parallelism does not serve."""
     name = f"tensor_parallel_size {options.tensor_parallel_size}"
-    if back_end != "cpp":
+    if back_end not in ("cpp", "cuda"):
         raise ConfigError(f"{name} needs the C++ kernels of device cpu, which do not serve this model here")
     if options.memory_policy != "paged" or options.batching != "continuous":
         raise ConfigError(f"{name} needs memory_policy 'paged' and batching 'continuous'")
-    check_shardable(spec, options.tensor_parallel_size, options.tensor_parallel_mode_on("cpu"))
+    mode = options.tensor_parallel_mode_on("cuda" if back_end == "cuda" else "cpu")
+    check_shardable(spec, options.tensor_parallel_size, mode)
 
 
 def _widest(spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int) -> KVGeometry:
@@ -145,7 +147,7 @@ def _widest(spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int) -
 
 
 def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int) -> ModelLimits:
-    """Return the limits of a model of which this machine has `num_ranks` ranks.
+    """Return the limits of a model of which the memory that is measured has `num_ranks` ranks.
 
     `geometry` is that of a rank, for all models that share the block tables.
     """

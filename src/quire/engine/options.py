@@ -301,13 +301,14 @@ class EngineOptions:
     )  # fmt: skip
     tensor_parallel_size: int = _engine(
         1, "processes that share the model and each step; on CPUs, with the same tokens", low=1, high=64, short="-tp",
-        row="processes that share the model and each step; the same tokens, to the bit ([scaling](scaling.md))",
+        row="processes that share the model and each step: on CPUs with the same tokens, to the bit "
+        "([scaling](scaling.md)); on GPUs one for each ([gpu](gpu.md#several-gpus))",
     )  # fmt: skip
     tensor_parallel_mode: TensorParallelMode = _engine(
         "auto", "division of layers among these processes: gather, with the same tokens; reduce, with fewer exchanges",
         row="division of layers among these processes: `gather`, by outputs, with the same tokens for any number of "
         "processes; `reduce`, with half as many exchanges and the same tokens for the same number "
-        "([scaling](scaling.md#gather-or-reduce)); `auto`: `gather` on CPUs",
+        "([scaling](scaling.md#gather-or-reduce)); `auto`: `gather` on CPUs and with `exact`, else `reduce`",
     )  # fmt: skip
     distributed_executor_backend: ExecutorBackend = _engine(
         "auto", "start of these processes: ray places them on a Ray cluster; auto is mp; uni is one process",
@@ -411,10 +412,10 @@ class EngineOptions:
         return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
 
     def tensor_parallel_mode_on(self, device: str) -> Mode:
-        """Return the division of layers on a device, set or by default: of GPUs it is `reduce`."""
+        """Return the division of layers on a device, set or by default: of GPUs it is `reduce`, unless exact."""
         if self.tensor_parallel_mode != "auto":
             return self.tensor_parallel_mode
-        return "gather" if device == "cpu" else "reduce"
+        return "gather" if device == "cpu" or self.exact else "reduce"
 
     @property
     def is_over_network(self) -> bool:

@@ -26,14 +26,18 @@ class GatherHook(Protocol):
 
 
 class SumHook(Protocol):
-    """Sum of partial sums over the ranks of tensor parallelism, added in the order of the ranks.
+    """Sum of partial sums over the ranks of tensor parallelism, on CPUs added in the order of the ranks.
 
     Every rank gets the same bits, which depend on the number of ranks.
     """
+
+    @property
+    def partial_dtype(self) -> torch.dtype | None:
+        """The dtype of partial sums; None: the model's."""
 
     @property
     def address(self) -> tuple[int, int]:
         """A C function (csrc/program.hpp, SumExchange) and its context, which does the same."""
 
     def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sums [num_tokens, width] of all ranks' `own`, float32 of that shape, rounded to `dtype` once."""
+        """Return the sums [num_tokens, width] of all ranks' `own`, partial sums of that shape, rounded to `dtype`."""

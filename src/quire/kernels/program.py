@@ -455,7 +455,7 @@ class Gather(InPlace):
 class SummedLinear(FromXToOut):
     """out = the sum over ranks of linear(x), of which each has some inputs; no adapter adds to it.
 
-    The results of `linear` are float32, and its outputs are not activated.
+    The results of `linear` are of the hook's `partial_dtype`, and its outputs are not activated.
     """
 
     name: str

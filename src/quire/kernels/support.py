@@ -32,8 +32,8 @@ SUPPORT: dict[str, frozenset[str]] = {
     "attention sinks": EVERYWHERE,
     "attention in both directions": CPU,
     "CountLayer": EVERYWHERE,
-    "Gather": CPU,
-    "SummedLinear": CPU,
+    "Gather": EVERYWHERE,
+    "SummedLinear": EVERYWHERE,
     "adapters": EVERYWHERE,
 } | {f"kv_cache_dtype {name}": EVERYWHERE for name in QUANTIZED}
 

@@ -162,8 +162,9 @@ def _summed_linear(
     ranks: Ranks,
 ) -> tuple[Op, Range]:  # fmt: skip
     """Return the op of a layer that is split by its inputs, and those of this rank; `inputs` as of `partial_linear`."""
-    linear, own = weights.partial_linear(shape, inputs, has_bias=ranks.shard.rank == 0)  # the bias is added once
-    return ops.SummedLinear(name, linear, x, out, ranks.sum(shape.num_rows[0])), own
+    hook, is_first = ranks.sum(shape.num_rows[0]), ranks.shard.rank == 0  # which adds the bias
+    linear, own = weights.partial_linear(shape, inputs, dtype=hook.partial_dtype, has_bias=is_first)
+    return ops.SummedLinear(name, linear, x, out, hook), own
 
 
 def _ranges(ranks: Ranks | None, shape: LinearShape) -> list[Range] | None:

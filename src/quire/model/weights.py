@@ -113,9 +113,9 @@ class WeightReader:
         return layer
 
     def partial_linear(
-        self, shape: LinearShape, inputs: Callable[[int], Range], *, has_bias: bool
+        self, shape: LinearShape, inputs: Callable[[int], Range], *, dtype: torch.dtype | None, has_bias: bool
     ) -> tuple[Linear, Range]:
-        """Return the layer of some inputs, which gives float32, and these inputs. `has_bias`: with the shape's bias.
+        """Return the layer of some inputs, and these inputs. dtype as of `linear`; `has_bias`: with the shape's bias.
 
         `inputs` is called with the number of inputs at multiples of which the weight can be cut. Tensors are read, and
         quantized, whole. Raises ConfigError for inputs that cut groups with one scale.
@@ -136,7 +136,7 @@ class WeightReader:
                 f"heads ends at input {cut}; use 'gather'"
             )
         bias = self._read_biases(modules) if shape.has_bias and has_bias else None
-        layer = self.back_end.linear(weight.take_inputs(start, stop), bias, dtype=torch.float32)
+        layer = self.back_end.linear(weight.take_inputs(start, stop), bias, dtype=dtype)
         self._tally_layer(layer, sum(shape.num_rows) * (stop - start))
         return layer, (start, stop)
 

@@ -50,7 +50,8 @@ _SUPPORTED = (
     ),
     same(
         number("tensor_parallel_size", flags=("-tp",)),
-        "processes of one machine that share each step, on CPUs; the same bits for any size ([scaling.md](scaling.md))",
+        "processes of one machine that share each step: on CPUs with the same bits for any size "
+        "([scaling.md](scaling.md)), on GPUs one for each ([gpu.md](gpu.md#several-gpus))",
         values.whole_number,
     ),
     same(

@@ -213,6 +213,8 @@ class NetworkGather:
 class NetworkSum:
     """A `SumHook` over a network, of partial sums of `width` columns."""
 
+    partial_dtype = torch.float32
+
     def __init__(self, ranks: NetworkRanks, width: int) -> None:
         self._ranks = ranks
         self._exchange = _kernels.PythonExchange(partial(_sum_at, proxy(ranks), width))  # as in `NetworkGather`

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ from quire.engine.options import CpuIsa, EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.digest import model_digest
-from quire.execution.executor import StepWorker
+from quire.execution.device import Device, StepLimits, WorkerParts
+from quire.execution.executor import Executor, LocalExecutor, StepWorker
+from quire.execution.worker import Worker
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.batch import ForwardBatch
@@ -50,9 +52,11 @@ log = logging.getLogger(__name__)
 
 SILENCE_SHARE = 0.8      # of the stall limit, after which a rank without heartbeats is lost
 CLOSE_TIMEOUT_S = 3.0
-RANK_MODULE = "quire.engine.parallel.process"
 
-ReportT = TypeVar("ReportT", messages.Hello, messages.Loaded, messages.Allocated, messages.Stopped)
+ReportT = TypeVar(
+    "ReportT", messages.Hello, messages.Loaded, messages.Measured, messages.Allocated, messages.Captured,
+    messages.Stopped,
+)  # fmt: skip
 
 
 class Process(Protocol):
@@ -146,6 +150,9 @@ class Peer:
 class RankSet:
     """All ranks but this one. `open` starts them, `join` and `allocate` bring them up, `close` ends them."""
 
+    device_type: Literal["cpu", "cuda"] = "cpu"
+    rank_module = "quire.engine.parallel.process"
+
     def __init__(self, options: EngineOptions) -> None:
         self.lost: EngineError | None = None
         self.on_lost: Callable[[EngineError], None] = lambda error: None  # called by another thread
@@ -153,7 +160,7 @@ class RankSet:
         self.peers: list[Peer] = []
         self.free_bytes = sys.maxsize  # of memory on the machine of another rank that has the least
         self._options, self._silence_limit_s = options, SILENCE_SHARE * options.stall_limit
-        self._num_ranks, self._mode = options.tensor_parallel_size, options.tensor_parallel_mode_on("cpu")
+        self._num_ranks, self._mode = options.tensor_parallel_size, options.tensor_parallel_mode_on(self.device_type)
         self._num_threads = torch.get_num_threads()
         self._is_closing, self._losing = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -178,7 +185,7 @@ class RankSet:
         for peer, hello in zip(self.peers, hellos, strict=True):
             self._check_hello(peer, hello)
         isa = self._common_isa(hellos)
-        options = replace(self._options, model=str(path), cpu_isa=isa)
+        options = replace(self._options, model=str(path), cpu_isa=isa, device=self.device_type)
         for peer in self.peers:
             threads = self._threads_of(peer.rank)
             load = messages.Load(
@@ -200,7 +207,7 @@ class RankSet:
         assert isinstance(model, Decoder)
         self.own_model = model
         weight_bytes = model.weight_bytes + sum(other.weight_bytes for other in others)
-        return replace(loaded, model=RankedModel(model, Link(self.exchange), weight_bytes))
+        return replace(loaded, model=self._ranked_model(weight_bytes))
 
     def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
         """Let all ranks allocate what rank 0 has: their parts of as many blocks."""
@@ -212,9 +219,18 @@ class RankSet:
         for peer in self.peers:
             self._receive(peer, messages.Allocated)
 
-    def worker(self, worker: StepWorker) -> "RankedWorker":
-        """Return the worker of all ranks around rank 0's."""
-        return RankedWorker(worker, self, Link(self.exchange))
+    def kv_bytes(self, device: Device, limits: StepLimits) -> int:
+        """Return the bytes for the KV cache, by the machine of a rank with the least free memory."""
+        assert self.own_model is not None, "ranks that have not joined"
+        return min(device.kv_bytes(self.own_model, limits, None), self.free_bytes)
+
+    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> Executor:
+        """Return the executor of all ranks; rank 0's worker is of these parts."""
+        return LocalExecutor(RankedWorker(Worker(*parts), self, self.link()))
+
+    def link(self) -> Link:
+        """Return the link to the other ranks within a step."""
+        return Link(self.exchange)
 
     def load(self, adapter: Adapter) -> Sequence[Future[None]]:
         """Let all other ranks read an adapter, before a step uses it. Errors as of `Peer.load`."""
@@ -273,6 +289,11 @@ class RankSet:
         for peer in self.peers:
             peer.end(reason)
 
+    def _ranked_model(self, weight_bytes: int) -> "RankedModel":
+        """Return the model of all ranks."""
+        assert self.own_model is not None, "ranks that have not joined"
+        return RankedModel(self.own_model, self.link(), weight_bytes)
+
     def _open_exchange(self, layout: MemoryLayout) -> RankExchange:
         """Start the processes of the ranks, and return rank 0's exchanges with them."""
         memory = create_memory(layout)
@@ -286,7 +307,7 @@ class RankSet:
     def _start_processes(self, ranks: Sequence[int], memory: int) -> None:
         environment = dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
         for rank in ranks:
-            process, connection = start_module(RANK_MODULE, env=environment, descriptors=[memory])
+            process, connection = start_module(self.rank_module, env=environment, descriptors=[memory])
             channel = Channel(connection, messages.decode_report)
             self._add(Peer(rank, channel, process, f"process {process.pid}"))
 

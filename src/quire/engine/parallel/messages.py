@@ -10,9 +10,9 @@ from quire.model.sharding import Shard
 
 
 class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """To a rank: load a part of the model. Its exchanges go through shared memory, or over a network."""
+    """To a rank: load a part of the model. Its exchanges go through shared memory, over a network, or by NCCL."""
 
-    options: EngineOptions
+    options: EngineOptions          # with the device that rank 0 has
     rank: int
     num_ranks: int
     num_threads: int                # 0: as many as the rank has by itself
@@ -24,7 +24,13 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
     @property
     def shard(self) -> Shard:
         """The rank's part of the model."""
-        return Shard(self.rank, self.num_ranks, self.options.tensor_parallel_mode_on("cpu"))
+        return Shard(self.rank, self.num_ranks, self.options.tensor_parallel_mode_on(self.options.device))
+
+
+class Measure(msgspec.Struct, tag="measure", array_like=True, frozen=True):
+    """To the rank of a GPU: run the largest step, as all ranks do; a `StepLimits`."""
+
+    limits: tuple[int, int, int, int]
 
 
 class Allocate(msgspec.Struct, tag="allocate", array_like=True, frozen=True):
@@ -40,6 +46,27 @@ class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
     """To a rank: run a plan, encoded by `quire.core.plan_codec`."""
 
     plan: bytes
+
+
+class Compute(msgspec.Struct, tag="compute", array_like=True, frozen=True):
+    """To the rank of a GPU, in a step: a command of `quire.engine.exchange.link`; its rows follow on the device."""
+
+    kind: int
+    num_rows: int
+
+
+class Capture(msgspec.Struct, tag="capture", array_like=True, frozen=True):
+    """To the rank of a GPU, between steps: capture the graph of this size, as all ranks do."""
+
+    num_rows: int
+    num_tokens: int
+
+
+class DropGraph(msgspec.Struct, tag="drop graph", array_like=True, frozen=True):
+    """To the rank of a GPU: a rank could not capture this graph; its steps run without one."""
+
+    num_rows: int
+    num_tokens: int
 
 
 class Resume(msgspec.Struct, tag="resume", array_like=True, frozen=True):
@@ -73,7 +100,10 @@ class Published(msgspec.Struct, tag="published", array_like=True, frozen=True):
     value: bytes
 
 
-Command = Load | Allocate | Step | Resume | LoadAdapter | DropAdapter | End | Published
+Command = (
+    Load | Measure | Allocate | Step | Compute | Capture | DropGraph | Resume | LoadAdapter | DropAdapter | End
+    | Published
+)
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
@@ -89,6 +119,18 @@ class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
 
     weight_bytes: int
     free_bytes: int                 # of its machine's memory
+
+
+class Measured(msgspec.Struct, tag="measured", array_like=True, frozen=True):
+    """From the rank of a GPU: the bytes that its weights and the largest step leave for the KV cache."""
+
+    kv_bytes: int
+
+
+class Captured(msgspec.Struct, tag="captured", array_like=True, frozen=True):
+    """From the rank of a GPU: whether it has the graph."""
+
+    is_captured: bool
 
 
 class Allocated(msgspec.Struct, tag="allocated", array_like=True, frozen=True):
@@ -115,7 +157,7 @@ class AdapterRead(msgspec.Struct, tag="adapter read", array_like=True, frozen=Tr
     reason: str | None
 
 
-Report = Hello | Loaded | Allocated | Refused | Stopped | AdapterRead | Published
+Report = Hello | Loaded | Measured | Allocated | Captured | Refused | Stopped | AdapterRead | Published
 
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -25,22 +25,28 @@ def beat(channel: Channel, on_silence: Callable[[], None]) -> None:
     on_silence()
 
 
-def main() -> None:
-    """Serve the socket and the memory with the numbers given as arguments."""
+def run_rank(serve: Callable[[Channel], None]) -> None:
+    """Serve the socket with the number of the first argument; errors of `serve` have been reported."""
     logging.basicConfig(format="%(asctime)s %(levelname)s rank: %(message)s")
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), messages.decode_command)
     channel.start(lambda: os._exit(0))
     threading.Thread(target=beat, args=(channel, lambda: os._exit(1)), name="beat", daemon=True).start()
+    try:
+        serve(channel)
+    except (ConfigError, ModelError):
+        sys.exit(1)
+
+
+def main() -> None:
+    """Serve the socket and the memory with the numbers given as arguments."""
+    run_rank(_serve)
+
+
+def _serve(channel: Channel) -> None:
     from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks  # noqa: PLC0415
     from quire.engine.parallel.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
 
-    def open_ranks(load: messages.Load) -> SharedRanks:
-        return SharedRanks(load.shard, MemoryLayout(*load.layout), int(sys.argv[2]))
-
-    try:
-        serve(channel, open_ranks)
-    except (ConfigError, ModelError):
-        sys.exit(1)  # reported
+    serve(channel, lambda load: SharedRanks(load.shard, MemoryLayout(*load.layout), int(sys.argv[2])))
 
 
 if __name__ == "__main__":

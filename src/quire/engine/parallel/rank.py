@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 2000
 
-CommandT = TypeVar("CommandT", messages.Load, messages.Allocate, messages.Step, messages.Resume)
+T = TypeVar("T")
+CommandT = TypeVar("CommandT", messages.Load, messages.Measure, messages.Allocate, messages.Step, messages.Resume)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,44 +93,58 @@ def serve(
 
     `own`: the options of a rank's own command on another machine, where folders have other names.
     """
+    ranks, worker = start(channel, partial(_start, channel, open_ranks), own)
+    run(channel, ranks, worker)
+
+
+def start(channel: Channel, bring_up: Callable[[messages.Load], T], own: EngineOptions | None = None) -> T:
+    """Wait for what to load; return what `bring_up` makes of it. Errors are reported and raised. `own` as of `serve`.
+
+    Raises EOFError if rank 0 has ended.
+    """
     channel.send(messages.Hello(__version__, usable_isas(), own))
-    load_command = _expect(channel, messages.Load)
+    load_command = expect(channel, messages.Load)
     channel.silence_limit_s = load_command.options.stall_limit
     try:
         if own is not None:
             folder = str(resolve_model(own.model, revision=own.revision))
             options = replace(load_command.options, model=folder, swap_dir=own.swap_dir)
             load_command = structs.replace(load_command, options=options)
-        ranks, worker = _start(channel, load_command, open_ranks)
+        return bring_up(load_command)
     except (EOFError, OSError):
         raise
     except Exception as error:
         refusal = failed(error)
         channel.send(messages.Refused(refusal.kind, refusal.message))
         raise
-    run(channel, ranks, worker)
 
 
-def _start(
-    channel: Channel, command: messages.Load, open_ranks: Callable[[messages.Load], RankExchange]
-) -> tuple[RankExchange, RankWorker]:
-    """Load and allocate."""
+def load_part(channel: Channel, command: messages.Load, ranks: RankExchange) -> LoadedModel:
+    """Connect with the other ranks, load this one's part of the model, and report it."""
     if command.num_threads:
         torch.set_num_threads(command.num_threads)
     if model_digest(Path(command.options.model or "")) != command.digest:
         raise ConfigError(f"rank {command.rank} finds another model than rank 0 at {command.options.model}")
-    ranks = open_ranks(command)
     ranks.reset()
     opened = ranks, command.num_positions
     loaded = load(command.options, Path(command.options.model or ""), lambda spec, num_positions: opened)
     channel.send(messages.Loaded(loaded.model.weight_bytes, loaded.device.free_bytes()))
-    worker = allocate(loaded, command, _expect(channel, messages.Allocate), Link(ranks))
+    return loaded
+
+
+def _start(
+    channel: Channel, open_ranks: Callable[[messages.Load], RankExchange], command: messages.Load
+) -> tuple[RankExchange, RankWorker]:
+    """Load and allocate."""
+    ranks = open_ranks(command)
+    loaded = load_part(channel, command, ranks)
+    worker = allocate(loaded, command, expect(channel, messages.Allocate), Link(ranks))
     worker = _with_adapters(worker, command.options, ranks.shard)
     channel.send(messages.Allocated())
     return ranks, worker
 
 
-def _expect(channel: Channel, kind: type[CommandT], adapters: "RankAdapters | None" = None) -> CommandT:
+def expect(channel: Channel, kind: type[CommandT], adapters: "RankAdapters | None" = None) -> CommandT:
     """Wait for a command of this kind; follow those about adapters that come before. EOFError if rank 0 has ended."""
     while isinstance(command := channel.receive(), messages.LoadAdapter | messages.DropAdapter):
         assert adapters is not None, f"{command} for a rank without adapters"
@@ -178,7 +193,7 @@ def _with_adapters(worker: RankWorker, options: EngineOptions, shard: Shard) -> 
 def run(channel: Channel, ranks: RankExchange, worker: RankWorker) -> NoReturn:
     """Run plans. A step that fails here, or on another rank, is left, and the next one waits for all."""
     while True:
-        command = _expect(channel, messages.Step, worker.adapters)
+        command = expect(channel, messages.Step, worker.adapters)
         try:
             worker.execute(command.plan)
         except Exception as error:
@@ -187,5 +202,5 @@ def run(channel: Channel, ranks: RankExchange, worker: RankWorker) -> NoReturn:
                 log.exception("a step has failed")
             ranks.leave()
             channel.send(messages.Stopped(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS] if is_own else None))
-            _expect(channel, messages.Resume, worker.adapters)
+            expect(channel, messages.Resume, worker.adapters)
             ranks.reset()

@@ -70,7 +70,8 @@ def available_kv_bytes(
     logits = model.logits(model.forward(largest, cache)[:num_seqs])
     ones, singles = np.ones(len(logits)), np.ones(len(logits), np.float32)
     draws = SamplingInputs(singles, singles, ones.astype(np.int32), ones, ones)
-    model.back_end.sampling.choose_tokens(logits.clone(), draws)  # edits need a second copy
+    if len(logits):  # else of a rank that does not sample
+        model.back_end.sampling.choose_tokens(logits.clone(), draws)  # edits need a second copy
     del largest, logits
     peak_bytes = meter.peak_bytes()
     held_bytes = meter.reset_peak()
@@ -102,4 +103,5 @@ def _compile_other_kernels(
     if slots is not None:
         model.forward(dummy_batch(num_seqs, num_tokens, max_blocks, model.device), cache)
     nothing = np.zeros((1, num_words(logits.shape[1])), np.uint32)
-    model.back_end.sampling.mask_logits(logits, np.zeros(1, np.int64), nothing)
+    if len(logits):
+        model.back_end.sampling.mask_logits(logits, np.zeros(1, np.int64), nothing)

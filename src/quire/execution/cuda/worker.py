@@ -51,6 +51,7 @@ class CudaWorker(Worker):
     """A worker that launches its steps in order, and completes them in the same order."""
 
     _sends_tables = False
+    _make_graphs: Callable[..., CudaGraphRunner] = CudaGraphRunner
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
@@ -64,7 +65,8 @@ class CudaWorker(Worker):
         if model.device.type == "cuda" and model.back_end.is_capturable:
             num_rows, max_blocks = batch.block_tables.shape
             slots = None if adapters is None else adapters.slots
-            self._graphs = CudaGraphRunner(self.forward, max_blocks, model.device, CudaGraphCapture(), num_rows, slots)
+            capture = CudaGraphCapture()
+            self._graphs = self._make_graphs(self.forward, max_blocks, model.device, capture, num_rows, slots)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_batched_tokens: int) -> None:
@@ -81,10 +83,9 @@ class CudaWorker(Worker):
         references = (-1 - forward.token_ids).clamp_(min=0)
         known = forward.token_ids
         forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
-        hidden = None if self._graphs is None else self._graphs.run(forward)
-        if hidden is not None and (inputs.pooled or self._has_prompt_logprobs(inputs)):
+        hidden = self._hidden(forward)
+        if inputs.pooled or self._has_prompt_logprobs(inputs):
             hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
-        hidden = self.forward(forward) if hidden is None else hidden
         if inputs.grammars is not None:
             inputs.grammars.finish_masks(self._is_computed())
         sampled = self._start_sampling(inputs, hidden, logit_rows)
@@ -100,6 +101,11 @@ class CudaWorker(Worker):
         if self._graphs is not None:
             self._graphs.capture_one()
         return StepInFlight(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s)
+
+    def _hidden(self, batch: ForwardBatch) -> Tensor:
+        """Return the hidden states of a batch: of a graph, until the next replay, or computed."""
+        hidden = None if self._graphs is None else self._graphs.run(batch)
+        return self.forward(batch) if hidden is None else hidden
 
     def _upload(self, plan: StepPlan, inputs: StepInputs) -> tuple[ForwardBatch, Tensor, Tensor]:
         """Return a step's inputs on the device, `logit_rows` and `sample_rows`; change the block tables there."""

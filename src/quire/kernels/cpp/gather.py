@@ -37,6 +37,8 @@ class CppGather:
 class CppSum:
     """A `SumHook` in C++, of partial sums of `width` columns."""
 
+    partial_dtype = torch.float32
+
     def __init__(self, group: _kernels.RankGroup, width: int) -> None:
         self.width = width
         self._sum = _kernels.PartialSum(group, width)

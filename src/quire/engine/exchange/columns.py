@@ -1,0 +1,28 @@
+"""Columns of ranks in collectives: ranks may have different numbers of them, and the parts of a collective may not."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.model.sharding import Cut
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as uint8, which every collective takes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def widest(cut: Cut) -> int:
+    """Return the most columns of a rank."""
+    return max(cut.of(rank)[1] - cut.of(rank)[0] for rank in range(len(cut.bounds) - 1))
+
+
+def padded(own: Tensor, cut: Cut) -> Tensor:
+    """Return own [num_rows, columns of a rank], contiguous, with room for the most columns of a rank."""
+    return F.pad(own, (0, widest(cut) - own.shape[1])).contiguous()
+
+
+def joined(received: Tensor, cut: Cut) -> Tensor:
+    """Return the columns of all ranks [num_rows, width] of received [num_ranks, num_rows, most columns]."""
+    parts = [part[:, : cut.of(rank)[1] - cut.of(rank)[0]] for rank, part in enumerate(received.unbind())]
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,202 @@
+"""Exchange of activations between the GPUs of a machine, by NCCL.
+
+Collectives run in the stream that computes, and no host waits for them, so a step with them is captured as a graph like
+any other. For that they ask for `asyncOp` False (else torch runs them in a stream of its own), the group is connected
+before the first of them, and each process has one GPU. The group's address book is a file in memory that the processes
+inherit. NCCL's algorithm, and so the order of a sum, follows from the number of ranks and of elements.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, FileStore, Store
+from torch.distributed import ProcessGroup
+
+from quire.engine.exchange.columns import as_bytes, joined, padded, widest
+from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.linear import Linear
+from quire.model.sharding import Cut, Shard
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT = timedelta(days=1)  # heartbeats find ranks that do not answer
+ABORT_TIMEOUT_S = 3.0
+POLL_S = 0.25                           # between looks at an interruption, while the ranks connect
+NO_ADDRESS = 0, 0                       # of a C function: a GPU runs single ops
+SUM, FROM_FIRST, ALL = AllreduceOptions(), BroadcastOptions(), AllgatherOptions()
+for _options in (SUM, FROM_FIRST, ALL):
+    _options.asyncOp = False
+
+
+def open_group(store: Store, shard: Shard, device: torch.device) -> ProcessGroup:
+    """Return NCCL's group of one GPU of each rank, connected. Returns when all ranks have called it."""
+    from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 (torch for CPUs has none)
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = COLLECTIVE_TIMEOUT
+    nccl = ProcessGroupNCCL(store, shard.rank, shard.num_ranks, options)
+    nccl.eager_connect_single_device(device)
+    group = ProcessGroup(store, shard.rank, shard.num_ranks)
+    group._set_default_backend(ProcessGroup.BackendType.NCCL)
+    group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
+    return group
+
+
+class GpuRanks:
+    """A `RankExchange` of GPUs. `descriptor`: of the file of the group's address book; it may be closed then.
+
+    It is connected once: after an interruption the run is over.
+    """
+
+    def __init__(self, shard: Shard, device: torch.device, descriptor: int) -> None:
+        self.shard, self.device = shard, device
+        self._descriptor = os.dup(descriptor)
+        self._group: ProcessGroup | None = None
+        self._is_interrupted = threading.Event()
+
+    def gather(self, cut: Cut) -> "GpuGather":
+        """Return the exchange of an activation that is divided like this."""
+        return GpuGather(self, cut)
+
+    def sum(self, width: int) -> "GpuSum":
+        """Return the exchange of partial sums of an activation of this width."""
+        return GpuSum(self)
+
+    def joined_head(self, head: Linear, cut: Cut) -> "GpuHead":
+        """Return the head of all ranks from this one's."""
+        return GpuHead(self, head, cut)
+
+    def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
+        sent = torch.empty(*shape, dtype=dtype, device=self.device) if rows is None else rows.contiguous()
+        if sent.numel():
+            self._run(lambda group: group.broadcast([as_bytes(sent)], FROM_FIRST))
+        return sent
+
+    def gather_columns(self, own: Tensor, cut: Cut) -> Tensor:
+        """Return [num_rows, width] of all ranks' columns, for own [num_rows, columns of this rank]."""
+        received = own.new_empty(self.shard.num_ranks, len(own), widest(cut))
+        if received.numel():
+            sent = padded(own, cut)
+            self._run(lambda group: group._allgather_base(as_bytes(received), as_bytes(sent), ALL))
+        return joined(received, cut)
+
+    def sum_rows(self, own: Tensor) -> Tensor:
+        """Return the sums of all ranks' own [num_rows, width], in its place."""
+        own = own.contiguous()
+        if own.numel():
+            self._run(lambda group: group.allreduce([own], SUM))
+        return own
+
+    def interrupt(self) -> None:
+        """Give up: kernels that wait for another rank end, and what they leave is not to be used."""
+        self._is_interrupted.set()
+        self._abort()
+
+    def leave(self) -> None:
+        """Give up, which other ranks notice when this one ends."""
+        self.interrupt()
+
+    def resume(self) -> None:
+        """Do nothing: an exchange that was given up is not begun again."""
+
+    def reset(self) -> None:
+        """Connect the ranks. Returns when all have called it. InterruptedExchangeError after `interrupt`."""
+        found = SimpleQueue[ProcessGroup | Exception]()
+
+        def connect() -> None:
+            try:
+                store = FileStore(f"/proc/self/fd/{self._descriptor}", self.shard.num_ranks)
+                found.put(open_group(store, self.shard, self.device))
+            except Exception as error:
+                found.put(error)
+
+        threading.Thread(target=connect, name="connect", daemon=True).start()  # NCCL waits for all, whatever happens
+        while not self._is_interrupted.is_set():
+            with suppress(Empty):
+                group = found.get(timeout=POLL_S)
+                if isinstance(group, Exception):
+                    raise group
+                self._group = group
+                return
+        raise InterruptedExchangeError("the ranks did not find each other")
+
+    def close(self) -> None:
+        """End the connections; no graph with an exchange may be left. Idempotent."""
+        self._is_interrupted.set()
+        aborting = self._abort()
+        if aborting is not None:
+            aborting.join(ABORT_TIMEOUT_S)
+            if aborting.is_alive():
+                log.warning("NCCL did not end within %g s", ABORT_TIMEOUT_S)
+
+    def _abort(self) -> threading.Thread | None:
+        """Abort the group in a thread: NCCL waits for the last graph with one of its exchanges to be freed."""
+        group, self._group = self._group, None
+        if group is None:
+            return None
+        aborting = threading.Thread(target=group.abort, name="abort", daemon=True)
+        aborting.start()
+        return aborting
+
+    def _run(self, start: Callable[[ProcessGroup], Any]) -> None:
+        """Launch a collective. InterruptedExchangeError if exchanges were given up."""
+        group = self._group
+        if group is None or self._is_interrupted.is_set():
+            raise InterruptedExchangeError("the exchange between ranks was interrupted")
+        try:
+            work = start(group)
+            if work is not None:
+                work.wait()  # on a GPU the stream waits, not the host
+        except RuntimeError as error:
+            raise InterruptedExchangeError(f"the connection between ranks has ended: {str(error)[:200]}") from error
+
+
+class GpuGather:
+    """A `GatherHook` between GPUs."""
+
+    address = NO_ADDRESS
+
+    def __init__(self, ranks: GpuRanks, cut: Cut) -> None:
+        first, stop = cut.of(ranks.shard.rank)
+        self.num_own, self.width = stop - first, cut.width
+        self._ranks, self._cut = ranks, cut
+
+    def __call__(self, own: Tensor) -> Tensor:
+        """Exchange."""
+        return self._ranks.gather_columns(own, self._cut)
+
+
+class GpuSum:
+    """A `SumHook` between GPUs: an all-reduce of partial sums that are rounded to the model's dtype."""
+
+    address, partial_dtype = NO_ADDRESS, None
+
+    def __init__(self, ranks: GpuRanks) -> None:
+        self._ranks = ranks
+
+    def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add."""
+        return self._ranks.sum_rows(own).to(dtype)
+
+
+class GpuHead:
+    """A head that is split by the vocabulary: rank 0 gets the logits of all."""
+
+    def __init__(self, ranks: GpuRanks, head: Linear, cut: Cut) -> None:
+        self._ranks, self._head, self._cut = ranks, head, cut
+        self.num_bytes = head.num_bytes
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+        """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
+        assert addend is None, "an addend of a head that is split"
+        logits = self._ranks.gather_columns(self._head(x), self._cut)
+        return logits if self._ranks.shard.rank == 0 else logits[:0]

@@ -1,0 +1,187 @@
+"""Rank 0 of tensor parallelism on the GPUs of one machine: the door of this room.
+
+As on CPUs rank 0 is in the engine's process, and the others are processes that it watches. What all ranks run at once
+cannot fail on one of them alone, since a device waits for the others: such an error ends the run.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError, EngineError, RankLostError
+from quire.engine.exchange.link import Link, RankExchange
+from quire.engine.exchange.shared_memory import MemoryLayout
+from quire.engine.gpu_ranks.exchange import GpuRanks
+from quire.engine.gpu_ranks.worker import LeadingWorker
+from quire.engine.options import EngineOptions
+from quire.engine.parallel import messages
+from quire.engine.parallel.leader import RankedModel, RankSet
+from quire.execution.cuda.executor import AsyncCudaExecutor
+from quire.execution.cuda.graphs import GraphSize
+from quire.execution.device import Device, StepLimits, WorkerParts
+from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.model.sharding import Shard
+from quire.model.spec import DecoderSpec, Experts
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+REASON_TIMEOUT_S = 2.0  # for a rank that has failed to be noticed
+POLL_S = 0.05
+
+
+def check_gpu_ranks(options: EngineOptions, num_gpus: int) -> None:
+    """Raise ConfigError for what ranks on GPUs do not serve; models with experts are refused when they are read."""
+    num_ranks, mode, attention = options.tensor_parallel_size, options.tensor_parallel_mode, options.attention_backend
+    if num_ranks > num_gpus:
+        raise ConfigError(
+            f"tensor_parallel_size {num_ranks} needs {num_ranks} GPUs, one for each rank, but torch sees {num_gpus}; "
+            "lower it, or use device cpu"
+        )
+    refused = {
+        f"nnodes {options.nnodes}": options.nnodes > 1,
+        "distributed_executor_backend 'ray'": options.distributed_executor_backend == "ray",
+        "enable_lora True": options.enable_lora,
+        f"attention_backend {attention!r}": attention not in ("auto", "triton"),
+        "exact True with tensor_parallel_mode 'reduce'": options.exact is True and mode == "reduce",
+        f"{BLOCKING_WAIT} in the environment, which graphs cannot contain,": _is_set(BLOCKING_WAIT),
+    }  # fmt: skip
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(f"{name} is not supported yet with tensor_parallel_size {num_ranks} on device cuda")
+
+
+class HostLink(Link):
+    """A `Link` whose commands travel from host to host, and whose rows follow from device to device."""
+
+    def __init__(self, ranks: RankExchange, set_: "GpuRankSet") -> None:
+        super().__init__(ranks)
+        self._set = set_
+
+    def send(self, kind: int, rows: Tensor | None = None) -> None:
+        """Send a command, with rows [num_rows, width] of any dtype."""
+        assert rows is not None, f"command {kind} without rows"
+        self._set.tell(messages.Compute(kind, len(rows)))
+        self._ranks.broadcast(rows, rows.shape, rows.dtype)
+
+
+class GpuRankSet(RankSet):
+    """All ranks but this one, each on the GPU of its number; this one is on the first."""
+
+    device_type = "cuda"
+    rank_module = "quire.engine.gpu_ranks.process"
+
+    def __init__(self, options: EngineOptions) -> None:
+        check_gpu_ranks(options, torch.cuda.device_count())
+        super().__init__(options)
+        torch.cuda.set_device(0)
+        self._worker: LeadingWorker | None = None
+
+    def open(self, spec: DecoderSpec, num_positions: int) -> tuple[RankExchange, int]:
+        """Start the other ranks, which begin to load; return rank 0 and the number of positions of all."""
+        if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
+            raise ConfigError(
+                f"models with experts are not supported yet with tensor_parallel_size {self._num_ranks} on device cuda"
+            )
+        return super().open(spec, num_positions)
+
+    def kv_bytes(self, device: Device, limits: StepLimits) -> int:
+        """Return the bytes for the KV cache of the GPU that has the least; all of them run the largest step."""
+        assert self.own_model is not None, "ranks that have not joined"
+        self.tell(messages.Measure((*limits,)))
+        own = device.kv_bytes(self.own_model, limits, None)
+        return min(own, *(self._receive(peer, messages.Measured).kv_bytes for peer in self.peers))
+
+    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+        """Return the executor of all ranks, with steps in flight as on one GPU."""
+        assert self.own_model is not None, "ranks that have not joined"
+        self._worker = LeadingWorker(self, self.link(), self.own_model, parts)
+        if self._options.capture_graphs:
+            self._worker.capture_graphs(max_num_batched_tokens)
+        return AsyncCudaExecutor(self._worker, max_steps_in_flight=2 if parts.drafter is None else 1)
+
+    def link(self) -> Link:
+        """Return the link to the other ranks."""
+        return HostLink(self.exchange, self)
+
+    def tell(self, command: messages.Command) -> None:
+        """Send a command to all ranks. RankLostError if one is lost."""
+        if self.lost is not None:
+            raise self.lost
+        for peer in self.peers:
+            peer.send(command)
+
+    def capture_graph(self, size: GraphSize) -> None:
+        """Let the ranks capture the graph of a size."""
+        self.tell(messages.Capture(size.num_rows, size.num_tokens))
+
+    def have_captured(self) -> bool:
+        """Wait for all of them; return whether each has the graph."""
+        reports = [self._receive(peer, messages.Captured) for peer in self.peers]
+        return all(report.is_captured for report in reports)
+
+    def drop_graph(self, size: GraphSize) -> None:
+        """Let the ranks drop the graph of a size."""
+        self.tell(messages.DropGraph(size.num_rows, size.num_tokens))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run what all ranks run at once: an error of it ends the run, since the others wait for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, EngineError):
+                self._lose(self._reason_of(error))
+            if isinstance(error, Exception) and self.lost is not None:
+                raise self.lost from error
+            raise
+
+    def _reason_of(self, error: BaseException) -> EngineError:
+        """Return the reason of a failure here; if another rank is its cause, as soon as that is known."""
+        deadline_s = time.monotonic() + REASON_TIMEOUT_S
+        while isinstance(error, InterruptedExchangeError) and time.monotonic() < deadline_s:
+            reason = next((peer.refusal for peer in self.peers if peer.refusal is not None), self.lost)
+            if reason is not None:
+                return reason
+            time.sleep(POLL_S)
+        return RankLostError(f"rank 0: a step has failed: {error!r}")
+
+    def close(self, reason: str = "rank 0 was closed") -> None:
+        """End the processes as on CPUs. Idempotent."""
+        if self._worker is not None:
+            self._worker.drop_graphs()
+        super().close(reason)
+
+    def _open_exchange(self, layout: MemoryLayout) -> RankExchange:
+        """Start the processes of the ranks, and return rank 0's exchanges with them."""
+        book = os.memfd_create("quire-address-book")
+        try:
+            self._exchange = GpuRanks(Shard(0, self._num_ranks, self._mode), torch.device("cuda", 0), book)
+            self._start_processes(range(1, self._num_ranks), book)
+        finally:
+            os.close(book)
+        return self._exchange
+
+    def _ranked_model(self, weight_bytes: int) -> RankedModel:
+        return GpuRankedModel(self, weight_bytes)
+
+
+class GpuRankedModel(RankedModel):
+    """The `LanguageModel` of all ranks of GPUs. `LeadingWorker` runs its forward passes."""
+
+    def __init__(self, ranks: GpuRankSet, weight_bytes: int) -> None:
+        assert ranks.own_model is not None, "ranks that have not joined"
+        super().__init__(ranks.own_model, ranks.link(), weight_bytes)
+        self._ranks = ranks
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [num_rows, vocab_size]."""
+        with self._ranks.together():
+            return super().logits(hidden)
+
+
+def _is_set(name: str) -> bool:
+    """Return whether torch takes a switch of the environment as on."""
+    return os.environ.get(name, "").lower() in ("1", "y", "yes", "t", "true")

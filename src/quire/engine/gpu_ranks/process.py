@@ -1,0 +1,25 @@
+"""Process of the rank of a GPU: `python -m quire.engine.gpu_ranks.process FD BOOK`, started by rank 0.
+
+`BOOK` is the file of NCCL's address book. The process beats and ends as that of `quire.engine.parallel.process`.
+"""
+
+import sys
+
+from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.process import run_rank
+
+
+def main() -> None:
+    """Serve the socket and the file with the numbers given as arguments."""
+    run_rank(serve_rank)
+
+
+def serve_rank(channel: Channel) -> None:
+    """Serve rank 0."""
+    from quire.engine.gpu_ranks.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
+
+    serve(channel, int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Rank of a GPU other than 0: loads its part of the model, and launches what rank 0 commands."""
+
+import logging
+import os
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from quire.core.errors import EngineError
+from quire.core.plan_codec import decode_plan
+from quire.engine.gpu_ranks.exchange import GpuRanks
+from quire.engine.gpu_ranks.worker import FollowingWorker
+from quire.engine.parallel import messages
+from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.rank import MAX_REASON_CHARS, expect, load_part, start
+from quire.execution.batch import PersistentBatch
+from quire.execution.cuda.graphs import GraphSize
+from quire.execution.device import StepLimits, WorkerParts
+from quire.model.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+
+def serve(channel: Channel, descriptor: int) -> NoReturn:
+    """Load a part of the model, then run plans. Errors are reported and raised; EOFError at the end.
+
+    `descriptor`: of the file of NCCL's address book.
+    """
+    worker = start(channel, partial(_start, channel, descriptor))
+    try:
+        run(channel, worker)
+    except EOFError:
+        raise
+    except Exception as error:  # the other ranks wait for this one on their devices: the run is over
+        log.exception("a step has failed")
+        channel.send(messages.Refused(EngineError.__name__, f"a step has failed: {error!r}"[:MAX_REASON_CHARS]))
+        os._exit(1)  # what is left on the device may never end
+
+
+def run(channel: Channel, worker: FollowingWorker) -> NoReturn:
+    """Launch what rank 0 commands, in its order."""
+    while True:
+        command = channel.receive()
+        match command:
+            case messages.Step(plan):
+                worker.prepare(decode_plan(plan))
+            case messages.Compute(kind, num_rows):
+                worker.compute(kind, num_rows)
+            case messages.Capture(num_rows, num_tokens):
+                channel.send(messages.Captured(worker.capture(GraphSize(num_rows, num_tokens))))
+            case messages.DropGraph(num_rows, num_tokens):
+                worker.drop(GraphSize(num_rows, num_tokens))
+            case _:
+                raise AssertionError(f"command {command}")
+
+
+def _start(channel: Channel, descriptor: int, command: messages.Load) -> FollowingWorker:
+    """Load, measure and allocate."""
+    torch.cuda.set_device(command.rank)
+    ranks = GpuRanks(command.shard, torch.device("cuda", command.rank), descriptor)
+    loaded, block_size = load_part(channel, command, ranks), command.options.block_size
+    model, device = loaded.model, loaded.device
+    assert isinstance(model, Decoder)
+    limits = StepLimits(*expect(channel, messages.Measure).limits)
+    channel.send(messages.Measured(device.kv_bytes(model, limits, None)))
+    sizes = expect(channel, messages.Allocate)
+    cache = device.allocate_cache(model.kv_geometry, sizes.num_blocks, block_size, model.back_end)
+    batch = PersistentBatch(sizes.max_num_seqs, sizes.max_model_len, block_size, model.vocab_size)
+    swapper = None
+    if sizes.num_swap_blocks:
+        swapper = device.swapper(cache, model.kv_geometry, sizes.num_swap_blocks, model.back_end, None)
+    worker = FollowingWorker(ranks, model, WorkerParts(model, cache, batch, swapper))
+    channel.send(messages.Allocated())
+    return worker

@@ -1,0 +1,150 @@
+"""Ranks of tensor parallelism on GPUs that are imitated, with gloo in the place of NCCL: answers, memory and faults."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM
+from quire.core.errors import ConfigError
+from quire.engine import assembly
+from quire.engine.gpu_ranks.leader import BLOCKING_WAIT, check_gpu_ranks
+from quire.engine.options import EngineOptions
+from quire.kernels.cpp.back_end import usable_isas
+from quire.model.footprint import weight_bytes
+from quire.model.sharding import Shard
+from quire.model.weight_formats.sizes import PLAIN_PACKING
+from quire.sim.hardware import Hardware
+from quire.sim.models import read_model
+from quire.sim.planning import plan_memory
+from support.imitated_ranks import Answers, Case, answer, run_imitated
+from support.random_model import write_random_model
+
+pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+
+PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
+PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 24, "prompt_logprobs": 1, "ignore_eos": True}
+FEW_BLOCKS = {
+    "num_kv_blocks": 14, "block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 24, "dtype": "float32",
+}  # fmt: skip
+ENOUGH = {"num_kv_blocks": 64}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "swap": FEW_BLOCKS | {"preemption_mode": "swap", "num_swap_blocks": 24},
+    "swap again": FEW_BLOCKS | {"preemption_mode": "swap", "num_swap_blocks": 24},
+    "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2},
+    "exact": {"exact": True, "dtype": "float32", "kv_cache_memory": 1 << 20, "max_model_len": 96},
+    "8 bits": ENOUGH | {
+        "kv_cache_dtype": "int8_per_token_head", "quantization": "int8", "quantization_group_size": -1,
+        "speculative_config": {"method": "ngram"},
+    },
+}  # fmt: skip
+FAULTS = ("kill", "rank 1", "rank 0")
+LIMITS = {"4 ranks": 0.2, "8 bits": 0.1}  # of the differences of logprobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Answers]:
+    """Return what engines answer, by case: one process starts them all."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    common = {"tensor_parallel_size": 2}
+    cases = [Case(str(folder), common | each, PROMPTS, PARAMS, num_turns=2) for each in SETTINGS.values()]
+    cases += [Case(str(folder), common | ENOUGH, PROMPTS, PARAMS, fault=each) for each in FAULTS]  # type: ignore[arg-type]
+    return dict(zip([*SETTINGS, *FAULTS], run_imitated(cases), strict=True))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_are_near_those_of_cpus(name: str, folder: Path, answers: dict[str, Answers]) -> None:
+    """With partial sums where GPUs have them, and the outputs of all ranks where they are exact."""
+    settings, found = {"tensor_parallel_size": 2} | SETTINGS[name], answers[name]
+    mode = "gather" if settings.pop("exact", False) else "reduce"
+    settings.pop("capture_graphs", None)
+    case = Case("", {}, PROMPTS, PARAMS, num_turns=2)
+    with LLM(folder, device="cpu", tensor_parallel_mode=mode, **settings) as llm:
+        expected = answer(llm, case)
+    assert len(found.prompt_logprobs) == 2
+    for turn, others in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
+        assert [len(each) for each in turn] == [len(each) - 1 for each in PROMPTS]
+        for own, near in zip(turn, others, strict=True):
+            assert own == pytest.approx(near, abs=LIMITS.get(name, 1e-4))
+    if name not in LIMITS:
+        assert found.token_ids == expected.token_ids
+
+
+def test_answers_are_the_same_every_time(answers: dict[str, Answers]) -> None:
+    assert answers["swap"] == answers["swap again"]
+    assert answers["swap"].preemptions["swap"] > 0
+
+
+def test_ranks_capture_the_graphs_of_steps_together(answers: dict[str, Answers]) -> None:
+    assert answers["swap"].graphs, "none was requested often enough"
+    assert {(1, 1), (2, 2), (8, 512)} <= set(answers["4 ranks"].graphs)
+
+
+@pytest.mark.parametrize("name", ["swap", "exact"])
+def test_gpus_hold_what_is_planned(name: str, folder: Path, answers: dict[str, Answers]) -> None:
+    options = EngineOptions(str(folder), tensor_parallel_size=2, **SETTINGS[name])
+    model, card = read_model(options.model, options.dtype), Hardware("a card", 1 << 30, 1.0, 1.0, device="cuda")
+    planned, mode = plan_memory(model, card, options, 2), options.tensor_parallel_mode_on("cuda")
+    assert answers[name].num_blocks == planned.cache.num_blocks
+    first, second = (
+        weight_bytes(model.spec, "float32", PLAIN_PACKING, shard=Shard(rank, 2, mode)) for rank in range(2)
+    )
+    assert planned.weight_bytes == first
+    assert answers[name].weight_bytes == first + second
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("kill", r"RankLostError: rank 1 \(process \d+\) has ended"),
+        ("rank 1", r"EngineError: rank 1: a step has failed: AssertionError\('command 7'\)"),
+        ("rank 0", r"RankLostError: rank 0: a step has failed: ArithmeticError\("),
+    ],
+)
+def test_fault_of_a_rank_ends_the_engine(fault: str, message: str, answers: dict[str, Answers]) -> None:
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(answers[fault].error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"nnodes": 2, "master_addr": "127.0.0.1"}, "nnodes 2"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend 'ray'"),
+        ({"enable_lora": True}, "enable_lora True"),
+        ({"attention_backend": "cuda"}, "attention_backend 'cuda'"),
+        ({"attention_backend": "flashinfer"}, "attention_backend 'flashinfer'"),
+        ({"exact": True, "tensor_parallel_mode": "reduce"}, "exact True with tensor_parallel_mode 'reduce'"),
+    ],
+)
+def test_settings_that_ranks_of_gpus_do_not_serve_are_refused(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is not supported yet with tensor_parallel_size 2 on device cuda"):
+        check_gpu_ranks(EngineOptions(tensor_parallel_size=2, **settings), 2)
+
+
+def test_waiting_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineOptions(tensor_parallel_size=2)
+    monkeypatch.setenv(BLOCKING_WAIT, "0")
+    check_gpu_ranks(options, 2)
+    monkeypatch.setenv(BLOCKING_WAIT, "1")
+    with pytest.raises(ConfigError, match="TORCH_NCCL_BLOCKING_WAIT in the environment, which graphs cannot contain"):
+        check_gpu_ranks(options, 2)
+
+
+def test_more_ranks_than_gpus_are_refused_with_both_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "uses_gpu", lambda options: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 4 needs 4 GPUs, one for each rank, but torch sees 3"):
+        LLM(folder, device="cuda", tensor_parallel_size=4)
+
+
+def test_mode_of_gpus_is_reduce_unless_answers_are_exact() -> None:
+    assert EngineOptions().tensor_parallel_mode_on("cuda") == "reduce"
+    assert EngineOptions(exact=True).tensor_parallel_mode_on("cuda") == "gather"
+    assert EngineOptions(tensor_parallel_mode="gather").tensor_parallel_mode_on("cuda") == "gather"

@@ -1,0 +1,113 @@
+"""Engines on several GPUs that are imitated, in a process of their own: `python -m support.imitated_ranks`.
+
+Reads cases as JSON from standard input, and prints what the engine of each answers.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from quire import LLM, RequestOutput, SamplingParams
+from support.faults import raising
+
+TESTS = Path(__file__).parents[1]
+
+
+class Case(msgspec.Struct):
+    """Settings of an engine, prompts, and sampling parameters for all of them.
+
+    `fault`: in its next step a rank is killed, rank 1 gets a command that it does not know, or rank 0's part fails.
+    """
+
+    model: str
+    settings: dict[str, Any]
+    prompts: list[list[int]]
+    params: dict[str, Any]
+    num_turns: int = 1   # the same prompts, one after the other
+    fault: Literal["", "kill", "rank 1", "rank 0"] = ""
+
+
+class Answers(msgspec.Struct):
+    """Tokens and logprobs of each turn, by prompt, and figures of the engine; or the error of a fault."""
+
+    token_ids: list[list[list[int]]] = []
+    prompt_logprobs: list[list[list[float]]] = []
+    num_blocks: int = 0
+    weight_bytes: int = 0
+    preemptions: dict[str, int] = {}
+    graphs: list[tuple[int, int]] = []   # rows and tokens
+    error: str = ""
+
+
+def answer(llm: LLM, case: Case) -> Answers:
+    """Return the answers of an engine."""
+    found = Answers()
+    for _ in range(case.num_turns):
+        params = SamplingParams(**case.params)
+        outputs = llm.generate([list(each) for each in case.prompts], params, use_tqdm=False)
+        found.token_ids.append([list(each.outputs[0].token_ids) for each in outputs])
+        found.prompt_logprobs.append([prompt_logprobs(each) for each in outputs])
+    stats, ready = llm.kv_stats(), llm._engine.ready
+    found.num_blocks, found.preemptions = stats.total_blocks, dict(stats.preemptions)
+    found.weight_bytes = ready.weights_bytes
+    worker: Any = getattr(llm._engine.engine._executor, "worker", None)
+    if getattr(worker, "_graphs", None) is not None:
+        found.graphs = [size[:2] for size, graph in worker._graphs._graphs.items() if graph is not None]
+    return found
+
+
+def prompt_logprobs(output: RequestOutput) -> list[float]:
+    """Return the logprobs of a prompt's tokens but the first."""
+    entries = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
+    return [entry[token].logprob for token, entry in entries if entry]
+
+
+def break_ranks(llm: LLM, case: Case) -> str:
+    """Bring a fault about; return the error of the next step."""
+    from quire.engine.parallel import messages
+
+    ranks: Any = llm._engine.ranks
+    if case.fault == "kill":
+        ranks.peers[0].process.kill()
+    elif case.fault == "rank 1":
+        ranks.tell(messages.Compute(7, 1))
+    else:
+        ranks.own_model.forward = raising(ArithmeticError)
+    try:
+        answer(llm, case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def run_imitated(cases: list[Case]) -> list[Answers]:
+    """Return what engines on imitated GPUs answer."""
+    command = [sys.executable, "-m", "support.imitated_ranks"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    ran = subprocess.run(
+        command, input=msgspec.json.encode(cases), capture_output=True, timeout=600, check=False, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    return msgspec.json.decode(ran.stdout.splitlines()[-1], type=list[Answers])
+
+
+def main() -> None:
+    """Answer the cases of standard input."""
+    cases, found = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case]), list[Answers]()
+    from quire.engine.gpu_ranks import leader
+    from support import imitated_gpu
+
+    imitated_gpu.turn_on(num_cards=4, is_noisy=False)
+    leader.GpuRankSet.rank_module = "support.imitated_rank"
+    for case in cases:
+        with LLM(case.model, device="cuda", **case.settings) as llm:
+            found.append(Answers(error=break_ranks(llm, case)) if case.fault else answer(llm, case))
+    print(msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main()
