@@ -121,8 +121,8 @@ def test_plan_of_several_engines_is_of_each(run: Run, tmp_path: Path) -> None:
 
 def test_plan_that_cannot_be_served_yet_is_marked(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    marked = run("plan", "OPT-13B", "--hardware", "A100-40GB", "--tensor-parallel-size", 2, "--json", path)
-    assert "not servable yet: tensor_parallel_size 2 is not supported yet" in " ".join(marked.out.split())
+    marked = run("plan", "OPT-13B", "--hardware", "A100-80GB", "-dp", 2, "--json", path)
+    assert "not servable yet: data_parallel_size 2 is not supported yet" in " ".join(marked.out.split())
     assert len(json.loads(path.read_text())["not_servable_yet"]) == 1
     plain = run("plan", "OPT-13B", "--hardware", "A100-40GB", "--json", path)
     assert "not servable" not in plain.out

@@ -1,6 +1,7 @@
 """What a model takes, counted from its config, is what the loaded one takes, for every family."""
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from quire.model.quantization import (
     WeightScheme,
     resolve,
 )
+from quire.model.sharding import Mode, Shard
 from quire.model.weight_formats.sizes import CPU_PACKING, PLAIN_PACKING
 from support.zero_model import FAMILIES, spec_of, write_zero_model
 
@@ -60,8 +62,11 @@ def test_count_is_the_loaded_models_with_quantized_weights(
 
 def test_ranks_hold_a_part_each_and_norms_whole() -> None:
     spec = spec_of("Llama", hidden_size=256, head_dim=32, num_attention_heads=8, intermediate_size=512, vocab_size=512)
-    alone, of_two = weight_bytes(spec, "float32"), weight_bytes(spec, "float32", num_ranks=2)
-    assert alone / 2 < of_two < alone * 0.51
+    alone, tables = weight_bytes(spec, "float32"), 4 * 512 * 256
+    for mode in get_args(Mode):
+        first, second = (weight_bytes(spec, "float32", shard=Shard(rank, 2, mode)) for rank in range(2))
+        norms = 4 * 256 * (2 * spec.num_layers + 1)
+        assert first == second == (alone - tables - norms) // 2 + tables + norms
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from quire.core.plan import BlockCopy, StepPlan
 from quire.model.config import spec_from_config
 from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
 from quire.model.sharding import Mode
-from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel, Exchanges
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel, Exchanges, exchange_mode
 from quire.sim.hardware import CurvePoint, Hardware
 from quire.sim.models import CONFIGS
 
@@ -77,6 +77,8 @@ def test_ranks_exchange_what_their_mode_does() -> None:
     assert Exchanges.of(OPT_13B, 2, 2, "reduce") == (80, 80 * 4 * 5120)
     assert Exchanges.of(OPT_13B, 2, 4, "reduce") == (80, 80 * 4 * 5120 * 3)
     assert Exchanges.of(OPT_13B, 2, 4, "reduce", 100) == (160, 80 * 100 * (4 + 2) * 5120 * 3 // 4)
+    assert Exchanges.of(OPT_13B, 2, 4, "all-reduce", 100) == (80, 80 * 2 * 100 * 5120 * 2 * 3 // 4)
+    assert [exchange_mode("reduce", device) for device in ("cpu", "cuda")] == ["reduce", "all-reduce"]
     silent = CostModel(OPT_13B, MACHINE, num_devices=4).step_s(decode(2, 500)) - 80 * (1e-5 + 1.5 * 2 * 5120 * 2 / 1e11)
     expected: dict[Mode, tuple[int, int]] = {
         "gather": (160, 2 * 40 * 2 * 35840 * 3 // 4), "reduce": (80, 2 * 80 * 4 * 5120 * 3),

@@ -162,9 +162,12 @@ def test_engines_of_a_machine_have_the_weights_each_and_share_the_rest() -> None
     assert reasons == ["data_parallel_size 2 is not supported yet on device cuda"]
 
 
-def test_heads_must_divide() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 40 attention heads"):
-        plan_memory(read_model("OPT-13B"), HARDWARE["H200"], EngineOptions(), num_devices=3)
+def test_first_gpu_has_the_most_heads() -> None:
+    model, card = read_model("OPT-13B"), HARDWARE["H200"]
+    found = plan_memory(model, card, EngineOptions(), num_devices=3)
+    assert found.kv_bytes_per_token == 2 * 40 * 14 * 128 * 2  # of 40 heads
+    with pytest.raises(ConfigError, match="tensor_parallel_size 41 is above the model's 40 attention heads"):
+        plan_memory(model, card, EngineOptions(), num_devices=41)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x05\0\0\0\0\0\0\0[1,2]", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}"[:9]])
@@ -182,8 +185,8 @@ def test_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) ->
         ("fp8", 1, []),
         ("int8_per_token_head", 1, []),
         ("bfloat16", 1, ["a KV cache of bfloat16"]),
-        ("auto", 2, ["tensor_parallel_size 2"]),
-        ("bfloat16", 4, ["tensor_parallel_size 4", "a KV cache of bfloat16"]),
+        ("auto", 2, []),
+        ("bfloat16", 4, ["a KV cache of bfloat16"]),
     ],
 )
 def test_plan_that_the_engine_would_refuse_is_marked(kv_dtype: str, num_devices: int, named: list[str]) -> None:
@@ -192,6 +195,15 @@ def test_plan_that_the_engine_would_refuse_is_marked(kv_dtype: str, num_devices:
     reasons = not_servable_yet(model, hardware, options, num_devices)
     assert [reason.partition(" is not supported yet")[0] for reason in reasons] == named
     assert plan_memory(model, hardware, options, num_devices).cache.num_blocks > 0
+
+
+def test_adapters_and_experts_on_several_gpus_are_marked(tmp_path: Path) -> None:
+    card, options = HARDWARE["A100-80GB"], EngineOptions(enable_lora=True)
+    model = read_model(str(write_zero_model(tmp_path, "Mixtral", "bfloat16")))
+    assert plan_memory(model, card, options, 2).has_experts
+    reasons = not_servable_yet(model, card, options, 2)
+    rest = "is not supported yet with tensor_parallel_size 2 on device cuda"
+    assert reasons == [f"enable_lora {rest}", f"a model with experts {rest}"]
 
 
 def test_cpu_serves_a_quantized_cache() -> None:

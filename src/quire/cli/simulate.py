@@ -13,7 +13,7 @@ from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_
 from quire.cli.plan import DeviceFlags, print_refusals
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
-from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel, exchange_mode
 from quire.sim.datasets import DATA_FOLDER, due_times, workload
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
@@ -103,7 +103,7 @@ def simulate(
         CONTIGUOUS_ATTENTION_FACTOR if is_measured else PAGED_ATTENTION_FACTOR,
         found.kv_cache_dtype,
         model.quantization,
-        engine.tensor_parallel_mode_on(hardware.device),
+        exchange_mode(engine.tensor_parallel_mode_on(hardware.device), hardware.device),
     )
     begun_s = time.process_time()
     fleet = _simulate_fleet(load, found, cost, items, due_s) if load.replicas > 1 else None

@@ -74,17 +74,15 @@ def weight_bytes(
     spec: DecoderSpec,
     dtype: str,
     packing: Packing = CPU_PACKING,
-    num_ranks: int = 1,
     quantization: Quantization = UNQUANTIZED,
     *,
     shard: Shard | None = None,
     of_one_token: bool = False,
 ) -> int:
-    """Return the bytes of all weights as one of `num_ranks` devices keeps them.
+    """Return the bytes of all weights as a device keeps them; `shard`: as this rank of tensor parallelism does.
 
-    Tables and linear layers are split over the devices, norms are kept on each. `shard`, in place of `num_ranks`: as
-    this rank of tensor parallelism on CPUs keeps them, which has outputs of the linear layers. `of_one_token`:
-    those that a step of one token reads, without tables, and of experts without those that the token does not use.
+    `of_one_token`: those that a step of one token reads, without tables, and of experts without those that the token
+    does not use.
     """
     around, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
     is_head_kept = packing.copies_tied_head or not spec.is_head_tied or quantization.head != UNQUANTIZED.head
@@ -94,7 +92,7 @@ def weight_bytes(
         scheme = UNQUANTIZED.layers
         if isinstance(shape, LinearShape) and not shape.is_always_dense:
             scheme = quantization.scheme([prefix + module for module in shape.modules])
-        num_bytes = _kept_bytes(shape, dtype, packing, num_ranks, scheme)
+        num_bytes = _kept_bytes(shape, dtype, packing, scheme)
         if not of_one_token:
             return num_bytes
         if isinstance(shape, LinearShape):
@@ -105,13 +103,13 @@ def weight_bytes(
     total = sum(kept(shape, prefix) for shape in around[:-1])
     for index, layer in enumerate(spec.layers):
         stem = prefix + spec.weights.layer.format(layer=index)
-        shapes = _shapes_of_rank(spec, layer, num_ranks)
+        shapes = list(layer_shapes(spec, layer))
         if shard is not None:
             of_down = quantization.scheme([stem + spec.weights.feed_forward_out])
             shapes = _shapes_of_shard(spec, layer, shard, of_down)
         total += sum(kept(shape, stem) for shape in shapes)
     head = around.head if shard is None else _own_part(around.head, shard.ranges(around.head))
-    return int(total) + (_kept_bytes(head, dtype, packing, num_ranks, quantization.head) if is_head_kept else 0)
+    return int(total) + (_kept_bytes(head, dtype, packing, quantization.head) if is_head_kept else 0)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1, scale_bytes: int = 0) -> int:
@@ -145,14 +143,6 @@ def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:
 
 def _shapes_of_layers(spec: DecoderSpec) -> list[Shape | None]:
     return [shape for layer in spec.layers for shape in layer_shapes(spec, layer)]
-
-
-def _shapes_of_rank(spec: DecoderSpec, layer: LayerSpec, num_ranks: int) -> list[Shape | None]:
-    """Return the shapes of a layer, the rows for keys and values those of all ranks together, replicas among them."""
-    qkv = LayerShapes.of(spec, layer).qkv
-    num_kv_rows = num_ranks * kv_heads_per_rank(spec, num_ranks) * layer.head_dim
-    of_ranks = qkv._replace(num_rows=(qkv.num_rows[0], num_kv_rows, num_kv_rows))
-    return [of_ranks if shape == qkv else shape for shape in layer_shapes(spec, layer)]
 
 
 def _shapes_of_shard(spec: DecoderSpec, layer: LayerSpec, shard: Shard, of_down: WeightScheme) -> list[Shape | None]:
@@ -196,16 +186,12 @@ def _own_part(shape: LinearShape, ranges: list[Range]) -> LinearShape:
     return shape._replace(num_rows=tuple(stop - start for start, stop in ranges))
 
 
-def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, num_ranks: int, scheme: WeightScheme) -> int:
+def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, scheme: WeightScheme) -> int:
     itemsize = DTYPE_BYTES["float32" if isinstance(shape, SinksShape) else dtype]
     if not isinstance(shape, LinearShape):
-        return _num_elements(shape) * itemsize // (num_ranks if isinstance(shape, TableShape) else 1)
+        return _num_elements(shape) * itemsize
     num_rows, width = sum(shape.num_rows), shape.width
     num_biases = num_rows if shape.has_bias else 0
-    if shape.is_split_by_row:
-        num_rows, num_biases = -(-num_rows // num_ranks), -(-num_biases // num_ranks)
-    else:
-        width = -(-width // num_ranks)
     num_layers = 2 if (shape.activation or "").endswith("_and_mul") else 1  # gates and ups are packed each by itself
     layer_bytes = packed_bytes(scheme, num_rows // num_layers, width, dtype, packing)
     return num_layers * layer_bytes + num_biases * itemsize

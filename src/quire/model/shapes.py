@@ -56,9 +56,8 @@ class SinksShape(NamedTuple):
 class LinearShape(NamedTuple):
     """A layer [sum(num_rows), width], the modules' rows on top of each other, then `activation`.
 
-    One module for several row counts means that the checkpoint has them fused already. `is_split_by_row`: tensor
-    parallel ranks have some of the rows each; else they have all rows, of a part of the width. `num_groups`: the rows
-    of the one module are stored in so many groups, each with rows of all counts in order; 1: they are not.
+    One module for several row counts means that the checkpoint has them fused already. `num_groups`: the rows of the
+    one module are stored in so many groups, each with rows of all counts in order; 1: they are not.
     `share_of_tokens`: of those of a step, the ones that are multiplied with the weight. `is_always_dense`: not
     quantized with the others.
     """
@@ -68,7 +67,6 @@ class LinearShape(NamedTuple):
     width: int
     has_bias: bool = False
     activation: Activation | None = None
-    is_split_by_row: bool = True
     num_groups: int = 1
     share_of_tokens: Fraction = Fraction(1)
     is_always_dense: bool = False
@@ -145,7 +143,7 @@ class LayerShapes(NamedTuple):
             query_norm=_head_norm(spec, layer, names.query_norm, layer.num_heads),
             key_norm=_head_norm(spec, layer, names.key_norm, layer.num_kv_heads),
             sinks=_sinks(names.sinks, layer.num_heads) if layer.has_sinks else None,
-            attention_out=_summed(names.attention_out, width, rows[0], layer.has_attention_out_bias),
+            attention_out=LinearShape((names.attention_out,), (width,), rows[0], layer.has_attention_out_bias),
             feed_forward_norm=_norm_or_none(spec, names.feed_forward_norm, width),
             up=up,
             down=down,
@@ -213,12 +211,7 @@ def _feed_forward(
     size, has_bias = feed_forward.size, feed_forward.has_bias
     rows = (size,) * (2 if feed_forward.is_gated else 1)
     up = LinearShape(modules_in, rows, width, has_bias, feed_forward.activation, share_of_tokens=share_of_tokens)
-    return up, _summed(module_out, width, size, has_bias)._replace(share_of_tokens=share_of_tokens)
-
-
-def _summed(module: str, num_rows: int, width: int, has_bias: bool) -> LinearShape:
-    """Return a layer with its inputs divided among tensor parallel ranks."""
-    return LinearShape((module,), (num_rows,), width, has_bias, is_split_by_row=False)
+    return up, LinearShape((module_out,), (width,), size, has_bias, share_of_tokens=share_of_tokens)
 
 
 def _norm(spec: DecoderSpec, module: str, width: int) -> NormShape:

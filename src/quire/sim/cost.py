@@ -23,6 +23,14 @@ PAGED_ATTENTION_FACTOR = 1.23
 CONTIGUOUS_ATTENTION_FACTOR = 1.0
 
 
+ExchangeMode = Mode | Literal["all-reduce"]
+
+
+def exchange_mode(mode: Mode, device: str) -> ExchangeMode:
+    """Return the exchanges of a mode of tensor parallelism: on GPUs partial sums are added by NCCL's all-reduce."""
+    return "all-reduce" if mode == "reduce" and device == "cuda" else mode
+
+
 class Exchanges(NamedTuple):
     """Exchanges between ranks in the layers of a step: how many, and the bytes that a rank gets from all others."""
 
@@ -30,8 +38,13 @@ class Exchanges(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, spec: DecoderSpec, itemsize: int, num_ranks: int, mode: Mode, num_tokens: int = 1) -> "Exchanges":
-        """Return those of a step of `num_tokens`, `itemsize` that of an activation; the head's logits do not count."""
+    def of(
+        cls, spec: DecoderSpec, itemsize: int, num_ranks: int, mode: ExchangeMode, num_tokens: int = 1
+    ) -> "Exchanges":
+        """Return those of a step of `num_tokens`, `itemsize` that of an activation; the head's logits do not count.
+
+        All-reduces are two per layer, in the activations' dtype over a ring (Shoeybi et al. 2019).
+        """
         others = num_ranks - 1
         if mode == "gather":  # attention, its second layer, the inner activation, the second layer of it
             widths = (
@@ -40,6 +53,8 @@ class Exchanges(NamedTuple):
             )
             return cls(4 * spec.num_layers, sum(widths) * num_tokens * itemsize * others // num_ranks)
         num_sums, partial_bytes = 2 * spec.num_layers, 4 * num_tokens * spec.hidden_size
+        if mode == "all-reduce":
+            return cls(num_sums, num_sums * 2 * num_tokens * spec.hidden_size * itemsize * others // num_ranks)
         if partial_bytes <= ADDED_BYTES:
             return cls(num_sums, num_sums * others * partial_bytes)
         moved = partial_bytes + num_tokens * spec.hidden_size * itemsize  # partial sums, then sums
@@ -49,8 +64,8 @@ class Exchanges(NamedTuple):
 class CostModel:
     """The time of every step of one model on `num_devices` alike devices, with tensor parallelism.
 
-    `kv_dtype`: a value of --kv-cache-dtype other than auto; None: the model's. `mode`: that of tensor parallelism, or
-    `all-reduce`, two all-reduces per layer in the activations' dtype over a ring (Shoeybi et al. 2019).
+    `kv_dtype`: a value of --kv-cache-dtype other than auto; None: the model's. `mode`: of the exchanges between
+    devices.
     """
 
     def __init__(
@@ -63,7 +78,7 @@ class CostModel:
         attention_factor: float = PAGED_ATTENTION_FACTOR,
         kv_dtype: str | None = None,
         quantization: Quantization = UNQUANTIZED,
-        mode: Mode | Literal["all-reduce"] = "all-reduce",
+        mode: ExchangeMode = "all-reduce",
     ) -> None:
         itemsize = DTYPE_BYTES[dtype]
         kv_bytes = stored_kv_bytes_per_token(spec, kv_dtype or dtype, num_devices)
@@ -140,13 +155,8 @@ class CostModel:
 
     def _collectives_s(self, num_tokens: int) -> float:
         """Return the seconds of the exchanges of all layers."""
-        num_ranks, mode = self._ranks
-        if mode != "all-reduce":
-            found = Exchanges.of(self.spec, self._itemsize, num_ranks, mode, num_tokens)
-            return found.number * self.hardware.collective_s + found.num_bytes / self.hardware.link_bytes_per_s
-        num_bytes = num_tokens * self.spec.hidden_size * self._itemsize
-        ring_s = 2 * (num_ranks - 1) / num_ranks * num_bytes / self.hardware.link_bytes_per_s
-        return 2 * self.spec.num_layers * (self.hardware.collective_s + ring_s)
+        found = Exchanges.of(self.spec, self._itemsize, *self._ranks, num_tokens)
+        return found.number * self.hardware.collective_s + found.num_bytes / self.hardware.link_bytes_per_s
 
 
 def _on_curve(points: Sequence[CurvePoint], num_tokens: int) -> float:

@@ -24,7 +24,7 @@ from quire.model.quantization import UNQUANTIZED
 from quire.model.sharding import Mode, Shard, check_shardable
 from quire.model.spec import widest_window
 from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
-from quire.sim.cost import Exchanges
+from quire.sim.cost import ExchangeMode, Exchanges, exchange_mode
 from quire.sim.hardware import Hardware
 from quire.sim.models import Model
 
@@ -83,7 +83,9 @@ def plan_memory(
     num_ranks = num_devices if hardware.device == "cpu" else 1
     num_devices //= num_ranks
     mode = options.tensor_parallel_mode_on(hardware.device)
-    held = _held_bytes(model, packing, kv_dtype, num_devices)
+    if num_devices > 1 and expert_reads(spec) is not None:
+        mode = "gather"
+    held = _held_bytes(model, packing, kv_dtype, None if num_devices == 1 else Shard(0, num_devices, mode))
     if num_ranks > 1:
         held = _held_by_ranks(model, kv_dtype, num_ranks, mode)
     token_bytes, weights, token_weights = held
@@ -127,7 +129,7 @@ def plan_memory(
         num_fitting=_num_fitting_by_length(cache, length, num_seqs),
         binds=_what_binds(cache, scheduler, options.max_model_len or longest),
         windows=describe_windows(windows),
-        exchanges=_exchanges(model, packing, num_devices * num_ranks, mode),
+        exchanges=_exchanges(model, packing, num_devices * num_ranks, exchange_mode(mode, hardware.device)),
     )
 
 
@@ -171,27 +173,26 @@ class _HeldBytes(NamedTuple):
     token_weights: int
 
 
-def _held_bytes(
-    model: Model, packing: Packing, kv_dtype: str, num_devices: int = 1, shard: Shard | None = None
-) -> _HeldBytes:
+def _held_bytes(model: Model, packing: Packing, kv_dtype: str, shard: Shard | None = None) -> _HeldBytes:
+    """Return what a device holds; of several GPUs the first has the most. None: all of the model."""
     local = model.spec if shard is None else shard.local_spec(model.spec)
     weights, token_weights = (
-        weight_bytes(model.spec, model.dtype, packing, num_devices, model.quantization, shard=shard, of_one_token=each)
+        weight_bytes(model.spec, model.dtype, packing, quantization=model.quantization, shard=shard, of_one_token=each)
         for each in (False, True)
     )
-    return _HeldBytes(stored_kv_bytes_per_token(local, kv_dtype, num_devices), weights, token_weights)
+    return _HeldBytes(stored_kv_bytes_per_token(local, kv_dtype), weights, token_weights)
 
 
 def _held_by_ranks(model: Model, kv_dtype: str, num_ranks: int, mode: Mode) -> _HeldBytes:
     """Return what all ranks of a CPU hold together; they have as many blocks as the one with the most KV heads."""
     check_shardable(model.spec, num_ranks, mode)
     shards = [Shard(rank, num_ranks, mode) for rank in range(num_ranks)]
-    ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard=shard) for shard in shards]
+    ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard) for shard in shards]
     token_bytes, weights, token_weights = zip(*ranks, strict=True)
     return _HeldBytes(num_ranks * max(token_bytes), sum(weights), sum(token_weights))
 
 
-def _exchanges(model: Model, packing: Packing, num_ranks: int, mode: Mode) -> Exchanges:
+def _exchanges(model: Model, packing: Packing, num_ranks: int, mode: ExchangeMode) -> Exchanges:
     itemsize = DTYPE_BYTES[packing.kernel_dtype(model.dtype)]
     return Exchanges(0, 0) if num_ranks == 1 else Exchanges.of(model.spec, itemsize, num_ranks, mode)
 
@@ -224,8 +225,10 @@ def _draft_bytes(
 def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
     """Return the reasons for which the engine would refuse to serve what `plan_memory` plans; usually none."""
     reasons = []
-    if num_devices > 1 and hardware.device != "cpu":
-        reasons.append(f"tensor_parallel_size {num_devices} is not supported yet on device {hardware.device}")
+    if num_devices > 1 and hardware.device == "cuda":
+        refused = {"enable_lora": options.enable_lora, "a model with experts": expert_reads(model.spec) is not None}
+        ranks = f"tensor_parallel_size {num_devices} on device cuda"
+        reasons += [f"{name} is not supported yet with {ranks}" for name, is_asked in refused.items() if is_asked]
     speculation = options.speculation
     if hardware.device == "cuda" and speculation is not None and speculation.method == "draft_model":
         reasons.append("a draft model is not supported yet on device cuda")
