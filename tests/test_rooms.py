@@ -25,7 +25,7 @@ ABOVE = ("quire.cli", "quire.cluster", "quire.sim", "quire.paper")  # nothing re
 # These and ABOVE put together what is there.
 ASSEMBLIES = (
     "quire.engine.assembly", "quire.engine.devices", "quire.engine.formats", "quire.llm", "quire.server.app",
-    "quire.server.ops.lifecycle",
+    "quire.server.ops.lifecycle", "quire.text.template_worker",
 )  # fmt: skip
 
 # Module sitecustomize: every process that a test starts refuses to import the rooms that the environment names.

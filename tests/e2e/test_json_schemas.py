@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.decoding.grammars.compiler import GrammarError
+from quire.grammar_writing.writer import grammar_of
 from support.fuzz_seeds import first_seed
 from support.grammars import Vocabulary
 from support.json_schemas import random_schema, schemastore
@@ -73,7 +74,7 @@ def check(folder: Path, vocabulary: Vocabulary, schemas: Sequence[dict[str, Any]
             jsonschema.validators.validator_for(schema)(schema).validate(json.loads(answer.text))
         else:
             assert len(answer.token_ids) == MAX_TOKENS
-            assert LLMatcher(vocabulary.library, closed(schema).to_grammar()).consume_tokens(answer.token_ids)
+            assert LLMatcher(vocabulary.library, grammar_of(closed(schema))).consume_tokens(answer.token_ids)
     assert num_ended >= MIN_SHARE * len(crowded), f"{num_ended} of {len(crowded)} have ended"
     for index in range(num_alone):
         alone = answers(folder, schemas[index : index + 1], enable_jump_forward=index % 2 == 0)

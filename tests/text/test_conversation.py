@@ -8,7 +8,6 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.text.chat_template import ChatTemplate
-from quire.text.schema_grammars import check_grammars
 from quire.text.tools import ToolLimits, tools_text
 
 DATA = Path(__file__).parents[2] / "../shared/data/chat_templates"
@@ -208,21 +207,3 @@ def test_hostile_arguments_and_schemas_take_bounded_time() -> None:
 
 
 # --- schemas that become grammars -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        ({"$ref": "http://x/y"}, "Resource 'http://x/y' is not present"),
-        ({"properties": {"a": {"pattern": "(?=a)"}}}, "look-around"),
-        ({"properties": {}, "unevaluatedProperties": False}, "unevaluatedProperties"),
-    ],
-)
-def test_schema_that_no_grammar_expresses_is_refused(schema: dict[str, Any], reason: str) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"} | schema}}
-    check_grammars([WEATHER, tool], [0])
-    with pytest.raises(InvalidRequestError, match=r"^tools\[1\]\.function\.parameters cannot be enforced: ") as caught:
-        check_grammars([WEATHER, tool], [0, 1])
-    assert caught.value.param == "tools"
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -1,7 +1,7 @@
 """StructuredOutputsParams: the form that an output must have. Checked once, at construction; names are vLLM's.
 
-Any constraint becomes one text, its grammar (`to_grammar`), by which it is compiled, cached and compared. The grammar
-itself is checked where it is compiled, and for requests over HTTP before that, in a process with a time limit.
+Any constraint becomes one text, its grammar (`quire.grammar_writing.writer`), which is checked where it is compiled,
+and for requests over HTTP before that, in a process with a time limit.
 """
 
 import json as json_codec
@@ -11,18 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.core.checks import check_bool, check_strings, refuse, shown
-from quire.core.disjoint_schemas import without_disjoint_one_of
 from quire.core.errors import InvalidRequestError
-from quire.core.grammar_text import (
-    WHITESPACE_PATTERN,
-    choice_text,
-    closed_objects,
-    compact_json,
-    json_text,
-    lark_from,
-    regex_text,
-)
-from quire.core.structural_tags import structural_tag_grammar
 
 log = logging.getLogger(__name__)
 
@@ -84,30 +73,6 @@ class StructuredOutputsParams:
         if self.choice is not None:
             object.__setattr__(self, "choice", _check_choice(self.choice))
 
-    def to_grammar(self) -> str:
-        """Return the grammar. InvalidRequestError for GBNF that cannot be converted.
-
-        Constraints that allow the same texts may have different grammars; `StructuredOutputsParams(grammar=...)` of a
-        grammar has that one.
-        """
-        if self.grammar is not None:
-            try:
-                return lark_from(self.grammar)
-            except ValueError as error:
-                raise InvalidRequestError(str(error), param="grammar") from error
-        if self.regex is not None:
-            return f"start: {regex_text(self.regex)}\n"
-        if self.choice is not None:
-            return choice_text(self.choice)
-        whitespace = WHITESPACE_PATTERN if self.whitespace_pattern is None else self.whitespace_pattern
-        between = None if self.disable_any_whitespace else whitespace
-        if self.structural_tag is not None:
-            return structural_tag_grammar(json_codec.loads(str(self.structural_tag)), between)
-        schema = {"type": "object"} if self.json is None else json_codec.loads(str(self.json))
-        if self.disable_additional_properties:
-            schema = closed_objects(without_disjoint_one_of(schema))
-        return f"start: {json_text(schema, between)}\n"
-
 
 def structured_outputs_from(value: object) -> StructuredOutputsParams:
     """Return parameters that were given as such or as a mapping of their fields."""
@@ -132,6 +97,11 @@ def GuidedDecodingParams(  # noqa: N802 (stands for a class of vLLM)
     if backend is not None:
         log.warning("guided decoding: backend %r was asked for; grammars are llguidance's", backend)
     return StructuredOutputsParams(**constraint)
+
+
+def compact_json(value: object) -> str:
+    """Return `value` as JSON without blanks, in its own order of keys. ValueError or TypeError for what is no JSON."""
+    return json_codec.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _check_bytes(field: str, value: object, most: int) -> str:

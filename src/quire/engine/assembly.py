@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 try:
     from quire.decoding.grammars.constrained import ConstrainedDecoding, GrammarChecks, TokenizerText
 except ModuleNotFoundError as error:
-    if not (error.name or "").startswith(("quire.decoding.grammars", "llguidance")):
+    if not (error.name or "").startswith(("quire.decoding.grammars", "quire.grammar_writing", "llguidance")):
         raise
     ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
 

@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
 try:
     from quire.server.tools.output_format import served_formats
 except ModuleNotFoundError as error:
-    rooms = ("quire.server.tools", "quire.server.tool_formats", "quire.server.call_grammars")
+    rooms = ("quire.server.tools", "quire.server.tool_formats", "quire.server.call_grammars", "quire.grammar_writing")
     if not (error.name or "").startswith(rooms):
         raise
     served_formats = None  # type: ignore[assignment]  # optional: without it outputs are content, and tools are refused

@@ -14,8 +14,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.core.sandbox import serve_jobs
 from quire.text.chat_template import ChatTemplate
-from quire.text.schema_grammars import check_grammars
-from quire.text.tools import DEFAULT_TOOL_LIMITS, ToolLimits
+from quire.text.tools import DEFAULT_TOOL_LIMITS, ToolLimits, parameters_of
 
 RENDER_LIMIT_S = 2.0        # a page of chat takes 0.1 ms, 4 MiB of messages about 100 ms
 
@@ -94,7 +93,9 @@ def _rendered(template: ChatTemplate, command: Render) -> bytes:
             **command.variables,
         )
         if command.forced:
-            check_grammars(command.tools, command.forced)
+            from quire.grammar_writing.writer import check_tool_schemas  # noqa: PLC0415 (a room, for forced tools alone)
+
+            check_tool_schemas([parameters_of(tool) for tool in command.tools], command.forced)
         return frame(Rendered(text))
     except InvalidRequestError as error:
         if isinstance(error.__cause__, MemoryError):

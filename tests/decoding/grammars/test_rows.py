@@ -11,6 +11,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars import row_state
 from quire.decoding.grammars.rows import IDLE_STEPS, GrammarRows
 from quire.decoding.row_grammars import RowProgress
+from quire.grammar_writing.writer import grammar_of
 from support.grammars import Vocabulary, allowed, begin, new_row, start
 
 SCHEMA = {
@@ -38,7 +39,7 @@ def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
 
 def plain_masks(vocabulary: Vocabulary, constraint: StructuredOutputsParams, output: list[int]) -> frozenset[int]:
     """The tokens that may follow an output: those that a fresh matcher of it takes, one by one, or is forced to."""
-    matcher = LLMatcher(vocabulary.library, constraint.to_grammar())
+    matcher = LLMatcher(vocabulary.library, grammar_of(constraint))
     assert matcher.consume_tokens(output)
     mask = np.zeros(-(-vocabulary.vocab_size // 32), np.uint32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -74,7 +75,7 @@ def test_masks_and_forced_tokens_are_those_of_the_tokens_before(vocabulary: Voca
     constraint = KINDS[kind]
     for seed in range(3):
         jumping = walk(vocabulary, vocabulary.rows(), constraint, seed)
-        matcher = LLMatcher(vocabulary.library, constraint.to_grammar())
+        matcher = LLMatcher(vocabulary.library, grammar_of(constraint))
         assert matcher.consume_tokens(jumping)
         assert matcher.is_stopped()
         rows = vocabulary.rows(jumps_forward=False)

@@ -9,6 +9,7 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken
 
 from quire.core.errors import ConfigError
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
 from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
 from quire.server.options import ServerOptions
@@ -87,28 +88,28 @@ def test_output_is_free_unless_something_constrains_it(tmp_path: Path) -> None:
 
 
 def test_answer_is_the_grammar_of_an_output_without_calls(tmp_path: Path) -> None:
-    answer = "start: /[ab]/\n"
+    answer = StructuredOutputsParams(grammar="start: /[ab]/\n")
     served = formats(tmp_path, reasoning_parser="none")
-    assert served.grammar(PROMPT, NO_TOOLS, answer) == answer
+    assert served.grammar(PROMPT, NO_TOOLS, answer) == answer.grammar
     assert "get_weather" in str(served.grammar(PROMPT, AUTO, answer))
     assert "[ab]" in str(served.grammar(PROMPT, AUTO, answer))
     assert "[ab]" not in str(served.grammar(PROMPT, REQUIRED, answer))
 
 
 def test_grammar_follows_the_reasoning(tmp_path: Path) -> None:
-    served, answer = formats(tmp_path), "start: /[ab]/\n"
+    served, answer = formats(tmp_path), StructuredOutputsParams(grammar="start: /[ab]/\n")
     optional, begun = served.grammar(PROMPT, NO_TOOLS, answer), served.grammar(f"{PROMPT}<think>\n", NO_TOOLS, answer)
     assert optional is not None
     assert begun is not None
     assert "<think>" in optional
     assert "<think>" not in begun
     assert "</think>" in begun
-    assert served.grammar(f"{PROMPT}<think>\n\n</think>\n\n", NO_TOOLS, answer) == answer
+    assert served.grammar(f"{PROMPT}<think>\n\n</think>\n\n", NO_TOOLS, answer) == answer.grammar
 
 
 def test_answer_of_a_format_with_channels_is_its_final_message(tmp_path: Path) -> None:
     served = formats(tmp_path, tool_call_parser="gpt_oss", reasoning_parser="gpt_oss")
-    answer, walks = "start: /[ab]{1,4}/\n", GrammarWalk()
+    answer, walks = StructuredOutputsParams(grammar="start: /[ab]{1,4}/\n"), GrammarWalk()
     thinking = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Ulm"}'
     for use, calls in ((NO_TOOLS, False), (AUTO, True)):
@@ -140,6 +141,6 @@ def test_grammars_allow_markers_as_the_tokens_that_the_model_writes(tmp_path: Pa
     served = formats(tmp_path, added=[AddedToken(text, special=is_special, normalized=False) for text in markers])
     tokenizer = Tokenizer.from_folder(tmp_path)
     for prompt, text in ((PROMPT, "<think>hm</think>\n\na"), (f"{PROMPT}<think>\n", "hm</think>\n\nb")):
-        grammar = served.grammar(prompt, NO_TOOLS, "start: /[ab]/\n")
+        grammar = served.grammar(prompt, NO_TOOLS, StructuredOutputsParams(grammar="start: /[ab]/\n"))
         assert matched(tmp_path, grammar, text) == len(tokenizer.encode(text, add_special_tokens=False))
     assert all(tokenizer.token_text(token_id) in SPECIAL for token_id in served.kept_token_ids) is not is_special

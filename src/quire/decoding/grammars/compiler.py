@@ -16,8 +16,9 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import EngineError, InvalidRequestError
-from quire.core.grammar_limits import GRAMMAR_LIMITS
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.grammar_writing.limits import GRAMMAR_LIMITS
+from quire.grammar_writing.writer import grammar_of
 from quire.kernels.token_masks import num_words
 
 MAX_ENTRIES = 64            # that no row uses
@@ -60,7 +61,7 @@ def fault_of(matcher: LLMatcher) -> GrammarError | None:
 
 def check_grammar(params: StructuredOutputsParams) -> None:
     """Raise InvalidGrammarError for a grammar that has no meaning, or is past a limit before it has any output."""
-    is_error, notes = LLMatcher.validate_grammar_with_warnings(params.to_grammar(), limits=LIMITS)
+    is_error, notes = LLMatcher.validate_grammar_with_warnings(grammar_of(params), limits=LIMITS)
     if is_error:
         raise InvalidGrammarError(reason_of(notes[0]))
 
@@ -192,7 +193,7 @@ class GrammarCache:
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         try:
-            return CompiledGrammar(self.load().result(), params.to_grammar())
+            return CompiledGrammar(self.load().result(), grammar_of(params))
         except GrammarError:
             raise
         except InvalidRequestError as error:

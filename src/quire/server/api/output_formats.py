@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.server.api.output_events import Event
 from quire.text.tools import Tool
 
@@ -64,12 +65,12 @@ class OutputFormats(Protocol):
         """True if the number of reasoning tokens can be limited."""
 
     def grammar(
-        self, prompt: str, use: ToolUse, answer: str | None, *, max_reasoning_tokens: int | None = None,
-        is_for_check: bool = False,
+        self, prompt: str, use: ToolUse, constraint: StructuredOutputsParams | None, *,
+        max_reasoning_tokens: int | None = None, is_for_check: bool = False,
     ) -> str | None:  # fmt: skip
         """Return the grammar of an output that continues a rendered prompt; None if it is free.
 
-        `answer`: grammar of an output that calls no tool. `max_reasoning_tokens`: then the end of reasoning is forced.
+        `constraint`: of an output that calls no tool. `max_reasoning_tokens`: then the end of reasoning is forced.
         With `is_for_check` markers that are special tokens are texts, for a check without the model's tokenizer.
         ValueError for tools with schemas it cannot express.
         """

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quire.core.grammar_text import before_answer, closed_json_text, compact_json, literal_text
+from quire.core.structured_outputs import compact_json
+from quire.grammar_writing.texts import before_answer, closed_json_text, literal_text
 from quire.server.call_grammars.literals import (
     NO_PARAMETERS,
     GemmaValues,

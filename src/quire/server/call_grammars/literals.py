@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.core.checks import shown
-from quire.core.grammar_text import closed_json_text, compact_json, json_text, literal_text, regex_text
-from quire.core.schema_references import referenced
+from quire.core.structured_outputs import compact_json
+from quire.grammar_writing.schemas import referenced
+from quire.grammar_writing.texts import closed_json_text, json_text, literal_text, regex_text
 from quire.server.call_grammars.rules import ANY_TEXT, Rules, alternatives
 from quire.server.tool_formats.argument_types import own_types, types_of
 from quire.server.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY

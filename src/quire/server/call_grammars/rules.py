@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from quire.core.grammar_text import literal_text, marker_text
+from quire.grammar_writing.texts import literal_text, marker_text
 
 ANY_TEXT = "/(?s:.*)/"
 

@@ -45,14 +45,15 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
     if not use.is_constrained and (is_free or (answer is not None and applies_at_once)):
         return replace(call, reading=reading)
 
-    text = None if answer is None else answer.to_grammar()
-    write = partial(formats.grammar, prompt, use, text, max_reasoning_tokens=call.max_reasoning_tokens)
+    write = partial(formats.grammar, prompt, use, answer, max_reasoning_tokens=call.max_reasoning_tokens)
 
     def grammars() -> tuple[str | None, str | None]:
         """Return the grammar, and that of the check: none if no tool is part of it."""
         try:
             is_own = bool(_forced_tools(call)) and service.constraints is not None
             return write(), write(is_for_check=True) if is_own else None
+        except InvalidRequestError:
+            raise
         except ValueError as error:
             raise InvalidRequestError(f"tools cannot be enforced: {error}", param="tools") from error
 

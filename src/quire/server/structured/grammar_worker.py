@@ -13,11 +13,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
-from quire.core.grammar_limits import GRAMMAR_LIMITS
-from quire.core.grammar_text import schema_fault
 from quire.core.sandbox import serve_jobs
 from quire.core.schema_limits import check_json_bytes, check_schema
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
+from quire.grammar_writing.limits import GRAMMAR_LIMITS
+from quire.grammar_writing.texts import schema_fault
+from quire.grammar_writing.writer import grammar_of
 from quire.server.structured.jobs import (
     CHECK_LIMIT_S,
     Checked,
@@ -68,7 +69,7 @@ class GrammarJobs:
                 command.fields[name] = _decoded(name, text)
         _check_limits(command.fields, limits)
         params = structured_outputs_from(command.fields)
-        grammar = params.to_grammar()
+        grammar = grammar_of(params)
         if params.grammar is not None:
             if "no_forcing" in grammar or grammar.lstrip().startswith("{"):
                 raise InvalidRequestError("grammar must be Lark or GBNF, without no_forcing", param="grammar")

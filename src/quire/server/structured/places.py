@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.core.grammar_text import json_text, schema_fault
+from quire.grammar_writing.texts import json_text, schema_fault
 
 _MAX_TRIES = 256        # subschemas that are compiled by themselves
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

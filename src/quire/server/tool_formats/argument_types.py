@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire.core.schema_references import referenced
+from quire.grammar_writing.schemas import referenced
 
 _MAX_SCHEMAS = 64  # that are looked at for one parameter
 _OTHER_NAMES = {  # of types in the schemas of tools that were made by hand

@@ -6,7 +6,9 @@ import string
 from functools import partial
 
 from quire.core.errors import ConfigError
-from quire.core.grammar_text import after_reasoning, either
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.grammar_writing.texts import after_reasoning, either
+from quire.grammar_writing.writer import grammar_of
 from quire.server.api.output_formats import OutputReading, ToolUse
 from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.options import ServerOptions
@@ -68,13 +70,14 @@ class ServedFormats:
         return all(marker_id(text, self._special) is not None for text in row.markers[0])
 
     def grammar(
-        self, prompt: str, use: ToolUse, answer: str | None, *, max_reasoning_tokens: int | None = None,
-        is_for_check: bool = False,
+        self, prompt: str, use: ToolUse, constraint: StructuredOutputsParams | None, *,
+        max_reasoning_tokens: int | None = None, is_for_check: bool = False,
     ) -> str | None:  # fmt: skip
         """Return the grammar of an output that continues a rendered prompt; None if it is free.
 
         Calls that may come are constrained where they begin, and what an output has to be follows its reasoning.
         """
+        answer = None if constraint is None else grammar_of(constraint)
         calls, reasoning = self._calls_of(use), self.reasoning
         special = {} if is_for_check else self._special
         if reasoning is not None and (reasoning.has_channels or self._is_over(prompt)):

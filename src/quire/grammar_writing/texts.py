@@ -12,17 +12,14 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
-from quire.core.disjoint_schemas import has_one_of, without_disjoint_one_of
+from quire.core.structured_outputs import compact_json
+from quire.grammar_writing.disjoint_schemas import has_one_of, without_disjoint_one_of
+from quire.grammar_writing.schemas import rewritten_below
 
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 # At most one line break with its indentation, or two blanks: small models would write blanks until max_tokens.
 WHITESPACE_PATTERN = r"\n[ \t]{0,16}|[ \t]{0,2}"
-
-
-def compact_json(value: object) -> str:
-    """Return `value` as JSON without blanks, in its own order of keys. ValueError or TypeError for what is no JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def json_text(schema: Any, whitespace: str | None = WHITESPACE_PATTERN) -> str:  # noqa: ANN401 (JSON)
@@ -101,18 +98,15 @@ _DIGITS = {False: {"\\d": "[0-9]", "\\D": "[^0-9]"}, True: {"\\d": "0-9", "\\D":
 def closed_objects(schema: Any) -> Any:  # noqa: ANN401 (JSON)
     """Return a schema of objects without properties but those named, unless `additionalProperties` says otherwise.
 
-    Objects are the subschemas with `properties` or `patternProperties`. Names of properties are no keywords.
+    Objects are the subschemas with `properties` or `patternProperties`.
     """
-    if isinstance(schema, list):
-        return [closed_objects(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _rewritten_below(key, value, closed_objects) for key, value in schema.items()}
-    if "additionalProperties" not in closed and closed.keys() & {"properties", "patternProperties"}:
-        closed["additionalProperties"] = False
+    closed = rewritten_below(schema, closed_objects)
+    if isinstance(closed, dict) and "additionalProperties" not in closed:
+        return closed | ({"additionalProperties": False} if closed.keys() & _OBJECTS else {})
     return closed
 
 
+_OBJECTS = {"properties", "patternProperties"}
 _NAME_PATTERN = re.compile(r"\^([\w -]+)\$")
 
 
@@ -122,11 +116,9 @@ def without_named_patterns(schema: Any) -> Any:  # noqa: ANN401 (JSON)
     The property must then match both schemas. Otherwise the grammar would allow a comma after the last property, for a
     further property of the pattern, and no property could follow.
     """
-    if isinstance(schema, list):
-        return [without_named_patterns(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    result = {key: _rewritten_below(key, value, without_named_patterns) for key, value in schema.items()}
+    result = rewritten_below(schema, without_named_patterns)
+    if not isinstance(result, dict):
+        return result
     named, patterns = result.get("properties"), result.get("patternProperties")
     if not isinstance(named, dict) or not isinstance(patterns, dict):
         return result
@@ -138,19 +130,6 @@ def without_named_patterns(schema: Any) -> Any:  # noqa: ANN401 (JSON)
     if not patterns:
         del result["patternProperties"]
     return result
-
-
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_NO_SCHEMAS = ("const", "enum", "default", "examples", "required", "x-guidance")
-
-
-def _rewritten_below(key: str, value: Any, rewrite: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (JSON)
-    """Return the value of a schema's keyword with the schemas in it rewritten."""
-    if key in _NO_SCHEMAS:
-        return value
-    if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-        return {name: rewrite(each) for name, each in value.items()}
-    return rewrite(value)
 
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)

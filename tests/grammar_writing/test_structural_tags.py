@@ -8,6 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.grammar_writing.writer import grammar_of
 
 BYTES = LLTokenizer("byte")
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -20,7 +21,7 @@ OLD = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": NUMBE
 
 def accepts(given: dict[str, Any] | str, text: str) -> bool:
     """Return whether the whole text fits the structural tag."""
-    matcher = LLMatcher(BYTES, StructuredOutputsParams(structural_tag=given).to_grammar(), log_level=0)
+    matcher = LLMatcher(BYTES, grammar_of(StructuredOutputsParams(structural_tag=given)), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -72,6 +73,6 @@ def test_texts_have_the_form(given: dict[str, Any], right: list[str], wrong: lis
 )
 def test_what_is_not_known_is_refused_by_its_place(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        StructuredOutputsParams(structural_tag=given).to_grammar()
+        grammar_of(StructuredOutputsParams(structural_tag=given))
     assert refused.value.param == "structural_tag"
     assert reason in str(refused.value)

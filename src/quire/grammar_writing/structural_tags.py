@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
-from quire.core.grammar_text import json_text, literal_text, regex_text
+from quire.grammar_writing.texts import json_text, literal_text, regex_text
 
 MAX_TAGS = 128              # of one output
 MAX_FORMATS = 1024          # in one structural tag

@@ -10,7 +10,7 @@ from itertools import combinations
 from math import inf
 from typing import Any
 
-from quire.core.schema_references import referenced
+from quire.grammar_writing.schemas import referenced, rewritten_below
 
 MAX_COMPARISONS = 4096  # of schemas, for one document: some 5 us each
 MAX_DEPTH = 16  # properties inside of each other that are compared: references may form circles
@@ -21,8 +21,6 @@ _RANGES = {
     "array": ("minItems", "maxItems"),
     "object": ("minProperties", "maxProperties"),
 }
-_NO_SCHEMAS = ("const", "enum", "default", "examples", "required", "x-guidance")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 Conjunction = list[Mapping[str, Any]]  # schemas that a value has to fit, all of them
 
@@ -47,18 +45,9 @@ class _Prover:
 
     def rewritten(self, schema: Any) -> Any:  # noqa: ANN401 (JSON)
         """Return a schema of the document with each `oneOf` in it replaced, where that is proven to change nothing."""
-        if isinstance(schema, list):
-            return [self.rewritten(each) for each in schema]
+        result = rewritten_below(schema, self.rewritten)
         if not isinstance(schema, dict):
-            return schema
-        result: dict[str, Any] = {}
-        for key, value in schema.items():
-            if key in _NO_SCHEMAS:
-                result[key] = value
-            elif key in _NAMED and isinstance(value, dict):
-                result[key] = {name: self.rewritten(each) for name, each in value.items()}
-            else:
-                result[key] = self.rewritten(value)
+            return result
         branches = schema.get("oneOf")
         if isinstance(branches, list) and self._are_disjoint(schema, branches):
             alternatives = {"anyOf": result.pop("oneOf")}

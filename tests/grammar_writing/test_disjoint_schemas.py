@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, Field
 
-from quire.core.disjoint_schemas import MAX_COMPARISONS, has_one_of, without_disjoint_one_of
+from quire.grammar_writing.disjoint_schemas import MAX_COMPARISONS, has_one_of, without_disjoint_one_of
 
 
 def tagged(tag: object, name: str = "kind", **others: object) -> dict[str, Any]:

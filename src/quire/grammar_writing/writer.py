@@ -1,0 +1,67 @@
+"""Writer of grammars: from the parameters of a request, or the schema of a tool, to the text that is compiled.
+
+Imported only for requests that ask for a grammar.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from quire.core.errors import InvalidRequestError
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.grammar_writing.disjoint_schemas import without_disjoint_one_of
+from quire.grammar_writing.limits import GRAMMAR_LIMITS
+from quire.grammar_writing.structural_tags import structural_tag_grammar
+from quire.grammar_writing.texts import (
+    WHITESPACE_PATTERN,
+    choice_text,
+    closed_json_text,
+    closed_objects,
+    json_text,
+    lark_from,
+    regex_text,
+    schema_fault,
+)
+
+_MAX_REASON_CHARS = 300
+
+
+def grammar_of(params: StructuredOutputsParams) -> str:
+    """Return the grammar of a constraint. InvalidRequestError for GBNF that cannot be converted.
+
+    Constraints that allow the same texts may have different grammars; `StructuredOutputsParams(grammar=...)` of a
+    grammar has that one.
+    """
+    if params.grammar is not None:
+        try:
+            return lark_from(params.grammar)
+        except ValueError as error:
+            raise InvalidRequestError(str(error), param="grammar") from error
+    if params.regex is not None:
+        return f"start: {regex_text(params.regex)}\n"
+    if params.choice is not None:
+        return choice_text(params.choice)
+    whitespace = WHITESPACE_PATTERN if params.whitespace_pattern is None else params.whitespace_pattern
+    between = None if params.disable_any_whitespace else whitespace
+    if params.structural_tag is not None:
+        return structural_tag_grammar(json.loads(str(params.structural_tag)), between)
+    schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
+    if params.disable_additional_properties:
+        schema = closed_objects(without_disjoint_one_of(schema))
+    return f"start: {json_text(schema, between)}\n"
+
+
+def check_tool_schemas(schemas: Sequence[Mapping[str, Any]], indices: Iterable[int]) -> None:
+    """Raise InvalidRequestError for a tool, of those with these indices, with a schema that no grammar can express.
+
+    `schemas`: of the parameters of all tools. Takes the time and the memory of compiling them, which only a process
+    bounds.
+    """
+    from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415 (a compiled library, only for tools that are forced)
+
+    for index in indices:
+        text = f"start: {closed_json_text(schemas[index])}\n"
+        error = LLMatcher.validate_grammar(text, None, limits=LLParserLimits(**GRAMMAR_LIMITS))
+        if error:
+            told = " ".join(schema_fault(error.partition("\n   1 |")[0]).split())[:_MAX_REASON_CHARS]
+            raise InvalidRequestError(f"tools[{index}].function.parameters cannot be enforced: {told}", param="tools")
