@@ -1,6 +1,7 @@
 """Rooms: packages that other packages import by one door, and without which generating and serving go on."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -96,6 +97,9 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
         (tmp_path / name).mkdir()
     file = convert(write_random_model(tmp_path / "floats"), tmp_path / "model.gguf")
     folder = write_pair(tmp_path / "pair", awq(32), awq_config(32)).folder
+    words = shutil.copytree(tmp_path / "floats", tmp_path / "words")
+    (words / "tokenizer.json").unlink(missing_ok=True)
+    (words / "tokenizer.model").touch()
     needs = {
         "quire.formats.gguf": (file, f"{file}: a GGUF file"),
         "quire.formats.gguf_architectures": (file, f"{file}: a GGUF file"),
@@ -103,8 +107,9 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
         "quire.formats.gguf_tokenizer": (file, f"{file}: reading the tokenizer of a GGUF file"),
         "quire.formats.quantized": (folder, f"{folder}: quantized weights"),
         "quire.formats.quantized_tensors": (folder, f"{folder}: reading awq weights"),
+        "quire.text.tokenizer_formats": (words, f"{words}: the tokenizer in tokenizer.model"),
     }
-    assert set(needs) == {room for room in ROOMS if room.startswith("quire.formats.")}
+    assert set(needs) == {room for room in ROOMS if room.startswith(("quire.formats.", "quire.text."))}
     command = [sys.executable, "-c", REFUSE, *(str(word) for room, (path, _) in needs.items() for word in (room, path))]
     run = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False

@@ -14,8 +14,9 @@ from quire.core.model_files import is_gguf, read_json_object
 from quire.core.optional_package import needs_package
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.source import ModelSource, is_quantized, read_folder
+from quire.text.text_settings import read_text_settings
 from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_files import missing_tokenizer, tokenizer_file, warn_missing_tokenizer
+from quire.text.tokenizer_files import TOKENIZER_FILE, missing_tokenizer, tokenizer_file, warn_missing_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,12 @@ def tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
         if each.tokenizer_loader is not None and each.recognizes(path):
             with needs_package(f"{path}: {each.name}", *each.packages):
                 return each.tokenizer_loader(path)
-    return partial(Tokenizer.from_folder, path) if tokenizer_file(path) is not None else None
+    name = tokenizer_file(path)
+    if name is None or name == TOKENIZER_FILE:
+        return None if name is None else partial(Tokenizer.from_folder, path)
+    with needs_package(f"{path}: the tokenizer in {name}", "quire.text.tokenizer_formats"):
+        from quire.text.tokenizer_formats.reader import read_tokenizer  # noqa: PLC0415 (a room: it can be absent)
+    return lambda: Tokenizer.load(f"{path}/{name}", lambda: (read_tokenizer(path, name), read_text_settings(path)))
 
 
 def _format_of(path: Path) -> Format | None:

@@ -1,6 +1,6 @@
 """Tokenizer of a model: text to token ids and back, equal to transformers for the same folder.
 
-A thin layer over the `tokenizers` library. It reads `tokenizer.json` or an older format (`tokenizer_files.py`), makes
+A thin layer over the `tokenizers` library. It reads `tokenizer.json` (other formats: `tokenizer_formats/`), makes
 the tokens special that the other files of the folder declare special, and disables truncation and padding, which serve
 training and would cut prompts without an error. The post-processor in `tokenizer.json` decides on a
 beginning-of-sequence token; as in transformers from 5.0 on, `add_bos_token` of `tokenizer_config.json` is ignored
@@ -17,12 +17,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.model_files import read_text
 from quire.text.chat_template import ChatTemplate
 from quire.text.exact_tokenizer import exact_tokenizer_json
 from quire.text.longest_token import LongestToken, longest_token
-from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
+from quire.text.text_settings import TextSettings, read_text_settings
 from quire.text.token_bytes import TokenBytesCache, decoding_rule
-from quire.text.tokenizer_files import read_backend, tokenizer_file
+from quire.text.tokenizer_files import TOKENIZER_FILE
 
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096
@@ -72,9 +73,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Load the tokenizer of a model folder. ModelError naming what is missing or broken."""
-        name, settings = tokenizer_file(folder) or TOKENIZER_FILE, read_text_settings(folder)
-        return cls.load(f"{folder}/{name}", lambda: (read_backend(folder, name), settings))
+        """Load the tokenizer.json of a model folder. ModelError naming what is missing or broken."""
+        settings = read_text_settings(folder)
+        return cls.load(
+            f"{folder}/{TOKENIZER_FILE}", lambda: (Backend.from_str(read_text(folder, TOKENIZER_FILE)), settings)
+        )
 
     @classmethod
     def load(cls, place: str, read: Callable[[], tuple[Backend, TextSettings]]) -> Self:

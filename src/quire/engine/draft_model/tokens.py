@@ -11,8 +11,7 @@ from pathlib import Path
 from quire.core.errors import ConfigError
 from quire.core.model_files import read_bytes
 from quire.engine.formats import tokenizer_loader
-from quire.text.text_settings import TOKENIZER_FILE
-from quire.text.tokenizer_files import tokenizer_file
+from quire.text.tokenizer_files import TOKENIZER_FILE
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +51,6 @@ def _have_equal_files(first: Path, second: Path) -> bool:
     """Return whether both are one folder or file, or folders with equal tokenizer.json."""
     if first.resolve() == second.resolve():
         return True
-    if not all(path.is_dir() and tokenizer_file(path) == TOKENIZER_FILE for path in (first, second)):
+    if not all(path.is_dir() and (path / TOKENIZER_FILE).exists() for path in (first, second)):
         return False  # only tokenizer.json holds all of a tokenizer's tokens
     return read_bytes(first, TOKENIZER_FILE) == read_bytes(second, TOKENIZER_FILE)

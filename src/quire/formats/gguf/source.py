@@ -70,7 +70,8 @@ def read_gguf(path: Path) -> GGUFSource:
 
 def gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
     """Return what loads the tokenizer of a file, or None if it has none. ModelError for a file that is broken."""
-    with needs_package(f"{path}: reading the tokenizer of a GGUF file", "quire.formats.gguf_tokenizer"):
+    packages = "quire.formats.gguf_tokenizer", "quire.text.tokenizer_formats"
+    with needs_package(f"{path}: reading the tokenizer of a GGUF file", *packages):
         from quire.formats.gguf_tokenizer.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer  # noqa: PLC0415
 
     file = GGUFFile(path)

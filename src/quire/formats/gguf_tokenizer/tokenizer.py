@@ -10,10 +10,17 @@ from typing import NamedTuple
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.formats.gguf.file import GGUFFile
-from quire.text.byte_level_bpe import QWEN2_SPLIT
-from quire.text.sentencepiece import ADDED, BPE, NORMAL, SentencePieceModel, added_tokens, make_sentencepiece
 from quire.text.text_settings import TextSettings
-from quire.text.tokenizer_files import put_around
+from quire.text.tokenizer_formats.byte_level_bpe import QWEN2_SPLIT
+from quire.text.tokenizer_formats.reader import put_around
+from quire.text.tokenizer_formats.sentencepiece import (
+    ADDED,
+    BPE,
+    NORMAL,
+    SentencePieceModel,
+    added_tokens,
+    make_sentencepiece,
+)
 
 MODEL_KEY, PRE_KEY = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 TOKENS_KEY, TYPES_KEY = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ModelError
-from quire.text.tekken import MAX_TOKEN_BYTES, TEKKEN_FILE
-from quire.text.tokenizer import Tokenizer
+from quire.engine.formats import load_tokenizer
+from quire.text.tokenizer_files import TEKKEN_FILE
+from quire.text.tokenizer_formats.tekken import MAX_TOKEN_BYTES
 
 NUM_SPECIAL = 30
 PATTERN = r" ?\w+| ?[^\s\w]+|\s+"
@@ -78,7 +79,7 @@ def tokens() -> list[bytes]:
 
 
 def test_ids_are_those_of_the_rule(tokens: list[bytes], tmp_path: Path) -> None:
-    tokenizer, rng = Tokenizer.from_folder(write(tmp_path, tokens)), random.Random(3)
+    tokenizer, rng = load_tokenizer(write(tmp_path, tokens)), random.Random(3)
     words = [*re.findall(PATTERN, CORPUS), " ban", "é", "\x00", "本", " x,"]
     texts = [CORPUS, "", *("".join(rng.choices(words, k=40)) for _ in range(200))]
     for text in texts:
@@ -89,14 +90,14 @@ def test_ids_are_those_of_the_rule(tokens: list[bytes], tmp_path: Path) -> None:
 
 
 def test_special_tokens_have_the_first_ids(tokens: list[bytes], tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write(tmp_path / "listed", tokens))
+    tokenizer = load_tokenizer(write(tmp_path / "listed", tokens))
     assert tokenizer.encode("[X]a</s><SPECIAL_29>") == [1, 3, NUM_SPECIAL + ord("a"), 2, 29]
-    older = Tokenizer.from_folder(write(tmp_path / "older", tokens, special=None))
+    older = load_tokenizer(write(tmp_path / "older", tokens, special=None))
     assert older.encode("[INST]a[/INST]") == [1, 3, NUM_SPECIAL + ord("a"), 4]
 
 
 def test_only_the_default_size_of_the_vocabulary_counts(tokens: list[bytes], tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write(tmp_path, tokens, default_vocab_size=NUM_SPECIAL + 260))
+    tokenizer = load_tokenizer(write(tmp_path, tokens, default_vocab_size=NUM_SPECIAL + 260))
     assert tokenizer.encode(CORPUS) == [1, *encoded(CORPUS, tokens[:260])]
 
 
@@ -120,9 +121,9 @@ def test_file_that_is_none_is_refused(
     path = write(tmp_path, tokens) / TEKKEN_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=message):
-        Tokenizer.from_folder(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_pattern_that_is_none_is_refused(tokens: list[bytes], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pattern cannot be used"):
-        Tokenizer.from_folder(write(tmp_path, tokens, pattern="("))
+        load_tokenizer(write(tmp_path, tokens, pattern="("))

@@ -10,16 +10,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from quire.core.errors import ModelError
 from quire.core.model_files import read_json_object, read_text
+from quire.text.tokenizer_files import MERGES_FILE, VOCAB_FILE
 
-VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def has_byte_level_bpe(folder: Path) -> bool:
-    """Return whether `folder` has both files."""
-    return (folder / VOCAB_FILE).exists() and (folder / MERGES_FILE).exists()
 
 
 def read_byte_level_bpe(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from quire.core.errors import ModelError
 from quire.core.model_files import read_bytes
+from quire.text.tokenizer_files import SENTENCEPIECE_FILE
 
-MODEL_FILE = "tokenizer.model"
 MAX_PIECE_CHARS = 128  # pieces are tried at every cut; SentencePiece's own default is 16
 UNIGRAM, BPE = 1, 2                          # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # SentencePiece.type
@@ -61,9 +61,9 @@ def read_sentencepiece(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
     Raises ModelError for a file that is no such model, or one of whole words or single characters.
     """
-    path = folder / MODEL_FILE
+    path = folder / SENTENCEPIECE_FILE
     try:
-        model = SentencePieceModel.parse(read_bytes(folder, MODEL_FILE))
+        model = SentencePieceModel.parse(read_bytes(folder, SENTENCEPIECE_FILE))
     except (ValueError, IndexError, KeyError, struct.error) as error:
         raise ModelError(f"{path}: not a SentencePiece model: {error!r:.200}") from error
     return make_sentencepiece(model, str(path), is_legacy=config.get("legacy") is not False)

@@ -11,8 +11,8 @@ import pytest
 
 from quire.core.errors import ModelError
 from quire.engine.formats import load_tokenizer
-from quire.text.sentencepiece import MODEL_FILE, SentencePieceModel
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import SENTENCEPIECE_FILE
+from quire.text.tokenizer_formats.sentencepiece import SentencePieceModel
 from support import small_tokenizers
 from support.text_tokenizers import DATA, expected_ids, write_folder
 
@@ -43,7 +43,7 @@ def assert_equal_to_transformers(folder: Path) -> None:
         from transformers import AutoTokenizer
 
         theirs = AutoTokenizer.from_pretrained(folder)
-    ours = Tokenizer.from_folder(folder)
+    ours = load_tokenizer(folder)
     for text in TEXTS:
         for special in (True, False):
             ids = ours.encode(text, add_special_tokens=special)
@@ -72,8 +72,8 @@ def test_vocab_and_merges_make_the_tokenizer_of_transformers(tmp_path: Path, con
 def test_vocab_and_merges_of_opt_begin_with_its_bos(tmp_path: Path) -> None:
     source = small_tokenizers.save(small_tokenizers.byte_level(), tmp_path / "json")
     config = GPT2 | {"bos_token": "</s>", "add_bos_token": True}
-    ours = Tokenizer.from_folder(as_vocab_and_merges(source, tmp_path / "old", **config))
-    theirs = Tokenizer.from_folder(source)
+    ours = load_tokenizer(as_vocab_and_merges(source, tmp_path / "old", **config))
+    theirs = load_tokenizer(source)
     assert ours.encode("the stop") == [1, *theirs.encode("the stop")]
     assert ours.decode(ours.encode("the stop")) == "the stop"
 
@@ -84,10 +84,10 @@ def test_gpt2_and_qwen2_from_vocab_and_merges_give_the_ids_of_their_tokenizer_js
         (tmp_path / name).mkdir()
         source = write_folder(name, tmp_path / name)
         folder = as_vocab_and_merges(source, tmp_path / f"{name}-old", tokenizer_class=tokenizer_class)
-        ours = Tokenizer.from_folder(folder)
+        ours = load_tokenizer(folder)
         for key, text in known["texts"].items():
             assert ours.encode(text) == known[name][key]
-        whole = Tokenizer.from_folder(source)
+        whole = load_tokenizer(source)
         for text in TEXTS[:4]:
             assert ours.encode(text) == whole.encode(text)
 
@@ -102,12 +102,12 @@ def test_added_tokens_get_the_ids_that_are_declared(tmp_path: Path) -> None:
             str(size + 1): {"content": "<tool>", "special": False},
         },
     )  # fmt: skip
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("<|im_start|><tool>") == [size, size + 1]
     assert tokenizer.decode([size, size + 1]) == "<tool>"
     (folder / "added_tokens.json").write_text(json.dumps({"<far>": size + 9}))
     with pytest.raises(ModelError, match=rf"added token '<far>' has id {size + 2} after .* with id {size + 9}"):
-        Tokenizer.from_folder(folder)
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str, told: s
     folder = as_vocab_and_merges(source, tmp_path / "old", **GPT2)
     (folder / name).write_text(content)
     with pytest.raises(ModelError, match=told):
-        Tokenizer.from_folder(folder)
+        load_tokenizer(folder)
 
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str, told: s
 
 def sentencepiece_folder(source: Path, folder: Path, **config: Any) -> Path:  # noqa: ANN401
     folder.mkdir()
-    shutil.copy(source / MODEL_FILE, folder)
+    shutil.copy(source / SENTENCEPIECE_FILE, folder)
     named = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | config))
     return folder
@@ -140,7 +140,7 @@ def sentencepiece_folder(source: Path, folder: Path, **config: Any) -> Path:  # 
 
 def test_ids_of_mistral_are_those_of_sentencepiece(tmp_path: Path) -> None:
     known = expected_ids()
-    tokenizer = Tokenizer.from_folder(sentencepiece_folder(DATA / "tokenizers/mistral_v1", tmp_path / "model"))
+    tokenizer = load_tokenizer(sentencepiece_folder(DATA / "tokenizers/mistral_v1", tmp_path / "model"))
     assert tokenizer.vocab_size == 32_000
     assert tokenizer.eos_token_id == 2
     for key, text in known["texts"].items():
@@ -150,8 +150,8 @@ def test_ids_of_mistral_are_those_of_sentencepiece(tmp_path: Path) -> None:
 
 
 def test_model_file_gives_what_the_same_models_tokenizer_json_gives(stories260k: Path, tmp_path: Path) -> None:
-    ours = Tokenizer.from_folder(sentencepiece_folder(stories260k, tmp_path / "model"))
-    theirs = Tokenizer.from_folder(stories260k)
+    ours = load_tokenizer(sentencepiece_folder(stories260k, tmp_path / "model"))
+    theirs = load_tokenizer(stories260k)
     assert ours.special_token_ids == theirs.special_token_ids
     for text in TEXTS:
         for special in (True, False):
@@ -163,13 +163,13 @@ def test_model_file_gives_what_the_same_models_tokenizer_json_gives(stories260k:
 
 def test_bos_and_eos_are_added_as_configured(stories260k: Path, tmp_path: Path) -> None:
     settings = {"add_bos_token": False, "add_eos_token": True}
-    tokenizer = Tokenizer.from_folder(sentencepiece_folder(stories260k, tmp_path / "model", **settings))
+    tokenizer = load_tokenizer(sentencepiece_folder(stories260k, tmp_path / "model", **settings))
     assert tokenizer.encode("Once") == [*tokenizer.encode("Once", add_special_tokens=False), 2]
 
 
 def test_no_low_line_follows_a_special_token_unless_legacy(stories260k: Path, tmp_path: Path) -> None:
-    new = Tokenizer.from_folder(sentencepiece_folder(stories260k, tmp_path / "new", legacy=False))
-    old = Tokenizer.from_folder(sentencepiece_folder(stories260k, tmp_path / "old", legacy=True))
+    new = load_tokenizer(sentencepiece_folder(stories260k, tmp_path / "new", legacy=False))
+    old = load_tokenizer(sentencepiece_folder(stories260k, tmp_path / "old", legacy=True))
     assert new.encode("Once upon") == old.encode("Once upon")
     assert new.encode("</s>Once") != old.encode("</s>Once")
 
@@ -193,12 +193,12 @@ def test_unigram_model_is_read(tmp_path: Path) -> None:
     pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
     pieces += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
     pieces += [("▁", -3.0, 1), ("a", -3.0, 1), ("b", -3.0, 1), ("ab", -2.0, 1), ("▁ab", -1.0, 1), ("<user>", 0.0, 4)]
-    (tmp_path / MODEL_FILE).write_bytes(unigram_model(pieces))
-    parsed = SentencePieceModel.parse((tmp_path / MODEL_FILE).read_bytes())
+    (tmp_path / SENTENCEPIECE_FILE).write_bytes(unigram_model(pieces))
+    parsed = SentencePieceModel.parse((tmp_path / SENTENCEPIECE_FILE).read_bytes())
     assert (parsed.algorithm, parsed.has_byte_fallback) == (1, True)
     assert (parsed.adds_space, parsed.joins_spaces) == (True, False)
     assert [text for text, *_ in parsed.pieces] == [text for text, *_ in pieces]
-    tokenizer, ids = Tokenizer.from_folder(tmp_path), {text: index for index, (text, *_) in enumerate(pieces)}
+    tokenizer, ids = load_tokenizer(tmp_path), {text: index for index, (text, *_) in enumerate(pieces)}
     assert tokenizer.encode("abb") == [ids["<s>"], ids["▁ab"], ids["b"]]
     assert tokenizer.encode("ab é")[2:] == [ids["▁"], ids["<0xC3>"], ids["<0xA9>"]]
     assert tokenizer.encode("<user>", add_special_tokens=False)[-1] == ids["<user>"]
@@ -209,9 +209,9 @@ def test_unigram_model_is_read(tmp_path: Path) -> None:
     "content", [b"", b"\xff" * 40, b"\x0a\x05abc", b"\x0a\x02\x08\x01", bytes(range(256)), b"\x0b"], ids=str
 )
 def test_files_that_are_no_model_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / MODEL_FILE).write_bytes(content)
+    (tmp_path / SENTENCEPIECE_FILE).write_bytes(content)
     with pytest.raises(ModelError, match=r"tokenizer.model: not a SentencePiece model"):
-        Tokenizer.from_folder(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 # --- none -------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from quire.core.errors import ModelError
 from quire.core.model_files import read_json_object
 from quire.text.token_bytes import byte_level_text
+from quire.text.tokenizer_files import TEKKEN_FILE
 
-TEKKEN_FILE = "tekken.json"
 MAX_TOKEN_BYTES = 512   # tokens are tried at every cut
 _SPECIAL = (            # of files without a list: those up to version v7
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
