@@ -30,7 +30,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.fleet.router import Routing
 from quire.engine.launcher import spawn_engines
-from quire.engine.metrics import Metrics
+from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.sim.cost import CostModel
 from quire.sim.fleet import FleetSimulation

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.metrics import OLDER_NAMES, Metrics
+from quire.engine.metrics.page import OLDER_NAMES, Metrics
 
 DASHBOARD = json.loads((Path(__file__).parents[1] / "docs/grafana/quire.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

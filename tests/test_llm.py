@@ -14,7 +14,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, LoRARequest, RepetitionDetectionParams, SamplingParams
 from quire.core.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError, UnknownPrefixError
-from quire.engine.metric_values import Counter, Gauge, Histogram
+from quire.engine.metrics.values import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes

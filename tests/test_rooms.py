@@ -126,6 +126,7 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
         ("quire.engine.adapters", {"enable_lora": True}),
         ("quire.engine.draft_model", {"speculative_config": {"method": "draft_model", "model": "."}}),
         ("quire.engine.nodes", {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}),
+        ("quire.engine.offline_fleet", {"data_parallel_size": 2}),
         ("quire.engine.parallel", {"tensor_parallel_size": 2}),
         ("quire.engine.transformers_model", {"model_impl": "transformers"}),
         ("quire.kernels.cuda", {"attention_backend": "cuda"}),
@@ -169,8 +170,18 @@ def test_vectors_that_need_an_absent_room_are_refused_by_name(
         llm.embed([[5, 6, 7]])
 
 
+def test_metrics_that_need_an_absent_room_are_refused_by_name(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.llm.Metrics", None)
+    with LLM(demo_model, num_kv_blocks=64, max_model_len=64) as llm:
+        llm.generate([[5, 6, 7]], use_tqdm=False)
+        with pytest.raises(ModelError, match=r"needs the package quire\.engine\.metrics"):
+            llm.get_metrics()
+
+
 def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[str, str]) -> None:
-    """Completions, streams and chats are served; tools are refused, and the routes of the inspection answer 404."""
+    """Completions, streams and chats are served; tools are refused, and the other routes of rooms answer 404."""
     environment["ABSENT_ROOMS"] = " ".join(ROOMS)
     with running_server(str(demo_model), "--enable-debug", env=environment) as server:
         body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -183,7 +194,7 @@ def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[st
         refused = server.post("/v1/chat/completions", chat | {"tools": [tool]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
         assert server.post("/v1/embeddings", {"input": "a"}).status_code == 404
-        for path in (f"/v1/requests/{completion['id']}/explain", "/debug/kv", "/debug/blocks"):
+        for path in (f"/v1/requests/{completion['id']}/explain", "/debug/kv", "/debug/blocks", "/metrics"):
             assert server.get(path).status_code == 404, path
         assert server.post("/v1/messages", chat).status_code == 404
 

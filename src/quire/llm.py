@@ -28,7 +28,6 @@ from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs_config import parse_config
 from quire.engine.assembly import AssembledEngine
-from quire.engine.blocking_fleet import BlockingFleet
 from quire.engine.input_processor import (
     CheckedParams,
     InputProcessor,
@@ -37,10 +36,8 @@ from quire.engine.input_processor import (
     TokenizedPrompt,
     Truncation,
 )
-from quire.engine.launcher import EngineProcess
 from quire.engine.local_engine import LocalEngine
-from quire.engine.metric_values import Metric, metric_values
-from quire.engine.metrics import Metrics
+from quire.engine.observation import Observation
 from quire.engine.offline_engine import OfflineEngine
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind
@@ -49,7 +46,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
 
 if TYPE_CHECKING:
-    from quire.engine.fleet.fleet import Fleet
+    from quire.engine.metrics.values import Metric
     from quire.engine.pooling.offline import OfflinePooling
 
 try:
@@ -58,6 +55,13 @@ except ModuleNotFoundError as error:
     if not f"{error.name}.".startswith("quire.vllm_arguments."):
         raise
     engine_settings = None  # type: ignore[assignment]  # optional: without it LLM has its own arguments only
+
+try:
+    from quire.engine.metrics.page import Metrics
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.engine.metrics."):
+        raise
+    Metrics = None  # type: ignore[assignment,misc]  # optional: without it get_metrics raises ModelError
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}
@@ -99,7 +103,9 @@ class LLM:
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
             speculative_config=_as_json(speculative_config), **settings,
         )  # fmt: skip
-        self._open: OfflineEngine | None = _start(options, found or "quire-demo")
+        num_engines, name = options.data_parallel_size, found or "quire-demo"
+        self._observation = Observation(num_engines) if Metrics is None else Metrics(name, num_engines=num_engines)
+        self._open: OfflineEngine | None = _start(options, self._observation)
         self._num_requests = 0                                 # accepted so far; also the next one's id
 
     def __enter__(self) -> Self:
@@ -328,9 +334,15 @@ class LLM:
         """Return the state of the KV cache between two steps; of several engines the sum."""
         return self._runner.kv_stats()
 
-    def get_metrics(self) -> list[Metric]:
-        """Return all metrics of /metrics but those of calls and of the process, as objects."""
-        return list(metric_values(self._runner.collect_metrics()))
+    def get_metrics(self) -> list["Metric"]:
+        """Return all metrics of /metrics but those of calls and of the process, as objects.
+
+        ModelError without the package of the metrics.
+        """
+        runner = self._runner
+        if Metrics is None or not isinstance(self._observation, Metrics):
+            raise ModelError("get_metrics needs the package quire.engine.metrics, which is not in this installation")
+        return runner.observe(self._observation.values)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -417,22 +429,14 @@ class LLM:
         return self._runner.run(requests, kind)
 
 
-def _start(options: EngineOptions, name: str) -> OfflineEngine:
+def _start(options: EngineOptions, observation: Observation) -> OfflineEngine:
     """Return the engine of an LLM, or its engines. ConfigError where several are not installed."""
     if options.data_parallel_size == 1:
-        return LocalEngine(options, name)
+        return LocalEngine(options, observation.engines[0])
     setting = f"data_parallel_size {options.data_parallel_size}"
-    with needs_package(setting, "quire.engine.fleet", error=ConfigError):
-        from quire.engine.fleet.fleet import FleetSettings, connect_fleet  # noqa: PLC0415 (a room)
-
-    async def connect(processes: Sequence[EngineProcess], metrics: Metrics) -> "Fleet":
-        settings = FleetSettings(
-            options, metrics, start_timeout_s=options.start_timeout, stall_limit_s=options.stall_limit,
-            packs_outputs=False,
-        )  # fmt: skip
-        return await connect_fleet(processes, settings)
-
-    return BlockingFleet(options, name, connect)
+    with needs_package(setting, "quire.engine.offline_fleet", "quire.engine.fleet", error=ConfigError):
+        from quire.engine.offline_fleet.engines import BlockingFleet  # noqa: PLC0415 (a room: it can be absent)
+    return BlockingFleet(options, observation)
 
 
 def _as_json(given: str | Mapping[str, Any] | None) -> str:

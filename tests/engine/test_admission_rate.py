@@ -38,9 +38,19 @@ def test_steps_without_admissions_change_nothing() -> None:
 def test_time_without_anybody_waiting_is_forgotten() -> None:
     rate = AdmissionRate()
     rate.record(1, 100.0)
-    rate.reset()
+    rate.rest()
     rate.record(10, 125.0)
     assert rate.seconds_to_admit(10, 125.5) == 1
+
+
+def test_rate_starts_anew_only_when_all_engines_are_idle() -> None:
+    rate = AdmissionRate()
+    rate.record(10, 100.0, engine=0)
+    rate.record(10, 101.0, engine=1)
+    rate.rest(0)
+    assert rate.seconds_to_admit(10, 102.0) == 1
+    rate.rest(1)
+    assert rate.seconds_to_admit(10, 102.0) == RETRY_AFTER_S
 
 
 def test_any_number_of_steps_takes_little_memory() -> None:

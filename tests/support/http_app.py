@@ -15,7 +15,7 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
-from quire.engine.metrics import Metrics
+from quire.engine.metrics.page import Metrics
 from quire.server.app import create_app
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import bind, port_of

@@ -14,7 +14,7 @@ import uvloop
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Report
-from quire.engine.metrics import Metrics
+from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
 from quire.server.http.server import HttpServer

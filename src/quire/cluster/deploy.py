@@ -22,7 +22,7 @@ from quire.core.errors import ConfigError
 from quire.core.owner_labels import OwnerLabels
 from quire.engine.formats import TokenizerUse, load_tokenizer
 from quire.engine.messages import Ready
-from quire.engine.metrics import Metrics
+from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.server.app import create_app

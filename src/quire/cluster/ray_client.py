@@ -16,9 +16,9 @@ from quire.core.errors import EngineError, InvalidRequestError, ModelError, Requ
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.engine.base_client import SingleEngine
-from quire.engine.engine_metrics import EngineMetrics
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Refused, Stepped
+from quire.engine.observation import EngineObserver
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.streams import RequestStream, RequestStreams
@@ -32,13 +32,13 @@ class RayClient(SingleEngine):
 
     def __init__(
         self, handle: DeploymentHandle[Any], ready: Ready, tokenizer: Tokenizer | None, options: EngineOptions,
-        owners: OwnerLabels, metrics: EngineMetrics, max_replicas: int,
+        owners: OwnerLabels, observer: EngineObserver, max_replicas: int,
     ) -> None:  # fmt: skip
         inputs = InputProcessor(tokenizer, ready, options, owners)
         super().__init__(tokenizer, ready, inputs, itertools.count(secrets.randbits(48)))  # seeds derive from numbers
         self.state = EngineState(0, 0, 0)
         self._generate = handle.options(stream=True).generate
-        self._metrics = metrics
+        self._observer = observer
         self._table = ReplicaTable(ready.limits.num_blocks, ready.limits.block_size, max_replicas)
         self._streams = RequestStreams(tokenizer, self._on_abort, self._on_close)
         self._followers: dict[int, asyncio.Task[None]] = {}
@@ -84,10 +84,10 @@ class RayClient(SingleEngine):
                 self._streams.fail(failed, error if isinstance(error, EngineError) else shown)
             self._streams.wake(processed.ready)
             whole.add(processed)
-        self._metrics.on_step(step, whole)
+        self._observer.on_step(step, whole)
 
     def _on_abort(self, request_id: int, finished: FinishedRequest) -> None:
-        self._metrics.on_abort(finished)
+        self._observer.on_abort(finished)
 
     def _on_close(self, request_id: int) -> None:
         """Cancel the call of a request whose stream has ended, if the engine still computes."""

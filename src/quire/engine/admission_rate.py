@@ -12,28 +12,31 @@ class AdmissionRate:
     """Admissions of the last WINDOW_S seconds, in one count per second."""
 
     def __init__(self) -> None:
-        self._busy_since_s: float | None = None      # None: nothing was admitted since the engine was last idle
+        self._busy: set[int] = set()                 # engines that have admitted requests since they were last idle
+        self._busy_since_s = 0.0
         self._by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
 
-    def record(self, num_requests: int, now_s: float) -> None:
-        """Count requests that left the queue."""
+    def record(self, num_requests: int, now_s: float, engine: int = 0) -> None:
+        """Count requests that left the queue of an engine."""
         if not num_requests:
             return
-        if self._busy_since_s is None:
+        if not self._busy:
             self._busy_since_s = now_s
+        self._busy.add(engine)
         second = int(now_s)
         if self._by_second and self._by_second[-1][0] == second:
             num_requests += self._by_second.pop()[1]
         self._by_second.append((second, num_requests))
 
-    def reset(self) -> None:
-        """Start anew after an idle period: that nothing was admitted in it says nothing about the rate."""
-        self._busy_since_s = None
-        self._by_second.clear()
+    def rest(self, engine: int = 0) -> None:
+        """Record that an engine is idle; once all are, start anew: a rate without requests says nothing."""
+        self._busy.discard(engine)
+        if not self._busy:
+            self._by_second.clear()
 
     def seconds_to_admit(self, num_requests: int, now_s: float) -> int:
         """Return the whole seconds, 1 to LONGEST_S, until so many requests will have left at the current rate."""
-        if self._busy_since_s is None:
+        if not self._busy:
             return RETRY_AFTER_S
         num_recent = sum(num for second, num in self._by_second if second > now_s - WINDOW_S)
         if not num_recent:

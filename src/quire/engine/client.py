@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Callbacks for metrics. Called on the event loop; must be quick."""
+    """Callbacks of a client. Called on the event loop; must be quick."""
 
     def on_step(self, step: messages.Stepped, processed: ProcessedStep) -> None:
         """Record a step of the engine and what it gave to requests."""

@@ -1,9 +1,7 @@
 """Engine in the process of its caller, which runs the steps: the usual engine of an `LLM`."""
 
 import time
-from collections.abc import Iterator, Sequence
-
-from prometheus_client.metrics_core import Metric
+from collections.abc import Callable, Iterator, Sequence
 
 from quire.core.errors import ModelError
 from quire.core.lora import Adapter
@@ -13,29 +11,29 @@ from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.engine import NO_ADAPTERS
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.messages import EngineState, Stepped
-from quire.engine.metrics import Metrics
-from quire.engine.offline_engine import OfflineEngine
+from quire.engine.observation import EngineObserver
+from quire.engine.offline_engine import OfflineEngine, T
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind, OutputProcessor
 from quire.engine.pinned_prefixes import PinnedPrefixes
 
-_NO_STATE = EngineState(0, 0, 0)  # of a step: `collect_metrics` looks at the engine itself
+_NO_STATE = EngineState(0, 0, 0)  # of a step: `observe` looks at the engine itself
 
 
 class LocalEngine(OfflineEngine):
-    """An engine that steps while the outputs of its requests are iterated over. ConfigError, ModelError as `assemble`.
+    """An engine that steps while the outputs of its requests are iterated over.
 
-    `name`: of the model, in metrics.
+    ConfigError and ModelError as `assemble`.
     """
 
-    def __init__(self, options: EngineOptions, name: str) -> None:
+    def __init__(self, options: EngineOptions, observer: EngineObserver) -> None:
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self.tokenizer, self.ready = self._assembled.tokenizer, self._assembled.ready
         self.pinned = PinnedPrefixes(self.ready.limits.block_size)
         self.outputs = OutputProcessor(self.tokenizer)
         self.unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
-        self._metrics = Metrics(name)
-        self._metrics.engines[0].engine_ready(self.ready)
+        self._observer = observer
+        observer.engine_ready(self.ready)
 
     @property
     def assembled(self) -> AssembledEngine:
@@ -96,11 +94,11 @@ class LocalEngine(OfflineEngine):
         """Return the state of the KV cache between two steps."""
         return self.assembled.engine.kv_stats()
 
-    def collect_metrics(self) -> list[Metric]:
-        """Return the metrics of the engine."""
+    def observe(self, read: Callable[[], T]) -> T:
+        """Return what `read` makes of the engine's observer, which has its current state."""
         engine = self.assembled.engine
-        self._metrics.engines[0].on_idle(engine.state(engine.kv_stats()))
-        return list(self._metrics.collect())
+        self._observer.on_idle(engine.state(engine.kv_stats()))
+        return read()
 
     def close(self) -> None:
         """Free the weights and the KV cache, and end all requests. Idempotent."""
@@ -119,7 +117,7 @@ class LocalEngine(OfflineEngine):
             self.outputs.record_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
             processed = self.outputs.process(deltas, time.monotonic())
             step = Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE)
-            self._metrics.engines[0].on_step(step, processed)
+            self._observer.on_step(step, processed)
             self.unread |= {request_id: self.outputs.output(request_id) for request_id in processed.ready}
         except BaseException:
             self._abort({delta.request_id for delta in deltas})  # their new tokens are lost

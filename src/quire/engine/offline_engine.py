@@ -1,9 +1,8 @@
 """Interface of what an `LLM` computes with: an engine in its own process, or several in processes of their own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-
-from prometheus_client.metrics_core import Metric
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
@@ -13,6 +12,8 @@ from quire.engine.messages import Ready
 from quire.engine.output_processor import OutputKind
 from quire.engine.pinned_prefixes import PinnedPrefixes
 from quire.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class OfflineEngine(ABC):
@@ -51,8 +52,8 @@ class OfflineEngine(ABC):
         """Return the state of the KV cache between two steps; of several engines the sum."""
 
     @abstractmethod
-    def collect_metrics(self) -> list[Metric]:
-        """Return the metrics of all engines."""
+    def observe(self, read: Callable[[], T]) -> T:
+        """Return what `read` makes of the engines' observers, which have their current state."""
 
     @abstractmethod
     def close(self) -> None:

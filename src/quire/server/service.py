@@ -11,7 +11,7 @@ from quire.core.checks import shown
 from quire.core.lora import Adapter
 from quire.engine.base_client import BaseClient
 from quire.engine.input_processor import PreparedRequest
-from quire.engine.metrics import Metrics
+from quire.engine.observation import Observation
 from quire.server.adapter_names import AdapterNames
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.control import AdmissionControl
@@ -36,7 +36,7 @@ class Service:
     client: BaseClient                        # of one engine: replaced when it is restarted
     options: ServerOptions
     names: tuple[str, ...]                    # of the model; responses carry the first
-    metrics: Metrics
+    metrics: Observation
     templates: TemplateRenderer
     admission: AdmissionControl = field(init=False)
     adapters: AdapterNames = field(init=False)

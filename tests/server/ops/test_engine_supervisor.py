@@ -12,7 +12,7 @@ import httpx
 from quire.core.errors import ConfigError
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError
-from quire.engine.metrics import Metrics
+from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.server.ops.engine_supervisor import supervise_engine
 from quire.server.options import ServerOptions

@@ -19,13 +19,12 @@ from quire.core.sequence import Request
 from quire.core.task import Pin
 from quire.engine.base_client import SupervisedClient
 from quire.engine.client import EngineClient
-from quire.engine.engine_metrics import EngineMetrics
 from quire.engine.fleet.router import Router, Routing
 from quire.engine.fleet.supervision import keep_alive
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
-from quire.engine.metrics import Metrics
+from quire.engine.observation import EngineObserver, Observation
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.streams import RequestStream
@@ -37,7 +36,7 @@ class FleetSettings:
     """What all engines of a fleet have in common."""
 
     options: EngineOptions
-    metrics: Metrics
+    observation: Observation
     owners: OwnerLabels | None = None
     start_timeout_s: float = START_TIMEOUT_S
     stall_limit_s: float = 10.0         # an engine without progress for so long gets no requests
@@ -48,7 +47,7 @@ class FleetSettings:
 
 async def connect_fleet(processes: Sequence[EngineProcess], settings: FleetSettings) -> "Fleet":
     """Wait until all engines are ready. Errors as of `EngineClient.connect`; after one all processes have ended."""
-    observers = [_Observer(number, metrics) for number, metrics in enumerate(settings.metrics.engines)]
+    observers = [_Observer(number, engine) for number, engine in enumerate(settings.observation.engines)]
     clients: list[EngineClient] = []
     request_ids = count()
     try:
@@ -75,28 +74,28 @@ async def _connect(
 
 
 class _Observer:
-    """Observer of one engine: reports go to its metrics, and to the fleet."""
+    """Observer of one engine: reports go to that of its metrics, and to the fleet."""
 
-    def __init__(self, number: int, metrics: EngineMetrics) -> None:
-        self.metrics = metrics
+    def __init__(self, number: int, engine: EngineObserver) -> None:
+        self.engine = engine
         self.fleet: Fleet | None = None
         self._number = number
 
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Record a step of the engine."""
-        self.metrics.on_step(step, processed)
+        self.engine.on_step(step, processed)
         if self.fleet is not None:
             self.fleet.record_step(self._number, step)
 
     def on_idle(self, state: EngineState) -> None:
         """Record that no request waits or runs."""
-        self.metrics.on_idle(state)
+        self.engine.on_idle(state)
         if self.fleet is not None:
             self.fleet.count_pinned_blocks()
 
     def on_abort(self, ended: FinishedRequest) -> None:
         """Record a request that its client, or the server, has aborted."""
-        self.metrics.on_abort(ended)
+        self.engine.on_abort(ended)
 
     def on_close(self, request_id: int) -> None:
         """Record that the stream of a request has ended."""
@@ -120,7 +119,7 @@ class Fleet(SupervisedClient):
         self._pinning: dict[int, EngineClient] = {}     # by the number of the request that pins
         for observer, client in zip(observers, clients, strict=True):
             observer.fleet = self
-            observer.metrics.engine_ready(client.ready)
+            observer.engine.engine_ready(client.ready)
 
     @property
     def engines(self) -> Sequence[EngineClient]:
@@ -273,13 +272,13 @@ class Fleet(SupervisedClient):
         on_spawn(number, process)
         client = await _connect(process, self._settings, observer, self.request_ids, self.tokenizer, sized)
         self._clients[number] = client
-        observer.metrics.engine_restarted()
+        observer.engine.engine_restarted()
 
     def lose(self, number: int) -> None:
         """Forget what a dead engine had: its requests, its cache and its pins."""
         dead = self._clients[number]
         self.router.replace(number)
-        self._observers[number].metrics.engine_died()
+        self._observers[number].engine.engine_died()
         lost = {request_id for request_id, client in self._pinning.items() if client is dead}
         self._pinning = {request_id: client for request_id, client in self._pinning.items() if client is not dead}
         for pin in [pin for pin in self.pinned.of_key(None) if pin.request_id in lost]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from quire.engine.base_client import BaseClient
 from quire.engine.input_processor import PreparedRequest
-from quire.engine.metrics import Metrics
+from quire.engine.observation import Observation
 from quire.server.admission.body_memory import BodyMemory
 from quire.server.admission.concurrency import ConcurrencyLimiter, ConcurrencyReservation
 from quire.server.admission.logprob_memory import LogprobMemory
@@ -20,7 +20,7 @@ from quire.server.options import Limits
 class AdmissionControl:
     """Reservations of all API requests of a service. Lives on the event loop."""
 
-    def __init__(self, max_total_body_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, max_total_body_bytes: int, metrics: Observation) -> None:
         self._metrics = metrics
         self.num_preparing = 0           # engine requests admitted and not yet sent to the engine
         self.num_preparing_tokens = 0    # prompt tokens x n of requests that are being sent

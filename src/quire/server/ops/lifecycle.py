@@ -20,7 +20,7 @@ from quire.core.owner_labels import OwnerLabels
 from quire.engine.base_client import BaseClient
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
-from quire.engine.metrics import Metrics
+from quire.engine.observation import Observation
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
@@ -40,6 +40,13 @@ except ModuleNotFoundError as error:
     if not f"{error.name}.".startswith("quire.engine.fleet."):
         raise
     connect_fleet = None  # type: ignore[assignment]  # optional: without it there is one engine
+
+try:
+    from quire.engine.metrics.page import Metrics
+except ModuleNotFoundError as error:
+    if not f"{error.name}.".startswith("quire.engine.metrics."):
+        raise
+    Metrics = None  # type: ignore[assignment,misc]  # optional: without it /metrics answers 404
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +111,11 @@ async def close_service(service: Service) -> None:
 async def connect(children: list[EngineProcess], engine: EngineOptions, options: ServerOptions) -> Service:
     """Wait until the engines are ready. ConfigError, ModelError or EngineDeadError if a start fails."""
     names = options.served_model_name or (engine.model or DEMO_NAME,)
-    metrics = Metrics(names[0], num_engines=len(children))
+    num_engines = len(children)
+    metrics = Observation(num_engines) if Metrics is None else Metrics(names[0], num_engines=num_engines)
     owners = OwnerLabels(options.max_metric_labels)
     client: BaseClient
-    if len(children) > 1:
+    if num_engines > 1:
         client = await _connect_fleet(children, engine, options, metrics, owners)
     else:
         client = await EngineClient.connect(
@@ -138,8 +146,9 @@ async def _load_adapters(service: Service) -> None:
 
 
 async def _connect_fleet(
-    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, metrics: Metrics, owners: OwnerLabels
-) -> BaseClient:
+    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, metrics: Observation,
+    owners: OwnerLabels,
+) -> BaseClient:  # fmt: skip
     if connect_fleet is None:
         raise ConfigError(
             f"data_parallel_size {len(children)} needs the package quire.engine.fleet, which is not in this "

@@ -1,6 +1,6 @@
 """Routes of the server itself: health, readiness, load, version, metrics."""
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from quire.core.version import __version__
@@ -48,7 +48,10 @@ async def version() -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return counters, gauges and histograms in Prometheus' format."""
+    """Return counters, gauges and histograms in Prometheus' format; 404 without the package of the metrics."""
     service: Service = request.app.state.service
-    page, content_type = service.metrics.exposition([engine.num_queued for engine in service.client.engines])
+    exposition = service.metrics.exposition([engine.num_queued for engine in service.client.engines])
+    if exposition is None:
+        raise HTTPException(404)
+    page, content_type = exposition
     return Response(page, headers={"Content-Type": content_type})

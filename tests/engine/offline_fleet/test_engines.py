@@ -17,10 +17,10 @@ from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingPar
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError, UnknownPrefixError
 from quire.core.outputs import KVStats
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.engine import blocking_fleet
-from quire.engine.blocking_fleet import BlockingFleet, total
 from quire.engine.fleet.fleet import FleetSettings
 from quire.engine.messages import EngineDeadError
+from quire.engine.offline_fleet import engines
+from quire.engine.offline_fleet.engines import BlockingFleet, total
 from quire.kernels.cpp.back_end import usable_isas
 from support.embedders import write_embedder
 from support.peft_folders import write_adapter
@@ -233,8 +233,8 @@ def test_time_limits_are_those_of_the_arguments(monkeypatch: pytest.MonkeyPatch)
         given.append(settings)
         raise EngineDeadError("not started")
 
-    monkeypatch.setattr(blocking_fleet, "spawn_engines", lambda options: [])
-    monkeypatch.setattr("quire.engine.fleet.fleet.connect_fleet", connect)
+    monkeypatch.setattr(engines, "spawn_engines", lambda options: [])
+    monkeypatch.setattr(engines, "connect_fleet", connect)
     with pytest.raises(EngineDeadError, match="not started"):
         LLM(data_parallel_size=2, start_timeout=7.0, stall_limit=3.0)
     assert [(each.start_timeout_s, each.stall_limit_s) for each in given] == [(7.0, 3.0)]

@@ -5,7 +5,7 @@ the same order, so that `Metrics` can join their samples.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import get_args
@@ -17,8 +17,10 @@ from quire.core.lora import NO_ADAPTER_USE
 from quire.core.outputs import FinishReason, KVStats
 from quire.core.owner_labels import OTHER
 from quire.core.speculation import MAX_DRAFTS
-from quire.engine.histograms import RequestHistograms
+from quire.engine.admission_rate import AdmissionRate
 from quire.engine.messages import EngineState, Ready, Stepped
+from quire.engine.metrics.histograms import RequestHistograms
+from quire.engine.observation import EngineObserver
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 
 Labels = dict[str, str]
@@ -53,21 +55,13 @@ class _RequestCounters:
     num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
 
 
-class EngineMetrics:
-    """An `Observer` of an engine's client; lives on the event loop.
+class EngineMetrics(EngineObserver):
+    """Counts of an engine."""
 
-    `on_admitted` is called with the number of requests that a step admitted for the first time, and its start,
-    `on_rest` when the engine is idle.
-    """
-
-    def __init__(
-        self, model_name: str, number: int, kv: KVStats | None, on_admitted: Callable[[int, float], None],
-        on_rest: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.num_queued = 0                                         # requests sent to the engine that have not run yet
+    def __init__(self, admissions: AdmissionRate, number: int, model_name: str, kv: KVStats | None) -> None:
+        super().__init__(admissions, number)
         self._own: Labels = {"engine": str(number)}
         self._model: Labels = {"model_name": model_name} | self._own
-        self._on_admitted, self._on_rest = on_admitted, on_rest
         self._state = EngineState(0, 0, 0)
         self._kv = kv or _NO_STATS
         self._earlier: KVStats | None = None                        # counters of the engines before this one
@@ -79,17 +73,12 @@ class EngineMetrics:
         self._num_restarts = 0
         self._histograms = RequestHistograms()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request waits or runs, by the last report."""
-        return self._state.num_running == self._state.num_waiting == self._state.num_swapped == 0
-
     # --- events ---------------------------------------------------------------------------------------------------
 
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Count a step of the engine and the requests that it advanced."""
+        super().on_step(step, processed)
         self._update_state(step.state)
-        self._on_admitted(sum(not admission.num_preemptions for admission in step.admissions), step.started_s)
         self._requests.num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.first_tokens)
         self._requests.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
@@ -101,8 +90,8 @@ class EngineMetrics:
 
     def on_idle(self, state: EngineState) -> None:
         """Record that no request waits or runs."""
+        super().on_idle(state)
         self._update_state(state)
-        self._on_rest()
 
     def on_abort(self, ended: FinishedRequest) -> None:
         """Count a request that was aborted by its client or the server."""
@@ -121,6 +110,7 @@ class EngineMetrics:
 
     def engine_died(self) -> None:
         """Record the death of the engine: counters keep their values, all else becomes 0. Idempotent."""
+        super().engine_died()
         self._state = EngineState(0, 0, 0)
         self._kv = self._earlier = _counted_on(self._kv, _NO_STATS)
         self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)

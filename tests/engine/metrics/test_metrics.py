@@ -15,10 +15,10 @@ from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics,
 from quire.core.sampling_params import SamplingParams
 from quire.engine.admission_rate import LONGEST_S, RETRY_AFTER_S
 from quire.engine.client import EngineClient
-from quire.engine.engine_metrics import CACHE_LABELS
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
-from quire.engine.metrics import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
+from quire.engine.metrics.engine_metrics import CACHE_LABELS
+from quire.engine.metrics.page import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.engine.streams import RequestStream
@@ -27,7 +27,7 @@ from quire.server.errors import shutting_down
 from support.engine_process import read
 from support.http_app import make_app
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 OWN = {"engine": "0"}
 MODEL = {"model_name": "tiny"} | OWN
 TIMEOUT_S = 60

@@ -1,4 +1,4 @@
-"""Several engines, each in a process of its own, for a caller without an event loop: those of an `LLM` with replicas.
+"""Several engines, each in a process of its own, for a caller without an event loop (door of the room).
 
 The engines compute whether or not the caller waits. Their client lives on the event loop of a thread; what a request
 gives is passed to the caller's thread through a mailbox, which holds no more than the answers themselves.
@@ -9,29 +9,25 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
-
-from prometheus_client.metrics_core import Metric
 
 from quire.core.errors import EngineError
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.assembly import grammar_checks
-from quire.engine.base_client import SupervisedClient
+from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess, spawn_engines
-from quire.engine.loop_thread import LoopThread
 from quire.engine.messages import EngineDeadError
-from quire.engine.metrics import Metrics
-from quire.engine.offline_engine import OfflineEngine
+from quire.engine.observation import Observation
+from quire.engine.offline_engine import OfflineEngine, T
+from quire.engine.offline_fleet.loop_thread import LoopThread
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind
 from quire.engine.streams import RequestStream
-
-Connect = Callable[[Sequence[EngineProcess], Metrics], Awaitable[SupervisedClient]]
 
 
 class Mailbox:
@@ -58,16 +54,19 @@ class Mailbox:
 class BlockingFleet(OfflineEngine):
     """The engines of `data_parallel_size`, started by this object. An engine that dies is started again.
 
-    `connect` returns the client of engine processes that report to metrics. ConfigError, ModelError and EngineDeadError
-    as of `EngineClient.connect`. `name`: of the model, in metrics.
+    ConfigError, ModelError and EngineDeadError as of `EngineClient.connect`.
     """
 
-    def __init__(self, options: EngineOptions, name: str, connect: Connect) -> None:
-        self._metrics = Metrics(name, num_engines=options.data_parallel_size)
+    def __init__(self, options: EngineOptions, observation: Observation) -> None:
+        self._observation = observation
+        settings = FleetSettings(
+            options, observation, start_timeout_s=options.start_timeout, stall_limit_s=options.stall_limit,
+            packs_outputs=False,
+        )  # fmt: skip
         self._loop, processes = LoopThread("engines"), list[EngineProcess]()
         try:
             processes += spawn_engines(options)
-            self._client, supervising = self._loop.run(_connect(connect, processes, self._metrics))
+            self._client, supervising = self._loop.run(_connect(processes, settings))
         except BaseException:
             self._loop.close()
             for process in processes:
@@ -129,10 +128,10 @@ class BlockingFleet(OfflineEngine):
         self._check_open()
         return self._loop.run(_kv_stats(self._client))
 
-    def collect_metrics(self) -> list[Metric]:
-        """Return the metrics of all engines, by their last reports."""
+    def observe(self, read: Callable[[], T]) -> T:
+        """Return what `read` makes of the engines' observers, which have the state of the last reports."""
         self._check_open()
-        return self._loop.run(_collect(self._metrics, self._client))
+        return self._loop.run(_observe(self._observation, self._client, read))
 
     def close(self) -> None:
         """End the engine processes, and with them all requests. Returns when they are gone. Idempotent."""
@@ -147,15 +146,15 @@ class BlockingFleet(OfflineEngine):
 
 
 async def _connect(
-    connect: Connect, processes: Sequence[EngineProcess], metrics: Metrics
-) -> tuple[SupervisedClient, "asyncio.Task[Exception]"]:
+    processes: Sequence[EngineProcess], settings: FleetSettings
+) -> tuple[Fleet, "asyncio.Task[Exception]"]:
     """Return the client of the engines, and the task that starts them again when they die."""
-    client = await connect(processes, metrics)
+    client = await connect_fleet(processes, settings)
     return client, asyncio.create_task(client.supervise(lambda number, process: None), name="supervisor")
 
 
 async def _follow_all(
-    client: SupervisedClient, requests: Sequence[PreparedRequest], kind: OutputKind, mailbox: Mailbox,
+    client: Fleet, requests: Sequence[PreparedRequest], kind: OutputKind, mailbox: Mailbox,
     followers: list[asyncio.Task[None]],
 ) -> None:  # fmt: skip
     """Queue requests in their order; `followers` get the tasks that put their outputs into the mailbox."""
@@ -187,7 +186,7 @@ async def _abort(followers: Sequence["asyncio.Task[None]"]) -> None:
     await asyncio.gather(*followers, return_exceptions=True)
 
 
-async def _kv_stats(client: SupervisedClient) -> KVStats:
+async def _kv_stats(client: Fleet) -> KVStats:
     """Ask each engine, behind all that it was sent before."""
     living = [engine for engine in client.engines if engine.is_alive]
     if not living:
@@ -196,13 +195,13 @@ async def _kv_stats(client: SupervisedClient) -> KVStats:
     return total([found.stats for found in maps])
 
 
-async def _collect(metrics: Metrics, client: SupervisedClient) -> list[Metric]:
-    for engine, single in zip(metrics.engines, client.engines, strict=True):
-        engine.num_queued = single.num_queued
-    return list(metrics.collect())
+async def _observe(observation: Observation, client: Fleet, read: Callable[[], T]) -> T:
+    for observer, engine in zip(observation.engines, client.engines, strict=True):
+        observer.num_queued = engine.num_queued
+    return read()
 
 
-def _close(loop: LoopThread, client: SupervisedClient, supervising: "asyncio.Task[Exception]") -> None:
+def _close(loop: LoopThread, client: Fleet, supervising: "asyncio.Task[Exception]") -> None:
     """End the engines and the loop; in another thread, if the loop's own has dropped the object."""
     if loop.is_current:
         threading.Thread(target=_close, args=(loop, client, supervising)).start()
@@ -211,7 +210,7 @@ def _close(loop: LoopThread, client: SupervisedClient, supervising: "asyncio.Tas
     loop.close()
 
 
-async def _end(client: SupervisedClient, supervising: "asyncio.Task[Exception]") -> None:
+async def _end(client: Fleet, supervising: "asyncio.Task[Exception]") -> None:
     supervising.cancel()
     await asyncio.wait([supervising])   # it may have to stop an engine that loads
     await client.close()

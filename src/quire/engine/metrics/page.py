@@ -1,21 +1,21 @@
-"""Counters, gauges and histograms in Prometheus' format; docs/metrics.md explains each one.
+"""Counters, gauges and histograms in Prometheus' format (door of the room); docs/metrics.md explains each one.
 
 Where vLLM has a metric, its name, meaning and labels model_name and engine are used, so that its dashboards and alerts
 work. Every page has all series, so that a rate sees the first event. No page has the `_created` series of
 prometheus-client's own counters.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from quire.core.outputs import KVStats
-from quire.engine.admission_rate import AdmissionRate
-from quire.engine.engine_metrics import EngineMetrics, by, counter
+from quire.engine.metrics.engine_metrics import EngineMetrics, by, counter
+from quire.engine.metrics.values import Metric, metric_values
+from quire.engine.observation import Observation
 
 REFUSALS = ("server_overloaded", "shutting_down", "key_limit")  # codes of the errors that clients get
 QUEUE_BOUNDS = ("max_num_queued_reqs", "max_num_queued_tokens")  # vLLM's names of max_queued_requests and _tokens
@@ -29,16 +29,15 @@ OLDER_NAMES = {  # of the same numbers in vLLM up to 0.11, which dashboards of t
 _SERVER = {"engine": "0"}  # of calls that reached no engine: one value, so that sums over engines are right
 
 
-class Metrics(Collector):
+class Metrics(Observation, Collector):
     """Metrics of a server and its engines, each of which reports to one of `engines`. Lives on the event loop."""
 
+    engines: Sequence[EngineMetrics]
+
     def __init__(self, model_name: str, kv: KVStats | None = None, num_engines: int = 1) -> None:
+        super().__init__(num_engines)
         self.model_name = model_name
-        self._admissions = AdmissionRate()
-        self.engines = [
-            EngineMetrics(model_name, number, kv, self._admissions.record, self._reset_at_rest)
-            for number in range(num_engines)
-        ]
+        self.engines = [EngineMetrics(self._admissions, number, model_name, kv) for number in range(num_engines)]
         self._num_refused = dict.fromkeys(REFUSALS, 0)
         self._num_queue_full = dict.fromkeys(QUEUE_BOUNDS, 0)
         self._num_failed = dict.fromkeys(FAILURES, 0)
@@ -59,28 +58,24 @@ class Metrics(Collector):
         """Count a call that failed through no fault of its own, for one of FAILURES."""
         self._num_failed[reason] += 1
 
-    def retry_after_s(self, num_queued: int) -> int:
-        """Return the seconds after which a refused client may retry, from the rate at which requests leave the queue.
-
-        By then all requests that wait now will have left the queue: earlier, all refused clients would compete for one
-        place.
-        """
-        return self._admissions.seconds_to_admit(num_queued, time.monotonic())
-
     def exposition(self, num_queued: Sequence[int] = ()) -> tuple[bytes, str]:
         """Return the page and its content type. `num_queued`: by engine, requests sent to it that have not run yet."""
         for engine, number in zip(self.engines, num_queued, strict=False):
             engine.num_queued = number
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
-    def collect(self) -> Iterator[Metric]:
+    def values(self) -> list[Metric]:
+        """Return all metrics of the page but those of the process, as objects."""
+        return list(metric_values(self.collect()))
+
+    def collect(self) -> Iterator[Family]:
         """Yield all families of the page but those of the process, some under an older name too."""
         for family in self._families():
             yield family
             if family.name in OLDER_NAMES:
                 yield _renamed(family, OLDER_NAMES[family.name])
 
-    def _families(self) -> Iterator[Metric]:
+    def _families(self) -> Iterator[Family]:
         """Yield the families of all engines, each with the samples of all, and those of calls."""
         for first, *others in zip(*(engine.families() for engine in self.engines), strict=True):
             for other in others:
@@ -94,14 +89,9 @@ class Metrics(Collector):
         failed = by("reason", self._num_failed, _SERVER)
         yield counter("quire:requests_failed_total", "Calls that failed, by code.", *failed)
 
-    def _reset_at_rest(self) -> None:
-        """Start the rate of admissions anew when all engines are idle."""
-        if all(engine.is_idle for engine in self.engines):
-            self._admissions.reset()
 
-
-def _renamed(family: Metric, name: str) -> Metric:
+def _renamed(family: Family, name: str) -> Family:
     """Return a family with the same samples under another name."""
-    renamed = Metric(name, f"Older name of {family.name}.", family.type)
+    renamed = Family(name, f"Older name of {family.name}.", family.type)
     renamed.samples = [each._replace(name=name + each.name.removeprefix(family.name)) for each in family.samples]
     return renamed

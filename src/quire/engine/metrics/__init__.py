@@ -1,0 +1,1 @@
+"""Optional metrics: what engines and a server have done, as a page for Prometheus and as objects for Python."""
