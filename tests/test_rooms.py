@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import structure
-from quire import LLM
-from quire.core.errors import ConfigError, ModelError
+from quire import LLM, BeamSearchParams
+from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.engine import assembly, devices
 from quire.engine.options import EngineOptions
 from quire.execution.device import HostDevice
@@ -25,8 +25,8 @@ ROOMS = structure.rooms()
 ABOVE = ("quire.cli", "quire.cluster", "quire.sim", "quire.paper")  # nothing rests on these
 # These and ABOVE put together what is there.
 ASSEMBLIES = (
-    "quire.engine.assembly", "quire.engine.devices", "quire.engine.formats", "quire.llm", "quire.server.app",
-    "quire.server.ops.lifecycle", "quire.text.template_worker",
+    "quire.engine.assembly", "quire.engine.devices", "quire.engine.formats", "quire.engine.schedulers", "quire.llm",
+    "quire.server.app", "quire.server.ops.lifecycle", "quire.text.template_worker",
 )  # fmt: skip
 
 # Module sitecustomize: every process that a test starts refuses to import the rooms that the environment names.
@@ -129,6 +129,8 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
         ("quire.engine.offline_fleet", {"data_parallel_size": 2}),
         ("quire.engine.parallel", {"tensor_parallel_size": 2}),
         ("quire.engine.transformers_model", {"model_impl": "transformers"}),
+        ("quire.scheduling.client_shares", {"scheduling_policy": "fair"}),
+        ("quire.scheduling.client_shares", {"max_kv_share_per_key": 0.5}),
         ("quire.kernels.cuda", {"attention_backend": "cuda"}),
         ("quire.kernels.flashinfer", {"attention_backend": "flashinfer"}),
         ("quire.execution.drafting", {"speculative_config": {"method": "ngram"}}),
@@ -157,6 +159,16 @@ def test_ranks_on_gpus_that_need_an_absent_room_are_refused_by_name(
     monkeypatch.setitem(sys.modules, ROOMS["quire.engine.gpu_ranks"], None)
     with pytest.raises(ConfigError, match=r"on device cuda needs the package quire\.engine\.gpu_ranks, which is not"):
         LLM(demo_model, tensor_parallel_size=2)
+
+
+def test_beam_search_that_needs_an_absent_room_is_refused_by_name(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, ROOMS["quire.scheduling.beam_search"], None)
+    with LLM(demo_model, num_kv_blocks=64, max_model_len=64) as llm:
+        with pytest.raises(InvalidRequestError, match=r"needs the package quire\.scheduling\.beam_search"):
+            llm.beam_search([[5, 6, 7]], BeamSearchParams(beam_width=2, max_tokens=4), use_tqdm=False)
+        assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].finished
 
 
 def test_vectors_that_need_an_absent_room_are_refused_by_name(

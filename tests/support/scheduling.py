@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.cache.baselines.contiguous import make_manager
 from quire.cache.block_table import NULL_BLOCK
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
@@ -17,7 +16,7 @@ from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
 from quire.core.task import GENERATE, BeamSearch, Pin, Scope
-from quire.scheduling.baselines.static_batching import make_scheduler
+from quire.engine.schedulers import make_scheduler
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
 
@@ -69,16 +68,15 @@ class Harness:
     executor_class: type[FakeExecutor] = FakeExecutor
 
     def __post_init__(self) -> None:
-        self.cache = make_manager(
-            CacheConfig(
-                self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks, self.policy
-            )
+        cache_config = CacheConfig(
+            self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks, self.policy
         )
         config = SchedulerConfig(
             self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching, self.scheduling_policy,
             self.max_kv_share,
         )  # fmt: skip
-        self.scheduler = make_scheduler(config, self.cache)
+        self.scheduler = make_scheduler(config, cache_config)
+        self.cache = self.scheduler.cache
         self.executor = self.executor_class(
             self.num_blocks,
             self.block_size,

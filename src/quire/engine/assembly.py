@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from quire.cache.manager import KVCacheManager
-from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
 from quire.core.optional_package import needs_package
@@ -23,6 +21,7 @@ from quire.engine.input_processor import InputProcessor
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
+from quire.engine.schedulers import make_scheduler
 from quire.engine.sizing import size_engine
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import Device, StepLimits, WorkerParts
@@ -38,7 +37,6 @@ from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.model.sharding import Shard
-from quire.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -259,7 +257,7 @@ def _build(
             return "grammar"
         return None if adapters is None or adapters.is_ready(request) else "adapter"
 
-    scheduler = _scheduler(scheduling, cache, unprepared)
+    scheduler = make_scheduler(scheduling, cache, unprepared)
     if adapters is not None:
         adapters.watch(scheduler)
     return Engine(scheduler, executor, grammars, adapters)
@@ -321,20 +319,6 @@ def _ready(
         no_pooler_reason="its batches are static" if is_static else loaded.no_pooler_reason,
         generates=loaded.generates,
     )
-
-
-def _scheduler(
-    config: SchedulerConfig, cache_config: CacheConfig, unprepared: Callable[[Request], WaitReason | None]
-) -> Scheduler:
-    """Return the scheduler over its cache; the baselines are loaded only if the settings name one of them."""
-    if cache_config.num_blocks == 0:
-        return Scheduler(config, UncachedManager(cache_config), unprepared=unprepared)
-    if cache_config.memory_policy == "paged" and config.batching == "continuous":
-        return Scheduler(config, KVCacheManager(cache_config), unprepared=unprepared)
-    from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
-    from quire.scheduling.baselines.static_batching import make_scheduler  # noqa: PLC0415
-
-    return make_scheduler(config, make_manager(cache_config), unprepared)
 
 
 def _drafter(

@@ -22,6 +22,7 @@ from quire.core.config import (
 )
 from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.engine.schedulers import make_scheduler
 from quire.scheduling.scheduler import Scheduler
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
 from quire.sim.datasets import DATA_FOLDER, due_times, workload
@@ -130,9 +131,6 @@ def map_processes(function: Callable[[Item], Result], items: list[Item]) -> list
 
 
 def _scheduler(point: Point, num_slots: int) -> Scheduler:
-    from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
-    from quire.scheduling.baselines.static_batching import make_scheduler  # noqa: PLC0415
-
     system, num_blocks = SYSTEMS[point.system], num_slots // point.block_size
     is_paged = system.memory_policy == "paged"
     cache = CacheConfig(
@@ -149,7 +147,7 @@ def _scheduler(point: Point, num_slots: int) -> Scheduler:
         preemption_mode=point.recovery or "auto",
         batching=system.batching,
     )
-    return make_scheduler(config, make_manager(cache))
+    return make_scheduler(config, cache)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.core.task import BeamSearch, Pin
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget, WholePrompts
-from quire.scheduling.kv_shares import KVShares
+from quire.scheduling.parts import BlockShares
 from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
 from quire.scheduling.policies import ByPriority, SkippedRequests
 from quire.scheduling.preemption import PreemptionPolicy
@@ -39,7 +39,8 @@ class Planner:
 
     def __init__(
         self, config: SchedulerConfig, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
-        order: ByPriority, cache: KVCacheManager, shares: KVShares, unprepared: Callable[[Request], WaitReason | None],
+        order: ByPriority, cache: KVCacheManager, shares: BlockShares | None,
+        unprepared: Callable[[Request], WaitReason | None],
     ) -> None:  # fmt: skip
         self._shares, self._unprepared = shares, unprepared
         self._queues, self._admission, self._preemption = queues, admission, preemption
@@ -50,7 +51,8 @@ class Planner:
     def start_step(self) -> None:
         """Reset what is counted per step."""
         self._admission.start_step()
-        self._shares.start_step()
+        if self._shares is not None:
+            self._shares.start_step()
         self._queues.wait_reasons.start_step()
         self._prefill_budget.start_step()
         if self._cache.prefix_caching_enabled and self._needs_prefixes():
@@ -67,8 +69,8 @@ class Planner:
             yield from self._queues.swapped or self._queues.waiting
 
     def preempt_excess(self, step: PlanBuilder) -> None:
-        """Preempt by recompute the requests that take their clients past their shares (quire.scheduling.kv_shares)."""
-        for request in self._shares.excess():
+        """Preempt by recompute the requests that take their clients past their shares."""
+        for request in () if self._shares is None else self._shares.excess():
             step.preempted.append(request.request_id)
             self._preemption.count("recompute")
             self._queues.release_for_recompute(request)
@@ -200,7 +202,7 @@ class Planner:
             if budget <= 0 or admission.work.is_exhausted:
                 return "token_budget"
             is_swapped = request in queues.swapped
-            if not is_swapped and self._shares.exceeds(request):
+            if not is_swapped and self._shares is not None and self._shares.exceeds(request):
                 skipped.add_client(request.client_id)
                 queues.wait_reasons.count_skipped(request, "kv_share")
                 continue
@@ -271,7 +273,8 @@ class Planner:
     def _record_admitted(self, step: PlanBuilder, request: Request) -> None:
         step.admitted.append(request)
         step.order.append(request)
-        self._shares.admit(request)
+        if self._shares is not None:
+            self._shares.admit(request)
 
     # --- drafts -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Queue ordering and preemption-victim policies, small and replaceable.
 
 A policy gives each request its queue key, chooses the next request to admit, and orders the running ones. `ByPriority`
-is the default and the interface; `FirstComeFirstServed` and `FairShare` (fair_share.py) replace parts of it.
+is the default and the interface; `FirstComeFirstServed` and `FairShare` (`client_shares`, a room) replace parts of it.
 """
 
 from bisect import bisect_right

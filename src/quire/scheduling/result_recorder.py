@@ -9,7 +9,7 @@ from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
 from quire.core.prompt_scores import SCORE_BYTES, width_of
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.core.task import BeamSearch
-from quire.scheduling.beam_search import BeamSearches
+from quire.scheduling.parts import Searches
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import ByPriority
 from quire.scheduling.queues import RequestQueues
@@ -27,10 +27,10 @@ class ResultRecorder:
     """
 
     def __init__(
-        self, cache: KVCacheManager, queues: RequestQueues, order: ByPriority, beams: BeamSearches, finish: Finish,
-        complete: Finish,
-    ) -> None:  # fmt: skip
-        self._cache, self._queues, self._order, self._beams = cache, queues, order, beams
+        self, cache: KVCacheManager, queues: RequestQueues, order: ByPriority, finish: Finish, complete: Finish
+    ) -> None:
+        self._cache, self._queues, self._order = cache, queues, order
+        self.searches: Searches | None = None           # None: there has been no beam search
         self._finish, self._complete = finish, complete
         self.deltas: list[SequenceDelta] = []
 
@@ -71,25 +71,30 @@ class ResultRecorder:
         else:
             self._order.charge_outputs(step.sampled)
             self._record_tokens(step, result)
-        for request in self._beams.take_answered():
+        if self.searches is not None:
+            self._advance_searches(step, self.searches)
+        step.at = None
+
+    def _advance_searches(self, step: PlanBuilder, searches: Searches) -> None:
+        """Advance the beam searches that this step has answered; finish those that are over."""
+        for request in searches.take_answered():
             step.at = request
-            if answers := self._beams.advance(request):
+            if answers := searches.advance(request):
                 for sequence in list(request.live):
                     self._finish(request, sequence)
                 self.deltas += answers
-        step.at = None
 
     def _record_tokens(self, step: PlanBuilder, result: StepResult) -> None:
         """Append one token to each sampled sequence: `_record_row` for most steps, without a record per row."""
         logprobs, is_running = result.logprobs or repeat(None, len(result.token_ids)), SequenceStatus.RUNNING
         request: Request | None = None
-        deltas, has_beams = self.deltas, self._beams.has_searches
+        deltas, searches = self.deltas, self.searches
         try:
             for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
                 if sequence.status is not is_running:
                     continue                                            # failed, aborted during the step, or padding
-                if has_beams and isinstance(request.task, BeamSearch):
-                    self._beams.answer(request, sequence, candidates)
+                if searches is not None and isinstance(request.task, BeamSearch):
+                    searches.answer(request, sequence, candidates)
                     continue
                 delta = check_stop(request, sequence, token, candidates)
                 if delta.finish_reason is not None:
@@ -110,9 +115,9 @@ class ResultRecorder:
         """
         if sequence.status is not SequenceStatus.RUNNING:
             return
-        if isinstance(request.task, BeamSearch):
+        if self.searches is not None and isinstance(request.task, BeamSearch):
             if row.logprobs:
-                self._beams.answer(request, sequence, row.logprobs[0])
+                self.searches.answer(request, sequence, row.logprobs[0])
             return
         num_known = sequence.num_tokens
         assert not row.token_ids or sequence.num_computed_tokens >= num_known, "a token behind uncomputed ones"

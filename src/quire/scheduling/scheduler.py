@@ -16,7 +16,8 @@ from itertools import count
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.slices import run_to_the_end
-from quire.core.config import SchedulerConfig, SchedulingPolicy
+from quire.core.config import SchedulerConfig
+from quire.core.errors import InvalidRequestError
 from quire.core.outputs import PREPARATION, SequenceDelta, WaitReason
 from quire.core.plan import StepPlan, StepResult
 from quire.core.seeds import branch_seed
@@ -25,13 +26,10 @@ from quire.core.task import BeamSearch, Pin
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.async_scheduling import schedule_next
-from quire.scheduling.beam_search import BeamSearches
-from quire.scheduling.fair_share import FairShare
-from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.limits import AdmissionLimits, check_pinnable, check_pinned, num_pinned_blocks
+from quire.scheduling.parts import SchedulerParts, Searches
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.planner import Planner
-from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.preemption import PreemptionPolicy, PreemptionStats
 from quire.scheduling.queues import RequestQueues
 from quire.scheduling.result_recorder import ResultRecorder
@@ -42,34 +40,33 @@ class Scheduler:
     """Chooses the requests of each step, and records the results. The only writer of a sequence's tokens.
 
     `unprepared` returns what a waiting request lacks of what is prepared for it by another thread; None: nothing.
+    `parts`: those that the configuration asks for, and that requests may ask for; by default none.
     """
 
     def __init__(
         self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl,
         unprepared: Callable[[Request], WaitReason | None] = lambda request: None,
+        parts: SchedulerParts | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.cache = cache
         self.limits = AdmissionLimits(
             cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
         )
-        self.order = _make_order(config)
+        parts = parts or SchedulerParts()
+        self.order, self._make_searches = parts.order, parts.make_searches
         self.queues = RequestQueues(cache, config.max_num_seqs, self.order)
         self.admission = admission(self.queues, cache, config)
         self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
-        is_shared = config.max_kv_share < 1 and cache.num_blocks > 0
-        max_blocks = int(config.max_kv_share * cache.num_blocks) if is_shared else None
-        self._shares = KVShares(max_blocks, self.running, self.admission.known_blocks, self.admission.head_room)
+        make_shares = parts.make_shares
+        self._shares = None if make_shares is None else make_shares(cache, self.running, self.admission)
         self.planner = Planner(
             config, self.queues, self.admission, self.preemption, self.order, cache, self._shares, unprepared
         )
         self._step = PlanBuilder()                  # that is being planned, or is under way
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
-        self._beams = BeamSearches(cache, self.queues)
         self._seq_ids = count()
-        self._recorder = ResultRecorder(
-            cache, self.queues, self.order, self._beams, self._finish, self._complete
-        )
+        self._recorder = ResultRecorder(cache, self.queues, self.order, self._finish, self._complete)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -149,6 +146,7 @@ class Scheduler:
         self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
         if isinstance(request.task, Pin):
             check_pinnable(num_prompt_tokens, self.queues.requests.values(), self.cache, self.limits)
+        searches = self._searches_for(request)
         prompt = pack_tokens(request.prompt_token_ids)
         request.live = [
             Sequence(
@@ -162,9 +160,20 @@ class Scheduler:
         ]
         self.admission.check_admissible(request)
         self.queues.add(request)
-        self._beams.add(request)
+        if searches is not None:
+            searches.add(request)
         if isinstance(request.task, Pin):
             self._update_pin_limits()
+
+    def _searches_for(self, request: Request) -> Searches | None:
+        """Return the searches for a request that is one, the first time made for it; None for other requests."""
+        if not isinstance(request.task, BeamSearch):
+            return None
+        if self._recorder.searches is None:
+            if self._make_searches is None:
+                raise InvalidRequestError("this scheduler has no beam search")
+            self._recorder.searches = self._make_searches(self.cache, self.queues)
+        return self._recorder.searches
 
     def abort(self, request_id: int) -> bool:
         """End a request at once, wherever it is; its blocks are free on return. False if it is not here (any more).
@@ -198,7 +207,8 @@ class Scheduler:
         """End a branch for good; with the last one the request ends."""
         self.queues.finish(request, sequence)
         if not request.live:
-            self._beams.remove(request)
+            if self._recorder.searches is not None:
+                self._recorder.searches.remove(request)
             if isinstance(request.task, Pin):
                 self._update_pin_limits()
 
@@ -235,7 +245,9 @@ class Scheduler:
     def schedule_next(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
         has_drafts = self.queues.num_drafted > 0 or self._step.plan.drafts
-        if has_drafts or self.cache.has_window or self.admission.has_room_for_next() or self._shares.has_excess():
+        if has_drafts or self.cache.has_window or self.admission.has_room_for_next():
+            return None
+        if self._shares is not None and self._shares.has_excess():
             return None
         self._ahead = schedule_next(
             self._step, self.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
@@ -246,7 +258,8 @@ class Scheduler:
     def _start_step(self, step: PlanBuilder) -> StepPlan:
         """Count a step, and put into its plan what the last one has left to do."""
         self.order.count_step()
-        step.plan.row_forks.extend(self._beams.take_row_forks())
+        if self._recorder.searches is not None:
+            step.plan.row_forks.extend(self._recorder.searches.take_row_forks())
         step.plan.copies.extend(self.cache.take_copies())
         return step.plan
 
@@ -334,15 +347,9 @@ class Scheduler:
         self.queues.check()
         assert self.queues.num_running_seqs <= self.config.max_num_seqs
         _check_running(self.running, self._ahead, self.cache)
-        self._beams.check(self.queues.requests.values())
+        if self._recorder.searches is not None:
+            self._recorder.searches.check(self.queues.requests.values())
         check_pinned(self.queues.requests.values(), self.cache, self.limits)
-
-
-def _make_order(config: SchedulerConfig) -> ByPriority:
-    orders: dict[SchedulingPolicy, type[ByPriority]] = {
-        "priority": ByPriority, "fcfs": FirstComeFirstServed, "fair": FairShare,
-    }  # fmt: skip
-    return orders[config.scheduling_policy]()
 
 
 def _check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache: KVCacheManager) -> None:

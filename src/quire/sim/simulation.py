@@ -10,7 +10,6 @@ from itertools import accumulate, count, pairwise
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import InvalidRequestError
@@ -21,6 +20,7 @@ from quire.core.sequence import Request
 from quire.core.task import GENERATE, BeamSearch
 from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
+from quire.engine.schedulers import make_scheduler
 from quire.execution.executor import Executor
 from quire.scheduling.scheduler import Scheduler
 from quire.sim.cost import CostModel
@@ -273,4 +273,4 @@ def as_request(number: int, item: WorkItem, n: int = 1, beam_width: int | None =
 
 def paged_scheduler(cache: CacheConfig, config: SchedulerConfig) -> Scheduler:
     """Return Quire's own scheduler over its own cache."""
-    return Scheduler(config, KVCacheManager(cache))
+    return make_scheduler(config, cache)

@@ -7,6 +7,7 @@ import pytest
 
 from quire.core.config import CacheConfig, MemoryPolicy, SchedulerConfig
 from quire.core.errors import ContextLengthError, InvalidRequestError
+from quire.engine.schedulers import make_scheduler
 from quire.scheduling.baselines.reservation import num_reserved_tokens
 from support.scheduling import Harness, random_beams, random_params
 
@@ -157,8 +158,5 @@ class TestStatic:
         assert harness.reasons == {(1, 0): "length"}
 
     def test_it_needs_room_for_padding(self) -> None:
-        from quire.cache.baselines.contiguous import make_manager
-        from quire.scheduling.baselines.static_batching import make_scheduler
-
         with pytest.raises(AssertionError, match="no room for padding"):
-            make_scheduler(SchedulerConfig(batching="static"), make_manager(CacheConfig(8)))
+            make_scheduler(SchedulerConfig(batching="static"), CacheConfig(8))

@@ -16,6 +16,7 @@ from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.baselines.reservation import ReservingAdmission
+from quire.scheduling.parts import SchedulerParts
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 
@@ -24,10 +25,11 @@ class StaticScheduler(Scheduler):
     """A scheduler that admits no request while another runs."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl
-    ) -> None:
+        self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl],
+        parts: SchedulerParts | None = None,
+    ) -> None:  # fmt: skip
         assert isinstance(cache, ContiguousManager) and cache.policy == "contiguous-max", "no room for padding"  # noqa: PT018
-        super().__init__(config, cache, admission)
+        super().__init__(config, cache, admission, parts=parts)
         self._held: dict[tuple[int, int], SequenceDelta] = {}  # the last ones of padding, by request id and branch
 
     def abort(self, request_id: int) -> bool:
@@ -85,15 +87,15 @@ class StaticScheduler(Scheduler):
             self._finish(request, sequence)
 
 
-def make_scheduler(
-    config: SchedulerConfig, cache: KVCacheManager,
-    unprepared: Callable[[Request], WaitReason | None] = lambda request: None,
-) -> Scheduler:
+def make_baseline(
+    config: SchedulerConfig, cache: KVCacheManager, unprepared: Callable[[Request], WaitReason | None],
+    parts: SchedulerParts,
+) -> Scheduler:  # fmt: skip
     """Return the scheduler of the configuration's way of batching and of the cache's memory policy.
 
     A static batch has no request that has to be prepared.
     """
     admission = ReservingAdmission if isinstance(cache, ContiguousManager) else AdmissionControl
     if config.batching == "static":
-        return StaticScheduler(config, cache, admission)
-    return Scheduler(config, cache, admission, unprepared)
+        return StaticScheduler(config, cache, admission, parts)
+    return Scheduler(config, cache, admission, unprepared, parts)

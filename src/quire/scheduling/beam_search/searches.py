@@ -1,4 +1,4 @@
-"""Beam search: surviving beams, kept hypotheses and the end of the search (Kwon et al. 2023, section 4.4).
+"""Beam search (door of the room): surviving beams, kept hypotheses, end of the search (Kwon et al. 2023, section 4.4).
 
 The rules are those of transformers' `_beam_search` (5.23) with `early_stopping=False`. Of the best continuations of all
 beams, the first `beam_width` may end: by an end-of-sequence token, or all of them at max_tokens. The first `beam_width`
@@ -138,20 +138,15 @@ class BeamSearches:
         self._row_forks: list[RowFork] = []             # not yet in a plan
 
     def add(self, request: Request) -> None:
-        """Add a new request, if it is a beam search."""
-        if (params := beam_params(request.task)) is not None:
-            search = BeamSearch(params, request.max_tokens, request.eos_token_ids)
-            self._searches[request.request_id] = search
+        """Add a new request, a beam search."""
+        params = beam_params(request.task)
+        assert params is not None, f"request {request.request_id} is no beam search"
+        self._searches[request.request_id] = BeamSearch(params, request.max_tokens, request.eos_token_ids)
 
     def remove(self, request: Request) -> None:
         """Remove a request, beam search or not."""
         self._searches.pop(request.request_id, None)
         self._answered.pop(request.request_id, None)
-
-    @property
-    def has_searches(self) -> bool:
-        """Return whether there is a search."""
-        return bool(self._searches)
 
     def take_row_forks(self) -> list[RowFork]:
         """Return, once, the forks for the next plan."""

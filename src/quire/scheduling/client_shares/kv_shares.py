@@ -26,10 +26,10 @@ class KVShares:
     """Counts the blocks of each client's running requests, at most once per step. Changes nothing."""
 
     def __init__(
-        self, max_blocks: int | None, running: list[Request], known_blocks: Callable[[Request], int],
+        self, max_blocks: int, running: list[Request], known_blocks: Callable[[Request], int],
         head_room: Callable[[int], int],
     ) -> None:  # fmt: skip
-        """`max_blocks`: of one client; None: no limit. `known_blocks`, `head_room`: as admission counts them."""
+        """`max_blocks`: of one client. `known_blocks`, `head_room`: as admission counts them."""
         self._max_blocks, self._running = max_blocks, running
         self._known_blocks, self._head_room = known_blocks, head_room
         self._holdings: dict[str, _Holding] | None = None
@@ -40,8 +40,6 @@ class KVShares:
 
     def exceeds(self, request: Request) -> bool:
         """Return whether a waiting request would take its client past its share."""
-        if self._max_blocks is None:
-            return False
         holding = self._counted().get(request.client_id)
         if holding is None:
             return False
@@ -65,8 +63,6 @@ class KVShares:
 
     def excess(self) -> list[Request]:
         """Return the requests to preempt so that no client holds more than its share, the latest of each client."""
-        if self._max_blocks is None:
-            return []
         holdings = self._counted()
         over = {client for client, each in holdings.items() if each.num_blocks > self._max_blocks}
         victims = []

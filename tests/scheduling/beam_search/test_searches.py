@@ -12,7 +12,7 @@ from quire.core.beam_search_params import BeamSearchParams, num_candidates
 from quire.core.outputs import TokenLogprobs
 from quire.core.sequence import Sequence
 from quire.core.token_ids import TokenIds, pack_tokens
-from quire.scheduling.beam_search import BeamSearch
+from quire.scheduling.beam_search.searches import BeamSearch
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE
 from support.scheduling import Harness
@@ -173,10 +173,11 @@ def test_beams_are_not_forked_before_all_is_computed() -> None:
     while request.live[0].num_tokens < 5 or not request.live[0].is_computed:
         harness.step()
     known = [list(sequence.token_ids) for sequence in request.live]
+    searches = harness.scheduler._recorder.searches
+    assert searches is not None
     for sequence in request.live:
-        answer = candidates(harness.executor.next_logprobs(sequence.token_ids), 2)
-        harness.scheduler._beams.answer(request, sequence, answer)
-    assert harness.scheduler._beams.advance(request) == []
+        searches.answer(request, sequence, candidates(harness.executor.next_logprobs(sequence.token_ids), 2))
+    assert searches.advance(request) == []
     assert [sequence.token_ids for sequence in request.live] == known
     harness.run()
     harness.assert_right(request)

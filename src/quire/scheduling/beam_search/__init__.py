@@ -1,0 +1,1 @@
+"""Optional beam search: the searches of a scheduler's requests."""

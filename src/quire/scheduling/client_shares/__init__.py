@@ -1,0 +1,1 @@
+"""Optional shares of clients: fair order of admission, and limits on the KV blocks of one client."""
