@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from itertools import repeat
 
 from quire.cache.manager import KVCacheManager
-from quire.core.outputs import SequenceDelta
+from quire.core.outputs import SequenceDelta, TokenLogprobs
 from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
 from quire.core.prompt_scores import SCORE_BYTES, width_of
 from quire.core.sequence import Request, Sequence, SequenceStatus
@@ -13,7 +13,7 @@ from quire.scheduling.parts import Searches
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import ByPriority
 from quire.scheduling.queues import RequestQueues
-from quire.scheduling.row_results import late_sequences, row_results, truncations
+from quire.scheduling.row_results import late_sequences, row_results, sampled_alone, truncations
 from quire.scheduling.stopping import append_tokens, check_stop
 
 Finish = Callable[[Request, Sequence], None]
@@ -61,16 +61,11 @@ class ResultRecorder:
 
         If that raises, `step.at` is the request that was being recorded: it answers for the failure alone.
         """
+        owners, token_ids, logprobs = step.sampled, result.token_ids, result.logprobs
         if result.rows or step.plan.drafts:
-            planned_ahead = set() if ahead is None else set(ahead.planned)
-            num_drafts = {each.row: len(each.token_ids) for each in step.plan.drafts}
-            for request, sequence, row in row_results(step, result, self._queues.running):
-                step.at = request
-                num_drafted = num_drafts.get(sequence.row, 0)
-                self._record_row(request, sequence, row, num_drafted, is_ahead=sequence in planned_ahead)
-        else:
-            self._order.charge_outputs(step.sampled)
-            self._record_tokens(step, result)
+            self._record_rows(step, result, ahead)
+            owners, token_ids, logprobs = sampled_alone(step, result)
+        self._record_tokens(step, owners, token_ids, logprobs)
         if self.searches is not None:
             self._advance_searches(step, self.searches)
         step.at = None
@@ -84,13 +79,17 @@ class ResultRecorder:
                     self._finish(request, sequence)
                 self.deltas += answers
 
-    def _record_tokens(self, step: PlanBuilder, result: StepResult) -> None:
-        """Append one token to each sampled sequence: `_record_row` for most steps, without a record per row."""
-        logprobs, is_running = result.logprobs or repeat(None, len(result.token_ids)), SequenceStatus.RUNNING
+    def _record_tokens(
+        self, step: PlanBuilder, owners: list[tuple[Request, Sequence]], token_ids: list[int],
+        logprobs: list[TokenLogprobs | None] | None,
+    ) -> None:  # fmt: skip
+        """Append one token to each sequence: those of most rows, which have no result of their own."""
+        records, is_running = logprobs or repeat(None, len(token_ids)), SequenceStatus.RUNNING
         request: Request | None = None
         deltas, searches = self.deltas, self.searches
+        self._order.charge_outputs(owners)
         try:
-            for (request, sequence), token, candidates in zip(step.sampled, result.token_ids, logprobs, strict=True):
+            for (request, sequence), token, candidates in zip(owners, token_ids, records, strict=True):
                 if sequence.status is not is_running:
                     continue                                            # failed, aborted during the step, or padding
                 if searches is not None and isinstance(request.task, BeamSearch):
@@ -104,6 +103,17 @@ class ResultRecorder:
         except BaseException:
             step.at = request
             raise
+
+    def _record_rows(self, step: PlanBuilder, result: StepResult, ahead: PlanBuilder | None) -> None:
+        """Record the rows that have results of their own."""
+        planned_ahead = set() if ahead is None else set(ahead.planned)
+        num_drafts = {each.row: len(each.token_ids) for each in step.plan.drafts}
+        assert num_drafts.keys() <= result.rows.keys(), "a row has drafts and no result of its own"
+        for request, sequence, row in row_results(step, result, self._queues.running):
+            step.at = request
+            num_drafted, is_ahead = num_drafts.get(sequence.row, 0), sequence in planned_ahead
+            self._record_row(request, sequence, row, num_drafted, is_ahead=is_ahead)
+        step.at = None
 
     def _record_row(
         self, request: Request, sequence: Sequence, row: RowResult, num_drafts: int, *, is_ahead: bool

@@ -1,11 +1,12 @@
-"""Row results: what a step gave each of its rows, where some gave more or less than one token.
+"""Row results: the rows of a step that gave more or less than one token, with their sequences.
 
 Not used while every sampled row gives one token, which is most steps.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from itertools import compress
 
+from quire.core.outputs import TokenLogprobs
 from quire.core.plan import RowResult, StepResult
 from quire.core.sequence import Request, Sequence
 from quire.scheduling.plan_builder import PlanBuilder
@@ -29,23 +30,26 @@ def late_sequences(step: PlanBuilder, result: StepResult) -> Iterator[Sequence]:
             yield sampled[row][1]
 
 
+def sampled_alone(
+    step: PlanBuilder, result: StepResult
+) -> tuple[list[tuple[Request, Sequence]], list[int], list[TokenLogprobs | None] | None]:
+    """Return the owners, tokens and logprobs of the samples whose rows have no result of their own."""
+    alone = [row not in result.rows for row in step.plan.sample_rows]
+    logprobs = None if result.logprobs is None else list(compress(result.logprobs, alone))
+    return list(compress(step.sampled, alone)), list(compress(result.token_ids, alone)), logprobs
+
+
 def row_results(
     step: PlanBuilder, result: StepResult, running: Iterable[Request]
 ) -> Iterator[tuple[Request, Sequence, RowResult]]:
-    """Yield the result of each row that has samples or a result of its own, in the order of the plan."""
-    plan, own = step.plan, dict(result.rows)
-    drafted = {each.row for each in plan.drafts}
-    logprobs = result.logprobs or repeat(None, len(result.token_ids))
-    samples = zip(plan.sample_rows, step.sampled, result.token_ids, logprobs, strict=True)
-    for row, (request, sequence), token, record in samples:
+    """Yield the results of rows that have one of their own: sampled rows first, each in the order of the plan."""
+    own = dict(result.rows)
+    for row, (request, sequence) in zip(step.plan.sample_rows, step.sampled, strict=True):
         if row in own:
             yield request, sequence, own.pop(row)
-        elif row not in result.rows:
-            assert row not in drafted, f"row {row} has drafts and no result of its own"
-            yield request, sequence, RowResult([token], None if record is None else [record])
     if own:
-        assert own.keys() <= set(plan.rows), f"results for {list(own)}, which were not computed"
+        assert own.keys() <= set(step.plan.rows), f"results for {list(own)}, which were not computed"
         owners = {sequence.seq_id: request for request in running for sequence in request.live}
-        for row, sequence in zip(plan.rows, step.planned, strict=True):
+        for row, sequence in zip(step.plan.rows, step.planned, strict=True):
             if row in own and sequence.seq_id in owners:
                 yield owners[sequence.seq_id], sequence, own[row]
