@@ -3,8 +3,9 @@
 A program is a list of ops. An op reads and writes activations by name, each [num_tokens, ...]; `run` computes it by
 single ops of the back end, which is the op's meaning: other interpreters are tested against it. `BackEnd.fuse` may
 replace stretches of ops by one op of its own and leaves ops that it does not know as they are, so a new op is a class
-with the attributes of `Op` and needs no other interpreter. The memory of an activation belongs to the program: an op
-may overwrite what it reads, and an activation that it consumes is not to be read again.
+with the attributes of `Op` and needs no other interpreter; `special_ops` has those that only some models need. The
+memory of an activation belongs to the program: an op may overwrite what it reads, and an activation that it consumes
+is not to be read again.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels import experts as mixtures
 from quire.kernels import linear as linears
 from quire.kernels import norm as norms
-from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.paged_attention import AttentionMetadata
@@ -66,39 +65,16 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-class InPlace:
-    """An op that changes one activation, x, in place."""
+class Names:
+    """The activations that an op reads or writes: the values of these fields of it, without those that are None."""
 
-    __slots__ = ()
-    x: str
+    def __init__(self, *fields: str) -> None:
+        self._fields = fields
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-
-class FromXToOut:
-    """An op that computes one activation, out, from another, x, which stays."""
-
-    __slots__ = ()
-    x: str
-    out: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x."""
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """out."""
-        return (self.out,)
+    def __get__(self, op: object, kind: type | None = None) -> tuple[str, ...]:
+        """Return the names of an op's activations."""
+        names = (getattr(op, field) for field in self._fields)
+        return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +88,8 @@ class Norm:
     residual: str | None = None
     summed: str | None = None   # None: not kept
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x and the residual."""
-        return (self.x,) if self.residual is None else (self.x, self.residual)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """out and the sum."""
-        return (self.out,) if self.summed is None else (self.out, self.summed)
+    reads = Names("x", "residual")
+    writes = Names("out", "summed")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Normalize, after adding the residual if there is one."""
@@ -134,7 +103,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear(FromXToOut):
+class Linear:
     """out = linear(x), activation included, with what the adapters of rows add to its sums."""
 
     name: str
@@ -142,25 +111,14 @@ class Linear(FromXToOut):
     x: str
     out: str
 
+    reads = Names("x")
+    writes = Names("out")
+
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Multiply all rows."""
         x = activations[self.x]
         addend = None if inputs.adapters is None else inputs.adapters.addend(self.name, x)
         activations[self.out] = self.linear(x) if addend is None else self.linear(x, addend)
-
-
-@dataclass(frozen=True, slots=True)
-class Experts(FromXToOut):
-    """out = the weighted results of each row's experts; of ranks, each has some of the columns."""
-
-    name: str
-    experts: mixtures.ExpertLayer
-    x: str
-    out: str
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Compute all rows."""
-        activations[self.out] = self.experts(activations[self.x])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +132,8 @@ class SplitHeads:
     key: str = "key"
     value: str = "value"
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """qkv."""
-        return (self.qkv,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """query, key and value."""
-        return self.query, self.key, self.value
+    reads = Names("qkv")
+    writes = Names("query", "key", "value")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Make the views; nothing is computed."""
@@ -190,69 +141,6 @@ class SplitHeads:
         qkv = activations.pop(self.qkv)
         parts = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
         activations[self.query], activations[self.key], activations[self.value] = parts
-
-
-@dataclass(frozen=True, slots=True)
-class TakeHeads:
-    """query, key and value of a part of the heads, consecutive ones: views."""
-
-    name: str
-    heads: Heads                # of all
-    first: tuple[int, int]      # the first query head, and the first KV head
-    taken: Heads
-    query: str = "query"
-    key: str = "key"
-    value: str = "value"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """query, key and value."""
-        return self.query, self.key, self.value
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """query, key and value."""
-        return self.query, self.key, self.value
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Make the views; nothing is computed."""
-        first_query, first_kv = self.first
-        queries = activations[self.query][:, first_query : first_query + self.taken.num_heads]
-        activations[self.query] = queries
-        for name in (self.key, self.value):
-            activations[name] = activations[name][:, first_kv : first_kv + self.taken.num_kv_heads]
-
-
-@dataclass(frozen=True, slots=True)
-class QKNorm:
-    """Norms of queries and keys, in place, over each head or over all heads of a token together.
-
-    A norm over each head may have a weight of its own for each.
-    """
-
-    name: str
-    query_norm: norms.Norm
-    key_norm: norms.Norm
-    heads: Heads
-    is_over_heads: bool = False  # all heads of a token together
-    query: str = "query"
-    key: str = "key"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """query and key."""
-        return self.query, self.key
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """query and key."""
-        return self.query, self.key
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Normalize the heads."""
-        for name, norm in ((self.query, self.query_norm), (self.key, self.key_norm)):
-            heads = activations[name]
-            activations[name] = norm(heads.flatten(1) if self.is_over_heads else heads)[0].view(heads.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,15 +158,8 @@ class RotaryWrite:
     kv_scales: KVScales = ONES
     is_interleaved: bool = False  # pairs of dimensions are (2i, 2i + 1)
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """query, key and value."""
-        return self.query, self.key, self.value
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """query."""
-        return (self.query,)
+    reads = Names("query", "key", "value")
+    writes = Names("query")
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -293,31 +174,6 @@ class RotaryWrite:
             query, key, value, inputs.positions, self.cos_sin, keys, values, inputs.slot_mapping, *_unless_ones(self),
             **({"is_interleaved": True} if self.is_interleaved else {}),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class PositionScale:
-    """Queries multiplied by a factor of their position, in place."""
-
-    name: str
-    heads: Heads
-    factors: Tensor             # [positions] float32, rounded to the model's dtype
-    query: str = "query"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """query."""
-        return (self.query,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """query."""
-        return (self.query,)
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Multiply."""
-        query = activations[self.query]
-        activations[self.query] = query * self.factors[inputs.positions].to(query.dtype)[:, None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,15 +193,8 @@ class Attention:
     sinks: Tensor | None = None  # [num_heads] float32
     is_causal: bool = True       # False: a token also sees those after it
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """query."""
-        return (self.query,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """out."""
-        return (self.out,)
+    reads = Names("query")
+    writes = Names("out")
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -382,92 +231,12 @@ class Add:
     out: str
     width: int
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """x and y."""
-        return self.x, self.y
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """out."""
-        return (self.out,)
+    reads = Names("x", "y")
+    writes = Names("out")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Add."""
         activations[self.out] = activations[self.x] + activations[self.y]
-
-
-@dataclass(frozen=True, slots=True)
-class Scale(InPlace):
-    """x multiplied by a factor."""
-
-    name: str
-    x: str
-    width: int
-    factor: float
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Multiply."""
-        activations[self.x] = activations[self.x] * self.factor
-
-
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """Queries, keys and values clipped to [-limit, limit], in place."""
-
-    name: str
-    heads: Heads
-    limit: float
-    query: str = "query"
-    key: str = "key"
-    value: str = "value"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """query, key and value."""
-        return self.query, self.key, self.value
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """query, key and value."""
-        return self.query, self.key, self.value
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Clip."""
-        for name in self.reads:
-            activations[name] = activations[name].clamp(-self.limit, self.limit)
-
-
-@dataclass(frozen=True, slots=True)
-class Gather(InPlace):
-    """Exchange of an activation between ranks: each has some of its columns before, and all of them behind."""
-
-    name: str
-    x: str
-    hook: GatherHook
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Call the hook."""
-        activations[self.x] = self.hook(activations[self.x])
-
-
-@dataclass(frozen=True, slots=True)
-class SummedLinear(FromXToOut):
-    """out = the sum over ranks of linear(x), of which each has some inputs; no adapter adds to it.
-
-    The results of `linear` are of the hook's `partial_dtype`, and its outputs are not activated.
-    """
-
-    name: str
-    linear: linears.Linear
-    x: str
-    out: str
-    hook: SumHook
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Multiply all rows, and call the hook."""
-        x = activations[self.x]
-        activations[self.out] = self.hook(self.linear(x), x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import program as ops
+from quire.kernels import special_ops
 from quire.kernels.experts import ExpertSplit, Routing
 from quire.kernels.kv_quantization import ONES
 from quire.kernels.norm import Norm
@@ -127,11 +128,11 @@ def _attention_ops(
     yield ops.Linear(f"{stem}qkv", weights.linear(shapes.qkv, ranges), source, "qkv")
     yield ops.SplitHeads(f"{stem}split_heads", heads)
     if norms is not None:
-        yield ops.QKNorm(f"{stem}query_key_norm", *norms, heads, layer.is_query_key_norm_over_heads)
+        yield special_ops.QKNorm(f"{stem}query_key_norm", *norms, heads, layer.is_query_key_norm_over_heads)
     if layer.qkv_limit:
-        yield ops.Clip(f"{stem}qkv_clip", heads, layer.qkv_limit)
+        yield special_ops.Clip(f"{stem}qkv_clip", heads, layer.qkv_limit)
     if taken is not None and heads != own:
-        yield ops.TakeHeads(f"{stem}take_heads", heads, (taken.query[0], taken.kv[0]), own)
+        yield special_ops.TakeHeads(f"{stem}take_heads", heads, (taken.query[0], taken.kv[0]), own)
     scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
     rotary = spec.rotary_of(layer)
     yield ops.RotaryWrite(
@@ -141,7 +142,7 @@ def _attention_ops(
     if layer.position_scale is not None:
         assert rotary is not None, "factors of positions without rotary positions"
         factors = _position_factors(*layer.position_scale, shared.cos_sin[rotary]).to(weights.dtype).float()
-        yield ops.PositionScale(f"{stem}position_scale", own, factors)
+        yield special_ops.PositionScale(f"{stem}position_scale", own, factors)
     sinks = None if shapes.sinks is None else weights.sinks(shapes.sinks)
     if sinks is not None and taken is not None:
         sinks = sinks[slice(*taken.query)].clone()
@@ -164,7 +165,7 @@ def _summed_linear(
     """Return the op of a layer that is split by its inputs, and those of this rank; `inputs` as of `partial_linear`."""
     hook, is_first = ranks.sum(shape.num_rows[0]), ranks.shard.rank == 0  # which adds the bias
     linear, own = weights.partial_linear(shape, inputs, dtype=hook.partial_dtype, has_bias=is_first)
-    return ops.SummedLinear(name, linear, x, out, hook), own
+    return special_ops.SummedLinear(name, linear, x, out, hook), own
 
 
 def _ranges(ranks: Ranks | None, shape: LinearShape) -> list[Range] | None:
@@ -188,7 +189,7 @@ def _feed_forward_ops(
         routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
         split = None if ranks is None else _expert_split(mixture, shapes.experts, ranks)
         experts = weights.experts(shapes.experts, routing, split, lambda shape: _ranges(ranks, shape))
-        yield ops.Experts(f"{stem}feed_forward_out", experts, source, out)
+        yield special_ops.Experts(f"{stem}feed_forward_out", experts, source, out)
         return
     assert shapes.up is not None
     assert shapes.down is not None
@@ -247,11 +248,11 @@ def _followed(
         yield op
         kind = op.name.removeprefix(stem)
         if ranks is not None and kind in cuts:
-            yield ops.Gather(f"{op.name}_gather", op.writes[0], ranks.gather(cuts[kind]))
+            yield special_ops.Gather(f"{op.name}_gather", op.writes[0], ranks.gather(cuts[kind]))
         if kind not in norms:
             continue
         if layer.residual_multiplier != 1:
-            yield ops.Scale(f"{op.name}_multiplier", op.writes[0], spec.hidden_size, layer.residual_multiplier)
+            yield special_ops.Scale(f"{op.name}_multiplier", op.writes[0], spec.hidden_size, layer.residual_multiplier)
         norm = norms[kind]
         if norm is not None:
             yield ops.Norm(f"{op.name}_norm", make_norm(spec, weights, norm), op.writes[0], op.writes[0])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import program as ops
+from quire.kernels import special_ops
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.experts import CppExperts
@@ -68,7 +69,7 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
     attention: list[Op] = [
         ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, formats[0]), source, "qkv"),
         ops.SplitHeads(f"{stem}split", HEADS),
-        *([ops.QKNorm(f"{stem}qk_norm", head_norms[0], head_norms[1], HEADS)] if is_pre else []),
+        *([special_ops.QKNorm(f"{stem}qk_norm", head_norms[0], head_norms[1], HEADS)] if is_pre else []),
         ops.RotaryWrite(f"{stem}rotary", layer, cos_sin, HEADS, write_kv),
         ops.Attention(f"{stem}attention", layer, HEADS, 0.3, 5 if layer else None, paged_attention),
         ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, formats[1]), "attended", "x"),
@@ -107,18 +108,18 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
             for _ in range(4)
         ]
         mixture = CppExperts(linear(WIDTH, 4, dtype, DENSE, is_float=True), experts, Routing(2, True))
-        feed_forward = [ops.Experts(f"{stem}experts", mixture, "normed", "y")]
+        feed_forward = [special_ops.Experts(f"{stem}experts", mixture, "normed", "y")]
     return [
         first,
         ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, DENSE), "x", "qkv"),
         ops.SplitHeads(f"{stem}split", HEADS),
-        ops.QKNorm(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
-        ops.Clip(f"{stem}clip", HEADS, 0.9),
+        special_ops.QKNorm(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
+        special_ops.Clip(f"{stem}clip", HEADS, 0.9),
         ops.RotaryWrite(f"{stem}rotary", layer, table, HEADS, write_kv, is_interleaved=True),
-        ops.PositionScale(f"{stem}position_scale", HEADS, (torch.rand(64) + 1).to(dtype).float()),
+        special_ops.PositionScale(f"{stem}position_scale", HEADS, (torch.rand(64) + 1).to(dtype).float()),
         ops.Attention(f"{stem}attention", layer, HEADS, 0.3, None, paged_attention, softcap=0.8, sinks=torch.randn(4)),
         ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
-        ops.Scale(f"{stem}multiplier", "x", WIDTH, 0.22),
+        special_ops.Scale(f"{stem}multiplier", "x", WIDTH, 0.22),
         ops.Norm(f"{stem}norm_2", norm(WIDTH, dtype, centers=False), INPUT, "normed"),
         *feed_forward,
         ops.Norm(f"{stem}norm_3", norm(WIDTH, dtype, centers=True), "y", "y"),
@@ -307,13 +308,13 @@ def test_gather_is_called_between_ops(is_in_c: bool) -> None:
             assert isinstance(op, ops.Linear)
             weight = torch.randn(half, op.linear.sizes[0], generator=torch.Generator().manual_seed(3))
             own = replace(op, linear=CppLinear(LinearWeight.dense(weight)))
-            changed += [own, ops.Gather("layers.1.gather", "inner", Hook(half, is_in_c))]
+            changed += [own, special_ops.Gather("layers.1.gather", "inner", Hook(half, is_in_c))]
         return changed
 
     step = make(torch.float32, "pre", change)
-    hook = next(op.hook for op in step.program.ops if isinstance(op, ops.Gather))
+    hook = next(op.hook for op in step.program.ops if isinstance(op, special_ops.Gather))
     fused = fuse(step.program)
-    assert [type(op) for op in fused.ops] == [FusedOps] if is_in_c else [FusedOps, ops.Gather, FusedOps]
+    assert [type(op) for op in fused.ops] == [FusedOps] if is_in_c else [FusedOps, special_ops.Gather, FusedOps]
     expected = step.run(step.program, 0)
     found = step.run(fused, 0)
     assert hook.calls == 2 * [f"{NUM_TOKENS} rows of {half} floats"]

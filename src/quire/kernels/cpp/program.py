@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import program as ops
+from quire.kernels import special_ops
 from quire.kernels.cpp import _kernels, attention, kv_cache_write
 from quire.kernels.cpp.attention import metadata_arguments
 from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
@@ -264,7 +265,7 @@ def _linear(op: ops.Linear, buffers: Buffers) -> list[object]:
     return [_kernels.LinearOp(x, out, buffers.number_linear(op.name), op.linear.weights)]
 
 
-def _experts(op: ops.Experts, buffers: Buffers) -> list[object]:
+def _experts(op: special_ops.Experts, buffers: Buffers) -> list[object]:
     assert isinstance(op.experts, CppExperts)
     x, out = buffers.read(op.x, op.experts.width), buffers.write(op.out, op.experts.num_outputs)
     return [_kernels.ExpertsOp(x, out, op.experts.weights)]
@@ -281,7 +282,7 @@ def _split_heads(op: ops.SplitHeads, buffers: Buffers) -> list[object]:
     return []
 
 
-def _take_heads(op: ops.TakeHeads, buffers: Buffers) -> list[object]:
+def _take_heads(op: special_ops.TakeHeads, buffers: Buffers) -> list[object]:
     first_query, first_kv = op.first
     num_heads, num_kv_heads, head_dim = op.heads
     counts = (op.query, num_heads), (op.key, num_kv_heads), (op.value, num_kv_heads)
@@ -297,7 +298,7 @@ def _read_heads(name: str, num_heads: int, head_dim: int, buffers: Buffers) -> i
     return buffers.read(name, num_heads * head_dim, head_dim)
 
 
-def _qk_norm(op: ops.QKNorm, buffers: Buffers) -> list[object]:
+def _qk_norm(op: special_ops.QKNorm, buffers: Buffers) -> list[object]:
     assert isinstance(op.query_norm, CppNorm)
     assert isinstance(op.key_norm, CppNorm)
     num_heads, num_kv_heads, head_dim = op.heads
@@ -332,19 +333,19 @@ def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
     return [_kernels.AttentionOp(query, out, op.layer, op.scale, window, heads, op.softcap, sinks, ahead)]
 
 
-def _position_scale(op: ops.PositionScale, buffers: Buffers) -> list[object]:
+def _position_scale(op: special_ops.PositionScale, buffers: Buffers) -> list[object]:
     query = _read_heads(op.query, op.heads.num_heads, op.heads.head_dim, buffers)
     assert op.factors.dtype == torch.float32
     assert op.factors.is_contiguous()
     return [_kernels.PositionScaleOp(query, op.factors.data_ptr())]
 
 
-def _scale(op: ops.Scale, buffers: Buffers) -> list[object]:
+def _scale(op: special_ops.Scale, buffers: Buffers) -> list[object]:
     x = buffers.read(op.x, op.width)
     return [_kernels.SumOp(x, -1, x, op.factor, 0.0)]
 
 
-def _clip(op: ops.Clip, buffers: Buffers) -> list[object]:
+def _clip(op: special_ops.Clip, buffers: Buffers) -> list[object]:
     num_heads, num_kv_heads, head_dim = op.heads
     counts = (op.query, num_heads), (op.key, num_kv_heads), (op.value, num_kv_heads)
     views = [_read_heads(name, count, head_dim, buffers) for name, count in counts]
@@ -356,12 +357,12 @@ def _add(op: ops.Add, buffers: Buffers) -> list[object]:
     return [_kernels.SumOp(x, y, buffers.write(op.out, op.width), 1.0, 0.0)]
 
 
-def _gather(op: ops.Gather, buffers: Buffers) -> list[object]:
+def _gather(op: special_ops.Gather, buffers: Buffers) -> list[object]:
     x = buffers.read(op.x, op.hook.num_own)
     return [_kernels.GatherOp(x, buffers.write(op.x, op.hook.width), _kernels.ColumnExchange(*op.hook.address))]
 
 
-def _summed_linear(op: ops.SummedLinear, buffers: Buffers) -> list[object]:
+def _summed_linear(op: special_ops.SummedLinear, buffers: Buffers) -> list[object]:
     assert isinstance(op.linear, CppLinear)
     in_features, out_features = op.linear.sizes
     x, out = buffers.read(op.x, in_features), buffers.write(op.out, out_features)
@@ -375,19 +376,19 @@ def _count_layer(op: ops.CountLayer, buffers: Buffers) -> list[object]:
 TRANSLATIONS: dict[type, Translation] = {
     ops.Norm: Translation(lambda op: isinstance(op.norm, CppNorm), _norm),
     ops.Linear: Translation(lambda op: isinstance(op.linear, CppLinear), _linear),
-    ops.Experts: Translation(lambda op: isinstance(op.experts, CppExperts), _experts),
+    special_ops.Experts: Translation(lambda op: isinstance(op.experts, CppExperts), _experts),
     ops.SplitHeads: Translation(lambda op: True, _split_heads),
-    ops.TakeHeads: Translation(lambda op: True, _take_heads),
-    ops.QKNorm: Translation(
+    special_ops.TakeHeads: Translation(lambda op: True, _take_heads),
+    special_ops.QKNorm: Translation(
         lambda op: isinstance(op.query_norm, CppNorm) and isinstance(op.key_norm, CppNorm), _qk_norm
     ),
     ops.RotaryWrite: Translation(lambda op: op.write is kv_cache_write.write_kv, _rotary_write),
     ops.Attention: Translation(lambda op: op.attend is attention.paged_attention, _attention),
-    ops.PositionScale: Translation(lambda op: True, _position_scale),
-    ops.Scale: Translation(lambda op: True, _scale),
-    ops.Clip: Translation(lambda op: True, _clip),
+    special_ops.PositionScale: Translation(lambda op: True, _position_scale),
+    special_ops.Scale: Translation(lambda op: True, _scale),
+    special_ops.Clip: Translation(lambda op: True, _clip),
     ops.Add: Translation(lambda op: True, _add),
-    ops.Gather: Translation(lambda op: True, _gather),
-    ops.SummedLinear: Translation(lambda op: isinstance(op.linear, CppLinear), _summed_linear),
+    special_ops.Gather: Translation(lambda op: True, _gather),
+    special_ops.SummedLinear: Translation(lambda op: isinstance(op.linear, CppLinear), _summed_linear),
     ops.CountLayer: Translation(lambda op: True, _count_layer),
 }

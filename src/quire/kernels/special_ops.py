@@ -1,0 +1,170 @@
+"""Ops of some model families, and of ranks: mixtures of experts, norms and limits of heads, exchanges between ranks."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.kernels import experts as mixtures
+from quire.kernels import linear as linears
+from quire.kernels import norm as norms
+from quire.kernels.gather import GatherHook, SumHook
+from quire.kernels.program import Activations, Heads, LayerInputs, Names
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """out = the weighted results of each row's experts; of ranks, each has some of the columns."""
+
+    name: str
+    experts: mixtures.ExpertLayer
+    x: str
+    out: str
+
+    reads = Names("x")
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Compute all rows."""
+        activations[self.out] = self.experts(activations[self.x])
+
+
+@dataclass(frozen=True, slots=True)
+class TakeHeads:
+    """query, key and value of a part of the heads, consecutive ones: views."""
+
+    name: str
+    heads: Heads                # of all
+    first: tuple[int, int]      # the first query head, and the first KV head
+    taken: Heads
+    query: str = "query"
+    key: str = "key"
+    value: str = "value"
+
+    reads = Names("query", "key", "value")
+    writes = Names("query", "key", "value")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Make the views; nothing is computed."""
+        first_query, first_kv = self.first
+        queries = activations[self.query][:, first_query : first_query + self.taken.num_heads]
+        activations[self.query] = queries
+        for name in (self.key, self.value):
+            activations[name] = activations[name][:, first_kv : first_kv + self.taken.num_kv_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Norms of queries and keys, in place, over each head or over all heads of a token together.
+
+    A norm over each head may have a weight of its own for each.
+    """
+
+    name: str
+    query_norm: norms.Norm
+    key_norm: norms.Norm
+    heads: Heads
+    is_over_heads: bool = False  # all heads of a token together
+    query: str = "query"
+    key: str = "key"
+
+    reads = Names("query", "key")
+    writes = Names("query", "key")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Normalize the heads."""
+        for name, norm in ((self.query, self.query_norm), (self.key, self.key_norm)):
+            heads = activations[name]
+            activations[name] = norm(heads.flatten(1) if self.is_over_heads else heads)[0].view(heads.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionScale:
+    """Queries multiplied by a factor of their position, in place."""
+
+    name: str
+    heads: Heads
+    factors: Tensor             # [positions] float32, rounded to the model's dtype
+    query: str = "query"
+
+    reads = Names("query")
+    writes = Names("query")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply."""
+        query = activations[self.query]
+        activations[self.query] = query * self.factors[inputs.positions].to(query.dtype)[:, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """x multiplied by a factor."""
+
+    name: str
+    x: str
+    width: int
+    factor: float
+
+    reads = Names("x")
+    writes = Names("x")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply."""
+        activations[self.x] = activations[self.x] * self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Queries, keys and values clipped to [-limit, limit], in place."""
+
+    name: str
+    heads: Heads
+    limit: float
+    query: str = "query"
+    key: str = "key"
+    value: str = "value"
+
+    reads = Names("query", "key", "value")
+    writes = Names("query", "key", "value")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Clip."""
+        for name in self.reads:
+            activations[name] = activations[name].clamp(-self.limit, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Exchange of an activation between ranks: each has some of its columns before, and all of them behind."""
+
+    name: str
+    x: str
+    hook: GatherHook
+
+    reads = Names("x")
+    writes = Names("x")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Call the hook."""
+        activations[self.x] = self.hook(activations[self.x])
+
+
+@dataclass(frozen=True, slots=True)
+class SummedLinear:
+    """out = the sum over ranks of linear(x), of which each has some inputs; no adapter adds to it.
+
+    The results of `linear` are of the hook's `partial_dtype`, and its outputs are not activated.
+    """
+
+    name: str
+    linear: linears.Linear
+    x: str
+    out: str
+    hook: SumHook
+
+    reads = Names("x")
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply all rows, and call the hook."""
+        x = activations[self.x]
+        activations[self.out] = self.hook(self.linear(x), x.dtype)
