@@ -13,7 +13,7 @@ import numpy as np
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.beam_search_params import as_sampling_params
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.core.task import BeamSearch

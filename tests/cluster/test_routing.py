@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.outputs import Admission, SequenceDelta
+from quire.core.deltas import Admission, SequenceDelta
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens

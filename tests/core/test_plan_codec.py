@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.plan import (
     BlockCopy,
     MeasuredRates,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.sampler import SampledTokens

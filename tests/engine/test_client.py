@@ -12,8 +12,9 @@ import pytest
 import uvloop
 
 from quire import LLM, SamplingParams
+from quire.core.deltas import SequenceDelta
 from quire.core.errors import InvalidRequestError, RequestFailedError, UnknownPrefixError
-from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput, SequenceDelta
+from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput
 from quire.engine.client import EngineClient
 from quire.engine.completion_builder import CompletionBuilder
 from quire.engine.input_processor import Prompt

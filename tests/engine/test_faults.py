@@ -16,9 +16,9 @@ from torch import Tensor
 from quire import LLM, RequestOutput, SamplingParams
 from quire.cache.block_pool import BlockPool
 from quire.cache.manager import KVCacheManager
+from quire.core.deltas import SequenceDelta
 from quire.core.errors import EngineError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
-from quire.core.outputs import SequenceDelta
 from quire.core.sequence import Request
 from quire.decoding.sampler import SampledTokens
 from quire.decoding.sampling_batch import SamplingBatch

@@ -14,10 +14,11 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.deltas import WAIT_REASONS, Admission, SequenceDelta, TokenLogprobs
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.frames import LENGTH_BYTES, frame, read_frame
 from quire.core.logprob_table import LogprobTable
-from quire.core.outputs import WAIT_REASONS, Admission, KVStats, SequenceDelta, TokenLogprobs
+from quire.core.outputs import KVStats
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import GENERATE, BeamSearch, Pin, Scope

@@ -12,15 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.core.deltas import Admission, FinishReason, SequenceDelta, TokenLogprobs
 from quire.core.logprob_table import LogprobTable
-from quire.core.outputs import (
-    MAX_PREEMPTIONS_KEPT,
-    Admission,
-    FinishReason,
-    RequestOutput,
-    SequenceDelta,
-    TokenLogprobs,
-)
+from quire.core.outputs import MAX_PREEMPTIONS_KEPT, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import RequestFailedError
-from quire.core.outputs import Admission, SequenceDelta
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens

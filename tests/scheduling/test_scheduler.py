@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from quire.cache.block_table import TableUpdate
+from quire.core.deltas import TokenLogprobs
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.logprob_table import LogprobTable
-from quire.core.outputs import TokenLogprobs
 from quire.core.plan import PromptLogprobsChunk, StepResult
 from quire.scheduling import admission
 from quire.scheduling.plan_builder import PlanBuilder

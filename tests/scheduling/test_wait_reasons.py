@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.core.outputs import WAIT_REASONS
+from quire.core.deltas import WAIT_REASONS
 from quire.core.sequence import Request
 from support.scheduling import Harness
 

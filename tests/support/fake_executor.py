@@ -11,7 +11,7 @@ from functools import reduce
 
 from quire.cache.block_table import NULL_BLOCK
 from quire.core.beam_search_params import num_candidates
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.plan import (
     UNMEASURED,
     BlockCopy,

@@ -9,8 +9,8 @@ from typing import Any
 from quire.cache.block_table import NULL_BLOCK
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
+from quire.core.deltas import SequenceDelta
 from quire.core.errors import InvalidRequestError
-from quire.core.outputs import SequenceDelta
 from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
 from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.sampling_params import SamplingParams

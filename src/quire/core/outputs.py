@@ -1,79 +1,17 @@
-"""Outputs: token records inside the engine, `RequestOutput` and its parts for users."""
+"""Outputs for users: `RequestOutput` and its parts, vectors and scores, pinned prefixes, statistics of the KV cache."""
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from quire.core.logprob_table import Logprobs, LogprobTable
+from quire.core.deltas import FinishReason
+from quire.core.logprob_table import Logprobs
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FinishReason = Literal["stop", "length", "abort", "repetition"]
-# What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
-# the blocks that other requests of its client hold, its grammar being compiled, its adapter being loaded or one too
-# many beside those of running requests.
-WaitReason = Literal[
-    "max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share", "grammar", "adapter"
-]
-WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
-PREPARATION: tuple[WaitReason, ...] = ("grammar", "adapter")  # of a request, beside the steps of others
 MAX_PREEMPTIONS_KEPT = 64  # records of one request, the newest; RequestMetrics.num_preemptions counts all
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: the token that stands there first, then the most likely ones.
-
-    log-softmax of the raw float32 logits, before penalties, temperature and filters. Ranks count from 1; equal
-    logits rank by token id.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]
-
-
-class SequenceDelta(msgspec.Struct, array_like=True):
-    """The result of one step for one sequence: the engine's message to the output processor.
-
-    `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it,
-    "repetition_detected", or None for an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole
-    prompt has been computed. A beam search gives one delta for each answer, when it ends.
-    """
-
-    request_id: int
-    index: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: LogprobTable | None = None         # of positions 1..P-1
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None             # of a whole answer, where no logprobs were requested
-    error: str | None = None                            # why the whole request has failed: its last delta
-    pooled: bytes | None = None                         # float32 vector of the request's hidden states
-    ends_with_text: bool = False                        # "stop" without a stop token: the last token is text, too
-    param: str | None = None                            # the field of the request that is at fault for `error`
-    num_draft_tokens: int = 0                           # that the step has verified
-    num_accepted_tokens: int = 0                        # of them
-    prompt_scores: bytes | None = None                  # of params.prompt_logprob_token_ids, beside prompt_logprobs
-
-
-class Admission(NamedTuple):
-    """The admission of a request to a step: how often it was preempted before, and its cached prompt tokens.
-
-    The rest counts since it was queued, or preempted: steps that it waited, by reason, tokens to compute again, blocks
-    that were swapped out and in.
-    """
-
-    request_id: int
-    num_preemptions: int
-    num_cached_tokens: int = 0  # of its prompt, at its first admission
-    waited: tuple[int, ...] = ()  # by WAIT_REASONS
-    num_recomputed_tokens: int = 0
-    num_swapped_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
 from quire.core.task import NO_SCOPE, Scope

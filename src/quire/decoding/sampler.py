@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import (

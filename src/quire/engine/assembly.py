@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.deltas import WaitReason
 from quire.core.errors import ConfigError, ModelError
 from quire.core.optional_package import needs_package
-from quire.core.outputs import WaitReason
 from quire.core.sequence import Request
 from quire.engine.devices import uses_gpu
 from quire.engine.engine import Engine

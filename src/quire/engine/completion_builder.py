@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from quire.core.deltas import FinishReason, SequenceDelta, TokenLogprobs
 from quire.core.logprob_table import LogprobBuffer, Position
-from quire.core.outputs import CompletionOutput, FinishReason, Logprob, SequenceDelta, TokenLogprobs
+from quire.core.outputs import CompletionOutput, Logprob
 from quire.core.sampling_params import SamplingParams
 from quire.engine.stop_matcher import StopMatcher
 from quire.engine.stop_strings import StopStringFinder

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from quire.core.block_map import BlockMap, Tier
+from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import InvalidRequestError, RankLostError
 from quire.core.lora import Adapter, AdapterUse
-from quire.core.outputs import Admission, KVStats, SequenceDelta
+from quire.core.outputs import KVStats
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.core.structured_outputs import StructuredOutputsParams

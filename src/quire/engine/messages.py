@@ -10,9 +10,10 @@ from collections.abc import Callable
 import msgspec
 
 from quire.core.block_map import BlockMap, Tier
+from quire.core.deltas import Admission, SequenceDelta, WaitReason
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.lora import Adapter, AdapterUse
-from quire.core.outputs import Admission, KVStats, SequenceDelta, WaitReason
+from quire.core.outputs import KVStats
 from quire.core.pooling import PoolerConfig
 from quire.core.sequence import Request
 from quire.core.token_ids import PackedTokens

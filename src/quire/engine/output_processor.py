@@ -15,19 +15,10 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
+from quire.core.deltas import WAIT_REASONS, Admission, FinishReason, SequenceDelta
 from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.logprob_table import LogprobTable
-from quire.core.outputs import (
-    MAX_PREEMPTIONS_KEPT,
-    WAIT_REASONS,
-    Admission,
-    FinishReason,
-    Logprob,
-    Preemption,
-    RequestMetrics,
-    RequestOutput,
-    SequenceDelta,
-)
+from quire.core.outputs import MAX_PREEMPTIONS_KEPT, Logprob, Preemption, RequestMetrics, RequestOutput
 from quire.core.prompt_scores import unpacked, width_of
 from quire.engine.completion_builder import CompletionBuilder, logprob_dict
 from quire.engine.input_processor import PreparedRequest

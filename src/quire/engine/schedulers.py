@@ -6,9 +6,9 @@ from functools import partial
 from quire.cache.manager import KVCacheManager
 from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.deltas import WaitReason
 from quire.core.errors import ConfigError, InvalidRequestError
 from quire.core.optional_package import needs_package
-from quire.core.outputs import WaitReason
 from quire.core.sequence import Request
 from quire.scheduling.parts import SchedulerParts, Searches
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed

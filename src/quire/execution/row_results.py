@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from msgspec import structs
 
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.plan import RowResult
 from quire.decoding.row_grammars import RowProgress, StepGrammars
 from quire.decoding.sampler import SampledTokens

@@ -14,7 +14,7 @@ root, and a burst with a common prefix is matched against the blocks of the requ
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, Awaited, PrefixMatch
 from quire.core.config import SchedulerConfig
-from quire.core.outputs import WaitReason
+from quire.core.deltas import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.queues import RequestQueues
 

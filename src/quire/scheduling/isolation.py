@@ -14,7 +14,7 @@ between steps; costs nothing while no step fails.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quire.core.outputs import SequenceDelta
+from quire.core.deltas import SequenceDelta
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import Scope

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.cache.manager import KVCacheManager
-from quire.core.outputs import SequenceDelta, TokenLogprobs
+from quire.core.deltas import SequenceDelta, TokenLogprobs
 from quire.core.plan import RowFork
 from quire.core.sequence import Request, Sequence
 from quire.scheduling.admission import AdmissionControl

@@ -14,7 +14,7 @@ from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
-from quire.core.outputs import WaitReason
+from quire.core.deltas import WaitReason
 from quire.core.plan import BlockCopy
 from quire.core.pooling import Pool
 from quire.core.sequence import NO_ROW, Request, Sequence

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from itertools import repeat
 
 from quire.cache.manager import KVCacheManager
-from quire.core.outputs import SequenceDelta, TokenLogprobs
+from quire.core.deltas import SequenceDelta, TokenLogprobs
 from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
 from quire.core.prompt_scores import SCORE_BYTES, width_of
 from quire.core.sequence import Request, Sequence, SequenceStatus

@@ -6,7 +6,7 @@ Not used while every sampled row gives one token, which is most steps.
 from collections.abc import Iterable, Iterator
 from itertools import compress
 
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.plan import RowResult, StepResult
 from quire.core.sequence import Request, Sequence
 from quire.scheduling.plan_builder import PlanBuilder

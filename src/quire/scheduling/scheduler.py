@@ -17,8 +17,8 @@ from itertools import count
 from quire.cache.manager import KVCacheManager
 from quire.cache.slices import run_to_the_end
 from quire.core.config import SchedulerConfig
+from quire.core.deltas import PREPARATION, SequenceDelta, WaitReason
 from quire.core.errors import InvalidRequestError
-from quire.core.outputs import PREPARATION, SequenceDelta, WaitReason
 from quire.core.plan import StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence

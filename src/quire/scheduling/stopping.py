@@ -2,7 +2,7 @@
 
 from itertools import chain, repeat
 
-from quire.core.outputs import SequenceDelta, TokenLogprobs
+from quire.core.deltas import SequenceDelta, TokenLogprobs
 from quire.core.plan import RowResult
 from quire.core.repetition import RepetitionDetector
 from quire.core.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ counter per reason is enough: a request records the counters when it is queued, 
 Only requests that are skipped, so that later ones run before them, are counted one by one.
 """
 
-from quire.core.outputs import WAIT_REASONS, WaitReason
+from quire.core.deltas import WAIT_REASONS, WaitReason
 from quire.core.sequence import Request
 
 

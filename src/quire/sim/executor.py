@@ -8,7 +8,7 @@ from itertools import accumulate
 from random import Random
 
 from quire.core.beam_search_params import num_candidates
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.plan import UNMEASURED, MeasuredRates, NewRow, StepPlan, StepResult
 
 CANDIDATE_GAP = 1.5  # mean difference between consecutive logprobs of a beam's likeliest tokens

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import InvalidRequestError
-from quire.core.outputs import Admission, SequenceDelta
 from quire.core.plan import StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import ConfigError
-from quire.core.outputs import Admission, SequenceDelta
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import Scope

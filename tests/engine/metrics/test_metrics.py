@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.core.deltas import Admission, FinishReason
 from quire.core.errors import InvalidRequestError, RequestFailedError
-from quire.core.outputs import Admission, FinishReason, KVStats, RequestMetrics, RequestOutput
+from quire.core.outputs import KVStats, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.admission_rate import LONGEST_S, RETRY_AFTER_S
 from quire.engine.client import EngineClient

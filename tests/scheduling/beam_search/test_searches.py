@@ -9,7 +9,7 @@ import pytest
 from quire.cache.block_table import worst_case_blocks
 from quire.core import task
 from quire.core.beam_search_params import BeamSearchParams, num_candidates
-from quire.core.outputs import TokenLogprobs
+from quire.core.deltas import TokenLogprobs
 from quire.core.sequence import Sequence
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.beam_search.searches import BeamSearch

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import pytest
 
 from quire.core.config import SchedulerConfig
+from quire.core.deltas import WAIT_REASONS
 from quire.core.errors import ConfigError
-from quire.core.outputs import WAIT_REASONS
 from quire.core.sequence import Request
 from support.scheduling import Harness
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from quire.core.outputs import CompletionOutput, FinishReason, RequestMetrics
+from quire.core.deltas import FinishReason
+from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.server.api.usage import RequestUsage, fill_record, request_times, total_usage
 from quire.server.http.request_log import RequestRecord
 from quire.server.openai.response_builder import usage_json

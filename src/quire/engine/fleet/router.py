@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import ConfigError
-from quire.core.outputs import Admission, SequenceDelta
 from quire.core.sequence import Request
 from quire.core.task import Scope
 from quire.core.token_ids import PackedTokens

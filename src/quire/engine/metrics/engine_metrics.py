@@ -13,8 +13,9 @@ from typing import get_args
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quire.core.config import PreemptionKind
+from quire.core.deltas import FinishReason
 from quire.core.lora import NO_ADAPTER_USE
-from quire.core.outputs import FinishReason, KVStats
+from quire.core.outputs import KVStats
 from quire.core.owner_labels import OTHER
 from quire.core.speculation import MAX_DRAFTS
 from quire.engine.admission_rate import AdmissionRate

@@ -9,8 +9,8 @@ from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache import PrefixMatch
 from quire.core.config import MemoryPolicy, SchedulerConfig
+from quire.core.deltas import WaitReason
 from quire.core.errors import ContextLengthError
-from quire.core.outputs import WaitReason
 from quire.core.sequence import NO_ROW, Request
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.queues import RequestQueues

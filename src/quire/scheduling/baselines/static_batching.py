@@ -11,7 +11,7 @@ from collections.abc import Callable
 from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.core.config import SchedulerConfig
-from quire.core.outputs import SequenceDelta, WaitReason
+from quire.core.deltas import SequenceDelta, WaitReason
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.admission import AdmissionControl

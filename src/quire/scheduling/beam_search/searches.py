@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.outputs import FinishReason, SequenceDelta, TokenLogprobs
+from quire.core.deltas import FinishReason, SequenceDelta, TokenLogprobs
 from quire.core.plan import RowFork
 from quire.core.sequence import Request
 from quire.core.sequence import Sequence as Branch

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.core.outputs import CompletionOutput, FinishReason, RequestMetrics
+from quire.core.deltas import FinishReason
+from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.server.http.request_log import RequestRecord
 
 

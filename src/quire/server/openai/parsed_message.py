@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from quire.core.outputs import CompletionOutput, FinishReason
+from quire.core.deltas import FinishReason
+from quire.core.outputs import CompletionOutput
 from quire.server.api.output_events import Arguments, CallBegan, Content, Event, Reasoning
 from quire.server.api.output_formats import OutputReading
 from quire.server.chat.message_reader import MessageReader

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from quire.core.deltas import FinishReason
 from quire.core.logprob_table import Position
-from quire.core.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
 from quire.server.api.output_events import Content, Event
 from quire.server.api.request import ApiRequest
