@@ -211,6 +211,17 @@ def test_server_answers_without_all_rooms(demo_model: Path, environment: dict[st
         assert server.post("/v1/messages", chat).status_code == 404
 
 
+def test_server_without_the_writer_of_grammars_refuses_them_by_name(
+    demo_model: Path, environment: dict[str, str]
+) -> None:
+    environment["ABSENT_ROOMS"] = "quire.grammar_writing"
+    with running_server(str(demo_model), env=environment) as server:
+        body = {"prompt": [5, 6, 7], "max_tokens": 8}
+        refused = server.post("/v1/completions", body | {"structured_outputs": {"choice": ["a", "b"]}})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
+        assert server.post("/v1/completions", body).status_code == 200
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_absent_room_cannot_be_imported(environment: dict[str, str], room: str) -> None:
     """Absence as the tests above make it is real."""

@@ -48,9 +48,10 @@ except ModuleNotFoundError as error:
     install_messages = None  # type: ignore[assignment]  # optional: without it its routes answer 404
 
 try:
+    import quire.grammar_writing.writer  # noqa: F401 (the process of the checks writes grammars by it)
     from quire.server.structured.checker import output_constraints
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.server.structured."):
+    if not f"{error.name}.".startswith(("quire.server.structured.", "quire.grammar_writing.")):
         raise
     output_constraints = None  # type: ignore[assignment]  # optional: without it requests with grammars are refused
 
