@@ -7,6 +7,7 @@ from typing import Any
 
 NUM_CANDIDATES = 30
 Place = tuple[int, int]  # an axis, and a value of it, by number
+Pair = tuple[Place, Place]
 
 
 def pairwise(axes: Sequence[Sequence[Any]], seed: int = 0) -> list[tuple[Any, ...]]:
@@ -19,16 +20,17 @@ def pairwise(axes: Sequence[Sequence[Any]], seed: int = 0) -> list[tuple[Any, ..
     missing = {pair for one, other in combinations(places, 2) for pair in product(one, other)}
     rows = []
     while missing:
-        candidates = [_fill(places, missing, rng) for _ in range(NUM_CANDIDATES)]
+        ordered = sorted(missing)
+        candidates = [_fill(places, missing, ordered, rng) for _ in range(NUM_CANDIDATES)]
         best = max(candidates, key=lambda row: len(_pairs(row) & missing))
         missing -= _pairs(best)
         rows.append(tuple(axes[axis][number] for axis, number in best))
     return rows
 
 
-def _fill(places: list[list[Place]], missing: set[tuple[Place, Place]], rng: random.Random) -> list[Place]:
-    """Return a row that begins with a missing pair; each further value is one that adds most of them."""
-    chosen = list(rng.choice(sorted(missing)))
+def _fill(places: list[list[Place]], missing: set[Pair], ordered: list[Pair], rng: random.Random) -> list[Place]:
+    """Return a row that begins with one of the missing pairs; each further value is one that adds most of them."""
+    chosen = list(rng.choice(ordered))
     for axis in rng.sample(range(len(places)), len(places)):
         if axis in (place[0] for place in chosen):
             continue
@@ -37,9 +39,9 @@ def _fill(places: list[list[Place]], missing: set[tuple[Place, Place]], rng: ran
     return sorted(chosen)
 
 
-def _pairs(row: list[Place]) -> set[tuple[Place, Place]]:
+def _pairs(row: list[Place]) -> set[Pair]:
     return set(combinations(row, 2))
 
 
-def _pair(one: Place, other: Place) -> tuple[Place, Place]:
+def _pair(one: Place, other: Place) -> Pair:
     return (one, other) if one < other else (other, one)
