@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -67,7 +68,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended, and its parent has reaped it
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process."""
