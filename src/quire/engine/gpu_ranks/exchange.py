@@ -58,7 +58,7 @@ class GpuRanks:
 
     def __init__(self, shard: Shard, device: torch.device, descriptor: int) -> None:
         self.shard, self.device = shard, device
-        self._descriptor = os.dup(descriptor)
+        self._descriptor = os.dup(descriptor)  # for the process's life: threads of the group may read it after `close`
         self._group: ProcessGroup | None = None
         self._is_interrupted = threading.Event()
 
