@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, Store, Work
 from torch.distributed import ProcessGroupGloo
 
+from quire.engine.exchange.columns import as_bytes, joined, padded, widest
 from quire.engine.nodes.address_book import AddressBook
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.gather import InterruptedExchangeError
@@ -87,13 +88,11 @@ class NetworkRanks:
 
     def gather_columns(self, own: Tensor, cut: Cut) -> Tensor:
         """Return [num_rows, width] of all ranks' columns, for own [num_rows, columns of this rank]."""
-        num_rows, num_ranks = len(own), self.shard.num_ranks
-        rows = own.new_empty(num_rows, cut.width)
-        if not num_rows:
-            return rows
-        sent, received = _padded(own, cut), own.new_empty(num_ranks, num_rows, _widest(cut))
+        if not len(own):
+            return own.new_empty(0, cut.width)
+        sent, received = padded(own, cut), own.new_empty(self.shard.num_ranks, len(own), widest(cut))
         self._run(lambda group: group._allgather_base(as_bytes(received), as_bytes(sent)))
-        return _joined(received, cut, rows)
+        return joined(received, cut)
 
     def sum_rows(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sums [num_rows, width] in `dtype` of all ranks' own, float32, added in the order of the ranks.
@@ -121,11 +120,11 @@ class NetworkRanks:
         num_rows, is_first = len(own), self.shard.rank == 0
         if not num_rows:
             return own.new_empty(0, cut.width)
-        sent = as_bytes(_padded(own, cut))
-        received = own.new_empty(self.shard.num_ranks if is_first else 0, num_rows, _widest(cut))
+        sent = as_bytes(padded(own, cut))
+        received = own.new_empty(self.shard.num_ranks if is_first else 0, num_rows, widest(cut))
         parts = [list(as_bytes(received).view(-1, len(sent)).unbind())] if is_first else []
         self._run(lambda group: group.gather(parts, [sent], TO_FIRST))
-        return _joined(received, cut, own.new_empty(num_rows if is_first else 0, cut.width))
+        return joined(received, cut) if is_first else own.new_empty(0, cut.width)
 
     def interrupt(self) -> None:
         """Give up all exchanges of this rank."""
@@ -265,36 +264,9 @@ def _memory_at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tens
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as uint8, which every collective takes."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 def _added(partial: Tensor) -> Tensor:
     """Return the sum of partial [num_ranks, num_rows, width] over the ranks, in their order."""
     sums = partial[0].clone()
     for each in partial[1:]:
         sums += each
     return sums
-
-
-def _widest(cut: Cut) -> int:
-    return max(cut.of(rank)[1] - cut.of(rank)[0] for rank in range(len(cut.bounds) - 1))
-
-
-def _padded(own: Tensor, cut: Cut) -> Tensor:
-    """Return own with room for the most columns."""
-    num_own, widest = own.shape[1], _widest(cut)
-    if num_own == widest:
-        return own.contiguous()
-    padded = own.new_zeros(len(own), widest)
-    padded[:, :num_own] = own
-    return padded
-
-
-def _joined(received: Tensor, cut: Cut, rows: Tensor) -> Tensor:
-    """Copy the ranks' parts [num_ranks, num_rows, most columns] into rows."""
-    for rank, part in enumerate(received):
-        first, stop = cut.of(rank)
-        rows[:, first:stop] = part[:, : stop - first]
-    return rows
