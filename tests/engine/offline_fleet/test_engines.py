@@ -22,7 +22,7 @@ from quire.engine.messages import EngineDeadError
 from quire.engine.offline_fleet import engines
 from quire.engine.offline_fleet.engines import BlockingFleet, total
 from quire.kernels.cpp.back_end import usable_isas
-from support.embedders import write_embedder
+from support.embedders import write_embedder, write_reranker
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.server import is_running, wait_until
@@ -204,7 +204,21 @@ def test_each_engine_may_have_several_ranks_and_adapters(tmp_path: Path) -> None
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_vectors_and_scores_are_those_of_one_engine(tmp_path: Path) -> None:
+def test_scores_are_those_of_one_engine(tmp_path: Path) -> None:
+    folder = write_reranker(tmp_path / "model")
+    texts = [f"text {number}, some words" for number in range(6)]
+
+    def scores(llm: LLM) -> list[float]:
+        return [each.outputs.score for each in llm.score("a question", texts, use_tqdm=False)]
+
+    with LLM(folder, num_kv_blocks=64) as llm:
+        expected = scores(llm)
+    assert len(set(expected)) == len(texts)
+    with LLM(folder, num_kv_blocks=64, data_parallel_size=2) as llm:
+        assert scores(llm) == expected
+
+
+def test_vectors_are_those_of_one_engine(tmp_path: Path) -> None:
     folder = write_embedder(tmp_path / "model", "qwen3", "last")
     prompts = [[number + 1, 5, 9] * 7 for number in range(6)]
 
