@@ -469,7 +469,10 @@ class EngineOptions:
             raise ConfigError(f"node_rank must be below nnodes {self.nnodes}, got {self.node_rank}")
         name = f"nnodes {self.nnodes}" if self.nnodes > 1 else "distributed_executor_backend 'ray'"
         if self.is_over_network and self.data_parallel_size > 1:
-            raise ConfigError(f"{name} does not go with data_parallel_size {self.data_parallel_size}")
+            raise ConfigError(
+                f"{name} does not go with data_parallel_size {self.data_parallel_size}: start replicas on several "
+                "machines by `quire deploy`, on a Ray cluster, or a server on each machine behind a router"
+            )
         if self.distributed_executor_backend == "ray" and self.node_rank:
             raise ConfigError(f"node_rank {self.node_rank} is for nodes that are started by hand: Ray starts them all")
         if self.distributed_executor_backend == "ray" and self.node_secret_file is not None:

@@ -232,7 +232,7 @@ def test_vectors_are_those_of_one_engine(tmp_path: Path) -> None:
 
 
 def test_what_several_engines_do_not_have_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nnodes 2 does not go with data_parallel_size 2"):
+    with pytest.raises(ConfigError, match="nnodes 2 does not go with data_parallel_size 2: start replicas on several"):
         LLM(data_parallel_size=2, nnodes=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="num_kv_blocks is 1, but each of 2 engines"):
         LLM(data_parallel_size=2, num_kv_blocks=1)
