@@ -206,7 +206,7 @@ def test_rank_with_another_model_is_refused_on_both_nodes(folder: Path, tmp_path
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_port": free_port()}
     with node(str(other), *as_flags(settings), "--node-rank", "1") as command:
-        message = f"rank 1 finds another model than rank 0 at {other}"
+        message = f"the model at {other} is another one than that of rank 0"
         with pytest.raises(ConfigError) as raised:
             LLM(folder, **settings)
         assert str(raised.value) == f"rank 1: {message}"

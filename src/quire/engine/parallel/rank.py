@@ -124,7 +124,7 @@ def load_part(channel: Channel, command: messages.Load, ranks: RankExchange) -> 
     if command.num_threads:
         torch.set_num_threads(command.num_threads)
     if model_digest(Path(command.options.model or "")) != command.digest:
-        raise ConfigError(f"rank {command.rank} finds another model than rank 0 at {command.options.model}")
+        raise ConfigError(f"the model at {command.options.model} is another one than that of rank 0")
     ranks.reset()
     opened = ranks, command.num_positions
     loaded = load(command.options, Path(command.options.model or ""), lambda spec, num_positions: opened)
