@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,17 @@ def test_wrong_address_of_a_cluster_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setenv("RAY_ADDRESS", "nowhere")
     with pytest.raises(ConfigError, match=r"set RAY_ADDRESS \(Invalid address format: nowhere\)$"):
+        placement.RayConnection()
+
+
+def test_head_that_cannot_be_reached_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.engine.ray_ranks import placement
+
+    monkeypatch.setattr(placement.ray, "init", raising(AssertionError))  # it would try for minutes
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=r"or set RAY_ADDRESS \(.*Connection refused\)$"):
         placement.RayConnection()
 
 

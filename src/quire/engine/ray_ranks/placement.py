@@ -4,6 +4,8 @@ Rank 0 is in the process that calls this, so the first bundle is of its machine.
 """
 
 import logging
+import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,17 +18,22 @@ from quire.core.errors import ConfigError, EngineError, ModelError, RankLostErro
 from quire.engine.ray_ranks.actor import RankActor
 
 NODE_ID = "ray.io/node-id"      # Ray's label of every node
+CONNECT_TIMEOUT_S = 5.0         # of a head at RAY_ADDRESS
 
 
 class RayConnection:
-    """This process's connection to the Ray cluster of its machine; one that was there before stays."""
+    """This process's connection to the Ray cluster of its machine; one that was there before stays.
+
+    ConfigError if there is none, or nothing accepts connections at RAY_ADDRESS: Ray itself would try for two minutes.
+    """
 
     def __init__(self) -> None:
         self._is_own = not ray.is_initialized()
         if self._is_own:
             try:
+                _check_reachable(os.environ.get("RAY_ADDRESS", ""))
                 ray.init(address="auto", logging_level=logging.WARNING)
-            except (ConnectionError, ValueError, RuntimeError) as error:  # none, a wrong address, another version
+            except (OSError, ValueError, RuntimeError) as error:  # none, a wrong address, another version
                 raise ConfigError(
                     "distributed_executor_backend 'ray' cannot connect to a Ray cluster: run `ray start` on each "
                     f"machine, or set RAY_ADDRESS ({_first_line(error)})"
@@ -95,6 +102,13 @@ def wait_for_first(ends: Sequence[Any], ranks: Sequence[int], on_end: Callable[[
         on_end({"ConfigError": ConfigError, "ModelError": ModelError}.get(kind, RankLostError)(message))
     except RayError as error:
         on_end(RankLostError(f"the Ray actor of rank {rank_of[first]} has ended: {_first_line(error)}"))
+
+
+def _check_reachable(address: str) -> None:
+    """Connect to a Ray head once. OSError if it does not answer; an address of another form is left to Ray."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _first_line(error: Exception) -> str:
