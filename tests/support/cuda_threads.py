@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.cuda import attention
 from quire.kernels.cuda.launch import _value
-from quire.kernels.cuda.source import PARTITION, definitions, shared_floats, source
+from quire.kernels.cuda.source import PARTITION, count_partitions, definitions, shared_floats, source
 from quire.kernels.paged_attention import AttentionMetadata
 
 HERE = Path(__file__).parent
@@ -91,7 +91,7 @@ def attend_on_host(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_seqs, longest = len(metadata.context_lens), int(metadata.context_lens.max())
-    num_partitions = -(-longest // partition) if partition else 1
+    num_partitions = count_partitions(longest, partition)
     out = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=query.dtype)
     partials = torch.full((num_seqs, num_heads, num_partitions, head_dim), torch.nan)
     highests, totals = (torch.full((num_seqs, num_heads, num_partitions), torch.nan) for _ in range(2))

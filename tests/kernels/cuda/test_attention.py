@@ -9,7 +9,7 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels.cuda.nvrtc import compile_source, library
-from quire.kernels.cuda.source import PARTITION, definitions, shared_floats, source
+from quire.kernels.cuda.source import PARTITION, count_partitions, definitions, shared_floats, source
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata, reference
 from support.cuda_threads import StuckError, attend_on_host, compile_on_host, recorded_loads
 from support.triton_compiler import resources
@@ -73,6 +73,27 @@ def test_short_contexts_have_the_same_bits_in_both_versions(tmp_path: Path) -> N
         kernels = compile_on_host(folder, torch.float32, 64, 16, partition)
         found.append(attend_on_host(kernels, query, keys, values, metadata, 0.2, 0, partition))
     assert torch.equal(*found)
+
+
+def test_long_contexts_have_longer_partitions(tmp_path: Path) -> None:
+    """In partitions of 16 tokens: 16 of them, then 8 for each doubling up to 4,096 tokens, then one for each 256."""
+    contexts = (15, 256, 257, 513, 1000, 1025, 2049, 4096, 4400)
+    query, keys, values, metadata = make_case((2, 1, 64), 16, torch.float32, contexts)
+    kernels = compile_on_host(tmp_path, torch.float32, 64, 16, 16)
+    for window in (0, 300):
+        expected = reference(query, keys, values, metadata, 0.3, window or None)
+        found = attend_on_host(kernels, query, keys, values, metadata, 0.3, window, 16)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert [count_partitions(context, 16) for context in contexts] == [1, 16, 17, 25, 32, 33, 41, 48, 50]
+
+
+def test_partials_of_a_long_context_are_bounded() -> None:
+    """Of 131,072 tokens 256 rows of 32 heads left 1.1 GB in partitions of 512 tokens."""
+    assert count_partitions(131_072, PARTITION) == 48
+    assert count_partitions(1 << 20, PARTITION) == 160
+    assert shared_floats(1 << 20, PARTITION) == shared_floats(131_072, PARTITION) == 8192
+    assert shared_floats(8192, PARTITION) == PARTITION
+    assert count_partitions(PARTITION + 1, PARTITION) == 2
 
 
 def test_sequences_of_several_queries_are_left_out(tmp_path: Path) -> None:
@@ -192,4 +213,4 @@ def test_shapes_that_have_no_vectors_are_refused() -> None:
     with pytest.raises(AssertionError, match="heads of 20"):
         definitions(torch.bfloat16, 20, 16, 0)
     assert shared_floats(100, 0) == 100
-    assert shared_floats(10_000, PARTITION) == PARTITION
+    assert shared_floats(8_000, PARTITION) == PARTITION

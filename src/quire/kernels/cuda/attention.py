@@ -18,6 +18,7 @@ from quire.kernels.cuda.source import (
     MAX_HEAD_DIM,
     PARTITION,
     VECTOR_BYTES,
+    count_partitions,
     definitions,
     shared_floats,
     source,
@@ -55,7 +56,7 @@ def attend(
     if partition is None:
         partition = PARTITION if longest > PARTITION else 0
     module = _module(query.device, query.dtype, head_dim, metadata.block_size, partition)
-    num_partitions = -(-longest // partition) if partition else 1
+    num_partitions = count_partitions(longest, partition)
     rows = (num_seqs, num_heads, num_partitions) if partition else (1,)
     partials = torch.empty((*rows, head_dim), dtype=torch.float32, device=query.device)
     highests, totals = torch.empty((2, *rows), dtype=torch.float32, device=query.device)

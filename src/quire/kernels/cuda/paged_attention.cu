@@ -76,8 +76,17 @@ __device__ inline float reduce(float value, float* of_warps) {
   return value;
 }
 
+// The position at which a partition of v2 begins: FINE of PARTITION tokens, then 8 for each doubling of the context, the
+// longest of LONGEST tokens. So 131,072 tokens are 48 partitions of 512 to 8,192 tokens, not 256.
+constexpr int FINE = 16, DOUBLINGS = 4, LONGEST = FINE * PARTITION;
+__device__ inline int partition_begin(int partition) {
+  if (partition < FINE) return partition * PARTITION;
+  const int level = (partition - FINE) / 8 < DOUBLINGS ? (partition - FINE) / 8 : DOUBLINGS - 1;
+  return (LONGEST << level) + (partition - FINE - 8 * level) * (2 * PARTITION << level);
+}
+
 // grid (num_heads, num_seqs, partitions, 1 for v1). Sequences that advance by another number of tokens than one are left
-// out. Shared memory: a float for each token of a partition, or of the longest context.
+// out. Shared memory: a float for each token of the longest partition, or of the longest context.
 //
 // out [num_tokens, num_heads, HEAD_DIM]; partials [num_seqs, num_heads, partitions, HEAD_DIM] and highests, totals
 // [num_seqs, num_heads, partitions] are v2's. query [num_tokens, num_heads, HEAD_DIM] with strides; keys and values
@@ -88,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) attend(
     int table_stride, long long token_stride, long long head_stride, float scale, int window) {
   const int head = blockIdx.x, sequence = blockIdx.y, partition = blockIdx.z;
   const int token = query_starts[sequence], context = context_lens[sequence];
-  const int begin = partition * PARTITION;  // of v1: 0
-  const int end = PARTITION > 0 && begin + PARTITION < context ? begin + PARTITION : context;
+  const int begin = partition_begin(partition), behind = partition_begin(partition + 1);  // of v1: 0
+  const int end = PARTITION > 0 && behind < context ? behind : context;
   if (query_starts[sequence + 1] - token != 1 || begin >= context) return;
   const int first_seen = window > 0 && context > window ? context - window : 0;
   const int first = begin > first_seen ? begin : first_seen;  // the keys of this thread block: first to end
@@ -190,12 +199,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) attend(
 }
 
 #if PARTITION > 0
+__device__ inline int count_partitions(int context) {
+  if (context <= LONGEST) return (context + PARTITION - 1) / PARTITION;
+  int level = 0;
+  while (level + 1 < DOUBLINGS && context > 2 * LONGEST << level) ++level;
+  const int tokens = 2 * PARTITION << level;
+  return FINE + 8 * level + (context - (LONGEST << level) + tokens - 1) / tokens;
+}
+
 // grid (num_heads, num_seqs): the mean of a row's partitions, weighed. Shared memory: a float for each partition.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) combine(
     Element* out, const float* partials, const float* highests, const float* totals, const int* query_starts,
     const int* context_lens, int max_partitions) {
   const int head = blockIdx.x, sequence = blockIdx.y, token = query_starts[sequence];
-  const int num_partitions = (context_lens[sequence] + PARTITION - 1) / PARTITION;
+  const int num_partitions = count_partitions(context_lens[sequence]);
   if (query_starts[sequence + 1] - token != 1 || num_partitions == 0) return;
   const long long row = ((long long)sequence * gridDim.x + head) * max_partitions;
   __shared__ float of_warps[2][NUM_WARPS];
