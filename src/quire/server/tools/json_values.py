@@ -23,12 +23,12 @@ def json_value(text: str, types: frozenset[str] | None) -> str:
         try:
             type_name = TYPE_NAMES[type(json.loads(value, parse_constant=_refuse))]
         except (ValueError, RecursionError):
-            type_name = "string"
-    if type_name != "string" and (not types or type_name in types or (type_name == "integer" and "number" in types)):
-        return literal
-    if type_name == "string" and value[:1] == '"' and types and "string" not in types:
-        return value
-    return json.dumps(text, ensure_ascii=False)
+            return json.dumps(text, ensure_ascii=False)
+    if type_name == "string":
+        is_json = bool(types and "string" not in types)  # the model wrote the quotes of a value that is no text
+    else:
+        is_json = not types or type_name in types or (type_name == "integer" and "number" in types)
+    return literal if is_json else json.dumps(text, ensure_ascii=False)
 
 
 def _refuse(constant: str) -> None:
