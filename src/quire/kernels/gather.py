@@ -18,8 +18,8 @@ class GatherHook(Protocol):
         """Columns of all ranks."""
 
     @property
-    def address(self) -> tuple[int, int]:
-        """A C function (csrc/kernels.hpp, ColumnExchange) and its context, which does the same."""
+    def address(self) -> tuple[int, int] | None:
+        """A C function (csrc/kernels.hpp, ColumnExchange) and its context, which does the same; None: there is none."""
 
     def __call__(self, own: Tensor) -> Tensor:
         """Return [num_tokens, width] of all ranks' columns, for own [num_tokens, num_own]."""
@@ -36,8 +36,8 @@ class SumHook(Protocol):
         """The dtype of partial sums; None: the model's."""
 
     @property
-    def address(self) -> tuple[int, int]:
-        """A C function (csrc/program.hpp, SumExchange) and its context, which does the same."""
+    def address(self) -> tuple[int, int] | None:
+        """A C function (csrc/program.hpp, SumExchange) and its context, which does the same; None: there is none."""
 
     def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sums [num_tokens, width] of all ranks' `own`, partial sums of that shape, rounded to `dtype`."""

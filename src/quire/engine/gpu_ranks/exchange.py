@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # heartbeats find ranks that do not answer
 ABORT_TIMEOUT_S = 3.0
 POLL_S = 0.25                           # between looks at an interruption, while the ranks connect
-NO_ADDRESS = 0, 0                       # of a C function: a GPU runs single ops
 SUM, FROM_FIRST, ALL = AllreduceOptions(), BroadcastOptions(), AllgatherOptions()
 for _options in (SUM, FROM_FIRST, ALL):
     _options.asyncOp = False
@@ -163,7 +162,7 @@ class GpuRanks:
 class GpuGather:
     """A `GatherHook` between GPUs."""
 
-    address = NO_ADDRESS
+    address = None
 
     def __init__(self, ranks: GpuRanks, cut: Cut) -> None:
         first, stop = cut.of(ranks.shard.rank)
@@ -178,7 +177,7 @@ class GpuGather:
 class GpuSum:
     """A `SumHook` between GPUs: an all-reduce of partial sums that are rounded to the model's dtype."""
 
-    address, partial_dtype = NO_ADDRESS, None
+    address, partial_dtype = None, None
 
     def __init__(self, ranks: GpuRanks) -> None:
         self._ranks = ranks

@@ -66,4 +66,7 @@ class CppExperts:
 
 
 def _exchange(gather: GatherHook | None) -> _kernels.ColumnExchange:
-    return _kernels.ColumnExchange(*((0, 0) if gather is None else gather.address))
+    if gather is None:
+        return _kernels.ColumnExchange(0, 0)
+    assert gather.address is not None, "an exchange without a function of the extension"
+    return _kernels.ColumnExchange(*gather.address)

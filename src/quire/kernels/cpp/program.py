@@ -358,12 +358,14 @@ def _add(op: ops.Add, buffers: Buffers) -> list[object]:
 
 
 def _gather(op: special_ops.Gather, buffers: Buffers) -> list[object]:
+    assert op.hook.address is not None
     x = buffers.read(op.x, op.hook.num_own)
     return [_kernels.GatherOp(x, buffers.write(op.x, op.hook.width), _kernels.ColumnExchange(*op.hook.address))]
 
 
 def _summed_linear(op: special_ops.SummedLinear, buffers: Buffers) -> list[object]:
     assert isinstance(op.linear, CppLinear)
+    assert op.hook.address is not None
     in_features, out_features = op.linear.sizes
     x, out = buffers.read(op.x, in_features), buffers.write(op.out, out_features)
     return [_kernels.SummedLinearOp(x, out, op.linear.weights, _kernels.SumExchange(*op.hook.address))]
@@ -388,7 +390,9 @@ TRANSLATIONS: dict[type, Translation] = {
     special_ops.Scale: Translation(lambda op: True, _scale),
     special_ops.Clip: Translation(lambda op: True, _clip),
     ops.Add: Translation(lambda op: True, _add),
-    special_ops.Gather: Translation(lambda op: True, _gather),
-    special_ops.SummedLinear: Translation(lambda op: isinstance(op.linear, CppLinear), _summed_linear),
+    special_ops.Gather: Translation(lambda op: op.hook.address is not None, _gather),
+    special_ops.SummedLinear: Translation(
+        lambda op: isinstance(op.linear, CppLinear) and op.hook.address is not None, _summed_linear
+    ),
     ops.CountLayer: Translation(lambda op: True, _count_layer),
 }
