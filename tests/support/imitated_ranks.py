@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 class Case(msgspec.Struct):
     """Settings of an engine, prompts, and sampling parameters for all of them.
 
-    `fault`: in its next step a rank is killed, rank 1 gets a command that it does not know, or rank 0's part fails.
+    `fault`, at the end: a rank is killed, rank 1 gets an unknown command, or rank 0's part of a step fails.
     """
 
     model: str
@@ -32,7 +32,7 @@ class Case(msgspec.Struct):
 
 
 class Answers(msgspec.Struct):
-    """Tokens and logprobs of each turn, by prompt, and figures of the engine; or the error of a fault."""
+    """Tokens and logprobs of each turn, by prompt, and figures of the engine; the error of a fault."""
 
     token_ids: list[list[list[int]]] = []
     prompt_logprobs: list[list[list[float]]] = []
@@ -76,6 +76,7 @@ def break_ranks(llm: LLM, case: Case) -> str:
     elif case.fault == "rank 1":
         ranks.tell(messages.Compute(7, 1))
     else:
+        llm._engine.engine._executor.worker.drop_graphs()  # type: ignore[attr-defined]
         ranks.own_model.forward = raising(ArithmeticError)
     try:
         answer(llm, case)
@@ -105,7 +106,9 @@ def main() -> None:
     leader.GpuRankSet.rank_module = "support.imitated_rank"
     for case in cases:
         with LLM(case.model, device="cuda", **case.settings) as llm:
-            found.append(Answers(error=break_ranks(llm, case)) if case.fault else answer(llm, case))
+            found.append(answer(llm, case))
+            if case.fault:
+                found[-1].error = break_ranks(llm, case)
     print(msgspec.json.encode(found).decode())
 
 

@@ -27,19 +27,23 @@ PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
 PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 24, "prompt_logprobs": 1, "ignore_eos": True}
 FEW_BLOCKS = {
     "num_kv_blocks": 14, "block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 24, "dtype": "float32",
+    "max_num_seqs": 4,
 }  # fmt: skip
-ENOUGH = {"num_kv_blocks": 64}
+ENOUGH = {"num_kv_blocks": 64, "max_num_seqs": 4}
+SWAP = FEW_BLOCKS | {"preemption_mode": "swap", "num_swap_blocks": 24}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "swap": FEW_BLOCKS | {"preemption_mode": "swap", "num_swap_blocks": 24},
-    "swap again": FEW_BLOCKS | {"preemption_mode": "swap", "num_swap_blocks": 24},
-    "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2},
-    "exact": {"exact": True, "dtype": "float32", "kv_cache_memory": 1 << 20, "max_model_len": 96},
+    "swap": SWAP,
+    "exact": {"exact": True, "dtype": "float32", "kv_cache_memory": 1 << 20, "max_model_len": 96, "max_num_seqs": 4},
     "8 bits": ENOUGH | {
         "kv_cache_dtype": "int8_per_token_head", "quantization": "int8", "quantization_group_size": -1,
         "speculative_config": {"method": "ngram"},
     },
 }  # fmt: skip
-FAULTS = ("kill", "rank 1", "rank 0")
+FAULTS = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0"}  # at the end of an engine
+OTHERS: dict[str, dict[str, Any]] = {
+    "swap again": SWAP,
+    "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2},
+}
 LIMITS = {"4 ranks": 0.2, "8 bits": 0.1}  # of the differences of logprobs
 
 
@@ -50,40 +54,68 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, Answers]:
-    """Return what engines answer, by case: one process starts them all."""
+    """Return what engines answer, and how they end, by case: one process starts them all."""
+    return run_cases(folder, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def more_answers(folder: Path) -> dict[str, Answers]:
+    return run_cases(folder, OTHERS)
+
+
+def run_cases(folder: Path, settings: dict[str, dict[str, Any]]) -> dict[str, Answers]:
     pytest.importorskip("triton", reason="Triton is not installed")
-    common = {"tensor_parallel_size": 2}
-    cases = [Case(str(folder), common | each, PROMPTS, PARAMS, num_turns=2) for each in SETTINGS.values()]
-    cases += [Case(str(folder), common | ENOUGH, PROMPTS, PARAMS, fault=each) for each in FAULTS]  # type: ignore[arg-type]
-    return dict(zip([*SETTINGS, *FAULTS], run_imitated(cases), strict=True))
+    cases = [
+        Case(str(folder), {"tensor_parallel_size": 2} | own, PROMPTS, PARAMS, 2, FAULTS.get(name, ""))  # type: ignore[arg-type]
+        for name, own in settings.items()
+    ]
+    return dict(zip(settings, run_imitated(cases), strict=True))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_answers_are_near_those_of_cpus(name: str, folder: Path, answers: dict[str, Answers]) -> None:
     """With partial sums where GPUs have them, and the outputs of all ranks where they are exact."""
-    settings, found = {"tensor_parallel_size": 2} | SETTINGS[name], answers[name]
-    mode = "gather" if settings.pop("exact", False) else "reduce"
-    settings.pop("capture_graphs", None)
-    case = Case("", {}, PROMPTS, PARAMS, num_turns=2)
-    with LLM(folder, device="cpu", tensor_parallel_mode=mode, **settings) as llm:
-        expected = answer(llm, case)
+    check_near_those_of_cpus(folder, SETTINGS[name], answers[name], LIMITS.get(name))
+
+
+@pytest.mark.matrix
+def test_answers_of_four_ranks_are_near_those_of_cpus(folder: Path, more_answers: dict[str, Answers]) -> None:
+    check_near_those_of_cpus(folder, OTHERS["4 ranks"], more_answers["4 ranks"], LIMITS["4 ranks"])
+
+
+def check_near_those_of_cpus(folder: Path, settings: dict[str, Any], found: Answers, limit: float | None) -> None:
+    """With a limit, ranks on CPUs, which round their parts, too; else one CPU, without processes of its own."""
+    of_cpus = {name: each for name, each in settings.items() if name not in ("exact", "capture_graphs")}
+    if limit is not None:
+        of_cpus = {"tensor_parallel_size": 2, "tensor_parallel_mode": "reduce"} | of_cpus
+    with LLM(folder, device="cpu", **of_cpus) as llm:
+        expected = answer(llm, Case("", {}, PROMPTS, PARAMS, num_turns=2))
     assert len(found.prompt_logprobs) == 2
     for turn, others in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
         assert [len(each) for each in turn] == [len(each) - 1 for each in PROMPTS]
         for own, near in zip(turn, others, strict=True):
-            assert own == pytest.approx(near, abs=LIMITS.get(name, 1e-4))
-    if name not in LIMITS:
+            assert own == pytest.approx(near, abs=limit or 1e-4)
+    if limit is None:
         assert found.token_ids == expected.token_ids
 
 
-def test_answers_are_the_same_every_time(answers: dict[str, Answers]) -> None:
-    assert answers["swap"] == answers["swap again"]
+@pytest.mark.matrix
+def test_answers_are_the_same_every_time(answers: dict[str, Answers], more_answers: dict[str, Answers]) -> None:
+    assert answers["swap"].token_ids == more_answers["swap again"].token_ids
+    assert answers["swap"].prompt_logprobs == more_answers["swap again"].prompt_logprobs
+
+
+def test_preempted_sequences_are_swapped(answers: dict[str, Answers]) -> None:
     assert answers["swap"].preemptions["swap"] > 0
 
 
 def test_ranks_capture_the_graphs_of_steps_together(answers: dict[str, Answers]) -> None:
     assert answers["swap"].graphs, "none was requested often enough"
-    assert {(1, 1), (2, 2), (8, 512)} <= set(answers["4 ranks"].graphs)
+
+
+@pytest.mark.matrix
+def test_ranks_capture_all_graphs_together_at_start(more_answers: dict[str, Answers]) -> None:
+    assert {(1, 1), (2, 2), (8, 512)} <= set(more_answers["4 ranks"].graphs)
 
 
 @pytest.mark.parametrize("name", ["swap", "exact"])
@@ -100,16 +132,16 @@ def test_gpus_hold_what_is_planned(name: str, folder: Path, answers: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("name", "message"),
     [
-        ("kill", r"RankLostError: rank 1 \(process \d+\) has ended"),
-        ("rank 1", r"EngineError: rank 1: a step has failed: AssertionError\('command 7'\)"),
-        ("rank 0", r"RankLostError: rank 0: a step has failed: ArithmeticError\("),
+        ("swap", r"RankLostError: rank 1 \(process \d+\) has ended"),
+        ("exact", r"EngineError: rank 1: a step has failed: AssertionError\('command 7'\)"),
+        ("8 bits", r"RankLostError: rank 0: a step has failed: ArithmeticError\("),
     ],
 )
-def test_fault_of_a_rank_ends_the_engine(fault: str, message: str, answers: dict[str, Answers]) -> None:
+def test_fault_of_a_rank_ends_the_engine(name: str, message: str, answers: dict[str, Answers]) -> None:
     with pytest.raises(ValueError, match=message):
-        raise ValueError(answers[fault].error)
+        raise ValueError(answers[name].error)
 
 
 @pytest.mark.parametrize(
