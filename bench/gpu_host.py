@@ -38,10 +38,14 @@ def worker_with_graphs(device: Device, parts: WorkerParts, max_num_batched_token
     hidden = torch.zeros(MIXED_TOKENS[-1], 8)  # of any width: nothing reads them
 
     def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return lambda: hidden
+        result = call()
+        return lambda: result
 
     num_rows, max_blocks = worker._batch.block_tables.shape
-    worker._graphs = CudaGraphRunner(worker.forward, max_blocks, worker._model.device, capture, num_rows)
+    worker._graphs = CudaGraphRunner(
+        lambda batch: hidden[: len(batch.token_ids)], max_blocks, worker._model.device, capture, num_rows, None,
+        lambda batch, draws: torch.ones(2, len(draws.rows), dtype=torch.int64), idle_row=num_rows,  # sound
+    )  # fmt: skip
     worker._graphs.capture_all(MIXED_TOKENS[-1])
     return AsyncCudaExecutor(worker)
 

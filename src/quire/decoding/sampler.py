@@ -39,7 +39,7 @@ from quire.decoding.sampling_state import (
     SAMPLED,
     SCALED,
 )
-from quire.kernels.sampling import SamplingInputs
+from quire.kernels.sampling import SamplingInputs, pack_settings
 from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
 
 CANDIDATES_AT_ONCE = 1 << 20  # in arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
@@ -99,7 +99,20 @@ def sample_async(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORC
     """
     wanted = samples.wanted
     assert not wanted & (LOGPROBS | SCALED), "logprobs have to be waited for"
-    choice = _choose(samples, logits, wanted, ops)
+    return _with_soundness(_choose(samples, logits, wanted, ops), logits)
+
+
+def sample_on_device(settings: Tensor, logits: Tensor, ops: SamplingOps) -> Tensor:
+    """Do what `sample_async` does, for samples of `device_settings` that are on the device: also in a CUDA graph."""
+    return _with_soundness(ops.choose_tokens(logits, settings), logits)
+
+
+def device_settings(samples: SamplingBatch, ops: SamplingOps) -> NDArray[np.float64] | None:
+    """Return the settings [num_samples, 4] of samples; None if any needs more than a draw or the highest logit."""
+    return None if samples.wanted & ~SAMPLED else pack_settings(_sampling_inputs(samples, ops))
+
+
+def _with_soundness(choice: Tokens, logits: Tensor) -> Tensor:
     tokens = choice if isinstance(choice, Tensor) else torch.from_numpy(choice)
     return torch.stack([tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite()])
 
@@ -218,9 +231,11 @@ def _choose(samples: SamplingBatch, logits: Tensor, wanted: int, ops: SamplingOp
         process_logits(samples, logits, ops)
     if not wanted & SAMPLED:
         return ops.choose_tokens(logits)
+    return ops.choose_tokens(logits, _sampling_inputs(samples, ops))
+
+
+def _sampling_inputs(samples: SamplingBatch, ops: SamplingOps) -> SamplingInputs:
     settings = samples.settings()
     temperatures = np.where(samples.features & SAMPLED, settings["temperature"], np.float32(0))
     uniforms = ops.uniforms(settings["seed"], samples.num_tokens - settings["num_prompt_tokens"])
-    return ops.choose_tokens(
-        logits, SamplingInputs(temperatures, settings["log_min_p"], settings["top_k"], settings["top_p"], uniforms)
-    )
+    return SamplingInputs(temperatures, settings["log_min_p"], settings["top_k"], settings["top_p"], uniforms)

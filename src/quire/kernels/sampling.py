@@ -24,16 +24,37 @@ class SamplingInputs(NamedTuple):
     uniforms: NDArray[np.float64]      # in [0, 1)
 
 
-def choose_tokens(logits: Tensor, draws: SamplingInputs | None = None) -> NDArray[np.int64]:
+SETTINGS = np.dtype(  # a row of `SamplingInputs`, 32 bytes
+    [("top_ps", "f8"), ("uniforms", "f8"), ("temperatures", "f4"), ("log_min_ps", "f4"), ("top_ks", "i8")]
+)
+
+
+def pack_settings(draws: SamplingInputs) -> NDArray[np.float64]:
+    """Return the settings as one table [num_rows, 4], SETTINGS a row: what a device is sent in one piece."""
+    table = np.empty(len(draws.uniforms), SETTINGS)
+    for name in SamplingInputs._fields:
+        table[name] = getattr(draws, name)
+    return table.view(np.float64).reshape(-1, 4)
+
+
+def unpack_settings(table: Tensor) -> SamplingInputs:
+    """Return the settings that `pack_settings` has packed."""
+    rows = table.numpy(force=True).view(SETTINGS)[:, 0]
+    return SamplingInputs(**{name: rows[name] for name in SamplingInputs._fields})
+
+
+def choose_tokens(logits: Tensor, draws: SamplingInputs | Tensor | None = None) -> NDArray[np.int64]:
     """Return a token for each row [num_rows] of float32 logits [num_rows, vocab].
 
-    Without `draws` the one of the highest logit; of equal ones, the lowest id; of NaN, the first. Drawn is the first at
-    which the running sum of probabilities, over the kept tokens in the order of ids, passes uniform * their total. A
-    row with NaN or infinity has none: the highest logit.
+    `draws` may be a tensor of `pack_settings` where the logits are. Without them it is the token of the highest logit;
+    of equal ones, the lowest id; of NaN, the first. Drawn is the first at which the running sum of probabilities, over
+    the kept tokens in the order of ids, passes uniform * their total. A row with NaN or
+    infinity has none: the highest logit.
     """
     tokens = _argmax(logits)
     if draws is None:
         return tokens
+    draws = unpack_settings(draws) if isinstance(draws, Tensor) else draws
     temperatures, log_min_ps, top_ks, top_ps, uniforms = draws
     is_sound = logits.amax(dim=1).isfinite().numpy(force=True)
     for row in np.flatnonzero((temperatures > 0) & is_sound).tolist():

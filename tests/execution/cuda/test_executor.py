@@ -9,10 +9,13 @@ from torch import Tensor
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
+from quire.decoding.sampler import sample_on_device
 from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.graphs import CudaGraphRunner
+from quire.execution.cuda.graphs import CudaGraphRunner, Draws
 from quire.execution.cuda.worker import CudaWorker
 from quire.execution.device import Device, WorkerParts
+from quire.kernels.sampling import unpack_settings
+from quire.kernels.sampling_ops import SamplingOps
 from quire.model.batch import ForwardBatch
 from support.embedders import write_embedder
 from support.random_model import write_random_model
@@ -115,6 +118,58 @@ def test_prompt_logprobs_are_those_of_their_step_when_a_graph_is_replayed_meanwh
     assert found[0] == found[1]
     assert workers[0]._graphs is not None
     assert any(graph is not None for graph in workers[0]._graphs._graphs.values()), "no graph was ever replayed"
+
+
+DRAWN = [
+    SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=1, top_p=0.9, max_tokens=28, n=2, ignore_eos=True),
+    SamplingParams(temperature=1.3, seed=4, top_k=20, min_p=0.01, max_tokens=35),
+]
+OTHERS = [
+    SamplingParams(temperature=1.0, seed=5, max_tokens=9, presence_penalty=0.5),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=9, logprobs=1),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=9, logit_bias={5: 3.0}),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=9, min_tokens=4),
+]
+
+
+@pytest.mark.parametrize("other", [None, *OTHERS], ids=["plain", "penalty", "logprobs", "bias", "min_tokens"])
+def test_draws_of_graphs_are_those_of_single_steps(
+    other: SamplingParams | None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, with the input token of a row from the graph before, and with steps between that draw otherwise."""
+    params = [*DRAWN, *([] if other is None else [other])]
+    prompts, drawn, draw = PROMPTS[: len(params)], list[int](), CudaGraphRunner.draw
+
+    def noting(self: CudaGraphRunner, batch: ForwardBatch, draws: Draws) -> Tensor | None:
+        sampled = draw(self, batch, draws)
+        drawn.extend([] if sampled is None else [len(draws.rows)])
+        return sampled
+
+    def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+        worker = CudaWorker(*parts)
+        num_rows, max_blocks = worker._batch.block_tables.shape
+        worker._graphs = DecodeGraphs(
+            worker.forward, max_blocks, worker._model.device, replaying, num_rows, None, worker.draw, idle_row=num_rows
+        )
+        return AsyncCudaExecutor(worker)
+
+    def sample(settings: Tensor, logits: Tensor, ops: SamplingOps) -> Tensor:
+        return sample_on_device(unpack_settings(settings), logits, ops)  # type: ignore[arg-type]  (the CPU's kernel)
+
+    found = []
+    for has_graphs in (False, True):
+        if has_graphs:
+            monkeypatch.setattr("quire.execution.cuda.graphs.WANTED_BEFORE_CAPTURE", 1)
+            monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
+            monkeypatch.setattr("quire.execution.cuda.worker.sample_on_device", sample)
+            monkeypatch.setattr(CudaGraphRunner, "draw", noting)
+        with LLM(model, num_kv_blocks=80) as llm:
+            outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+        found.append([[(each.token_ids, each.finish_reason) for each in output.outputs] for output in outputs])
+    assert found[0] == found[1]
+    assert len(drawn) > 10
+    assert len(set(drawn)) > 1, "rows end before others"
 
 
 @pytest.mark.parametrize("kind", ["last", "mean", "cls"])

@@ -14,6 +14,7 @@ from quire.execution.cuda.graphs import (
     SIZES,
     WANTED_BEFORE_CAPTURE,
     CudaGraphRunner,
+    Draws,
     GraphSize,
     graph_size,
 )
@@ -151,6 +152,37 @@ def test_steps_with_adapters_have_graphs_of_their_own_and_pad_with_rows_without_
     assert seen[-1].adapters.of_row.tolist() == [1, -1, 0, -1]
     assert graphs.run(batch_of(3)) is not None
     assert seen[-1].adapters is None
+
+
+def draws_of(num_rows: int) -> Draws:
+    """Made-up draws, all different."""
+    return Draws(torch.arange(4.0 * num_rows, dtype=torch.float64).view(num_rows, 4), torch.arange(num_rows) + 30)
+
+
+def test_decodes_that_draw_have_graphs_of_their_own_and_idle_rows_write_to_no_row(recorder: Recorder) -> None:
+    seen = list[Draws]()
+
+    def draw(batch: ForwardBatch, draws: Draws) -> Tensor:
+        seen.append(Draws(*(x.clone() for x in draws)))
+        return batch.token_ids + torch.tensor([[0], [1]])
+
+    device = torch.device("cpu")
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, 8, None, draw, idle_row=99)
+    for _ in range(WANTED_BEFORE_CAPTURE):
+        assert graphs.draw(batch_of(7), draws_of(7)) is None
+        graphs.capture_one()
+    assert list(graphs._graphs) == [GraphSize(8, 8, draws=True)]
+    for num_rows in (8, 5):
+        sampled = graphs.draw(batch_of(num_rows), draws_of(num_rows))
+        assert sampled is not None
+        assert sampled[:, :num_rows].tolist() == [[7 + i for i in range(num_rows)], [8 + i for i in range(num_rows)]]
+    assert seen[-1].rows.tolist() == [30, 31, 32, 33, 34, 99, 99, 99]
+    assert torch.equal(seen[-1].settings[:5], draws_of(5).settings)
+    assert graphs.run(batch_of(5)) is None, "a step that draws otherwise has another graph"
+    graphs.capture_all(max_tokens=16)
+    assert graphs.run(batch_of(5)) is not None
+    assert graphs.draw(batch_of(1), draws_of(1)) is not None
+    assert not any(size.is_mixed and size.draws for size in graphs._graphs)
 
 
 def test_graph_of_a_step_with_chunks_has_more_tokens_than_rows() -> None:

@@ -87,6 +87,12 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
     assert kernels == tried
 
 
+def test_rank_that_does_not_sample_has_its_share_too(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: logits(self, hidden)[:0])
+    assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter()) > 0
+
+
 def test_what_others_hold_is_not_given_away(model: Decoder) -> None:
     assert available_kv_bytes(model, 2, 8, 64, 16, 0.9, FakeMeter(free_bytes=GIB)) == GIB
 

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire import LLM, BeamSearchParams, SamplingParams
@@ -20,9 +22,11 @@ def test_rows_of_every_step_are_those_of_the_host(tmp_path: Path, monkeypatch: p
     num_checked, sent = 0, list[int]()
     upload_inputs, upload = CudaWorker._upload, worker.upload_step
 
-    def checking(self: CudaWorker, plan: StepPlan, inputs: StepInputs) -> tuple[ForwardBatch, Tensor, Tensor]:
+    def checking(
+        self: CudaWorker, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.float64] | None = None
+    ) -> tuple[ForwardBatch, Tensor, Tensor, *tuple[Tensor, ...]]:
         nonlocal num_checked
-        found = upload_inputs(self, plan, inputs)
+        found = upload_inputs(self, plan, inputs, settings)
         tables, num_blocks = self._batch.block_tables, -(-inputs.stops // self._batch.block_size)
         for own, row, count in zip(found[0].block_tables.tolist(), inputs.rows, num_blocks, strict=True):
             assert own[:count] == tables[row, :count].tolist()

@@ -91,7 +91,9 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch) -> list[CudaWorker]:
         make(worker, *parts)  # type: ignore[arg-type]
         num_rows, max_blocks = worker._batch.block_tables.shape
         slots, device = None if worker._adapters is None else worker._adapters.slots, torch.device("cpu")
-        worker._graphs = CudaGraphRunner(worker.forward, max_blocks, device, lambda call: call, num_rows, slots)
+        worker._graphs = CudaGraphRunner(
+            worker.forward, max_blocks, device, lambda call: call, num_rows, slots, worker.draw, idle_row=num_rows
+        )
         workers.append(worker)
 
     monkeypatch.setattr(CudaWorker, "__init__", with_graphs)
@@ -130,9 +132,13 @@ def test_steps_with_chunks_in_graphs_give_the_same_tokens(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph is called again instead of replayed: what it pads reaches no row."""
+    monkeypatch.setattr("quire.execution.cuda.graphs.WANTED_BEFORE_CAPTURE", 1)
     settings = {"model": write_random_model(tmp_path), "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
     settings["max_num_batched_tokens"] = 6  # prompts in chunks, beside decodes
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+        SamplingParams(temperature=1.5, top_p=0.95, top_k=200, seed=3, max_tokens=5, ignore_eos=True),
+    ]
     prompts, workers, found = [list(prompt) for prompt in PROMPTS[:2]], list[CudaWorker](), list[list[list[int]]]()
     for has_graphs in (False, True):
         if has_graphs:
@@ -141,7 +147,9 @@ def test_steps_with_chunks_in_graphs_give_the_same_tokens(
             found.append([each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)])
     assert found[0] == found[1]
     assert workers[0]._graphs is not None
-    assert any(size.is_mixed and graph is not None for size, graph in workers[0]._graphs._graphs.items())
+    captured = [size for size, graph in workers[0]._graphs._graphs.items() if graph is not None]
+    assert any(size.is_mixed for size in captured)
+    assert any(size.draws for size in captured)
 
 
 def test_logprobs_of_an_exact_engine_have_the_same_bits_alone_and_together(

@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels import penalties, ranking, token_masks
 from quire.kernels.back_end import cuda_back_end
-from quire.kernels.sampling import SamplingInputs, choose_tokens
+from quire.kernels.sampling import SamplingInputs, choose_tokens, pack_settings
 
 OPS = pytest.importorskip("triton") and cuda_back_end().sampling
 VOCAB_SIZE = 300
@@ -36,7 +36,11 @@ def test_draws_are_those_of_the_reference(
         np.full(num_rows, top_k or VOCAB_SIZE, np.int32), np.full(num_rows, top_p),
         np.random.default_rng(1).random(num_rows),
     )  # fmt: skip
-    assert OPS.choose_tokens(logits.to(device), draws).tolist() == choose_tokens(logits, draws).tolist()
+    expected = choose_tokens(logits, draws).tolist()
+    assert OPS.choose_tokens(logits.to(device), draws).tolist() == expected
+    table = torch.from_numpy(pack_settings(draws))
+    assert OPS.choose_tokens(logits.to(device), table.to(device)).tolist() == expected, "settings on the device"
+    assert choose_tokens(logits, table).tolist() == expected
 
 
 def drawn(logits: torch.Tensor, device: torch.device, **settings: float) -> tuple[list[int], list[int]]:

@@ -4,8 +4,9 @@ A graph has a fixed number of rows and of tokens, and block tables of the maximu
 from these sizes. One kind has a token for each row, for decodes; the other has more tokens than rows, for steps with
 chunks of prompts or drafts. A smaller step is padded: rows without a sequence, of context length 0, and tokens of slot
 -1, which read and write nothing. A size is captured after it was requested a few times, between two steps, one at a
-time, so that start-up does not wait, or, with `capture_all`, at start. Steps with adapters have graphs of their own. Of
-each kind the largest size comes first: its memory in the graphs' pool serves the smaller ones, too.
+time, so that start-up does not wait, or, with `capture_all`, at start. Steps with adapters have graphs of their own,
+and so have decodes with plain sampling parameters: theirs draw, too. Of each kind the largest size comes first: its
+memory in the graphs' pool serves the smaller ones, too.
 """
 
 import logging
@@ -13,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
+from quire.kernels.sampling import SETTINGS
 from quire.model.batch import ForwardBatch
 
 log = logging.getLogger(__name__)
@@ -31,11 +34,12 @@ Capture = Callable[[Callable[[], Tensor]], Replay]
 
 
 class GraphSize(NamedTuple):
-    """Rows and tokens of a graph."""
+    """Rows and tokens of a graph, and what it computes: with `draws`, the next token of each row, too."""
 
     num_rows: int
     num_tokens: int
     has_adapters: bool = False
+    draws: bool = False
 
     @property
     def is_mixed(self) -> bool:
@@ -43,9 +47,16 @@ class GraphSize(NamedTuple):
         return self.num_tokens > self.num_rows
 
     @property
-    def kind(self) -> tuple[bool, bool]:
+    def kind(self) -> tuple[bool, bool, bool]:
         """Return what graphs of other sizes have in common with this one."""
-        return self.is_mixed, self.has_adapters
+        return self.is_mixed, self.has_adapters, self.draws
+
+
+class Draws(NamedTuple):
+    """The draws of a step of decodes: settings float64 [num_rows, 4] of `pack_settings`, rows int64 [num_rows]."""
+
+    settings: Tensor
+    rows: Tensor  # of the last tokens of all rows, where the drawn ones are written
 
 
 def graph_size(num_rows: int, num_tokens: int) -> GraphSize | None:
@@ -60,7 +71,11 @@ def graph_size(num_rows: int, num_tokens: int) -> GraphSize | None:
 
 
 class CudaGraphRunner:
-    """The graphs of one model and cache. `forward` computes a batch; `capture` captures a call as a graph."""
+    """The graphs of one model and cache. `forward` computes a batch; `capture` captures a call as a graph.
+
+    `draw` computes a batch of decodes and draws from its logits, int64 [2, num_rows]; None: no graph draws. `idle_row`
+    is the row of `Draws` for tokens of no sequence.
+    """
 
     def __init__(
         self,
@@ -70,6 +85,8 @@ class CudaGraphRunner:
         capture: Capture,
         max_rows: int = SIZES[-1],
         slots: AdapterSlots | None = None,
+        draw: Callable[[ForwardBatch, Draws], Tensor] | None = None,
+        idle_row: int = 0,
     ) -> None:
         largest = graph_size(min(max_rows, SIZES[-1]), min(max_rows, SIZES[-1]))
         mixed = graph_size(min(max_rows, MIXED_ROWS[-1]), MIXED_TOKENS[-1])
@@ -77,24 +94,42 @@ class CudaGraphRunner:
         assert mixed is not None
         self._largest = {False: largest, True: mixed}
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
-        self._slots = slots
-        self._graphs: dict[GraphSize, tuple[ForwardBatch, Replay] | None] = {}  # None: the capture failed
+        self._slots, self._draw, self._idle_row = slots, draw, idle_row
+        self._graphs: dict[GraphSize, tuple[ForwardBatch, Draws | None, Replay] | None] = {}  # None: the capture failed
         self._wanted: Counter[GraphSize] = Counter()
 
     def run(self, batch: ForwardBatch) -> Tensor | None:
         """Return the hidden states [num_tokens, hidden_size] of a step, valid until the next; None without a graph."""
+        result = self._run(batch, None)
+        return None if result is None else result[: len(batch.token_ids)]
+
+    @property
+    def can_draw(self) -> bool:
+        """Return whether graphs of decodes with draws are made."""
+        return self._draw is not None
+
+    def draw(self, batch: ForwardBatch, draws: Draws) -> Tensor | None:
+        """Return what `draw` computes for a step of decodes, int64 [2, num_rows or more], until the next; or None."""
+        return self._run(batch, draws)
+
+    def _run(self, batch: ForwardBatch, draws: Draws | None) -> Tensor | None:
         size = graph_size(len(batch.context_lens), len(batch.token_ids))
         if size is None:
             return None
-        size = size._replace(has_adapters=batch.adapters is not None)
+        size = size._replace(has_adapters=batch.adapters is not None, draws=draws is not None)
         if size not in self._graphs:
             self._wanted[size] += 1
         graph = self._graphs.get(size)
         if graph is None:
             return None
-        inputs, replay = graph
+        inputs, own, replay = graph
         _fill(inputs, batch)
-        return replay()[: len(batch.token_ids)]
+        if own is not None and draws is not None:
+            num_rows = len(draws.rows)
+            own.settings[:num_rows].copy_(draws.settings)
+            own.rows[:num_rows].copy_(draws.rows)
+            own.rows[num_rows:].fill_(self._idle_row)  # their settings draw nothing, or what an earlier row drew
+        return replay()
 
     def capture_one(self) -> None:
         """Capture the size that was requested most, if often enough. To be called between steps."""
@@ -102,15 +137,16 @@ class CudaGraphRunner:
         if count < WANTED_BEFORE_CAPTURE:
             return
         if not any(size.kind == each.kind for each in self._graphs):
-            size = self._largest[size.is_mixed]._replace(has_adapters=size.has_adapters)
+            size = self._largest[size.is_mixed]._replace(has_adapters=size.has_adapters, draws=size.draws)
         self._capture_size(size)
 
     def capture_all(self, max_tokens: int) -> None:
         """Capture every size that a step of up to `max_tokens` tokens can need, the largest first."""
         for has_adapters in (False,) if self._slots is None else (False, True):
             for size in self._sizes(max_tokens):
-                if (size := size._replace(has_adapters=has_adapters)) not in self._graphs:
-                    self._capture_size(size)
+                for draws in (False, True) if self.can_draw and not size.is_mixed else (False,):
+                    if (own := size._replace(has_adapters=has_adapters, draws=draws)) not in self._graphs:
+                        self._capture_size(own)
 
     def _sizes(self, max_tokens: int) -> Iterator[GraphSize]:
         max_rows = self._largest[False].num_rows
@@ -125,13 +161,21 @@ class CudaGraphRunner:
         """Capture a size. If that fails, mostly for lack of memory, its steps run without a graph."""
         self._wanted.pop(size, None)
         self._graphs[size] = None
-        num_rows, num_tokens, has_adapters = size
+        num_rows, num_tokens, has_adapters, has_draws = size
         slots = self._slots if has_adapters else None
-        inputs = dummy_batch(num_rows, num_tokens, self._max_blocks, self._device, slots)
+        inputs, draws = dummy_batch(num_rows, num_tokens, self._max_blocks, self._device, slots), None
+        if has_draws:
+            draws = dummy_draws(num_rows, self._idle_row, self._device)
         try:
-            self._graphs[size] = inputs, self._capture(lambda: self._forward(inputs))
+            self._graphs[size] = inputs, draws, self._capture(lambda: self._compute(inputs, draws))
         except RuntimeError:
             log.exception("steps of %d rows and %d tokens run without a graph", num_rows, num_tokens)
+
+    def _compute(self, inputs: ForwardBatch, draws: Draws | None) -> Tensor:
+        if draws is None:
+            return self._forward(inputs)
+        assert self._draw is not None
+        return self._draw(inputs, draws)
 
 
 def dummy_batch(
@@ -153,6 +197,14 @@ def dummy_batch(
         block_tables=torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device),
         adapters=adapters,
     )
+
+
+def dummy_draws(num_rows: int, idle_row: int, device: torch.device) -> Draws:
+    """Return draws of rows without a sequence: the highest logit, to no row."""
+    settings = np.zeros(num_rows, SETTINGS)
+    settings["top_ks"] = settings["top_ps"] = 1
+    table = torch.from_numpy(settings.view(np.float64).reshape(-1, 4)).to(device)
+    return Draws(table, torch.full((num_rows,), idle_row, dtype=torch.int64, device=device))
 
 
 def _fill(inputs: ForwardBatch, batch: ForwardBatch) -> None:

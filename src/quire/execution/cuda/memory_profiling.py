@@ -6,9 +6,10 @@ start or stop meanwhile.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.execution.cuda.graphs import MIXED_TOKENS, SIZES, dummy_batch
+from quire.execution.cuda.graphs import MIXED_TOKENS, SIZES, dummy_batch, dummy_draws
 from quire.execution.cuda.memory import device_allocator
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.sampling import SamplingInputs
@@ -77,7 +78,10 @@ def available_kv_bytes(
     held_bytes = meter.reset_peak()
     num_decodes = min(num_seqs, SIZES[-1])
     for graph_tokens in (num_decodes, MIXED_TOKENS[-1]):  # graphs share their memory
-        model.forward(dummy_batch(num_decodes, graph_tokens, max_blocks, model.device, slots), cache)
+        hidden = model.forward(dummy_batch(num_decodes, graph_tokens, max_blocks, model.device, slots), cache)
+        if graph_tokens == num_decodes:
+            _draw_as_graphs_do(model, hidden)
+        del hidden
     peak_bytes += meter.peak_bytes() - held_bytes
     _compile_other_kernels(model, cache, num_seqs, num_tokens, max_blocks, slots)
     meter.reset_peak()
@@ -89,6 +93,13 @@ def available_kv_bytes(
             f"and the largest step take {peak_bytes}; raise it, or lower max_num_batched_tokens or max_num_seqs"
         )
     return min(left, free_bytes)
+
+
+def _draw_as_graphs_do(model: LanguageModel, hidden: Tensor) -> None:
+    """Draw a token for each row of hidden states [num_rows, hidden_size], by settings on the device."""
+    logits = model.logits(hidden)
+    if len(logits):  # else of a rank that does not sample
+        model.back_end.sampling.choose_tokens(logits, dummy_draws(len(logits), 0, model.device).settings)
 
 
 def _compile_other_kernels(

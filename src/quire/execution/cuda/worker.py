@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from quire.core.plan import StepPlan, StepResult
 from quire.decoding.row_grammars import RowGrammars
-from quire.decoding.sampler import SampledTokens, sample_async, to_sampled_tokens
+from quire.decoding.sampler import SampledTokens, device_settings, sample_async, sample_on_device, to_sampled_tokens
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.cuda.graphs import CudaGraphCapture, CudaGraphRunner
+from quire.execution.cuda.graphs import CudaGraphCapture, CudaGraphRunner, Draws
 from quire.execution.cuda.memory import upload_step
 from quire.execution.cuda.tables import DeviceTables, table_edits
 from quire.execution.drafter import Drafter
@@ -39,7 +39,7 @@ class StepInFlight(NamedTuple):
 
     inputs: StepInputs
     owners: NDArray[np.int64]         # of the rows that tokens are sampled for
-    hidden: Tensor                    # [T, hidden]
+    hidden: Tensor                    # [T, hidden]; of a graph that draws, nothing: no row needs them
     sampled: SampledTokens | Tensor   # of `sample_async`, being copied to the host; complete with logprobs
     event: torch.cuda.Event | None    # the copy is complete
     num_prefilled: int                # tokens; 0 if every row is a decode
@@ -51,22 +51,26 @@ class CudaWorker(Worker):
     """A worker that launches its steps in order, and completes them in the same order."""
 
     _sends_tables = False
-    _make_graphs: Callable[..., CudaGraphRunner] = CudaGraphRunner
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
         grammars: RowGrammars | None = None, drafter: Drafter | None = None, adapters: StepAdapters | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, cache, batch, swapper, grammars, drafter, adapters)
-        self._last_tokens = torch.zeros(len(batch.token_ids), dtype=torch.int64, device=model.device)  # by row
+        num_rows, max_blocks = batch.block_tables.shape
+        self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)  # by row, and of no row
+        self._no_hidden = torch.empty(0, device=model.device)
         self._tables = DeviceTables(batch.block_tables.shape, model.device)
         self._completed_s = 0.0
         self._graphs: CudaGraphRunner | None = None
         if model.device.type == "cuda" and model.back_end.is_capturable:
-            num_rows, max_blocks = batch.block_tables.shape
             slots = None if adapters is None else adapters.slots
             capture = CudaGraphCapture()
             self._graphs = self._make_graphs(self.forward, max_blocks, model.device, capture, num_rows, slots)
+
+    def _make_graphs(self, *parts: Any) -> CudaGraphRunner:  # noqa: ANN401 (of `CudaGraphRunner`)
+        make: Callable[..., CudaGraphRunner] = CudaGraphRunner
+        return make(*parts, draw=self.draw, idle_row=len(self._last_tokens) - 1)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_batched_tokens: int) -> None:
@@ -79,55 +83,87 @@ class CudaWorker(Worker):
         """Start a step without waiting for the device, unless logprobs are asked for."""
         started_s = time.perf_counter()
         inputs, swap_s = self._prepare(plan)
-        forward, logit_rows, sample_rows = self._upload(plan, inputs)
-        references = (-1 - forward.token_ids).clamp_(min=0)
-        known = forward.token_ids
-        forward.token_ids.copy_(torch.where(known < 0, self._last_tokens[references], known))
-        hidden = self._hidden(forward)
-        if inputs.pooled or self._has_prompt_logprobs(inputs):
-            hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
-        if inputs.grammars is not None:
-            inputs.grammars.finish_masks(self._is_computed())
-        sampled = self._start_sampling(inputs, hidden, logit_rows)
-        tokens = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
-        self._last_tokens.index_copy_(0, sample_rows, tokens)
+        settings = self._settings_of_graph(inputs)
+        forward, logit_rows, sample_rows, *uploaded = self._upload(plan, inputs, settings)
+        hidden = self._no_hidden
+        sampled: SampledTokens | Tensor | None = None
+        if self._graphs is not None and uploaded:
+            sampled = self._graphs.draw(forward, Draws(uploaded[0], sample_rows))
+        if sampled is None:
+            forward = self._resolved(forward)
+            hidden = self._hidden(forward) if settings is None else self.forward(forward)
+            if inputs.pooled or self._has_prompt_logprobs(inputs):
+                hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
+            if inputs.grammars is not None:
+                inputs.grammars.finish_masks(self._is_computed())
+            sampled = self._start_sampling(inputs, hidden, logit_rows)
+            ids = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
+            self._last_tokens.index_copy_(0, sample_rows, ids)
         event = None
-        if isinstance(sampled, Tensor) and sampled.is_cuda:
-            sampled = torch.empty_like(sampled, device="cpu", pin_memory=True).copy_(sampled, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+        if isinstance(sampled, Tensor):
+            sampled, event = _to_host(sampled)
         num_prefilled = sum(plan.counts) if max(plan.counts) > 1 else 0
         owners = self._batch.write_placeholders(inputs)
         if self._graphs is not None:
             self._graphs.capture_one()
         return StepInFlight(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s)
 
+    def _resolved(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return a batch whose placeholders are replaced by what their rows have sampled last."""
+        known = batch.token_ids
+        references = (-1 - known).clamp_(min=0)
+        return replace(batch, token_ids=torch.where(known < 0, self._last_tokens[references], known))
+
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states of a batch: of a graph, until the next replay, or computed."""
         hidden = None if self._graphs is None else self._graphs.run(batch)
         return self.forward(batch) if hidden is None else hidden
 
-    def _upload(self, plan: StepPlan, inputs: StepInputs) -> tuple[ForwardBatch, Tensor, Tensor]:
-        """Return a step's inputs on the device, `logit_rows` and `sample_rows`; change the block tables there."""
+    def draw(self, batch: ForwardBatch, draws: Draws) -> Tensor:
+        """Compute a batch of decodes and draw each row's next token, as `sample_async` does; all on the device."""
+        logits = self._model.logits(self.forward(self._resolved(batch)))
+        sampled = sample_on_device(draws.settings, logits, self._model.back_end.sampling)
+        self._last_tokens.index_copy_(0, draws.rows, sampled[0])
+        return sampled
+
+    def _settings_of_graph(self, inputs: StepInputs) -> NDArray[np.float64] | None:
+        """Return the settings of draws that can be part of the step's graph: one for each row, by plain parameters."""
+        num_rows = len(inputs.rows)
+        if self._graphs is None or not self._graphs.can_draw or num_rows != len(inputs.logit_rows):
+            return None
+        is_plain = inputs.grammars is None and not inputs.pooled and not self._has_prompt_logprobs(inputs)
+        if not is_plain or not np.array_equal(inputs.logit_rows, np.arange(len(inputs.forward.token_ids))):
+            return None
+        return device_settings(self._samples(inputs, slice(None)), self._model.back_end.sampling)
+
+    def _upload(
+        self, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.float64] | None = None
+    ) -> tuple[ForwardBatch, Tensor, Tensor, *tuple[Tensor, ...]]:
+        """Return a step's inputs on the device, `logit_rows`, `sample_rows`, and `settings` if there are any.
+
+        Changes the block tables there.
+        """
         edits = table_edits(plan, self._batch.block_tables)
-        arrays = inputs.logit_rows, inputs.sample_rows, inputs.rows, *edits
+        arrays = inputs.logit_rows, inputs.sample_rows, inputs.rows, *edits, *([] if settings is None else [settings])
         others, adapters = [torch.from_numpy(array) for array in arrays], inputs.forward.adapters
         if adapters is not None:
             others.append(adapters.of_row)
         forward, (logit_rows, sample_rows, rows, *changes) = upload_step(inputs.forward, others, self._model.device)
         if adapters is not None:
             adapters = adapters._replace(of_row=changes.pop())
-        self._tables.edit(*changes)
+        self._tables.edit(*changes[:2])
         max_blocks = -(-int(inputs.stops.max()) // self._batch.block_size)
         tables = self._tables.gather(rows, max_blocks)
-        return replace(forward, block_tables=tables, adapters=adapters), logit_rows, sample_rows
+        return replace(forward, block_tables=tables, adapters=adapters), logit_rows, sample_rows, *changes[2:]
 
     @torch.inference_mode()
     def complete(self, step: StepInFlight) -> StepResult:
         """Wait for a step, replace its placeholders by its tokens, and return the result."""
         if step.event is not None:
             step.event.synchronize()
-        sampled = to_sampled_tokens(step.sampled) if isinstance(step.sampled, Tensor) else step.sampled
+        sampled = step.sampled
+        if isinstance(sampled, Tensor):  # a graph draws for rows of no sequence, too
+            sampled = to_sampled_tokens(sampled[:, : len(step.inputs.sample_rows)])
         self._batch.record(step.inputs, sampled.token_ids, step.owners)
         before_s, self._completed_s = self._completed_s, time.perf_counter()
         if step.num_prefilled:
@@ -156,3 +192,13 @@ class CudaWorker(Worker):
         except Exception:
             log.exception("sampling of a step failed; its samples are drawn again")
         return self._sample(inputs, hidden, logit_rows)
+
+
+def _to_host(sampled: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Begin to copy results, which the next step may overwrite, to the host; the event: the copy is complete."""
+    if not sampled.is_cuda:
+        return sampled.clone(), None
+    copy = torch.empty_like(sampled, device="cpu", pin_memory=True).copy_(sampled, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return copy, event

@@ -18,13 +18,12 @@ bit of the range in which their orders lie. Against the CPU a draw within about 
 may differ, since the weights are rounded otherwise.
 """
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.sampling import SamplingInputs
+from quire.kernels.sampling import SamplingInputs, pack_settings
 
 BLOCK = 4096  # tokens of a tile
 NUM_BINS, BINS_PER_UNIT = tl.constexpr(1024), tl.constexpr(32.0)  # up to exp(-32): lower weights are 0
@@ -33,28 +32,25 @@ UNIT = tl.constexpr(2.0**44)
 LOWEST, HIGHEST = tl.constexpr(-(2**62)), tl.constexpr(2**62)  # below and above all orders
 ID_BITS, LAST_ID = tl.constexpr(19), tl.constexpr(2**19 - 1)
 MAX_VOCAB_SIZE = 2**19 - 1  # whose weights an int64 can sum, and whose ids fit into an order
-SETTINGS = np.dtype(  # a row of `SamplingInputs`
-    [("top_ps", "f8"), ("uniforms", "f8"), ("temperatures", "f4"), ("log_min_ps", "f4"), ("top_ks", "i8")]
-)
 
 
-def choose_tokens(logits: Tensor, draws: SamplingInputs | None = None) -> Tensor:
-    """Choose what `sampling.choose_tokens` chooses; the tokens [num_rows] int64 stay on the device."""
+def choose_tokens(logits: Tensor, draws: SamplingInputs | Tensor | None = None) -> Tensor:
+    """Choose what `sampling.choose_tokens` chooses; the tokens [num_rows] int64 stay on the device.
+
+    With settings that are on the device, the launches follow from the shapes alone: they can be part of a graph.
+    """
     if draws is None:
         return logits.argmax(dim=1)
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32, f"logits {logits.dtype}"
     assert logits.stride(1) == 1, "logits with gaps"
     assert vocab_size <= MAX_VOCAB_SIZE, f"a vocabulary of {vocab_size}, at most {MAX_VOCAB_SIZE} can be summed"
-    settings = np.empty(num_rows, SETTINGS)
-    for name in SETTINGS.names or ():
-        settings[name] = getattr(draws, name)
-    table = torch.from_numpy(settings.view(np.float64))  # 32 bytes a row, in one upload
-    if logits.is_cuda:
+    is_cut = isinstance(draws, Tensor) or bool(((draws.top_ks < vocab_size) | (draws.top_ps < 1)).any())
+    table = draws if isinstance(draws, Tensor) else torch.from_numpy(pack_settings(draws))
+    if logits.is_cuda and not table.is_cuda:  # in one upload
         table = table.pin_memory().to(logits.device, non_blocking=True)
     block = min(BLOCK, triton.next_power_of_2(vocab_size))
     num_tiles = triton.cdiv(vocab_size, block)
-    is_cut = bool(((draws.top_ks < vocab_size) | (draws.top_ps < 1)).any())
     num_cut = num_rows if is_cut else 0
 
     def scratch(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -132,7 +128,7 @@ def _weigh_kernel(
     all_logits, doubles, floats, ints, bests, vocab_size, stride, sums, bins, num_tiles,
     NUM_TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile: what its tokens weigh, all and by bins. `doubles`, `floats`, `ints` are one table, SETTINGS a row."""
+    """One tile: what its tokens weigh, all and by bins. `doubles`, `floats`, `ints` are the settings, in one table."""
     index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     highest, _token, temperature, log_min_p, is_drawn = _row(floats, bests, index, num_tiles, NUM_TILES)
     if is_drawn:
