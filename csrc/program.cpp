@@ -58,16 +58,14 @@ public:
     }
 
     void operator()(const LinearOp& op) const {
-        const Linear<T> linear = multiplied(op.layer, op.x, at(op.out), stride(op.out), IS_FLOAT);
-        if (adapters_) return adapters_->linear(linear, op.number);
-        call(chosen->linear, linear);
+        multiply(multiplied(op.layer, op.x, at(op.out), stride(op.out), IS_FLOAT), op.number);
     }
 
     void operator()(const SummedLinearOp& op) const {
         static thread_local ISA::Aligned<float> memory;  // kept from step to step
         const long width = op.layer.out_features;
         float* own = memory.at_least(step_.num_tokens * width);
-        call(chosen->linear, multiplied(op.layer, op.x, own, width, true));
+        multiply(multiplied(op.layer, op.x, own, width, true), op.number);
         op.exchange(own, at(op.out), step_.num_tokens, IS_FLOAT);
     }
 
@@ -136,6 +134,10 @@ private:
 
     static constexpr bool IS_FLOAT = sizeof(T) == sizeof(float);
 
+    void multiply(const Linear<T>& linear, long number) const {
+        if (adapters_) return adapters_->linear(linear, number);
+        call(chosen->linear, linear);
+    }
     Linear<T> multiplied(const LinearWeights& layer, long x, void* out, long out_stride, bool out_is_float) const {
         return {at(x), step_.num_tokens, layer.in_features, stride(x), static_cast<const T*>(layer.packed), layer.out_features,
                 layer.bias, out, out_stride, out_is_float, layer.activation, layer.format, layer.quantization};

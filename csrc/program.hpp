@@ -35,7 +35,7 @@ struct NormOp {
     NormWeights norm;
 };
 struct LinearOp {
-    long x, out, number;  // `number`: by which adapters have its factors
+    long x, out, number;  // `number`: by which adapters have its factors, here and below
     LinearWeights layer;
 };
 struct ExpertsOp {
@@ -88,7 +88,7 @@ struct SumExchange {
 };
 // A linear layer of which each rank of tensor parallelism has some inputs: their partial sums are added over the ranks.
 struct SummedLinearOp {
-    long x, out;
+    long x, out, number;
     LinearWeights layer;
     SumExchange exchange;
 };

@@ -456,9 +456,6 @@ class EngineOptions:
                 f"{self.memory_policy!r}"
             )
 
-        if self.enable_lora and self.tensor_parallel_mode == "reduce":
-            raise ConfigError("tensor_parallel_mode 'reduce' does not go with enable_lora yet; use 'gather'")
-
     def _check_nodes(self) -> None:
         if self.tensor_parallel_size % self.nnodes:
             raise ConfigError(

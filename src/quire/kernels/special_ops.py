@@ -150,7 +150,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class SummedLinear:
-    """out = the sum over ranks of linear(x), of which each has some inputs; no adapter adds to it.
+    """out = the sum over ranks of linear(x), with what adapters add, of which each has the inputs in `inputs`.
 
     The results of `linear` are of the hook's `partial_dtype`, and its outputs are not activated.
     """
@@ -160,6 +160,7 @@ class SummedLinear:
     x: str
     out: str
     hook: SumHook
+    inputs: tuple[int, int]  # [start, stop)
 
     reads = Names("x")
     writes = Names("out")
@@ -167,4 +168,6 @@ class SummedLinear:
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Multiply all rows, and call the hook."""
         x = activations[self.x]
-        activations[self.out] = self.hook(self.linear(x), x.dtype)
+        addend = None if inputs.adapters is None else inputs.adapters.addend(self.name, x)
+        own = self.linear(x) if addend is None else self.linear(x, addend)
+        activations[self.out] = self.hook(own, x.dtype)

@@ -9,6 +9,7 @@ from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
+from quire.kernels.special_ops import SummedLinear
 from quire.kernels.support import require, require_attention, require_kv_dtype, require_ops
 from quire.model.batch import ForwardBatch
 from quire.model.footprint import num_layer_weights
@@ -49,6 +50,7 @@ class Decoder:
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
         shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
+        self.summed_inputs = {op.name: op.inputs for op in program.ops if isinstance(op, SummedLinear)}  # of this rank
         require_ops(self.back_end.name, program.ops)
         require_attention(self.back_end.attention, program.ops, self.dtype)
         self._program = self.back_end.fuse(program)
@@ -60,12 +62,22 @@ class Decoder:
             self._classifier_norm = make_norm(spec, weights.unprefixed(), shapes.classifier_norm)
         if spec.has_head:
             self._head = _head(spec, shapes.head, self._embedding.tokens, weights, ranks)
-        self.num_parameters, self.weight_bytes = weights.tally.num_parameters, weights.tally.weight_bytes
+        self._tally = weights.tally
 
     @property
     def vocab_size(self) -> int:
         """Token ids of the model."""
         return self.spec.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters read, a tied head counted once."""
+        return self._tally.num_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return self._tally.weight_bytes
 
     @property
     def layer_flops(self) -> tuple[float, float]:

@@ -165,7 +165,7 @@ def _summed_linear(
     """Return the op of a layer that is split by its inputs, and those of this rank; `inputs` as of `partial_linear`."""
     hook, is_first = ranks.sum(shape.num_rows[0]), ranks.shard.rank == 0  # which adds the bias
     linear, own = weights.partial_linear(shape, inputs, dtype=hook.partial_dtype, has_bias=is_first)
-    return special_ops.SummedLinear(name, linear, x, out, hook), own
+    return special_ops.SummedLinear(name, linear, x, out, hook, own), own
 
 
 def _ranges(ranks: Ranks | None, shape: LinearShape) -> list[Range] | None:

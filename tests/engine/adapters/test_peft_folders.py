@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def targets(model: Path) -> ModelTargets:
     """Return what an adapter may change of it."""
-    return ModelTargets(read_folder(model).spec, choose_back_end(torch.device("cpu")), torch.float16, Shard(0, 1))
+    return ModelTargets(read_folder(model).spec, choose_back_end(torch.device("cpu")), torch.float16, Shard(0, 1), {})
 
 
 @pytest.fixture

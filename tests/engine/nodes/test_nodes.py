@@ -78,8 +78,11 @@ def test_experts_have_the_bits_of_one_process(tmp_path: Path, settings: dict[str
         assert [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)] == expected
 
 
-def test_adapters_have_the_bits_of_one_process(folder: Path, tmp_path: Path) -> None:
-    settings = {"num_kv_blocks": 64, "enable_lora": True, "max_loras": 2}  # so that one is evicted and read again
+@pytest.mark.parametrize("mode", ["gather", "reduce"])
+def test_adapters_have_the_bits_of_one_machine(mode: str, folder: Path, tmp_path: Path) -> None:
+    """With `gather` those of one process."""
+    settings: dict[str, Any] = {"num_kv_blocks": 64, "enable_lora": True, "max_loras": 2}  # one is evicted, read again
+    settings |= {"tensor_parallel_mode": mode}
     written = [write_adapter(tmp_path / f"{seed}", folder, seed, rank=seed + 1) for seed in (1, 2, 3)]
     adapters = [LoRARequest(each.name, number, str(each)) for number, each in enumerate(written, start=1)]
 
@@ -87,7 +90,7 @@ def test_adapters_have_the_bits_of_one_process(folder: Path, tmp_path: Path) -> 
         mixed = [[*adapters[:2], None], [*adapters[1:], None], [*adapters[:2], None]]
         return [answers(llm.generate(PROMPTS, GREEDY, lora_request=each, use_tqdm=False)) for each in mixed]
 
-    with LLM(folder, **settings) as llm:
+    with LLM(folder, tensor_parallel_size=1 if mode == "gather" else 2, **settings) as llm:
         expected = run(llm)
     with two_nodes(folder, **settings) as (llm, _):
         assert run(llm) == expected

@@ -38,7 +38,8 @@ class Target(NamedTuple):
     """A module that may have factors, of `num_rows` outputs and `width` inputs.
 
     `rows`: the outputs that the linear op has, on a rank of tensor parallelism some of them: its outputs from `first`
-    on, of `all_rows`.
+    on, of `all_rows`. `inputs`: those that it has; of ranks that add partial sums some of them, and the rank adds
+    B (A x) of these to its own sums.
     """
 
     op: str
@@ -47,6 +48,7 @@ class Target(NamedTuple):
     all_rows: int
     num_rows: int
     width: int
+    inputs: Range
     grouped: LinearShape | None = None  # of rows that the checkpoint stores in groups
 
     @property
@@ -66,9 +68,16 @@ class LoadedAdapter(NamedTuple):
 class ModelTargets:
     """What an adapter may change of a model, or of a rank's part of it: linear layers of attention and feed-forward."""
 
-    def __init__(self, spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype, shard: Shard) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        back_end: BackEnd,
+        dtype: torch.dtype,
+        shard: Shard,
+        summed_inputs: Mapping[str, Range],
+    ) -> None:
         self._prefixes = sorted(spec.weights.prefixes, key=len, reverse=True)
-        self._targets = dict(_targets(spec, shard))
+        self._targets = dict(_targets(spec, shard, summed_inputs))
         self._back_end, self._dtype = back_end, dtype
 
     def max_bytes(self, max_rank: int) -> int:
@@ -81,7 +90,7 @@ class ModelTargets:
         for target in sorted(self._targets.values(), key=lambda each: each.first):
             before = sizes[target.op].parts if target.op in sizes else ()
             parts = (*before, (target.first, target.num_outputs))
-            sizes[target.op] = FactorSizes(target.width, target.all_rows, parts)
+            sizes[target.op] = FactorSizes(target.inputs[1] - target.inputs[0], target.all_rows, parts)
         return sizes
 
     def read(self, folder: Path, max_rank: int) -> LoadedAdapter:
@@ -149,13 +158,15 @@ class ModelTargets:
                 own = torch.cat([up[slice(*rows)] for rows in target.rows])
                 parts.append(LowRankPart(make_up(own), rank, up.shape[1], target.first, target.num_outputs))
                 rank += up.shape[1]
-            down = make_down(LinearWeight.dense([scaled[target][0] for target in targets]))
+            downs = [scaled[target][0][:, slice(*target.inputs)].contiguous() for target in targets]
+            down = make_down(LinearWeight.dense(downs))
             layers[op] = LowRankLayer(down, rank, targets[0].all_rows, tuple(parts))
             num_bytes += down.num_bytes + sum(part.up.num_bytes for part in parts)
         return AdapterWeights(layers, num_bytes)
 
 
-def _targets(spec: DecoderSpec, shard: Shard) -> list[tuple[str, Target]]:
+def _targets(spec: DecoderSpec, shard: Shard, summed_inputs: Mapping[str, Range]) -> list[tuple[str, Target]]:
+    """Return the modules by name; `summed_inputs`: this rank's inputs of the ops that have some, by the ops' names."""
     found = []
     for index, layer in enumerate(spec.layers):
         shapes, stem = LayerShapes.of(spec, layer), spec.weights.layer.format(layer=index)
@@ -166,14 +177,20 @@ def _targets(spec: DecoderSpec, shard: Shard) -> list[tuple[str, Target]]:
         for name, shape in linears.items():
             if shape is None:  # experts, which adapters do not change
                 continue
-            ranges, first = shard.adapted_ranges(layer, name, shape), 0
+            op, first = f"layers.{index}.{name}", 0
+            ranges = shard.adapted_ranges(layer, name, shape)
+            if op in summed_inputs:
+                ranges = [(0, count) for count in shape.num_rows]
+            elif name == "feed_forward_in" and (inner := summed_inputs.get(f"layers.{index}.feed_forward_out")):
+                ranges = [inner] * len(shape.num_rows)
+            inputs = summed_inputs.get(op, (0, shape.width))
             all_rows, grouped = sum(stop - start for start, stop in ranges), shape if shape.num_groups > 1 else None
             own: list[tuple[int, tuple[Range, ...]]]  # of each module: all of its rows, and those that the op has
             own = [(count, (rows,)) for count, rows in zip(shape.num_rows, ranges, strict=True)]
             if len(shape.modules) == 1:
                 own = [(sum(shape.num_rows), tuple(shifted(ranges, shape.num_rows)))]
             for module, (count, rows) in zip(shape.modules, own, strict=True):
-                target = Target(f"layers.{index}.{name}", first, rows, all_rows, count, shape.width, grouped)
+                target = Target(op, first, rows, all_rows, count, shape.width, inputs, grouped)
                 found.append((stem + module, target))
                 first += target.num_outputs
     return found

@@ -65,7 +65,7 @@ def make_slots(options: EngineOptions, model: LanguageModel) -> AdapterSlots | N
     """
     if model.back_end.adapter_slots is None or not isinstance(model, Decoder):
         return None
-    sizes = ModelTargets(model.spec, model.back_end, model.dtype, WHOLE).factor_sizes()
+    sizes = ModelTargets(model.spec, model.back_end, model.dtype, WHOLE, {}).factor_sizes()
     num_slots, rank = options.resolved_max_loras, options.max_lora_rank
     try:
         return model.back_end.adapter_slots(sizes, num_slots, rank, model.dtype, model.device)
@@ -80,7 +80,7 @@ def make_rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> 
 
 
 def _reader(options: EngineOptions, model: Decoder, shard: Shard) -> Callable[[Path], LoadedAdapter]:
-    targets = ModelTargets(model.spec, model.back_end, model.dtype, shard)
+    targets = ModelTargets(model.spec, model.back_end, model.dtype, shard, model.summed_inputs)
     return lambda folder: targets.read(folder, options.max_lora_rank)
 
 

@@ -368,7 +368,8 @@ def _summed_linear(op: special_ops.SummedLinear, buffers: Buffers) -> list[objec
     assert op.hook.address is not None
     in_features, out_features = op.linear.sizes
     x, out = buffers.read(op.x, in_features), buffers.write(op.out, out_features)
-    return [_kernels.SummedLinearOp(x, out, op.linear.weights, _kernels.SumExchange(*op.hook.address))]
+    number = buffers.number_linear(op.name)
+    return [_kernels.SummedLinearOp(x, out, number, op.linear.weights, _kernels.SumExchange(*op.hook.address))]
 
 
 def _count_layer(op: ops.CountLayer, buffers: Buffers) -> list[object]:
