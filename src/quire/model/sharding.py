@@ -136,7 +136,9 @@ def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") ->
     """Raise ConfigError for a model that cannot be split over so many ranks."""
     head_ranges(spec.layers[0], num_ranks)
     if mode == "reduce" and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
-        raise ConfigError("tensor_parallel_mode 'reduce': models with experts are not supported yet; use 'gather'")
+        raise ConfigError(
+            "tensor_parallel_mode 'reduce': models with experts are not supported; use --tensor-parallel-mode gather"
+        )
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")

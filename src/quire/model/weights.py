@@ -126,14 +126,14 @@ class WeightReader:
         if not unit:
             raise ConfigError(
                 f"tensor_parallel_mode 'reduce': inputs of {name} that share a scale are not consecutive (desc_act), "
-                "and cannot be divided; use 'gather'"
+                "and cannot be divided; use --tensor-parallel-mode gather"
             )
         start, stop = inputs(unit)
         cut = next((each for each in (start, stop) if each % unit and each != shape.width), None)
         if cut is not None:
             raise ConfigError(
                 f"tensor_parallel_mode 'reduce': each {unit} inputs of {name} share a scale, and a rank's part of the "
-                f"heads ends at input {cut}; use 'gather'"
+                f"heads ends at input {cut}; use --tensor-parallel-mode gather"
             )
         bias = self._read_biases(modules) if shape.has_bias and has_bias else None
         layer = self.back_end.linear(weight.take_inputs(start, stop), bias, dtype=dtype)
