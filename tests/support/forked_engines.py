@@ -167,7 +167,7 @@ def _run_engine(environment: dict[str, str], connection: int, end: int, out: int
         os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv = [process.__name__, str(connection)]
+        sys.argv[1:] = [str(connection)]  # of this process alone
         process.main()
         status = 0
     except BaseException:
