@@ -1,18 +1,22 @@
 """Rows with grammars: masks follow from the tokens alone, forced tokens from masks; a fault is that of one row."""
 
+import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars import row_state
+from quire.decoding.grammars.compiler import CompiledGrammar, GrammarCache
 from quire.decoding.grammars.rows import IDLE_STEPS, GrammarRows
+from quire.decoding.grammars.vocabulary import read_vocabulary
 from quire.decoding.row_grammars import RowProgress
 from quire.grammar_writing.writer import grammar_of
-from support.grammars import Vocabulary, allowed, begin, new_row, start
+from support.grammars import Vocabulary, allowed, begin, new_row, start, tokenizer_text
 
 SCHEMA = {
     "type": "object",
@@ -192,12 +196,12 @@ def test_fault_of_the_library_fails_one_row(
 ) -> None:
     rows, fill, num_filled = vocabulary.rows(), row_state._fill_mask, 0
 
-    def fail_second(matcher: LLMatcher, tokenizer: LLTokenizer, bits: np.ndarray) -> None:
+    def fail_second(matcher: LLMatcher, grammar: CompiledGrammar, bits: np.ndarray) -> None:
         nonlocal num_filled
         num_filled += 1
         if num_filled == 2:
             raise error
-        fill(matcher, tokenizer, bits)
+        fill(matcher, grammar, bits)
 
     begin(rows, *(new_row(row, KINDS["json"]) for row in range(4)))
     monkeypatch.setattr(row_state, "_fill_mask", fail_second)
@@ -258,3 +262,35 @@ def test_text_that_is_written_as_a_special_token_is_spelled_by_others(vocabulary
                 assert (progress.num_kept, progress.failure) == (1, None)
                 output += [token, *progress.forced]
                 assert len(output) < 100
+
+
+@pytest.mark.parametrize("jumps_forward", [False, True])
+def test_ends_that_have_a_text_are_allowed_where_the_output_is_complete(
+    vocabulary: Vocabulary, jumps_forward: bool
+) -> None:
+    """A model's files may name any tokens as ends: their texts fit into strings, and begin texts that are forced."""
+    rng, had_end = random.Random(0), False
+    longer = [token for token in range(vocabulary.tokenizer.vocab_size) if len(vocabulary.text([token]).strip()) > 1]
+    ends = frozenset(rng.sample(longer, len(longer) // 2)) - {vocabulary.eos}
+    text = tokenizer_text(vocabulary.tokenizer)
+    library = read_vocabulary(text, vocabulary.vocab_size, ends)
+    schema = {"type": "string", "pattern": "^number of [a-z]{2,5}$"}
+    for grammar in ('start: "number of " /[a-z]{2,9}/', f"start: %json {schema}".replace("'", '"')):
+        cache = GrammarCache(lambda: library)
+        for _ in range(8):
+            rows, output = vocabulary.rows(jumps_forward=jumps_forward, cache=cache), list[int]()
+            begin(rows, new_row(3, StructuredOutputsParams(grammar=grammar)))
+            progress: RowProgress | None = None
+            while progress is None or not progress.has_ended:
+                step = start(rows, {3: output})
+                token = rng.choice(sorted(allowed(step, vocabulary.vocab_size)[0]))
+                progress = step.advance(3, [token], 100)
+                assert progress is not None
+                assert progress.failure is None
+                output += [token, *progress.forced]
+            is_end = output[-1] in ends | {vocabulary.eos}
+            had_end |= output[-1] in ends
+            written = vocabulary.text(output[:-1] if is_end else output)
+            assert ends.isdisjoint(output[:-1])
+            assert re.fullmatch(r"number of [a-z]{2,9}", json.loads(written) if "json" in grammar else written)
+    assert had_end

@@ -67,10 +67,14 @@ def check_grammar(params: StructuredOutputsParams) -> None:
 
 
 class CompiledGrammar:
-    """A grammar for one vocabulary. Matchers of it share its lexer: LIMITS bound its states in all."""
+    """A grammar for one vocabulary. Matchers of it share its lexer: LIMITS bound its states in all.
+
+    `text_ends`: tokens that end an output, and have a text, as ids that a model's files name may.
+    """
 
     def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
         self.num_bytes, self.tokenizer = num_bytes_of(text), tokenizer
+        self.text_ends = tuple(token for token in tokenizer.eos_tokens if not tokenizer.is_special_token(token))
         self._matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
         first = self.start()  # some limits show only when a mask is filled
         mask = np.empty(num_words(tokenizer.vocab_size), np.uint32)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow
@@ -31,6 +31,7 @@ from quire.decoding.row_grammars import RowProgress
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
 MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing them again for each token takes long
+MAX_TOKEN_BYTES = 64     # of a forced text that are looked at for another first token
 LEXER_IS_FULL = "too many states"  # in the library's error
 NOTHING_FOLLOWS = "NoExtensionBias"
 ALL_BITS = 0xFFFFFFFF
@@ -128,11 +129,10 @@ class RowState:
         def fill_all() -> None:
             matcher = self._caught_up(cache)
             assert self._grammar is not None, "a matcher without its grammar"
-            tokenizer = self._grammar.tokenizer
-            _fill_mask(matcher, tokenizer, bits[0])
+            _fill_mask(matcher, self._grammar, bits[0])
             _check(matcher)
             if drafts:
-                _fill_behind(matcher.deep_copy(), tokenizer, drafts, bits[1:])
+                _fill_behind(matcher.deep_copy(), self._grammar, drafts, bits[1:])
 
         self._with_own_lexer(cache, fill_all)
 
@@ -214,23 +214,45 @@ def refusal_of(matcher: LLMatcher, token_ids: Sequence[int]) -> GrammarError:
     return GrammarError(f"it does not allow the tokens {list(token_ids[:8])}" + (f": {error}" if error else ""))
 
 
-def _fill_mask(matcher: LLMatcher, tokenizer: LLTokenizer, bits: NDArray[np.uint32]) -> None:
-    """Fill one mask, uint32 [num_words].
+def _fill_mask(matcher: LLMatcher, grammar: CompiledGrammar, bits: NDArray[np.uint32]) -> None:
+    """Fill one mask, uint32 [num_words]. InvalidGrammarError if it has no token.
 
     Where a text is forced, llguidance allows only its first token. If the text begins with the spelling of a special
     token, that is the special token, which no text matches: it is replaced by the first token of its characters.
     """
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    if grammar.text_ends and not matcher.is_accepting():
+        _forbid_ends(matcher, grammar, bits)
     if np.count_nonzero(bits) != 1:
         return
     word = int(bits.argmax())
     token = 32 * word + int(bits[word]).bit_length() - 1
+    tokenizer = grammar.tokenizer
     if bits[word].bit_count() > 1 or not tokenizer.is_special_token(token) or matcher.validate_tokens([token]):
         return
     pieces = tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
     if matcher.validate_tokens(pieces[:1]):
         bits[word] = 0
         bits[pieces[0] // 32] = 1 << pieces[0] % 32
+
+
+def _forbid_ends(matcher: LLMatcher, grammar: CompiledGrammar, bits: NDArray[np.uint32]) -> None:
+    """Take tokens from a mask that fit by their texts, and would end the output before it is complete.
+
+    Where a forced text begins with one, a token of fewer of its bytes stands in for it.
+    """
+    had_tokens = bits.any()
+    for token in grammar.text_ends:
+        bits[token // 32] &= ALL_BITS ^ (1 << token % 32)
+    if bits.any() or not had_tokens:
+        return
+    text = matcher.compute_ff_bytes()[:MAX_TOKEN_BYTES]
+    for length in range(len(text) - 1, 0, -1):
+        token = grammar.tokenizer.tokenize_bytes(text[:length])[0]
+        if token not in grammar.text_ends and matcher.validate_tokens([token]):
+            bits[token // 32] = 1 << token % 32
+            return
+    raise InvalidGrammarError("each token of the vocabulary that can follow ends the output")
 
 
 def _check(matcher: LLMatcher) -> None:
@@ -242,12 +264,12 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _fill_behind(
-    matcher: LLMatcher, tokenizer: LLTokenizer, drafts: Sequence[int], bits: NDArray[np.uint32]
+    matcher: LLMatcher, grammar: CompiledGrammar, drafts: Sequence[int], bits: NDArray[np.uint32]
 ) -> None:
     """Fill the masks behind drafts, uint32 [num_drafts, num_words], by a matcher in front of them."""
     bits.fill(ALL_BITS)
     for draft, own in zip(drafts, bits, strict=True):
         if not matcher.try_consume_tokens([draft]) or matcher.is_stopped():
             return
-        _fill_mask(matcher, tokenizer, own)
+        _fill_mask(matcher, grammar, own)
         _check(matcher)
