@@ -242,7 +242,7 @@ def _few_rows_kernel(
         is_there = is_input[:, None] & is_column[None, :]
         sums = tl.dot(tile, tl.load(source + start, mask=is_there, other=0.0), sums)
         if IS_GATED:
-            others = elements + (columns + num_outputs)[None, :] * num_inputs + depths[:, None] + start
+            others = source + (tl.full((), num_outputs, tl.int64) * num_inputs + start)
             ups = tl.dot(tile, tl.load(others, mask=is_there, other=0.0), ups)
     if norm_weight is not None:
         factor = tl.rsqrt(squares / num_inputs + eps)[:, None]
