@@ -6,13 +6,13 @@ Times the scheduler and the preparation of batches on the real classes. Tokens a
 import time
 from collections.abc import Callable
 
-from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import BeamSearch
 from quire.core.token_ids import PackedTokens, pack_tokens
+from quire.engine.schedulers import make_scheduler
 from quire.execution.batch import PersistentBatch
 from quire.scheduling.scheduler import Scheduler
 from quire.sim.executor import SimulatedExecutor
@@ -55,8 +55,8 @@ def longest_step_ms(requests: list[Request]) -> float:
     num_tokens = max(len(request.prompt_token_ids) for request in requests)
     longest, num_sequences = num_tokens + _MAX_TOKENS, sum(request.params.n for request in requests)
     own_blocks = num_sequences * (2 * _MAX_TOKENS // _BLOCK_SIZE + 2)
-    cache = KVCacheManager(CacheConfig(-(-num_tokens // _BLOCK_SIZE) + own_blocks, _BLOCK_SIZE))
-    scheduler = Scheduler(SchedulerConfig(_NUM_SEQS, _BUDGET, longest), cache)
+    cache = CacheConfig(-(-num_tokens // _BLOCK_SIZE) + own_blocks, _BLOCK_SIZE)
+    scheduler = make_scheduler(SchedulerConfig(_NUM_SEQS, _BUDGET, longest), cache)
     executor = SimulatedExecutor(lambda plan: 0.0)
     batch = PersistentBatch(_NUM_SEQS, longest, _BLOCK_SIZE, _VOCAB_SIZE)
     for request in requests:
