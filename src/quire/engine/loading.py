@@ -69,15 +69,7 @@ def load(
         check_encoder(options)
     device = open_device(options)
     device_type = device.torch_device.type
-    if device_type == "cuda" and options.data_parallel_size > 1:
-        raise ConfigError(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
-    if device_type == "cpu" and options.exact is False:
-        raise ConfigError("exact False is not supported on device cpu: its answers never depend on other requests")
-    if device_type == "cpu" and options.capture_graphs:
-        raise ConfigError("capture_graphs True is not supported on device cpu: there are no CUDA graphs")
-    if device_type == "cpu" and options.attention_backend != "auto":
-        name = options.attention_backend
-        raise ConfigError(f"attention_backend {name!r} is not supported on device cpu: its own kernels serve there")
+    check_device(options, device_type)
     back_end = choose_back_end(
         device.torch_device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True,
         attention=attention,
@@ -109,6 +101,21 @@ def load(
     return LoadedModel(
         model, limits, ends, device, quantization, sampling, pooler.config, pooler.reason, model.spec.generates
     )
+
+
+def check_device(options: EngineOptions, device_type: str) -> None:
+    """Raise ConfigError for settings that a device does not serve, whatever the model."""
+    if device_type == "cuda":
+        if options.data_parallel_size > 1:
+            raise ConfigError(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
+        return
+    if options.exact is False:
+        raise ConfigError("exact False is not supported on device cpu: its answers never depend on other requests")
+    if options.capture_graphs:
+        raise ConfigError("capture_graphs True is not supported on device cpu: there are no CUDA graphs")
+    if options.attention_backend != "auto":
+        name = options.attention_backend
+        raise ConfigError(f"attention_backend {name!r} is not supported on device cpu: its own kernels serve there")
 
 
 def check_encoder(options: EngineOptions) -> None:

@@ -48,8 +48,8 @@ def choose_tokens(logits: Tensor, draws: SamplingInputs | Tensor | None = None) 
 
     `draws` may be a tensor of `pack_settings` where the logits are. Without them it is the token of the highest logit;
     of equal ones, the lowest id; of NaN, the first. Drawn is the first at which the running sum of probabilities, over
-    the kept tokens in the order of ids, passes uniform * their total. A row with NaN or
-    infinity has none: the highest logit.
+    the kept tokens in the order of ids, passes uniform * their total. A row with NaN or infinity has none: the highest
+    logit.
     """
     tokens = _argmax(logits)
     if draws is None:

@@ -84,7 +84,7 @@ def plan_memory(
     num_devices //= num_ranks
     mode = options.tensor_parallel_mode_on(hardware.device)
     if num_devices > 1 and expert_reads(spec) is not None:
-        mode = "gather"
+        mode = "gather"  # partial sums of experts are not added, on no device
     held = _held_bytes(model, packing, kv_dtype, None if num_devices == 1 else Shard(0, num_devices, mode))
     if num_ranks > 1:
         held = _held_by_ranks(model, kv_dtype, num_ranks, mode)

@@ -231,3 +231,27 @@ def test_size_that_cannot_be_captured_runs_without_from_then_on(
         want(graphs, 7)
     assert recorder.num_captured == 2
     assert "steps of 8 rows and 8 tokens run without a graph" in caplog.text
+
+
+def test_decodes_draw_outside_of_their_graph_where_one_with_draws_cannot_be_captured(recorder: Recorder) -> None:
+    def draw(batch: ForwardBatch, draws: Draws) -> Tensor:
+        raise torch.OutOfMemoryError("the card is full")
+
+    def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        call()
+        return call
+
+    device = torch.device("cpu")
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, capture, 8, None, draw, idle_row=99)
+    assert graphs.may_draw(7, has_adapters=False)
+    assert not graphs.may_draw(SIZES[-1] + 1, has_adapters=False)
+    for _ in range(WANTED_BEFORE_CAPTURE):
+        assert graphs.draw(batch_of(7), draws_of(7)) is None
+    graphs.capture_one()
+    assert not graphs.may_draw(8, has_adapters=False)
+    assert graphs.may_draw(4, has_adapters=False), "a smaller one may fit"
+    assert graphs.may_draw(8, has_adapters=True)
+    want(graphs, 7)
+    assert graphs.run(batch_of(7)) is not None
+    without = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture)
+    assert not without.may_draw(7, has_adapters=False)

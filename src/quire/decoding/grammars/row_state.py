@@ -215,7 +215,7 @@ def refusal_of(matcher: LLMatcher, token_ids: Sequence[int]) -> GrammarError:
 
 
 def _fill_mask(matcher: LLMatcher, grammar: CompiledGrammar, bits: NDArray[np.uint32]) -> None:
-    """Fill one mask, uint32 [num_words]. InvalidGrammarError if it has no token.
+    """Fill one mask, uint32 [num_words]. InvalidGrammarError if only ends of an output that is not complete can follow.
 
     Where a text is forced, llguidance allows only its first token. If the text begins with the spelling of a special
     token, that is the special token, which no text matches: it is replaced by the first token of its characters.

@@ -19,7 +19,8 @@ def widest(cut: Cut) -> int:
 
 def padded(own: Tensor, cut: Cut) -> Tensor:
     """Return own [num_rows, columns of a rank], contiguous, with room for the most columns of a rank."""
-    return F.pad(own, (0, widest(cut) - own.shape[1])).contiguous()
+    num_missing = widest(cut) - own.shape[1]
+    return F.pad(own, (0, num_missing)) if num_missing else own.contiguous()  # to pad by nothing would copy
 
 
 def joined(received: Tensor, cut: Cut) -> Tensor:

@@ -103,10 +103,13 @@ class CudaGraphRunner:
         result = self._run(batch, None)
         return None if result is None else result[: len(batch.token_ids)]
 
-    @property
-    def can_draw(self) -> bool:
-        """Return whether graphs of decodes with draws are made."""
-        return self._draw is not None
+    def may_draw(self, num_rows: int, *, has_adapters: bool) -> bool:
+        """Return whether a step of so many decodes has a graph that draws, or gets one once it is requested."""
+        size = None if self._draw is None else graph_size(num_rows, num_rows)
+        if size is None:
+            return False
+        size = size._replace(has_adapters=has_adapters, draws=True)
+        return size not in self._graphs or self._graphs[size] is not None
 
     def draw(self, batch: ForwardBatch, draws: Draws) -> Tensor | None:
         """Return what `draw` computes for a step of decodes, int64 [2, num_rows or more], until the next; or None."""
@@ -144,7 +147,7 @@ class CudaGraphRunner:
         """Capture every size that a step of up to `max_tokens` tokens can need, the largest first."""
         for has_adapters in (False,) if self._slots is None else (False, True):
             for size in self._sizes(max_tokens):
-                for draws in (False, True) if self.can_draw and not size.is_mixed else (False,):
+                for draws in (False, True) if self._draw is not None and not size.is_mixed else (False,):
                     if (own := size._replace(has_adapters=has_adapters, draws=draws)) not in self._graphs:
                         self._capture_size(own)
 

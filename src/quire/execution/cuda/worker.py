@@ -128,8 +128,10 @@ class CudaWorker(Worker):
 
     def _settings_of_graph(self, inputs: StepInputs) -> NDArray[np.float64] | None:
         """Return the settings of draws that can be part of the step's graph: one for each row, by plain parameters."""
-        num_rows = len(inputs.rows)
-        if self._graphs is None or not self._graphs.can_draw or num_rows != len(inputs.logit_rows):
+        num_rows, has_adapters = len(inputs.rows), inputs.forward.adapters is not None
+        if self._graphs is None or num_rows != len(inputs.logit_rows):
+            return None
+        if not self._graphs.may_draw(num_rows, has_adapters=has_adapters):
             return None
         is_plain = inputs.grammars is None and not inputs.pooled and not self._has_prompt_logprobs(inputs)
         if not is_plain or not np.array_equal(inputs.logit_rows, np.arange(len(inputs.forward.token_ids))):
