@@ -1,10 +1,12 @@
 """What a server says when it answers."""
 
+import io
 import os
 from contextlib import suppress
 
 import pytest
 from msgspec import structs
+from typing_extensions import Buffer
 
 from quire.engine.messages import Ready
 from quire.scheduling.limits import AdmissionLimits
@@ -52,6 +54,20 @@ def test_table_names_the_quantization(capsys: pytest.CaptureFixture[str]) -> Non
 def test_table_tells_of_the_swap_space(capsys: pytest.CaptureFixture[str]) -> None:
     shown = table(capsys, num_blocks=1, max_model_len=16, num_swap_blocks=200)
     assert "swap 200 blocks of 16: 3,200 tokens, 3.1 MiB" in shown
+
+
+def test_no_line_of_a_log_comes_between() -> None:
+    class Pieces(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, piece: Buffer) -> int:
+            written.append(bytes(piece))
+            return len(written[-1])
+
+    written: list[bytes] = []
+    print_banner("tiny", "http://host:1", ready(1, 16), io.TextIOWrapper(Pieces(), write_through=True))
+    assert [piece.endswith(b"Quire is serving tiny on http://host:1\n") for piece in written] == [True]
 
 
 def test_table_tells_of_a_missing_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,8 @@ def print_banner(
     with contextlib.suppress(OSError):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="replace")  # the name may have characters that the terminal cannot show
-        print(f"{printed.getvalue()}Quire is serving {name} on {url}", file=out, flush=True)
+        out.write(f"{printed.getvalue()}Quire is serving {name} on {url}\n")  # in one write: no log line comes between
+        out.flush()
 
 
 def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
