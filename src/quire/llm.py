@@ -104,7 +104,7 @@ class LLM:
             speculative_config=_as_json(speculative_config), **settings,
         )  # fmt: skip
         num_engines, name = options.data_parallel_size, found or "quire-demo"
-        self._observation = Observation(num_engines) if Metrics is None else Metrics(name, num_engines=num_engines)
+        self._observation = Observation(num_engines) if Metrics is None else Metrics(name, None, num_engines, options)
         self._open: OfflineEngine | None = _start(options, self._observation)
         self._num_requests = 0                                 # accepted so far; also the next one's id
 

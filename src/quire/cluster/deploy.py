@@ -135,7 +135,7 @@ async def connect(engine: EngineOptions, server: ServerOptions, options: DeployO
     text_source = resolve_tokenizer(engine.tokenizer, folder, engine.tokenizer_revision)
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(text_source), use)
     names = server.served_model_name or (engine.model or DEMO_NAME,)
-    metrics = Metrics(names[0])
+    metrics = Metrics(names[0], options=engine)
     metrics.engines[0].engine_ready(ready)
     owners = OwnerLabels(server.max_metric_labels)
     client = RayClient(handle, ready, tokenizer, engine, owners, metrics.engines[0], options.max_replicas)

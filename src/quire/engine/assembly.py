@@ -311,7 +311,7 @@ def _ready(
         num_parameters=model.num_parameters,
         weights_bytes=model.weight_bytes,
         kv_bytes_per_token=loaded.limits.kv_bytes_per_token,
-        num_swap_blocks=cache.num_swap_blocks,
+        num_swap_blocks=cache.num_swap_blocks, sliding_window=cache.sliding_window,
         kv_cache_dtype=model.kv_geometry.quantized_dtype,
         quantization="" if loaded.quantization == UNQUANTIZED else str(loaded.quantization),
         sampling=loaded.sampling,

@@ -100,6 +100,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     pooler: PoolerConfig | None = None  # None: the model gives no vectors
     no_pooler_reason: str = ""  # for which it gives none
     generates: bool = True  # False: it has no output head
+    sliding_window: int | None = None  # of CacheConfig
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

@@ -367,16 +367,20 @@ def test_figures_of_the_cache_are_passed_on() -> None:
 
 @pytest.mark.parametrize(("quantization", "method"), [("", "none"), ("int4: int4 weights in groups of 128", "int4")])
 def test_bytes_of_the_weights_are_told_with_their_format(quantization: str, method: str) -> None:
-    metrics = Metrics("tiny")
+    metrics = Metrics("tiny", options=EngineOptions(enable_prefix_caching=False, num_kv_blocks=8))
     limits = AdmissionLimits(8, block_size=16, max_num_seqs=8, max_model_len=64)
-    ready = Ready(limits, 64, 100, frozenset(), "bfloat16", "cpu", 5_000_000, 10 << 20, 64, quantization=quantization)
+    ready = Ready(
+        limits, 64, 100, frozenset(), "bfloat16", "cpu", 5_000_000, 10 << 20, 64, 2, quantization, sliding_window=32
+    )
     metrics.engines[0].engine_ready(ready)
     labels = OWN | {"dtype": "bfloat16", "quantization": method}
     expected = {frozenset(labels.items()): 10 << 20}
     assert Page(metrics).by_labels("quire:weights_bytes") == expected
     shown = {
-        "block_size": "16", "cache_dtype": "auto", "num_gpu_blocks": "8", "num_cpu_blocks": "0",
-        "kv_cache_size_tokens": "128", "kv_cache_max_concurrency": "2.00",
+        "block_size": "16", "cache_dtype": "auto", "cpu_offload_gb": "0", "enable_prefix_caching": "False",
+        "gpu_memory_utilization": "0.9", "num_gpu_blocks": "8", "num_gpu_blocks_override": "8", "num_cpu_blocks": "2",
+        "sliding_window": "32", "swap_space_bytes": "2048", "kv_cache_size_tokens": "128",
+        "kv_cache_max_concurrency": "2.00",
     }  # fmt: skip
     assert Page(metrics).by_labels("vllm:cache_config_info") == {frozenset((MODEL | shown).items()): 1}
 

@@ -22,13 +22,16 @@ from quire.engine.admission_rate import AdmissionRate
 from quire.engine.messages import EngineState, Ready, Stepped
 from quire.engine.metrics.histograms import RequestHistograms
 from quire.engine.observation import EngineObserver
+from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float]  # all samples of a family have the same labels in the same order
 
 CACHE_LABELS = (
-    "block_size", "cache_dtype", "num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency",
+    "block_size", "cache_dtype", "cpu_offload_gb", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks",
+    "num_gpu_blocks_override", "num_cpu_blocks", "sliding_window", "swap_space_bytes", "kv_cache_size_tokens",
+    "kv_cache_max_concurrency",
 )  # fmt: skip
 REFS = ("1", "2", "3-4", "5-8", "9+")               # keys of KVStats.ref_counts
 
@@ -59,8 +62,11 @@ class _RequestCounters:
 class EngineMetrics(EngineObserver):
     """Counts of an engine."""
 
-    def __init__(self, admissions: AdmissionRate, number: int, model_name: str, kv: KVStats | None) -> None:
+    def __init__(
+        self, admissions: AdmissionRate, number: int, model_name: str, options: EngineOptions, kv: KVStats | None
+    ) -> None:
         super().__init__(admissions, number)
+        self._options = options
         self._own: Labels = {"engine": str(number)}
         self._model: Labels = {"model_name": model_name} | self._own
         self._state = EngineState(0, 0, 0)
@@ -103,7 +109,7 @@ class EngineMetrics(EngineObserver):
         """Record the format and size of the weights."""
         method = ready.quantization.partition(":")[0] or "none"
         self._weights = {"dtype": ready.dtype, "quantization": method} | self._own, ready.weights_bytes
-        self._cache_config = _cache_config(ready), 1
+        self._cache_config = _cache_config(ready, self._options), 1
 
     def engine_restarted(self) -> None:
         """Count an engine that replaced a dead one."""
@@ -240,13 +246,17 @@ def by(label: str, values: Mapping[str, float], others: Labels | None = None) ->
     return (((others or {}) | {label: name}, value) for name, value in values.items())
 
 
-def _cache_config(ready: Ready) -> Labels:
-    """Return the figures of a KV cache by CACHE_LABELS."""
+def _cache_config(ready: Ready, options: EngineOptions) -> Labels:
+    """Return the settings and figures of a KV cache by CACHE_LABELS, as vLLM writes them: None, True."""
     limits = ready.limits
     num_tokens = limits.num_blocks * limits.block_size
-    concurrency = f"{num_tokens / limits.max_model_len:.2f}"
-    values = limits.block_size, ready.kv_cache_dtype or "auto", limits.num_blocks, ready.num_swap_blocks, num_tokens
-    return dict(zip(CACHE_LABELS, (*map(str, values), concurrency), strict=True))
+    swap_bytes = ready.num_swap_blocks * limits.block_size * ready.kv_bytes_per_token
+    values = (
+        limits.block_size, ready.kv_cache_dtype or "auto", 0, options.enable_prefix_caching,
+        options.gpu_memory_utilization, limits.num_blocks, options.num_kv_blocks, ready.num_swap_blocks,
+        ready.sliding_window, swap_bytes, num_tokens, f"{num_tokens / limits.max_model_len:.2f}",
+    )  # fmt: skip
+    return dict(zip(CACHE_LABELS, map(str, values), strict=True))
 
 
 def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:

@@ -16,6 +16,7 @@ from quire.core.outputs import KVStats
 from quire.engine.metrics.engine_metrics import EngineMetrics, by, counter
 from quire.engine.metrics.values import Metric, metric_values
 from quire.engine.observation import Observation
+from quire.engine.options import EngineOptions
 
 REFUSALS = ("server_overloaded", "shutting_down", "key_limit")  # codes of the errors that clients get
 QUEUE_BOUNDS = ("max_num_queued_reqs", "max_num_queued_tokens")  # vLLM's names of max_queued_requests and _tokens
@@ -26,6 +27,7 @@ OLDER_NAMES = {  # of the same numbers in vLLM up to 0.11, which dashboards of t
     "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
 }
+_DEFAULTS = EngineOptions()
 _SERVER = {"engine": "0"}  # of calls that reached no engine: one value, so that sums over engines are right
 
 
@@ -34,10 +36,14 @@ class Metrics(Observation, Collector):
 
     engines: Sequence[EngineMetrics]
 
-    def __init__(self, model_name: str, kv: KVStats | None = None, num_engines: int = 1) -> None:
+    def __init__(
+        self, model_name: str, kv: KVStats | None = None, num_engines: int = 1, options: EngineOptions = _DEFAULTS
+    ) -> None:
         super().__init__(num_engines)
         self.model_name = model_name
-        self.engines = [EngineMetrics(self._admissions, number, model_name, kv) for number in range(num_engines)]
+        self.engines = [
+            EngineMetrics(self._admissions, number, model_name, options, kv) for number in range(num_engines)
+        ]
         self._num_refused = dict.fromkeys(REFUSALS, 0)
         self._num_queue_full = dict.fromkeys(QUEUE_BOUNDS, 0)
         self._num_failed = dict.fromkeys(FAILURES, 0)

@@ -112,7 +112,7 @@ async def connect(children: list[EngineProcess], engine: EngineOptions, options:
     """Wait until the engines are ready. ConfigError, ModelError or EngineDeadError if a start fails."""
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     num_engines = len(children)
-    metrics = Observation(num_engines) if Metrics is None else Metrics(names[0], num_engines=num_engines)
+    metrics = Observation(num_engines) if Metrics is None else Metrics(names[0], None, num_engines, engine)
     owners = OwnerLabels(options.max_metric_labels)
     client: BaseClient
     if num_engines > 1:
