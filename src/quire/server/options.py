@@ -374,6 +374,11 @@ class ServerOptions(Limits):
         row="format in which the model writes its reasoning: `auto` (recognized by the chat template), one of the "
         "names in [tools.md](tools.md#formats), or `none`: reasoning is content",
     )  # fmt: skip
+    reasoning_config: str = _server(
+        "", "markers of reasoning, as JSON in vLLM's names: they must be those of the format", metavar="JSON",
+        row="JSON in vLLM's names: `reasoning_start_str` and `reasoning_end_str` must be the markers of the format of "
+        "`reasoning_parser`, by which reasoning is read and bounded; another value or key ends the start",
+    )  # fmt: skip
     enable_auto_tool_choice: bool = _server(
         False, "accepted for vLLM's sake: tool_choice auto is always served",
         row="no effect: `tool_choice` `auto` is always served; vLLM needs the flag",

@@ -102,6 +102,7 @@ _SUPPORTED = (
         "`auto`, the default, too: by the chat template ([tools](tools.md)); names of formats that have no parser here "
         "end the start with a list of those that have",
     ),
+    same(config("reasoning_config"), "markers other than those of the format end the start"),
     renamed(number("max_num_queued_reqs"), "max_queued_requests", "1024; beyond it 429 with `Retry-After`"),
     renamed(number("max_num_queued_tokens"), "max_queued_tokens", "of prompts", values.whole_number),
     same(real("shutdown_timeout"), "30 seconds"),
@@ -181,7 +182,6 @@ _MODEL = (
     *refused("outputs have no watermarks", config("watermark_config")),
     *refused("there are no diffusion models", config("diffusion_config", "-dc")),
     *refused("there is no such memory", config("engram_config")),
-    *refused("reasoning is bounded by the markers of its format", config("reasoning_config")),
     *accepted("it is for plug-ins, which there are none of", config("additional_config")),
 )
 

@@ -49,6 +49,33 @@ def test_unknown_names_are_refused(tmp_path: Path, option: str) -> None:
         formats(tmp_path, **{option: "hermit"})
 
 
+MARKERS = '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>\\n"}'
+
+
+@pytest.mark.parametrize("config", ["", "{}", '{"reasoning_end_str": "</think>"}', MARKERS])
+def test_markers_of_reasoning_may_be_named(tmp_path: Path, config: str) -> None:
+    served = formats(tmp_path, reasoning_parser="qwen3", reasoning_config=config)
+    assert served.reasoning is not None
+    assert served.reasoning.markers[0][1].strip() == "</think>"
+
+
+@pytest.mark.parametrize(
+    ("parser", "config", "message"),
+    [
+        ("qwen3", '{"reasoning_end_str": "Done.</think>"}',
+         "reasoning_end_str must be '</think>', the marker of the format qwen3 (reasoning_parser), got 'Done.</t"),
+        ("qwen3", '{"reasoning_start_str": 1}', "reasoning_start_str must be '<think>'"),
+        ("qwen3", '{"start": "<think>"}', "'start' is unknown; the keys are reasoning_start_str, reasoning_end_str"),
+        ("qwen3", '["<think>"]', "must be a JSON object, got"),
+        ("qwen3", "<think>", "must be a JSON object: "),
+        ("none", MARKERS, "the outputs of this model have no reasoning (see reasoning_parser)"),
+    ],
+)  # fmt: skip
+def test_other_markers_of_reasoning_are_refused(tmp_path: Path, parser: str, config: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^reasoning_config.*" + re.escape(message)):
+        formats(tmp_path, reasoning_parser=parser, reasoning_config=config)
+
+
 def test_markers_remain_in_the_text(tmp_path: Path) -> None:
     served = formats(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)

@@ -1,5 +1,6 @@
 """Formats of the served model: by its chat template or by name, and how they are applied to a call."""
 
+import json
 import logging
 import secrets
 import string
@@ -12,7 +13,7 @@ from quire.grammar_writing.writer import grammar_of
 from quire.server.api.output_formats import OutputReading, ToolUse
 from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.options import ServerOptions
-from quire.server.tool_formats.rows import ToolFormat
+from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.server.tool_formats.table import FALLBACK, find_format, find_reasoning
 from quire.server.tools.output_parser import OutputParser
 from quire.text.chat_template import ChatTemplate
@@ -21,6 +22,7 @@ from quire.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _END_CHARS = 256        # of a prompt, in which reasoning may end
+_MARKER_KEYS = ("reasoning_start_str", "reasoning_end_str")  # vLLM's names
 _MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9  # what its templates accept
 
 
@@ -34,6 +36,7 @@ class ServedFormats:
             self.reasoning = find_reasoning(options.reasoning_parser, template)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        _check_markers(options.reasoning_config, self.reasoning)
         rows = (self.calls, self.reasoning)
         self._channels = find_format("gpt_oss") if any(row and row.has_channels for row in rows) else None
         is_described = template is not None and ChatTemplate(template).is_given_format
@@ -128,6 +131,27 @@ def served_formats(tokenizer: Tokenizer | None, options: ServerOptions) -> Serve
     if options.enable_auto_tool_choice:
         log.info("enable_auto_tool_choice has no effect: tool_choice auto is always served")
     return formats
+
+
+def _check_markers(config: str, reasoning: ReasoningFormat | None) -> None:
+    """Raise ConfigError unless a reasoning_config, as JSON, names no markers but those of the format."""
+    try:
+        given = json.loads(config or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"reasoning_config must be a JSON object: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"reasoning_config must be a JSON object, got {config:.80}")
+    if given and reasoning is None:
+        raise ConfigError("reasoning_config: the outputs of this model have no reasoning (see reasoning_parser)")
+    markers = {} if reasoning is None else dict(zip(_MARKER_KEYS, reasoning.markers[0], strict=True))
+    for key, value in given.items():
+        if key not in markers:
+            raise ConfigError(f"reasoning_config: {key!r:.80} is unknown; the keys are {', '.join(_MARKER_KEYS)}")
+        if not isinstance(value, str) or value.strip() != markers[key].strip():
+            raise ConfigError(
+                f"reasoning_config: {key} must be {markers[key].strip()!r}, the marker of the format "
+                f"{reasoning.name if reasoning else ''} (reasoning_parser), got {value!r:.80}"
+            )
 
 
 def _call_id(row: ToolFormat | None, name: str, index: int) -> str:
