@@ -51,7 +51,7 @@ _ROWS = (
     *accepted("one process serves HTTP", number("api_server_count", flags=("-asc",)),
               number("data_parallel_supervisor_port"), real("dp_supervisor_probe_interval_s"),
               real("dp_supervisor_probe_timeout_s"), number("dp_supervisor_probe_failure_threshold")),
-    *accepted("there are no routes of Cohere's", switch("cohere_is_reasoning_model"), text("cohere_format")),
+    *accepted("there is no chat route of Cohere's", switch("cohere_is_reasoning_model"), text("cohere_format")),
     *accepted("/docs is a page without scripts, and needs a key where keys are set", switch("disable_fastapi_docs"),
               switch("enable_offline_docs")),
     *accepted("requests have no images, audio or video", switch("trust_request_mm_kwargs"),

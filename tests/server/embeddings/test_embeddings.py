@@ -105,6 +105,69 @@ def test_truncation_and_special_tokens(server: ServerProcess, embedder: Path) ->
     assert longest["usage"]["prompt_tokens"] == MAX_LEN
 
 
+def test_embed_route_gives_vectors_in_the_forms_of_cohere(server: ServerProcess) -> None:
+    types = ["float", "base64", "binary", "ubinary"]
+    answer = server.post("/v2/embed", {"model": "tiny", "texts": TEXTS, "embedding_types": types}).json()
+    plain = server.post("/v1/embeddings", {"input": TEXTS}).json()
+    vectors = np.array([each["embedding"] for each in plain["data"]], dtype=np.float32)
+    found = answer["embeddings"]
+    assert list(found) == types
+    np.testing.assert_array_equal(np.array(found["float"], dtype=np.float32), vectors)
+    decoded = [np.frombuffer(base64.b64decode(each), dtype="<f4") for each in found["base64"]]
+    np.testing.assert_array_equal(decoded, vectors)
+    bits = np.unpackbits(np.array(found["ubinary"], dtype=np.uint8), axis=1)
+    np.testing.assert_array_equal(bits, vectors > 0)
+    assert found["binary"] == [[byte - 128 for byte in row] for row in found["ubinary"]]
+    billed = {"input_tokens": plain["usage"]["prompt_tokens"], "image_tokens": 0}
+    assert answer["texts"] == TEXTS
+    assert answer["meta"] == {"api_version": {"version": "2"}, "billed_units": billed}
+    assert list(server.post("/v2/embed", {"texts": ["a"]}).json()["embeddings"]) == ["float"]
+
+
+def test_embed_route_truncates_at_the_end_unless_told(server: ServerProcess) -> None:
+    def embedding(**fields: object) -> dict[str, Any]:
+        answer: dict[str, Any] = server.post("/v2/embed", {"texts": [TEXTS[2]]} | fields).json()
+        return answer["embeddings"]
+
+    def expected(**fields: object) -> dict[str, Any]:
+        answer = server.post("/v1/embeddings", {"input": TEXTS[2]} | fields).json()
+        return {"float": [answer["data"][0]["embedding"]]}
+
+    assert embedding(max_tokens=6) == expected(truncate_prompt_tokens=6)
+    assert embedding(max_tokens=6, truncate="START") == expected(truncate_prompt_tokens=6, truncation_side="left")
+    assert embedding(truncate="NONE", output_dimension=8) == expected(dimensions=8)
+    long = server.post("/v2/embed", {"texts": ["x" * 1900]}).json()
+    assert long["meta"]["billed_units"]["input_tokens"] == MAX_LEN
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "texts", "missing"),
+        ({"texts": []}, "texts", "at least 1"),
+        ({"texts": ["a", 1]}, "texts[1]", "string"),
+        ({"texts": ["a"] * 6}, "texts", "max_embedding_inputs"),
+        ({"texts": ["a" * 2001]}, "texts", "max_pooling_bytes"),
+        ({"texts": ["x" * 1900], "truncate": "NONE"}, "texts", "maximum context length"),
+        ({"texts": ["a"], "truncate": "MIDDLE"}, "truncate", "NONE, START, END"),
+        ({"texts": ["a"], "truncate": "NONE", "max_tokens": 3}, "max_tokens", "truncate is NONE"),
+        ({"texts": ["a"], "max_tokens": MAX_LEN + 1}, "max_tokens", f"to {MAX_LEN}"),
+        ({"texts": ["a"], "max_tokens": 0}, "max_tokens", "from 1"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types", "float, base64, binary, ubinary"),
+        ({"texts": ["a"], "output_dimension": 7}, "output_dimension", "8, 16"),
+        ({"texts": ["a"], "input_type": "search_query"}, "input_type", "not supported"),
+        ({"texts": ["a"], "images": ["data:"]}, "images", "not supported"),
+    ],
+)
+def test_bad_embed_requests_name_field_and_limit(
+    server: ServerProcess, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = server.post("/v2/embed", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert message in error["message"]
+
+
 def test_conversations_are_embedded_as_the_template_renders_them(server: ServerProcess) -> None:
     text = f"user: {TEXTS[0]}\nassistant: {TEXTS[1]}\n"
     forms: list[tuple[dict[str, Any], str, bool]] = [

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from quire.core.checks import refuse
+from quire.core.checks import check_optional_int, refuse
 from quire.core.pooling import PoolingParams
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.server.api.bodies import NULL, TEXT, Body, OtherFields, Schema, documented_as, integer, list_of
@@ -23,6 +23,10 @@ OptionalTexts = Annotated[Any, documented_as({"type": "string"}, list_of({"type"
 
 # The pairs of names under which vLLM takes the two sides of scores.
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+# Cohere's names: forms of a vector, and the ends of a text that is too long.
+EMBEDDING_TYPES = ("float", "base64", "binary", "ubinary")
+TRUNCATIONS = ("NONE", "START", "END")
 
 _OTHERS = OtherFields(
     unsupported={
@@ -84,6 +88,43 @@ class PoolingBody(EmbeddingBody):
     def params(self) -> PoolingParams:
         """The parameters of each input."""
         return PoolingParams(self.dimensions, self.use_activation, self.task)  # type: ignore[arg-type]
+
+
+class EmbedBody(Body):
+    """The body of /v2/embed, in Cohere's form: texts alone, whose prompts are not the server's."""
+
+    OTHERS: ClassVar[OtherFields] = OtherFields({"images": ([],), "input_type": (), "inputs": ([],)}, ())
+
+    texts: Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    embedding_types: Annotated[list[str] | None, documented_as(list_of({"enum": list(EMBEDDING_TYPES)}), NULL)] = None
+    output_dimension: Annotated[int | None, integer(1)] = None
+    truncate: Annotated[str | None, documented_as({"enum": [*TRUNCATIONS, None]})] = None
+    max_tokens: Annotated[int | None, integer(1)] = None
+    priority: Annotated[int | None, integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
+
+    @property
+    def types(self) -> list[str]:
+        """The forms of each vector, without repetitions. InvalidRequestError names one that does not exist."""
+        asked = list(dict.fromkeys(self.embedding_types or ["float"]))
+        for each in asked:
+            if each not in EMBEDDING_TYPES:
+                refuse("embedding_types", each, f"a list of {', '.join(EMBEDDING_TYPES)}")
+        return asked
+
+    @property
+    def whole(self) -> EmbeddingBody:
+        """The same request in OpenAI's form. InvalidRequestError names the field that is wrong."""
+        truncate = self.truncate or "END"
+        if truncate not in TRUNCATIONS:
+            refuse("truncate", truncate, f"one of {', '.join(TRUNCATIONS)}")
+        check_optional_int("max_tokens", self.max_tokens, 1)
+        if truncate == "NONE" and self.max_tokens is not None:
+            refuse("max_tokens", self.max_tokens, "null where truncate is NONE")
+        return EmbeddingBody(
+            model=self.model, input=self.texts, dimensions=self.output_dimension, priority=self.priority,
+            truncate_prompt_tokens=None if truncate == "NONE" else self.max_tokens or -1,
+            truncation_side="left" if truncate == "START" else "right",
+        )  # fmt: skip
 
 
 class PairsBody(PooledBody):

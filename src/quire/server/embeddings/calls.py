@@ -35,8 +35,13 @@ class Started(NamedTuple):
     generation: Generation
 
 
-async def start_embeddings(request: Request, service: Service, body: EmbeddingBody, kind: str) -> Started:
-    """Queue a request for each input of a body, or for its conversation. `kind` is the prefix of the call's id."""
+async def start_embeddings(
+    request: Request, service: Service, body: EmbeddingBody, kind: str, *, param: str = "input"
+) -> Started:
+    """Queue a request for each input of a body, or for its conversation.
+
+    `kind` is the prefix of the call's id, `param` the field of the inputs in the client's body.
+    """
     arrival_s, pooling = time.monotonic(), _pooling_inputs(service)
     if body.encoding_format not in (None, "float", "base64"):
         refuse("encoding_format", body.encoding_format, "float or base64")
@@ -46,10 +51,10 @@ async def start_embeddings(request: Request, service: Service, body: EmbeddingBo
     truncation = pooling.check_truncation(body.truncate_prompt_tokens, body.truncation_side)
     conversation: Conversation | None = None
     if body.messages is None:
-        prompts = parse_inputs(body.input, service.options)
+        prompts = parse_inputs(body.input, service.options, param)
         adds_special_tokens = body.add_special_tokens is not False
     else:
-        prompts, conversation = [""], _conversation(body, body.messages)
+        prompts, conversation, param = [""], _conversation(body, body.messages), "messages"
         adds_special_tokens = conversation.adds_special_tokens
     body.input = body.messages = None     # packed soon: each garbage collection would walk lists of token ids
 
@@ -57,7 +62,6 @@ async def start_embeddings(request: Request, service: Service, body: EmbeddingBo
         how = {"add_special_tokens": adds_special_tokens, "truncation": truncation}
         return [pooling.tokenize(each, **how) for each in prompts]
 
-    param = "input" if conversation is None else "messages"
     with (
         renamed_fields({"prompt": param}),
         service.admit(len(prompts), param=param, client_id=call.client_id) as reservation,
@@ -66,7 +70,7 @@ async def start_embeddings(request: Request, service: Service, body: EmbeddingBo
             prompts = [await rendered(service, conversation, call.client_id)]
             _check_bytes(_num_bytes(prompts[0]), service.options, param)
         num_chars = sum(map(len, prompts))
-        tokenized = await service.threads.run(num_chars, lambda: _limited(tokenize(), service), call.client_id)
+        tokenized = await service.threads.run(num_chars, lambda: _limited(tokenize(), service, param), call.client_id)
         call = _with_requests(service, pooling, call, checked, tokenized)
         record_of(request.scope).num_prompts = len(prompts)
         return Started(call, await Generation.start(service, call, record_of(request.scope), arrival_s, reservation))
@@ -94,7 +98,7 @@ async def start_scores(
 
     def prepare() -> Scoring:
         scoring = tokenize_pairs(pooling, queries, documents, options)
-        return scoring._replace(prompts=_limited(scoring.prompts, service))
+        return scoring._replace(prompts=_limited(scoring.prompts, service, second))
 
     with service.admit(num_prompts, param=second, client_id=call.client_id) as reservation:
         with renamed_fields({"prompt": second}):
@@ -116,7 +120,7 @@ def _conversation(body: EmbeddingBody, messages: Sequence[Message]) -> Conversat
     )
 
 
-def parse_inputs(given: Any, limits: Limits) -> list[Prompt]:  # noqa: ANN401 (JSON)
+def parse_inputs(given: Any, limits: Limits, param: str = "input") -> list[Prompt]:  # noqa: ANN401 (JSON)
     """Return the inputs of a body as a list, within the bounds on their number and bytes."""
     if isinstance(given, str):
         inputs: list[Any] = [given]
@@ -126,10 +130,10 @@ def parse_inputs(given: Any, limits: Limits) -> list[Prompt]:  # noqa: ANN401 (J
         inputs = given
     else:
         expected = "text, a list of token ids, or a list that is not empty, of texts or of lists of token ids"
-        refuse("input", given, expected)
+        refuse(param, given, expected)
     if len(inputs) > limits.max_embedding_inputs:
-        refuse("input", given, f"at most {limits.max_embedding_inputs} inputs (max_embedding_inputs)")
-    _check_bytes(sum(_num_bytes(each) for each in inputs), limits, "input")
+        refuse(param, given, f"at most {limits.max_embedding_inputs} inputs (max_embedding_inputs)")
+    _check_bytes(sum(_num_bytes(each) for each in inputs), limits, param)
     return inputs
 
 
@@ -147,13 +151,13 @@ def _check_bytes(num_bytes: int, limits: Limits, param: str) -> None:
         invalid(f"the texts of the call come to {num_bytes} bytes; at most {most} (max_pooling_bytes)", param=param)
 
 
-def _limited(prompts: list[TokenizedPrompt], service: Service) -> list[TokenizedPrompt]:
+def _limited(prompts: list[TokenizedPrompt], service: Service, param: str) -> list[TokenizedPrompt]:
     """Return the prompts, each of a length that can run, and all together within `max_call_tokens`."""
     limits, most = service.client.inputs.limits, service.options.max_call_tokens
     for prompt in prompts:
         limits.check_admissible(len(prompt.token_ids), 0, 1)
     if sum(len(prompt.token_ids) for prompt in prompts) > most:
-        invalid(f"the prompts of one call may have at most {most} tokens together (max_call_tokens)", param="input")
+        invalid(f"the prompts of one call may have at most {most} tokens together (max_call_tokens)", param=param)
     return prompts
 
 

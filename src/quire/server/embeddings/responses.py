@@ -2,8 +2,11 @@
 
 import base64
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
+
+import numpy as np
 
 from quire.core.outputs import RequestOutput
 from quire.engine.pooling.scoring import Scoring
@@ -14,6 +17,7 @@ from quire.server.api.usage import TokenUsage
 from quire.server.errors import ApiError
 
 Json = dict[str, Any]
+_Form = Callable[["array[float]"], Any]  # what a vector becomes in JSON
 
 _FLOATS_PER_UNIT = 16  # numbers that are written in the time of a unit
 
@@ -74,13 +78,45 @@ def embeddings(
     def pieces(outputs: Sequence[RequestOutput]) -> Iterator[Iterable[bytes]]:
         for index, output in enumerate(outputs):
             vector = vector_of(output)
-            value = base64.b64encode(vector.tobytes()).decode() if is_base64 else vector.tolist()
+            value = _base64(vector) if is_base64 else vector.tolist()
             yield (encode({"index": index, "object": kind, name: value}),)
 
     def fields(outputs: Sequence[RequestOutput], usage: Json) -> Json:
         return _envelope(call) | {"data": JsonStream(array_from_values(pieces(outputs))), "usage": usage}
 
     return WholeResponse(fields)
+
+
+def embeddings_by_type(call: ApiRequest, types: Sequence[str], texts: Sequence[str]) -> WholeResponse:
+    """Return the builder of Cohere's form: the vectors of all texts in each of the types, and the texts."""
+
+    def vectors(form: _Form, outputs: Sequence[RequestOutput]) -> Iterator[Iterable[bytes]]:
+        for output in outputs:
+            yield (encode(form(vector_of(output))),)
+
+    def fields(outputs: Sequence[RequestOutput], usage: Json) -> Json:
+        found = {each: JsonStream(array_from_values(vectors(_FORMS[each], outputs))) for each in types}
+        billed = {"input_tokens": usage["prompt_tokens"], "image_tokens": 0}
+        meta = {"api_version": {"version": "2"}, "billed_units": billed}
+        return {"id": call.id, "embeddings": found, "texts": texts, "meta": meta}
+
+    return WholeResponse(fields)
+
+
+def _bits(vector: "array[float]", offset: int = 0) -> list[int]:
+    """Return a bit for each number, 1 if it is above 0, in bytes less `offset`; the last byte may end with zeros."""
+    bits = np.packbits(np.frombuffer(vector, dtype=np.float32) > 0)
+    return [int(byte) - offset for byte in bits]
+
+
+def _base64(vector: "array[float]") -> str:
+    return base64.b64encode(vector.tobytes()).decode()
+
+
+_FORMS: Mapping[str, _Form] = {
+    "float": lambda vector: vector.tolist(), "base64": _base64,
+    "binary": partial(_bits, offset=128), "ubinary": _bits,
+}  # fmt: skip
 
 
 def scores(call: ApiRequest, scoring: Scoring) -> WholeResponse:

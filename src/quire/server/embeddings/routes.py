@@ -1,4 +1,4 @@
-"""Routes of embeddings and scores: OpenAI's /v1/embeddings, vLLM's /pooling and /score, Jina's and Cohere's /rerank."""
+"""Routes of embeddings and scores: OpenAI's /v1/embeddings, Cohere's /v2/embed, vLLM's /pooling and /score, /rerank."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -7,8 +7,9 @@ from quire.server.api.bodies import request_body
 from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import create_response
 from quire.server.embeddings import responses
-from quire.server.embeddings.bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from quire.server.embeddings.bodies import EmbedBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from quire.server.embeddings.calls import start_embeddings, start_scores
+from quire.server.errors import renamed_fields
 from quire.server.service import Service
 
 router = APIRouter(tags=["embeddings"])
@@ -21,6 +22,17 @@ async def create_embeddings(request: Request) -> Response:
     is_base64 = body.encoding_format == "base64"
     call, generation = await start_embeddings(request, service, body, "embd")
     return await create_response(request, service, generation, responses.embeddings(call, is_base64=is_base64))
+
+
+@router.post("/v2/embed", openapi_extra=request_body(EmbedBody))
+async def embed(request: Request) -> Response:
+    """Return the embedding of each text in the forms that are asked for."""
+    service, body = _service(request), await read_body(request, EmbedBody)
+    types = body.types
+    with renamed_fields({"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}):
+        call, generation = await start_embeddings(request, service, body.whole, "embd", param="texts")
+    builder = responses.embeddings_by_type(call, types, body.texts)
+    return await create_response(request, service, generation, builder)
 
 
 @router.post("/pooling", openapi_extra=request_body(PoolingBody))

@@ -14,8 +14,8 @@ _ALWAYS_ANSWERED = frozenset({b"/health", b"/ping", b"/ready", b"/load", b"/metr
 # Routes that need a place in the queue. A refusal before the body is read costs least in a burst.
 _QUEUED = frozenset({
     b"/v1/completions", b"/v1/chat/completions", b"/v1/messages", b"/v1/messages/count_tokens", b"/v1/prefixes",
-    b"/tokenize", b"/detokenize", b"/invocations", b"/v1/responses", b"/v1/embeddings", b"/pooling", b"/score",
-    b"/v1/score", b"/rerank", b"/v1/rerank", b"/v2/rerank",
+    b"/tokenize", b"/detokenize", b"/invocations", b"/v1/responses", b"/v1/embeddings", b"/v2/embed", b"/pooling",
+    b"/score", b"/v1/score", b"/rerank", b"/v1/rerank", b"/v2/rerank",
 })  # fmt: skip
 # Of those, the ones that /load leaves out, as in vLLM.
 _NO_LOAD = frozenset({b"/v1/messages/count_tokens", b"/v1/prefixes", b"/tokenize", b"/detokenize"})
