@@ -47,6 +47,7 @@ CONTRACT_DEFAULTS = {
     "structured_outputs": None,
     "repetition_detection": None,
     "guided_decoding": None,
+    "flat_logprobs": False,
 }
 
 # Field: the ends of its range, then values just outside.
@@ -72,7 +73,7 @@ OPTIONAL = (
     "prompt_logprobs", "truncate_prompt_tokens", "logit_bias", "logprob_token_ids",
     "repetition_detection", "prompt_logprob_token_ids", "prompt_logprob_start",
 )
-BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "flat_logprobs")
 
 
 def shown(value: object) -> str:
@@ -84,6 +85,12 @@ def refusal(**fields: object) -> InvalidRequestError:
         SamplingParams(**fields)
     assert isinstance(caught.value, InvalidRequestError)
     return caught.value
+
+
+def test_flat_logprobs_are_refused_by_name() -> None:
+    assert str(refusal(flat_logprobs=True)) == (
+        "flat_logprobs must be false: logprobs are lists with a dict for each token, got True"
+    )
 
 
 def test_fields_and_defaults_are_the_contracts() -> None:

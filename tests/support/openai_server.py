@@ -89,7 +89,7 @@ class OpenAIServer:
         receive = connection.receive
 
         async def receive_after_readers() -> Report:
-            while any(not stream.is_read for stream in client._streams):
+            while any(stream._has_output for stream in client._streams):
                 await asyncio.sleep(0)
             return await receive()
 

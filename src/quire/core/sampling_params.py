@@ -115,6 +115,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     guided_decoding: StructuredOutputsParams | None = None  # an earlier name, moved to the former
+    flat_logprobs: bool = False  # vLLM's; True is refused
 
     def __post_init__(self) -> None:
         for field, (low, high) in _RANGES.items():
@@ -147,7 +148,7 @@ class SamplingParams:
             refuse("logprob_token_ids", named, f"a list of at most {MAX_LOGPROB_TOKEN_IDS} token ids")
         if named and self.logprobs not in (None, len(named)):
             refuse("logprobs", self.logprobs, f"null or the number of logprob_token_ids ({len(named)})")
-        self._check_prompt_scores()
+        self._check_logprobs()
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings are found in text: detokenize must be true", param="stop")
 
@@ -161,7 +162,9 @@ class SamplingParams:
         if highest >= vocab_size:
             refuse("prompt_logprob_token_ids", highest, f"token ids below the vocabulary size of {vocab_size}")
 
-    def _check_prompt_scores(self) -> None:
+    def _check_logprobs(self) -> None:
+        if check_bool("flat_logprobs", self.flat_logprobs):
+            refuse("flat_logprobs", self.flat_logprobs, "false: logprobs are lists with a dict for each token")
         start = check_optional_int("prompt_logprob_start", self.prompt_logprob_start, 0)
         if start is not None and self.prompt_logprob_token_ids is None:
             refuse("prompt_logprob_start", start, "null without prompt_logprob_token_ids")

@@ -43,11 +43,6 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._table.close(self._request_id)
         raise self._error
 
-    @property
-    def is_read(self) -> bool:
-        """Whether every output so far has been read."""
-        return not self._has_output
-
     def abort(self) -> None:
         """End the request if it runs, and close the stream; a pending read ends. Idempotent."""
         self._is_over = True
