@@ -4,7 +4,7 @@
 // layers, which finds all other threads at work and stays in its own. So one barrier, not one for each expert, is between
 // scores, inner activations and results; experts without a row are not read. An expert with many rows is a linear layer of
 // all threads. A row's results are added in the order of its scores, in float32, whatever rows are beside it. Ranks of tensor
-// parallelism have the same choices, and exchange the inner activations of all experts at once.
+// parallelism have the same choices, and exchange the inner activations of all experts at once, or add up their results.
 #include <algorithm>
 #include <cstring>
 
@@ -92,10 +92,12 @@ void choose(const float* scores, long num_experts, const ExpertWeights& experts,
 template <typename T>
 class SomeRows {
 public:
-    SomeRows(const Experts<T>& op, long first, long num_rows)
+    // partial: of ranks that add up their results, where this one's are stored, [rows of op, outputs]; else null.
+    SomeRows(const Experts<T>& op, float* partial, long first, long num_rows)
         : weights_(op.weights), x_(op.x + first * op.x_stride), x_stride_(op.x_stride), out_(op.out + first * op.out_stride),
-          out_stride_(op.out_stride), num_rows_(num_rows), num_experts_(static_cast<long>(weights_.in.size())),
-          width_(weights_.router.in_features), num_outputs_(weights_.out[0].out_features), num_places_(places_of(weights_)) {}
+          out_stride_(op.out_stride), partial_(partial ? partial + first * op.out_stride : nullptr), num_rows_(num_rows),
+          num_experts_(static_cast<long>(weights_.in.size())), width_(weights_.router.in_features),
+          num_outputs_(weights_.out[0].out_features), num_places_(places_of(weights_)) {}
 
     static long places_of(const ExpertWeights& weights) { return weights.num_chosen + weights.has_shared; }
 
@@ -125,7 +127,9 @@ private:
     const T* x_;
     long x_stride_;
     T* out_;
-    long out_stride_, num_rows_, num_experts_, width_, num_outputs_, num_places_;
+    long out_stride_;
+    float* partial_;
+    long num_rows_, num_experts_, width_, num_outputs_, num_places_;
     // Of the choices of all rows, [row][place]: experts and their shares, and each one's place among the rows in their order
     // by expert. The other way round: the row of each. Of the experts: their first one, how many, and those that are used, the
     // ones with most rows first.
@@ -271,7 +275,10 @@ private:
                     Floats sum = {};
                     for (long place = row * num_places_; place < (row + 1) * num_places_; place++)
                         sum += load_some(results + sorted_[place] * num_outputs_ + i, count) * splat(shares_[place]);
-                    store_some(out_ + row * out_stride_ + i, sum, count);
+                    if (partial_)
+                        store_some(partial_ + row * out_stride_ + i, sum, count);
+                    else
+                        store_some(out_ + row * out_stride_ + i, sum, count);
                 }
         });
     }
@@ -282,11 +289,15 @@ private:
 template <typename T>
 void experts(const Experts<T>& op) {
     const ExpertWeights& weights = op.weights;
-    // Ranks are to take the same rows at once, so the sizes are those of all ranks.
+    // Ranks that exchange inner columns are to take the same rows at once, so the sizes are those of all ranks.
     const long widest = std::max(weights.out.front().in_features, weights.out.back().in_features);
     const long place_bytes = weights.router.in_features * static_cast<long>(sizeof(T) + sizeof(float)) + widest * static_cast<long>(sizeof(T));
     const long at_once = std::max(1L, SCRATCH_BYTES / (place_bytes * SomeRows<T>::places_of(weights)));
-    for (long first = 0; first < op.num_rows; first += at_once) SomeRows<T>(op, first, std::min(at_once, op.num_rows - first))();
+    static thread_local Aligned<float> memory;
+    float* partial = weights.result_exchange.sum ? memory.at_least(op.num_rows * op.out_stride) : nullptr;
+    for (long first = 0; first < op.num_rows; first += at_once)
+        SomeRows<T>(op, partial, first, std::min(at_once, op.num_rows - first))();
+    if (weights.result_exchange.sum) weights.result_exchange(partial, op.out, op.num_rows, sizeof(T) == sizeof(float));
 }
 
 template void experts(const Experts<bf16>&);

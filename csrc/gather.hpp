@@ -86,7 +86,7 @@ struct ColumnGather {
     }
 };
 
-// A sum of partial sums of one width, as a SumExchange (program.hpp) calls it.
+// A sum of partial sums of one width, as a SumExchange (kernels.hpp) calls it.
 struct PartialSum {
     RankGroup* group;
     long width;

@@ -134,21 +134,34 @@ struct ColumnExchange {
     }
 };
 
+// A sum over the ranks of tensor parallelism: each has partial sums, own [num_rows, width], and gets those of all in the
+// order of the ranks, rounded to float or bf16 once; both without gaps. sum null: the sums are whole.
+struct SumExchange {
+    void (*sum)(void* context, const float* own, void* out, long num_rows, bool out_is_float);
+    void* context;
+
+    void operator()(const float* own, void* out, long num_rows, bool out_is_float) const {
+        sum(context, own, out, num_rows, out_is_float);
+    }
+};
+
 // A mixture of experts (Shazeer et al. 2017). The router has one score for each expert, of which a row uses `num_chosen`,
 // weighted by the softmax of its scores: over the chosen ones if is_normalized, else over all. With has_shared the last
 // expert is not chosen: all rows use it, weighted by the sigmoid of its score. The inner width of all others is the same.
-// A rank has some outputs of each layer but the router's: `in` makes some of the inner columns, which the ranks exchange.
+// A rank has some outputs of each layer but the router's: `in` makes some of the inner columns, which the ranks exchange. Or
+// `out` has these inputs alone, and the ranks add up their parts of a row's results.
 struct ExpertWeights {
     LinearWeights router;
     std::vector<LinearWeights> in, out;  // of each expert: to its inner width, activated, and back
     long num_chosen;
     bool is_normalized, has_shared;
     ColumnExchange routed_exchange, shared_exchange;  // of inner columns: of the chosen experts, and of the shared one
+    SumExchange result_exchange;                      // of the results of all rows
 };
 
 // out = sum of the results of a row's experts times their weights, in float32, the highest score first and the shared
 // expert last, rounded to T once; of a rank, its columns of it. Of equal scores that of the lower number counts as higher.
-// Rows `stride` elements apart; out may be x's memory.
+// Rows `stride` elements apart, those of a sum over ranks without gaps; out may be x's memory.
 template <typename T>
 struct Experts {
     const T* x;

@@ -76,16 +76,6 @@ struct GatherOp {
     long x, out;
     ColumnExchange exchange;
 };
-// A sum over the ranks of tensor parallelism: each has partial sums, own [num_rows, width], and gets those of all in the
-// order of the ranks, rounded to float or bf16 once; both without gaps.
-struct SumExchange {
-    void (*sum)(void* context, const float* own, void* out, long num_rows, bool out_is_float);
-    void* context;
-
-    void operator()(const float* own, void* out, long num_rows, bool out_is_float) const {
-        sum(context, own, out, num_rows, out_is_float);
-    }
-};
 // A linear layer of which each rank of tensor parallelism has some inputs: their partial sums are added over the ranks.
 struct SummedLinearOp {
     long x, out, number;

@@ -568,7 +568,7 @@ def test_ranks_have_the_bits_of_one(case: str, dtype: str, tmp_path: Path, paged
 SUMMED = [
     "gpt2", "gpt2, every option", "opt", "opt, as the 350m", "opt, no biases, gelu", "gptj", "gpt_neox", "falcon",
     "llama, grouped, tied", "llama, biases, own head width", "qwen2", "qwen3", "olmo2, biases, own eps, llama3 rope",
-    "phi3", "granite, every option", "cohere, biases, untied, scaled", "gemma2",
+    "phi3", "granite, every option", "cohere, biases, untied, scaled", "gemma2", *MIXTURES, "qwen2 moe, every option",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.gather import GatherHook
+from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.linear import Linear
 
 
@@ -26,12 +26,14 @@ class ExpertSplit(NamedTuple):
     """The part of a mixture that a rank of tensor parallelism has: some outputs of both layers of every expert.
 
     Every rank has the whole router, and so the same choices. Between an expert's layers the ranks exchange their inner
-    columns; of the results, each has columns of its own, `num_outputs` of them.
+    columns; of the results, each has columns of its own, `num_outputs` of them. Or the second layers have the inputs
+    that the first ones of this rank make, and partial results of all outputs, which the ranks add up by `sums`.
     """
 
     num_outputs: int
-    routed: GatherHook         # of the experts that are chosen, which all have the same inner width
+    routed: GatherHook | None  # of the experts that are chosen, which all have the same inner width
     shared: GatherHook | None  # of the shared expert
+    sums: SumHook | None = None
 
 
 class ExpertLayer(Protocol):
@@ -98,13 +100,15 @@ class TorchExperts:
         out = torch.zeros_like(results[:, 0])
         for place in range(chosen.shape[1]):
             out += results[:, place] * weights[:, place, None]
+        if self._split is not None and self._split.sums is not None:
+            return self._split.sums(out.to(self._split.sums.partial_dtype or x.dtype), x.dtype)
         return out.to(x.dtype)
 
     def _inner(self, number: int, x: Tensor) -> Tensor:
         inner = self._experts[number].layer_in(x)
-        if self._split is None:
+        if self._split is None or self._split.sums is not None:
             return inner
         is_shared = self._routing.has_shared and number == len(self._experts) - 1
         gather = self._split.shared if is_shared else self._split.routed
-        assert gather is not None, "a shared expert without its exchange"
+        assert gather is not None, "an expert without its exchange"
         return gather(inner)

@@ -37,7 +37,7 @@ class SumHook(Protocol):
 
     @property
     def address(self) -> tuple[int, int] | None:
-        """A C function (csrc/program.hpp, SumExchange) and its context, which does the same; None: there is none."""
+        """A C function (csrc/kernels.hpp, SumExchange) and its context, which does the same; None: there is none."""
 
     def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sums [num_tokens, width] of all ranks' `own`, partial sums of that shape, rounded to `dtype`."""

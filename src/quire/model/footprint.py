@@ -6,7 +6,7 @@
 
 from fractions import Fraction
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,8 +105,7 @@ def weight_bytes(
         stem = prefix + spec.weights.layer.format(layer=index)
         shapes = list(layer_shapes(spec, layer))
         if shard is not None:
-            of_down = quantization.scheme([stem + spec.weights.feed_forward_out])
-            shapes = _shapes_of_shard(spec, layer, shard, of_down)
+            shapes = _shapes_of_shard(spec, layer, shard, quantization, stem)
         total += sum(kept(shape, stem) for shape in shapes)
     head = around.head if shard is None else _own_part(around.head, shard.ranges(around.head))
     return int(total) + (_kept_bytes(head, dtype, packing, quantization.head) if is_head_kept else 0)
@@ -145,15 +144,15 @@ def _shapes_of_layers(spec: DecoderSpec) -> list[Shape | None]:
     return [shape for layer in spec.layers for shape in layer_shapes(spec, layer)]
 
 
-def _shapes_of_shard(spec: DecoderSpec, layer: LayerSpec, shard: Shard, of_down: WeightScheme) -> list[Shape | None]:
-    """Return the shapes of what a rank has of a layer: a part of the linear layers but routers, and everything else.
-
-    of_down: the scheme of the feed-forward's second layer.
-    """
+def _shapes_of_shard(
+    spec: DecoderSpec, layer: LayerSpec, shard: Shard, quantization: Quantization, stem: str
+) -> list[Shape | None]:
+    """Return the shapes of what a rank has of a layer: a part of the linear layers but routers, and everything else."""
     of_layer = LayerShapes.of(spec, layer)
     qkv = of_layer.qkv
     if shard.mode == "reduce":
-        return list(_summed_shapes(layer, of_layer, shard, of_down))
+        own = _summed_shapes(layer, of_layer, shard, quantization, stem)
+        return [own.get(shape, shape) for shape in layer_shapes(spec, layer)]
     return [
         _own_part(shape, shard.adapted_ranges(layer, "qkv" if shape == qkv else "", shape))
         if isinstance(shape, LinearShape) and not shape.is_always_dense
@@ -162,24 +161,25 @@ def _shapes_of_shard(spec: DecoderSpec, layer: LayerSpec, shard: Shard, of_down:
     ]
 
 
-def _summed_shapes(layer: LayerSpec, shapes: LayerShapes, shard: Shard, of_down: WeightScheme) -> tuple[Any, ...]:
-    """Return the shapes of what a rank has of a layer of which two linear layers are divided by their inputs."""
-    qkv, out, up, down = shapes.qkv, shapes.attention_out, shapes.up, shapes.down
-    assert up is not None, "experts divided by inputs"
-    assert down is not None, "experts divided by inputs"
-    one_scale = of_down.group_size in (0, WHOLE_ROW) or of_down.group_size >= down.width
-    inner = shard.cut(down.width, 1 if one_scale else of_down.group_size).of(shard.rank)
-    attended = shard.attended_cut(layer).of(shard.rank)
+def _summed_shapes(
+    layer: LayerSpec, shapes: LayerShapes, shard: Shard, quantization: Quantization, stem: str
+) -> dict[Shape | None, Shape]:
+    """Return a rank's shapes of the linear layers but routers, of which those behind another are divided by inputs."""
+    qkv, out = shapes.qkv, shapes.attention_out
 
     def of_inputs(shape: LinearShape, inputs: Range) -> LinearShape:
         return shape._replace(width=inputs[1] - inputs[0], has_bias=shape.has_bias and shard.rank == 0)
 
-    return shapes._replace(
-        qkv=_own_part(qkv, shard.adapted_ranges(layer, "qkv", qkv)),
-        attention_out=of_inputs(out, attended),
-        up=_own_part(up, [inner] * len(up.num_rows)),
-        down=of_inputs(down, inner),
-    )
+    own: dict[Shape | None, Shape] = {
+        qkv: _own_part(qkv, shard.adapted_ranges(layer, "qkv", qkv)),
+        out: of_inputs(out, shard.attended_cut(layer).of(shard.rank)),
+    }
+    for up, down in shapes.feed_forwards:
+        group_size = quantization.scheme([stem + down.modules[0]]).group_size
+        one_scale = group_size in (0, WHOLE_ROW) or group_size >= down.width
+        inner = shard.cut(down.width, 1 if one_scale else group_size).of(shard.rank)
+        own |= {up: _own_part(up, [inner] * len(up.num_rows)), down: of_inputs(down, inner)}
+    return own
 
 
 def _own_part(shape: LinearShape, ranges: list[Range]) -> LinearShape:

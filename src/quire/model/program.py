@@ -5,7 +5,7 @@ The activations are `stream`, the residual stream; `x`, a sublayer's input and t
 named `layers.N.` and as below.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.experts import ExpertSplit, Routing
+from quire.kernels.experts import Expert, ExpertSplit, Routing
 from quire.kernels.kv_quantization import ONES
+from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
 from quire.kernels.program import INPUT, Op, Program
 from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
-from quire.model.sharding import Cut, Range
+from quire.model.sharding import Cut, Range, Shard
 from quire.model.spec import DecoderSpec, Experts, LayerSpec, NormKind, NormPosition, Part, Rotary, SpecError
 from quire.model.weights import WeightReader
 
@@ -152,20 +153,13 @@ def _attention_ops(
     )  # fmt: skip
     name, shape, ranks = f"{stem}attention_out", shapes.attention_out, shared.ranks
     if ranks is not None and ranks.shard.mode == "reduce":
-        inputs = ranks.shard.attended_cut(layer).of(ranks.shard.rank)
-        yield _summed_linear(name, shape, lambda unit: inputs, "attended", "x", weights, ranks)[0]
+        inputs, hook = ranks.shard.attended_cut(layer).of(ranks.shard.rank), ranks.sum(spec.hidden_size)
+        linear, _ = weights.partial_linear(
+            shape, lambda unit: inputs, dtype=hook.partial_dtype, has_bias=ranks.shard.rank == 0  # which adds it
+        )
+        yield special_ops.SummedLinear(name, linear, "attended", "x", hook, inputs)
         return
     yield ops.Linear(name, weights.linear(shape, _ranges(ranks, shape)), "attended", "x")
-
-
-def _summed_linear(
-    name: str, shape: LinearShape, inputs: Callable[[int], Range], x: str, out: str, weights: WeightReader,
-    ranks: Ranks,
-) -> tuple[Op, Range]:  # fmt: skip
-    """Return the op of a layer that is split by its inputs, and those of this rank; `inputs` as of `partial_linear`."""
-    hook, is_first = ranks.sum(shape.num_rows[0]), ranks.shard.rank == 0  # which adds the bias
-    linear, own = weights.partial_linear(shape, inputs, dtype=hook.partial_dtype, has_bias=is_first)
-    return special_ops.SummedLinear(name, linear, x, out, hook, own), own
 
 
 def _ranges(ranks: Ranks | None, shape: LinearShape) -> list[Range] | None:
@@ -187,20 +181,17 @@ def _feed_forward_ops(
     if isinstance(mixture, Experts):
         assert shapes.experts is not None
         routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
-        split = None if ranks is None else _expert_split(mixture, shapes.experts, ranks)
-        experts = weights.experts(shapes.experts, routing, split, lambda shape: _ranges(ranks, shape))
-        yield special_ops.Experts(f"{stem}feed_forward_out", experts, source, out)
+        experts, split = _experts(mixture, shapes.experts, weights, ranks)
+        layer_of_experts = weights.experts(shapes.experts.router, experts, routing, split)
+        yield special_ops.Experts(f"{stem}feed_forward_out", layer_of_experts, source, out)
         return
     assert shapes.up is not None
     assert shapes.down is not None
     if ranks is not None and ranks.shard.mode == "reduce":
-        shard, width = ranks.shard, shapes.down.width
-        down_op, inner = _summed_linear(
-            f"{stem}feed_forward_out", shapes.down, lambda unit: shard.cut(width, unit).of(shard.rank), "inner", out,
-            weights, ranks,
-        )  # fmt: skip
-        up = weights.linear(shapes.up, [inner] * len(shapes.up.num_rows))
-        yield from (ops.Linear(f"{stem}feed_forward_in", up, source, "inner"), down_op)
+        hook = ranks.sum(shapes.down.num_rows[0])
+        up, down, inner = _partial_layers(shapes.up, shapes.down, weights, ranks.shard, hook.partial_dtype)
+        yield ops.Linear(f"{stem}feed_forward_in", up, source, "inner")
+        yield special_ops.SummedLinear(f"{stem}feed_forward_out", down, "inner", out, hook, inner)
         return
     up = weights.linear(shapes.up, _ranges(ranks, shapes.up))
     down = weights.linear(shapes.down, _ranges(ranks, shapes.down))
@@ -208,11 +199,40 @@ def _feed_forward_ops(
     yield ops.Linear(f"{stem}feed_forward_out", down, "inner", out)
 
 
-def _expert_split(mixture: Experts, shapes: ExpertShapes, ranks: Ranks) -> ExpertSplit:
-    """Return a rank's part of a mixture: outputs of both layers of every expert, as of a dense feed-forward."""
-    first, stop = ranks.shard.cut(shapes.router.width).of(ranks.shard.rank)
+def _partial_layers(
+    up: LinearShape, down: LinearShape, weights: WeightReader, shard: Shard, dtype: torch.dtype | None,
+    inner: Range | None = None,
+) -> tuple[Linear, Linear, Range]:  # fmt: skip
+    """Return a rank's layers of a feed-forward that is split by its inner columns, and the range of these.
+
+    dtype: of the second layer's partial sums. inner: None: an even part, cut where the second layer's weight can be.
+    """
+    second, inner = weights.partial_linear(
+        down, lambda unit: inner or shard.cut(down.width, unit).of(shard.rank), dtype=dtype, has_bias=shard.rank == 0
+    )
+    return weights.linear(up, [inner] * len(up.num_rows)), second, inner
+
+
+def _experts(
+    mixture: Experts, shapes: ExpertShapes, weights: WeightReader, ranks: Ranks | None
+) -> tuple[list[Expert], ExpertSplit | None]:
+    """Return the experts, and the split of a rank's part of them: outputs of both layers, or inner columns."""
+    found, width = list[Expert](), shapes.router.width
+    if ranks is not None and ranks.shard.mode == "reduce":
+        columns: dict[int, Range] = {}  # by the inner width: experts of equal width are cut alike
+        for up, down in shapes.experts:
+            *layers, inner = _partial_layers(up, down, weights, ranks.shard, torch.float32, columns.get(down.width))
+            columns[down.width] = inner
+            found.append(Expert(*layers))
+        return found, ExpertSplit(width, None, None, ranks.sum(width))
+    for up, down in shapes.experts:
+        layer_out = weights.linear(down, _ranges(ranks, down), dtype=torch.float32)
+        found.append(Expert(weights.linear(up, _ranges(ranks, up)), layer_out))
+    if ranks is None:
+        return found, None
+    first, stop = ranks.shard.cut(width).of(ranks.shard.rank)
     shared = None if mixture.shared is None else ranks.gather(ranks.shard.cut(mixture.shared.size))
-    return ExpertSplit(stop - first, ranks.gather(ranks.shard.cut(mixture.expert.size)), shared)
+    return found, ExpertSplit(stop - first, ranks.gather(ranks.shard.cut(mixture.expert.size)), shared)
 
 
 def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, out: str = "x") -> Op:

@@ -3,6 +3,7 @@
 The one source of shapes: weights are read by them, and `footprint.py` counts them, without torch.
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -151,6 +152,15 @@ class LayerShapes(NamedTuple):
             attention_output_norm=_norm_or_none(spec, names.attention_output_norm, width),
             feed_forward_output_norm=_norm_or_none(spec, names.feed_forward_output_norm, width),
         )
+
+    @property
+    def feed_forwards(self) -> Sequence[tuple[LinearShape, LinearShape]]:
+        """The feed-forward, or those of all experts: the layer to the inner width, and the one back."""
+        if self.experts is not None:
+            return self.experts.experts
+        assert self.up is not None
+        assert self.down is not None
+        return [(self.up, self.down)]
 
 
 def layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> tuple[Shape | None, ...]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
-from quire.model.spec import DecoderSpec, Experts, LayerSpec
+from quire.model.spec import DecoderSpec, LayerSpec
 
 ADDED_BYTES = 64 << 10  # of a rank's partial sums, which one exchange moves; of more, two (csrc/gather.cpp)
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
@@ -135,10 +135,6 @@ def head_ranges(layer: LayerSpec, num_ranks: int) -> list[HeadRange]:
 def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") -> None:
     """Raise ConfigError for a model that cannot be split over so many ranks."""
     head_ranges(spec.layers[0], num_ranks)
-    if mode == "reduce" and any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
-        raise ConfigError(
-            "tensor_parallel_mode 'reduce': models with experts are not supported; use --tensor-parallel-mode gather"
-        )
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")

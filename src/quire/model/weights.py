@@ -16,7 +16,7 @@ from quire.kernels.linear import Linear
 from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.stacked import with_single_experts
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.shapes import ExpertShapes, LinearShape, NormShape, SinksShape, TableShape
+from quire.model.shapes import LinearShape, NormShape, SinksShape, TableShape
 from quire.model.sharding import Range, shifted
 from quire.model.spec import WeightMap
 from quire.model.weight_formats.dense import DenseFormat
@@ -132,8 +132,8 @@ class WeightReader:
         cut = next((each for each in (start, stop) if each % unit and each != shape.width), None)
         if cut is not None:
             raise ConfigError(
-                f"tensor_parallel_mode 'reduce': each {unit} inputs of {name} share a scale, and a rank's part of the "
-                f"heads ends at input {cut}; use --tensor-parallel-mode gather"
+                f"tensor_parallel_mode 'reduce': each {unit} inputs of {name} share a scale, and a rank's part of "
+                f"them ends at input {cut}; use --tensor-parallel-mode gather"
             )
         bias = self._read_biases(modules) if shape.has_bias and has_bias else None
         layer = self.back_end.linear(weight.take_inputs(start, stop), bias, dtype=dtype)
@@ -152,24 +152,11 @@ class WeightReader:
         return [ModuleRows(stem, count, *rows) for stem, count, rows in zip(stems, num_rows, found, strict=True)]
 
     def experts(
-        self,
-        shapes: ExpertShapes,
-        routing: Routing,
-        split: ExpertSplit | None = None,
-        ranges: Callable[[LinearShape], Sequence[Range] | None] = lambda shape: None,
+        self, router: LinearShape, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
     ) -> ExpertLayer:
-        """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32.
-
-        split: of the experts' outputs over ranks; its `ranges` are this rank's, as of `linear`.
-        """
-        experts = [
-            Expert(
-                self.linear(layer_in, ranges(layer_in)), self.linear(layer_out, ranges(layer_out), dtype=torch.float32)
-            )
-            for layer_in, layer_out in shapes.experts
-        ]
-        router = self.linear(shapes.router, dtype=torch.float32, weight_format=DenseFormat())
-        return self.back_end.experts(router, experts, routing, split)
+        """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32."""
+        scores = self.linear(router, dtype=torch.float32, weight_format=DenseFormat())
+        return self.back_end.experts(scores, experts, routing, split)
 
     def kv_scales(self, shape: LinearShape) -> KVScales:
         """Return the scales of a layer's keys and values that calibrated checkpoints have, else 1; `shape`: of qkv."""

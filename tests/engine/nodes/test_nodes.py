@@ -35,6 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_folder(tmp_path_factory.mktemp("mixture"), MIXTURE)
+
+
 def answers(outputs: list[RequestOutput]) -> list[object]:
     return [(o.prompt_logprobs, [(c.token_ids, c.logprobs) for c in o.outputs]) for o in outputs]
 
@@ -70,8 +75,7 @@ def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int) -> N
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "quantization": "int8"}, {"dtype": "float16"}], ids=str)
-def test_experts_have_the_bits_of_one_process(tmp_path: Path, settings: dict[str, Any]) -> None:
-    mixture = write_random_folder(tmp_path / "mixture", MIXTURE)
+def test_experts_have_the_bits_of_one_process(mixture: Path, settings: dict[str, Any]) -> None:
     with LLM(mixture, **SETTINGS, **settings) as llm:
         expected = [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)]
     with two_nodes(mixture, **SETTINGS, **settings) as (llm, _):
@@ -117,15 +121,18 @@ def test_adapter_that_a_node_lacks_or_has_otherwise_fails_its_own_load_alone(fol
         assert answers(list(others)[-1:]) == alone
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_partial_sums_have_the_bits_of_one_machine(folder: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("name", "num_ranks"), [("folder", 2), ("folder", 4), ("mixture", 2)])
+def test_partial_sums_have_the_bits_of_one_machine(
+    name: str, num_ranks: int, folder: Path, mixture: Path
+) -> None:
     """In steps of a few tokens, whose sums every rank adds, and of many, of which each adds a part."""
+    model = {"folder": folder, "mixture": mixture}[name]
     settings = {"num_kv_blocks": 96, "tensor_parallel_mode": "reduce", "tensor_parallel_size": num_ranks}
     prompts = PROMPTS + [[token + 1 for token in prompt] for prompt in PROMPTS]
     assert 4 * 72 * sum(map(len, prompts)) > ADDED_BYTES  # of the folder's dimensions, in one step
-    with LLM(folder, **settings) as llm:
+    with LLM(model, **settings) as llm:
         expected = answers(llm.generate(prompts, SAMPLED, use_tqdm=False))
-    with two_nodes(folder, **settings) as (llm, _):
+    with two_nodes(model, **settings) as (llm, _):
         assert answers(llm.generate(prompts, SAMPLED, use_tqdm=False)) == expected
 
 

@@ -103,6 +103,51 @@ def test_ranks_have_columns_of_the_whole(num_ranks: int, routing: Routing, make:
         assert torch.equal(found[1], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True)], ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_have_inputs_of_second_layers_add_up_their_results(
+    num_ranks: int, routing: Routing, dtype: torch.dtype
+) -> None:
+    """Of uneven parts; a row has the same bits alone and among many, of which some are computed at once."""
+    sizes, (router, _) = [40] * 6 + [104] * routing.has_shared, mixture(routing, dtype=dtype)
+    weights = [(torch.randn(2, size, WIDTH) / 9, torch.randn(WIDTH, size) / 9, torch.randn(WIDTH)) for size in sizes]
+    x = torch.randn(3000, WIDTH).to(dtype)
+
+    def experts_of(rank: SharedRanks | None) -> list[Expert]:
+        def own(width: int) -> slice:
+            return slice(None) if rank is None else slice(*rank.shard.cut(width).of(rank.shard.rank))
+
+        def linear(weight: Tensor, bias: Tensor | None = None, **options: Any) -> CppLinear:  # noqa: ANN401
+            return CppLinear(LinearWeight.dense(weight.to(dtype)), bias, **options)
+
+        return [
+            Expert(
+                linear(up[:, own(up.shape[1])].flatten(0, 1), activation="silu_and_mul"),
+                linear(
+                    down[:, own(up.shape[1])].contiguous(), dtype=torch.float32,
+                    bias=bias.to(dtype) if rank is None or rank.shard.rank == 0 else None,
+                ),
+            )
+            for up, down, bias in weights
+        ]  # fmt: skip
+
+    def compute(rank: SharedRanks) -> list[Tensor]:
+        split = ExpertSplit(WIDTH, None, None, rank.sum(WIDTH))
+        layers = experts_of(rank)
+        compute, plain = (make(router, layers, routing, split) for make in (CppExperts, TorchExperts))
+        return [compute(x), torch.cat([compute(x[:1]), compute(x[1:])]), plain(x)]
+
+    layout = MemoryLayout(region_bytes=1 << 16, max_rows=4, vocab_size=33)
+    expected = CppExperts(router, experts_of(None), routing)(x)
+    first, *others = in_threads(make_ranks(num_ranks, layout), compute)
+    rtol, atol = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (8e-3, 4e-3), torch.float16: (1e-3, 1e-3)}[dtype]
+    torch.testing.assert_close(first[0], expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(first[2], expected, rtol=rtol, atol=atol)
+    assert torch.equal(first[0], first[1])
+    assert all(torch.equal(found[0], first[0]) for found in others)
+
+
 @pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True), Routing(6, True), Routing(1, False)])
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_layer_matches_the_experts_one_by_one(kind: tuple[str, str], routing: Routing) -> None:

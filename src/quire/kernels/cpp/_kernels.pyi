@@ -146,6 +146,7 @@ class ExpertWeights:
         has_shared: bool,
         routed_exchange: ColumnExchange,
         shared_exchange: ColumnExchange,
+        result_exchange: SumExchange,
     ) -> None: ...
 
 class Heads:

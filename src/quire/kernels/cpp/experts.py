@@ -8,7 +8,7 @@ from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import pair
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.experts import Expert, ExpertSplit, Routing
-from quire.kernels.gather import GatherHook
+from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.linear import Linear
 
 _COMPUTE = pair("experts")
@@ -33,7 +33,7 @@ class CppExperts:
             assert isinstance(layer_in, CppLinear)
             assert isinstance(layer_out, CppLinear)
             num_own = num_inner = layer_out.sizes[0]
-            if split is not None:
+            if split is not None and split.sums is None:
                 gather = split.routed if number < num_routed else split.shared
                 assert gather is not None
                 num_own, num_inner = gather.num_own, gather.width
@@ -52,6 +52,7 @@ class CppExperts:
             routing.has_shared,
             _exchange(None if split is None else split.routed),
             _exchange(None if split is None else split.shared),
+            _sum(None if split is None else split.sums),
         )
         self._dtype = router.kernel_dtype
 
@@ -70,3 +71,10 @@ def _exchange(gather: GatherHook | None) -> _kernels.ColumnExchange:
         return _kernels.ColumnExchange(0, 0)
     assert gather.address is not None, "an exchange without a function of the extension"
     return _kernels.ColumnExchange(*gather.address)
+
+
+def _sum(sums: SumHook | None) -> _kernels.SumExchange:
+    if sums is None:
+        return _kernels.SumExchange(0, 0)
+    assert sums.address is not None, "a sum without a function of the extension"
+    return _kernels.SumExchange(*sums.address)
