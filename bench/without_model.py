@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
+from quire.engine.schedulers import make_scheduler
 from quire.execution.executor import LocalExecutor
-from quire.scheduling.scheduler import Scheduler
 
 OUTPUT_TOKEN = 7  # what every answer consists of
 NO_LIMIT = 1 << 40
@@ -57,7 +56,7 @@ def engine_without_model(
 ) -> Engine:
     """Return an engine that computes nothing: its samples come from `answer`."""
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len=NO_LIMIT)
-    return Engine(Scheduler(config, KVCacheManager(cache)), LocalExecutor(AnsweringWorker(answer)))
+    return Engine(make_scheduler(config, cache), LocalExecutor(AnsweringWorker(answer)))
 
 
 def request_of(request_id: int, prompt: list[int], output_len: int, n: int = 1) -> Request:

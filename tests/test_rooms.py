@@ -171,6 +171,20 @@ def test_beam_search_that_needs_an_absent_room_is_refused_by_name(
         assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].finished
 
 
+def test_prefixes_are_not_cached_without_the_room(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, ROOMS["quire.cache.prefix_cache"], None)
+    with LLM(demo_model, num_kv_blocks=64, max_model_len=64, block_size=8) as llm:
+        assert "prefixes are not cached: the package quire.cache.prefix_cache is not in" in caplog.text
+        for _ in range(2):
+            llm.generate([list(range(5, 30))], use_tqdm=False)
+        stats = llm.kv_stats()
+        assert (stats.cached_blocks, stats.prefix_queries_tokens) == (0, 0)
+        with pytest.raises(InvalidRequestError, match="nothing can be pinned: prefix caching is off"):
+            llm.pin_prefix(list(range(5, 30)))
+
+
 def test_vectors_that_need_an_absent_room_are_refused_by_name(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

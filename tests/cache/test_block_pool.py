@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
-from quire.cache.prefix_tree import PrefixTree
+from quire.cache.prefix_cache.eviction import EvictionQueue
+from quire.cache.prefix_cache.tree import PrefixTree
 from quire.core.errors import EngineError
 
 
@@ -181,7 +182,7 @@ class TestCachedBlocks:
 
     @pytest.fixture
     def pool(self, tree: PrefixTree) -> BlockPool:
-        pool = BlockPool(5, tree)
+        pool = BlockPool(5, EvictionQueue(tree, 5))
         pool.allocate(4)
         for parent, block in ((tree.open_root(None), 0), (0, 1), (1, 2), (0, 3)):
             tree.insert(parent, tree.key(parent, [block]), block)
@@ -307,7 +308,7 @@ class TestAllAtOnce:
 
     def test_cached_blocks_find_owners_again(self) -> None:
         tree = PrefixTree(num_blocks=3, block_size=1)
-        pool = BlockPool(3, tree)
+        pool = BlockPool(3, EvictionQueue(tree, 3))
         pool.allocate(3)
         tree.insert(tree.open_root(None), tree.key(tree.open_root(None), [7]), 1)
         pool.release_all(np.array([2, 1]))

@@ -5,6 +5,7 @@ import pytest
 from quire.cache.manager import KVCacheManager
 from quire.core.block_map import MAX_OWNERS_SHOWN, BlockEntry, BlockOwner
 from quire.core.config import CacheConfig
+from quire.engine.schedulers import make_cache
 from support.scheduling import Harness, random_run
 
 
@@ -16,7 +17,7 @@ def begin(cache: KVCacheManager, seq_id: int, num_tokens: int) -> None:
 
 
 def test_every_block_has_its_state_and_its_owners() -> None:
-    cache = KVCacheManager(CacheConfig(num_blocks=6, block_size=4))
+    cache = make_cache(CacheConfig(num_blocks=6, block_size=4))
     begin(cache, 1, 8)
     cache.free(1, num_computed=8)
     cache.create(2)
@@ -33,7 +34,7 @@ def test_every_block_has_its_state_and_its_owners() -> None:
 
 
 def test_window_is_cut_from_the_whole_and_ends_with_the_pool() -> None:
-    cache = KVCacheManager(CacheConfig(num_blocks=6, block_size=4))
+    cache = make_cache(CacheConfig(num_blocks=6, block_size=4))
     begin(cache, 1, 18)
     whole = cache.view_blocks(0, 6)
     assert [entry.block for entry in whole] == list(range(6))
@@ -50,7 +51,7 @@ def test_column_of_a_dropped_block_is_nowhere() -> None:
 
 
 def test_owners_of_one_block_are_listed_up_to_a_limit_and_counted_beyond() -> None:
-    cache = KVCacheManager(CacheConfig(num_blocks=4, block_size=4))
+    cache = make_cache(CacheConfig(num_blocks=4, block_size=4))
     begin(cache, 0, 4)
     for child in range(1, MAX_OWNERS_SHOWN + 5):
         cache.fork(0, child)
@@ -60,7 +61,7 @@ def test_owners_of_one_block_are_listed_up_to_a_limit_and_counted_beyond() -> No
 
 
 def test_blocks_of_several_sequences_are_counted_once() -> None:
-    cache = KVCacheManager(CacheConfig(num_blocks=8, block_size=4, sliding_window=4))
+    cache = make_cache(CacheConfig(num_blocks=8, block_size=4, sliding_window=4))
     begin(cache, 0, 8)
     cache.fork(0, 1)
     cache.append(1, 1)
@@ -71,7 +72,7 @@ def test_blocks_of_several_sequences_are_counted_once() -> None:
 
 
 def test_swap_space_is_shown_with_what_swapped_sequences_share() -> None:
-    cache = KVCacheManager(CacheConfig(num_blocks=6, block_size=4, num_swap_blocks=5))
+    cache = make_cache(CacheConfig(num_blocks=6, block_size=4, num_swap_blocks=5))
     begin(cache, 1, 6)
     cache.fork(1, 2, list(range(6)))
     cache.swap_out([1, 2])
@@ -88,7 +89,7 @@ def test_swap_space_is_shown_with_what_swapped_sequences_share() -> None:
 
 
 def test_swap_space_that_is_not_there_has_no_blocks() -> None:
-    assert KVCacheManager(CacheConfig(num_blocks=6, block_size=4)).view_blocks(0, 6, "swap") == []
+    assert make_cache(CacheConfig(num_blocks=6, block_size=4)).view_blocks(0, 6, "swap") == []
 
 
 def check_map(harness: Harness) -> None:

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, TableUpdate
-from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
+from quire.engine.schedulers import make_cache
 from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 
 MAX_SEQUENCES = 8
@@ -42,7 +42,7 @@ class Twin:
     """The real cache and the model, taken through the same life."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int | None) -> None:
-        self.cache = KVCacheManager(CacheConfig(num_blocks, block_size, window))
+        self.cache = make_cache(CacheConfig(num_blocks, block_size, window))
         self.num_blocks, self.block_size, self.window = num_blocks, block_size, window
         self.sequences: dict[int, ModelSequence] = {}
         self.memory: dict[tuple[int, int], int] = {}  # (block, offset) -> value, as a worker would write them

@@ -9,10 +9,11 @@ from quire.cache.block_table import NULL_BLOCK, TableUpdate, worst_case_blocks
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
+from quire.engine.schedulers import make_cache
 
 
 def make(num_blocks: int = 8, block_size: int = 4, sliding_window: int | None = None) -> KVCacheManager:
-    return KVCacheManager(CacheConfig(num_blocks, block_size, sliding_window))
+    return make_cache(CacheConfig(num_blocks, block_size, sliding_window))
 
 
 def begin(manager: KVCacheManager, seq_id: int, num_tokens: int) -> None:
@@ -278,7 +279,7 @@ class TestRefork:
         manager.check()
 
     def test_other_tokens_can_be_found(self) -> None:
-        manager, first, second = KVCacheManager(CacheConfig(8, 4)), [1, 2, 3, 4], [5, 6, 7, 8]
+        manager, first, second = make_cache(CacheConfig(8, 4)), [1, 2, 3, 4], [5, 6, 7, 8]
         for seq_id, tokens in enumerate((first, second)):
             manager.create(seq_id, tokens)
             manager.append(seq_id, 4)
@@ -332,7 +333,7 @@ class TestSwapping:
     def make(
         self, sliding_window: int | None = None, *, caching: bool = False, num_swap_blocks: int = 8
     ) -> KVCacheManager:
-        return KVCacheManager(CacheConfig(8, 4, sliding_window, caching, num_swap_blocks))
+        return make_cache(CacheConfig(8, 4, sliding_window, caching, num_swap_blocks))
 
     def test_out_and_in(self) -> None:
         manager = self.make()

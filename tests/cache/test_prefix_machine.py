@@ -22,10 +22,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK
-from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_cache import Awaited, PrefixMatch
+from quire.cache.prefix_match import Awaited, PrefixMatch
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
+from quire.engine.schedulers import make_cache
 from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 
 MAX_SEQUENCES = 6
@@ -70,7 +70,7 @@ class World:
     """The real cache, a memory, and what sequences are owed."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int | None, num_swap_blocks: int) -> None:
-        self.cache = KVCacheManager(CacheConfig(num_blocks, block_size, window, True, num_swap_blocks))
+        self.cache = make_cache(CacheConfig(num_blocks, block_size, window, True, num_swap_blocks))
         self.num_blocks, self.block_size, self.window = num_blocks, block_size, window
         self.num_swap_blocks = num_swap_blocks
         self.live: dict[int, Live] = {}
@@ -174,14 +174,14 @@ class World:
             return  # its last token is to be computed again
         pin_id = next(self.new_ids)
         self.cache.pin(pin_id, seq_id)
-        table = self.cache._prefixes.pins[pin_id].table.blocks
+        table = self.cache._prefixes.pinned[pin_id].blocks
         self.pinned[pin_id] = Pinned(sequence.tokens[:num_tokens], sequence.scope, table.copy())
         self.seen.update(pinned=True, tail=num_tokens % self.block_size > 0)
 
     def unpin_one(self, pin_id: int) -> None:
         """Unpin, unless a sequence that went on behind its pin has just copied a block of it. What is found is held."""
         sources = {copy.src for sequence in self.live.values() for copy in sequence.copies}
-        if (sources - set(self.cache._prefixes.sources)).isdisjoint(self.pinned[pin_id].table):
+        if (sources - set(self.cache._sources)).isdisjoint(self.pinned[pin_id].table):
             self.unpin(pin_id)
 
     def unpin(self, pin_id: int) -> None:
@@ -383,7 +383,7 @@ class World:
             self._check_pinned(pinned)
             for block in pinned.table:
                 assert scopes.setdefault(block, pinned.scope) == pinned.scope, "a block in two scopes"
-        in_use = scopes.keys() | set(self.cache._prefixes.sources)
+        in_use = scopes.keys() | set(self.cache._sources)
         assert self.cache.num_free_blocks == self.num_blocks - len(in_use)
         stats = self.cache.stats()
         assert stats.used_blocks == len(in_use)

@@ -7,6 +7,7 @@ import pytest
 from quire.cache.manager import KVCacheManager
 from quire.cache.slices import SLICE, in_slices, run_to_the_end
 from quire.core.config import CacheConfig
+from quire.engine.schedulers import make_cache
 from support.counted_calls import CountedCalls
 
 
@@ -43,7 +44,7 @@ def pin_all(cache: KVCacheManager, num_blocks: int) -> None:
 @pytest.mark.parametrize("fill", [fill_and_free, pin_all])
 def test_no_slice_of_a_check_grows_with_the_cache(fill: Callable[[KVCacheManager, int], None]) -> None:
     def most_calls(num_blocks: int) -> int:
-        cache = KVCacheManager(CacheConfig(num_blocks, 1, None, True, num_swap_blocks=num_blocks))
+        cache = make_cache(CacheConfig(num_blocks, 1, None, True, num_swap_blocks=num_blocks))
         fill(cache, num_blocks)
         most, slices, is_done = 0, cache.checking(), False
         while not is_done:

@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 
-from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import CacheConfig
 from quire.core.task import BeamSearch, Generate, Pin, Scope, Task, beam_params
+from quire.engine.schedulers import make_cache
 
 SCOPES = [Scope(salt, adapter) for salt, adapter in product((None, "a", "b"), repeat=2)]
 
@@ -20,7 +20,7 @@ def test_only_a_beam_search_has_its_parameters(task: Task) -> None:
 
 @pytest.mark.parametrize("own", SCOPES)
 def test_equal_tokens_of_different_salts_or_adapters_never_share(own: Scope) -> None:
-    cache, tokens = KVCacheManager(CacheConfig(16, 4)), list(range(8))
+    cache, tokens = make_cache(CacheConfig(16, 4)), list(range(8))
     cache.create(0, tokens, own)
     cache.append(0, 8)
     cache.end_step()

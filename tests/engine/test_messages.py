@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
@@ -48,6 +47,7 @@ from quire.engine.messages import (
     failed,
 )
 from quire.engine.options import EngineOptions
+from quire.engine.schedulers import make_cache
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.scheduler import Scheduler
 
@@ -221,7 +221,7 @@ def test_prompt_arrives_packed_and_is_shared_by_its_sequences() -> None:
     request = arrived.request
     assert (request.prompt_token_ids, request.num_queued_tokens) == (prompt, 2002)
     assert gc.get_referents(request.prompt_token_ids) == [array], "no integer"
-    scheduler = Scheduler(SchedulerConfig(2, 2048, 2048), KVCacheManager(CacheConfig(num_blocks=256)))
+    scheduler = Scheduler(SchedulerConfig(2, 2048, 2048), make_cache(CacheConfig(num_blocks=256)))
     scheduler.add(request)
     assert all(sequence.token_ids.prompt is request.prompt_token_ids for sequence in request.live)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.kv_dtypes import ELEMENT_BYTES
+from quire.engine.schedulers import make_cache
 from quire.model.footprint import kv_bytes_per_token, kv_heads_per_rank
 from quire.model.spec import DecoderSpec
 from quire.sim.datasets import DATASETS
@@ -73,7 +73,7 @@ def test_kv_heads_of_a_rank(kv_heads: int, query_heads: int, ranks: int, of_rank
 def share_of_slots(lengths: list[tuple[int, int]], block_size: int) -> float:
     """Share of slots that hold a token, over all steps in which requests decode, in percent."""
     num_tokens = np.concatenate([np.arange(prompt + 1, prompt + output + 1) for prompt, output in lengths])
-    blocks_for = KVCacheManager(CacheConfig(1, block_size)).blocks_for
+    blocks_for = make_cache(CacheConfig(1, block_size)).blocks_for
     num_blocks = np.array([blocks_for(count) for count in range(num_tokens.max() + 1)])[num_tokens]
     return float(100 * num_tokens.sum() / (num_blocks.sum() * block_size))
 

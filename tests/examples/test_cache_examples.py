@@ -7,12 +7,13 @@ from quire.cache.block_table import BlockTable
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
+from quire.engine.schedulers import make_cache
 
 A, B, C = 0, 1, 2  # sequences
 
 
 def cache(num_blocks: int, block_size: int) -> KVCacheManager:
-    return KVCacheManager(CacheConfig(num_blocks, block_size))
+    return make_cache(CacheConfig(num_blocks, block_size))
 
 
 def begin(manager: KVCacheManager, seq_id: int, num_tokens: int) -> None:

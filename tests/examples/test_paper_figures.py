@@ -10,10 +10,11 @@ from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
+from quire.engine.schedulers import make_cache
 
 
 def cache(num_blocks: int) -> KVCacheManager:
-    return KVCacheManager(CacheConfig(num_blocks, block_size=4))
+    return make_cache(CacheConfig(num_blocks, block_size=4))
 
 
 def begin(manager: KVCacheManager, seq_id: int, num_tokens: int) -> None:

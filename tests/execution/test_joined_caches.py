@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.outputs import KVStats
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
+from quire.engine.schedulers import make_cache
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
 from quire.execution.swap_storage import allocate_swap_space
@@ -99,7 +99,7 @@ class Served:
         worker = Worker(model, cache, PersistentBatch(16, MAX_LEN, BLOCK_SIZE, VOCAB_SIZE), swapper)
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=MAX_LEN, preemption_mode="swap"),
-            KVCacheManager(CacheConfig(num_blocks, BLOCK_SIZE, num_swap_blocks=num_swap_blocks)),
+            make_cache(CacheConfig(num_blocks, BLOCK_SIZE, num_swap_blocks=num_swap_blocks)),
         )
         self.engine = Engine(scheduler, LocalExecutor(worker))
         self.answers: dict[tuple[int, int], list[object]] = {}

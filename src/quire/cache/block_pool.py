@@ -2,23 +2,21 @@
 
 Counts owners of blocks; never touches a tensor. Kwon et al. 2023, sections 4.2 to 4.4. Freed blocks are handed out
 again before blocks that were never used, the one freed last first: few blocks stay warm, and memory that was not
-needed yet is never touched. Blocks that the prefix tree can find are kept when their last owner goes; they are handed
+needed yet is never touched. Blocks that a prefix cache can find are kept when their last owner goes; they are handed
 out last.
 Reference counts are an array of numbers with a NumPy view over it: one block at a time is counted through the array,
 all blocks of a table through the view, in a few microseconds per thousand blocks.
-Invariant after every call: a block is in use (it has owners), cached (it has none, and is in the tree) or free.
+Invariant after every call: a block is in use (it has owners), cached (it has none, and can be found) or free.
 """
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.eviction import EvictionQueue
-from quire.cache.prefix_tree import PrefixTree
 from quire.cache.slices import in_slices, run_to_the_end
 from quire.core.block_map import BlockState
 from quire.core.errors import EngineError
@@ -32,15 +30,52 @@ class OutOfBlocksError(EngineError):
     """The pool cannot serve the call. Nothing was changed; the scheduler preempts and retries."""
 
 
+class CachedBlocks:
+    """The blocks without an owner that are kept, because they can be found: none. A prefix cache has some."""
+
+    __slots__ = ()
+
+    def can_be_found(self, block: int) -> bool:
+        """Return whether a block, with owners or without, can be found by other sequences."""
+        return False
+
+    def __contains__(self, block: int) -> bool:
+        """Return whether a block is cached."""
+        return False
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the cached blocks."""
+        return iter(())
+
+    def __len__(self) -> int:
+        """Count the cached blocks."""
+        return 0
+
+    def try_add(self, block: int) -> bool:
+        """Cache a block that its last owner has released, the last to be evicted; False if it cannot be found."""
+        return False
+
+    def remove(self, block: int) -> None:
+        """Take out a block that has an owner again."""
+
+    def evict(self) -> list[int]:
+        """Give up the next block, and others that cannot be found without it; they are free."""
+        raise AssertionError("no block is cached")
+
+    def checking(self, ref_counts: Sequence[int] = ()) -> Iterator[None]:
+        """Check in slices. `ref_counts`, of each block: none without an owner can be found but these."""
+        yield from ()
+
+
 class BlockPool:
-    """Blocks 0..num_blocks - 1, each free, cached, or with one owner or more. Without a tree none is ever cached."""
+    """Blocks 0..num_blocks - 1, each free, cached, or with one owner or more. Without `cached` none is ever cached."""
 
     __slots__ = (
-        "_cached", "_freed", "_next_unused", "_num_by_owners", "_ref_counts", "_ref_counts_view", "_tree", "num_blocks",
+        "_cached", "_freed", "_next_unused", "_num_by_owners", "_ref_counts", "_ref_counts_view", "num_blocks",
         "num_evicted",
     )  # fmt: skip
 
-    def __init__(self, num_blocks: int, tree: PrefixTree | None = None, *, may_be_empty: bool = False) -> None:
+    def __init__(self, num_blocks: int, cached: CachedBlocks | None = None, *, may_be_empty: bool = False) -> None:
         if num_blocks < (least := 0 if may_be_empty else 1):
             raise ValueError(f"num_blocks must be at least {least}, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -49,8 +84,7 @@ class BlockPool:
         self._num_by_owners = Counter({0: num_blocks})
         self._freed: list[int] = []  # a stack: the block freed last is on top
         self._next_unused = 0        # this block and all above it have never been handed out
-        self._tree = tree
-        self._cached = EvictionQueue(tree, num_blocks)
+        self._cached = CachedBlocks() if cached is None else cached
         self.num_evicted = 0         # cached blocks given up since start
 
     @property
@@ -60,7 +94,7 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks without an owner that the tree can still find."""
+        """Blocks without an owner that can still be found."""
         return len(self._cached)
 
     def ref_count(self, block: int) -> int:
@@ -73,8 +107,8 @@ class BlockPool:
         return self._ref_counts_view[blocks]
 
     def is_readable_elsewhere(self, block: int) -> bool:
-        """Return whether a block has several owners or is in the prefix tree, so that no owner may write to it."""
-        return self.ref_count(block) > 1 or (self._tree is not None and block in self._tree)
+        """Return whether a block has several owners or can be found, so that no owner may write to it."""
+        return self.ref_count(block) > 1 or self._cached.can_be_found(block)
 
     def state(self, block: int) -> BlockState:
         """Return what a block is."""
@@ -90,7 +124,7 @@ class BlockPool:
         """Return `count` blocks with one owner each, or raise OutOfBlocksError and change nothing.
 
         Freed blocks come first, the one freed last at the front, then never-used ones in ascending order, then
-        cached ones, which leave the tree.
+        cached ones, which cannot be found any more.
         """
         assert count >= 0, f"cannot allocate {count} blocks"
         if count > self.num_free_blocks:
@@ -120,7 +154,7 @@ class BlockPool:
         self._set_owners(block, owners, owners + 1)
 
     def release(self, block: int) -> None:
-        """Drop one owner. When the last one goes, the block is cached if it is in the tree, and free if not."""
+        """Drop one owner. When the last one goes, the block is cached if it can be found, and free if not."""
         owners = self.ref_count(block)
         assert owners > 0, f"block {block} freed twice"
         self._set_owners(block, owners, owners - 1)
@@ -186,12 +220,4 @@ class BlockPool:
             yield
         counted = self.count_blocks_by_owners()
         assert counted == +walked, f"blocks by owners are {walked}, but {counted} were counted"
-        yield from self._cached.checking()
-        for blocks in in_slices(range(self.num_blocks if self._tree is not None else 0)):
-            findable = [block for block in blocks if self._is_findable(block) and block not in self._cached]
-            assert not findable, f"blocks {findable} are in the tree without an owner, but not cached"
-            yield
-
-    def _is_findable(self, block: int) -> bool:
-        """A block without an owner that is in the tree."""
-        return self._ref_counts[block] == 0 and self._tree is not None and block in self._tree
+        yield from self._cached.checking(self._ref_counts)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.block_pool import BlockArray, BlockPool
-from quire.cache.prefix_tree import Path
+from quire.cache.prefix_match import Path
 from quire.core.plan import BlockCopy
 
 NULL_BLOCK = -1  # stands in a column of a dropped block: no query reads it any more
@@ -67,8 +67,8 @@ class BlockTable:
         self._block_size = block_size
         self.columns = array("q")  # the block of each; only the table itself changes it
         self.num_tokens = 0
-        self.path: Path | None = None  # of its blocks in the prefix tree, if it has one
-        self.is_cut = False     # truncated inside of a block that other tables or the prefix tree still hold whole
+        self.path: Path | None = None  # of its blocks in a prefix cache, if it has one
+        self.is_cut = False     # truncated inside of a block that other tables or the prefix cache still hold whole
         self.num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens
         self._first_replaced: int | None = None  # first column that no update has reported yet
@@ -203,7 +203,7 @@ class BlockTable:
     def truncate(self, num_tokens: int) -> None:
         """Take back computed tokens: the first `num_tokens` stay, the blocks behind them are released.
 
-        A last block that is cut while it has other owners, or is in the prefix tree, is copied before the next write.
+        A last block that is cut while it has other owners, or can be found by others, is copied before the next write.
         """
         assert self.num_dropped * self._block_size <= num_tokens <= self.num_tokens, f"{num_tokens} tokens cannot stay"
         num_columns = blocks_for(num_tokens, self._block_size)

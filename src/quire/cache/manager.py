@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from quire.cache.block_pool import BlockPool, OutOfBlocksError
+from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import checking_blocks, count_blocks, count_holders, histogram, view_blocks
-from quire.cache.prefix_cache import NO_MATCH, Awaited, PrefixCache, PrefixMatch
-from quire.cache.prefix_tree import NONE, PrefixTree, Scope
+from quire.cache.prefix_match import NO_MATCH, NONE, Awaited, PrefixMatch, Scope
+from quire.cache.prefixes import Prefixes
 from quire.cache.slices import run_to_the_end
 from quire.cache.swap_space import Footprint, SwapSpace
 from quire.core.block_map import BlockEntry, Tier
@@ -34,25 +34,24 @@ class _Tables(dict[int, BlockTable]):
 class KVCacheManager:
     """The block tables of all running sequences, over one pool, and the prefixes that can be found in it.
 
-    Those of swapped sequences stand in the swap space, which may have no block.
+    Those of swapped sequences stand in the swap space, which may have no block. `prefixes`: a prefix cache; without it
+    none is found.
     """
 
     __slots__ = (
-        "_num_copied", "_num_found", "_num_queried", "_pool", "_prefixes", "_swap", "_tables", "_window",
-        "block_size", "num_blocks", "prefix_caching_enabled",
+        "_num_copied", "_num_found", "_num_queried", "_pool", "_prefixes", "_sources", "_swap", "_tables",
+        "_window", "block_size", "num_blocks",
     )
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, prefixes: Prefixes | None = None) -> None:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self._window = config.sliding_window
-        self.prefix_caching_enabled = config.enable_prefix_caching  # else there are no paths, and the tree stays empty
-        tree = PrefixTree(config.num_blocks if self.prefix_caching_enabled else 0, config.block_size)
-        searched = tree if self.prefix_caching_enabled else None
-        self._pool = BlockPool(config.num_blocks, searched, may_be_empty=not config.has_blocks)
-        self._prefixes = PrefixCache(self._pool, tree)
+        self._prefixes = Prefixes(config) if prefixes is None else prefixes
+        self._pool = self._prefixes.pool
         self._tables = _Tables()
         self._swap = SwapSpace(config.num_swap_blocks)
+        self._sources: list[int] = []            # blocks that the step under way copies from, held until it is over
         self._num_copied = 0                     # blocks, since start
         self._num_queried = self._num_found = 0  # prompt tokens, since start
 
@@ -60,6 +59,11 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Blocks that an append can take, cached ones among them."""
         return self._pool.num_free_blocks
+
+    @property
+    def prefix_caching_enabled(self) -> bool:
+        """Return whether sequences find what others have computed."""
+        return self._prefixes.can_be_found
 
     @property
     def has_window(self) -> bool:
@@ -139,7 +143,7 @@ class KVCacheManager:
             if update.copy is not None:
                 self._num_copied += 1
                 if was_cut:
-                    self._prefixes.hold(update.copy.src)    # the tree may have been its only other reader
+                    self._hold(update.copy.src)     # the prefix cache may have been its only other reader
             if can_be_awaited and count > 1:
                 self._prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
         return update
@@ -210,20 +214,17 @@ class KVCacheManager:
 
     def unpin(self, pin_id: int) -> bool:
         """Remove a pin, between two steps; False if there is none. Its full blocks stay cached."""
-        if pin_id not in self._prefixes.pins:
-            return False
-        self._prefixes.pins.remove(pin_id)
-        return True
+        return self._prefixes.unpin(pin_id)
 
     @property
     def pins(self) -> tuple[int, ...]:
         """The ids of all pins."""
-        return tuple(self._prefixes.pins)
+        return tuple(self._prefixes.pinned)
 
     @property
     def num_pinned_blocks(self) -> int:
         """Blocks that pins hold, each counted once."""
-        return self._prefixes.pins.num_blocks
+        return self._prefixes.num_pinned_blocks
 
     def end_step(self) -> None:
         """End the step under way: what it has computed can be found from now on.
@@ -231,6 +232,8 @@ class KVCacheManager:
         A step that has failed is over, too, when all sequences that appended in it have been freed.
         """
         self._prefixes.end_step()
+        while self._sources:
+            self._pool.release(self._sources.pop())
         self._swap.end_step()
 
     def publish(self) -> None:
@@ -238,9 +241,7 @@ class KVCacheManager:
 
         For the beginning of a step, before any sequence appends, when a prefix lookup follows or blocks are short.
         """
-        for table in self._tables.values():
-            if table.path is not None and table.path.num_blocks < table.num_tokens // self.block_size:
-                self._prefixes.publish(table, table.num_tokens)
+        self._prefixes.publish_all(self._tables.values())
 
     def count_query(self, num_queried: int, num_found: int) -> None:
         """Count the tokens of a prompt that were looked up, and those that need not be computed."""
@@ -262,7 +263,7 @@ class KVCacheManager:
 
     def num_pinned_tokens(self, pin_id: int) -> int:
         """Return how many tokens a pin keeps."""
-        return len(self._prefixes.pins[pin_id].token_ids)
+        return self._prefixes.pinned[pin_id].num_tokens
 
     # --- swapping -------------------------------------------------------------------------------------------------
 
@@ -339,22 +340,20 @@ class KVCacheManager:
         tables, copies = self._swap.swap_in(seq_ids, self._pool, found)
         self._tables |= tables
         for seq_id, table in tables.items():
-            if table.path is not None:
-                self._prefixes.swap_in(table.path, num_found[seq_id])
+            self._prefixes.swap_in(table, num_found[seq_id])
         return copies
 
     def _found(self, seq_ids: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-        """Return which blocks of swapped sequences have their content in the prefix tree, too, and where.
+        """Return which blocks of swapped sequences have their content in the prefix cache, too, and where.
 
         And how many leading columns of each sequence those are, the ones that have left the window included.
         """
         found, num_found = dict[int, int](), dict[int, int]()
         for seq_id in seq_ids:
             table = self._swap.table(seq_id)
-            if table.path is not None:
-                places = self._prefixes.find(table.path, table.num_filled)
-                found.update(zip(table.columns, places, strict=False))
-                num_found[seq_id] = len(places)
+            places = self._prefixes.find(table)
+            found.update(zip(table.columns, places, strict=False))
+            num_found[seq_id] = len(places)
         found.pop(NULL_BLOCK, None)
         return found, num_found
 
@@ -393,7 +392,7 @@ class KVCacheManager:
         return count_blocks((self._tables[seq_id] for seq_id in seq_ids), self.num_blocks)
 
     def check(self) -> None:
-        """Assert every invariant: tables, pool and tree sound, reference counts equal to holders, nothing leaked."""
+        """Assert every invariant: tables, pool and prefixes sound, reference counts equal to holders, no leak."""
         run_to_the_end(self.checking())
 
     def checking(self) -> Iterator[None]:
@@ -412,21 +411,17 @@ class KVCacheManager:
 
     def _held_besides(self) -> Iterable[int]:
         """Return the blocks that are held by no table: what the step under way copies from."""
-        return self._prefixes.sources
+        return self._sources
 
     def _drop_unseen(self, table: BlockTable, window: int) -> None:
         """Give up the blocks that no query will see again: the next one looks back on `window` - 1 tokens."""
         first_seen = table.num_tokens - window + 1
-        if (path := table.path) is not None:
-            if path.keeps_all:
-                return
-            if path.num_blocks < first_seen // self.block_size:
-                self._prefixes.publish(table, table.num_tokens)
-        table.drop_before(first_seen)
+        if not self._prefixes.keeps(table, first_seen):
+            table.drop_before(first_seen)
 
     def _copy_inside(self, table: BlockTable, source: int, count: int) -> BlockCopy | None:
         """Append the first `count` tokens of a block by copying it. None, and nothing appended, for want of blocks."""
-        self._prefixes.hold(source)
+        self._hold(source)
         try:
             update = table.append(count)
         except OutOfBlocksError:
@@ -435,16 +430,19 @@ class KVCacheManager:
         self._num_copied += 1
         return BlockCopy(source, update.blocks[0])
 
+    def _hold(self, source: int) -> None:
+        """Keep a block as it is until the step under way has copied from it."""
+        self._pool.share(source)
+        self._sources.append(source)
+
     def _refuse_taken(self, seq_id: int) -> None:
         if seq_id in self:
             raise ValueError(f"sequence {seq_id} already has a block table")
 
     def _holders(self) -> Mapping[int, BlockTable]:
         """Return the tables of sequences, by their ids, and of pins, by `-1 - id`."""
-        pins = self._prefixes.pins
-        if not pins:
-            return self._tables
-        return self._tables | {-1 - pin_id: pin.table for pin_id, pin in pins.items()}
+        pinned = self._prefixes.pinned
+        return self._tables | {-1 - pin_id: table for pin_id, table in pinned.items()} if pinned else self._tables
 
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""

@@ -1,9 +1,11 @@
 """Assembly of a scheduler and its cache, with the optional parts that settings and requests ask for. Loads no torch."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
 from quire.cache.manager import KVCacheManager
+from quire.cache.prefixes import Prefixes
 from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import WaitReason
@@ -16,6 +18,9 @@ from quire.scheduling.queues import RequestQueues
 from quire.scheduling.scheduler import Scheduler
 
 CLIENT_SHARES = "quire.scheduling.client_shares"
+PREFIX_CACHE = "quire.cache.prefix_cache"
+
+log = logging.getLogger(__name__)
 
 
 def make_scheduler(
@@ -23,15 +28,37 @@ def make_scheduler(
     unprepared: Callable[[Request], WaitReason | None] = lambda request: None,
 ) -> Scheduler:  # fmt: skip
     """Return the scheduler over its cache; the baselines are loaded only if the settings name one of them."""
-    parts = _parts(config, cache_config)
-    if cache_config.num_blocks == 0:
-        return Scheduler(config, UncachedManager(cache_config), unprepared=unprepared, parts=parts)
-    if cache_config.memory_policy == "paged" and config.batching == "continuous":
-        return Scheduler(config, KVCacheManager(cache_config), unprepared=unprepared, parts=parts)
-    from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
-    from quire.scheduling.baselines.static_batching import make_baseline  # noqa: PLC0415
+    parts, cache = _parts(config, cache_config), make_cache(cache_config)
+    if not cache_config.has_blocks or (cache_config.memory_policy == "paged" and config.batching == "continuous"):
+        return Scheduler(config, cache, unprepared=unprepared, parts=parts)
+    from quire.scheduling.baselines.static_batching import make_baseline  # noqa: PLC0415 (a room: it can be absent)
 
-    return make_baseline(config, make_manager(cache_config), unprepared, parts)
+    return make_baseline(config, cache, unprepared, parts)
+
+
+def make_cache(config: CacheConfig) -> KVCacheManager:
+    """Return a cache of the configuration's memory policy, and with the prefix cache that it asks for."""
+    if not config.has_blocks:
+        return UncachedManager(config)
+    if config.memory_policy == "paged":
+        return KVCacheManager(config, _prefixes(config))
+    from quire.cache.baselines.contiguous import ContiguousManager  # noqa: PLC0415 (a room: it can be absent)
+
+    return ContiguousManager(config)
+
+
+def _prefixes(config: CacheConfig) -> Prefixes:
+    """Return the prefix cache of a configuration. Where it is off, or its package absent, no prefix is found."""
+    if config.enable_prefix_caching:
+        try:
+            from quire.cache.prefix_cache.cache import PrefixCache  # noqa: PLC0415 (a room: it can be absent)
+        except ModuleNotFoundError as error:
+            if not f"{error.name}.".startswith(f"{PREFIX_CACHE}."):
+                raise
+            log.warning("prefixes are not cached: the package %s is not in this installation", PREFIX_CACHE)
+        else:
+            return PrefixCache(config)
+    return Prefixes(config)
 
 
 def _parts(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerParts:

@@ -6,6 +6,7 @@ from statistics import fmean
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
+from quire.engine.schedulers import make_cache
 from quire.model.footprint import kv_bytes_per_token
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.plots import Bars, Blocks, Grid, Histogram, Lines, Panel
@@ -38,11 +39,10 @@ def layout(settings: Settings) -> Result:
 
 def _growth(system: str, num_blocks: int, token_bytes: int, settings: Settings) -> list[tuple[float, float]]:
     """Return (requests, GB taken) as requests are admitted to an empty cache, until the next one does not fit."""
-    from quire.cache.baselines.contiguous import make_manager  # noqa: PLC0415 (a room: it can be absent)
     from quire.scheduling.baselines.reservation import num_reserved_tokens  # noqa: PLC0415
 
     policy = SYSTEMS[system].memory_policy
-    cache = make_manager(CacheConfig(num_blocks, enable_prefix_caching=False, memory_policy=policy))
+    cache = make_cache(CacheConfig(num_blocks, enable_prefix_caching=False, memory_policy=policy))
     curve = [(0.0, 0.0)]
     for number, item in enumerate(workload("sharegpt", 200, seed=settings.seed, data=settings.data)):
         prompt_len = len(item.prompt_token_ids)

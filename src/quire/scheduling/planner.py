@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_cache import NO_MATCH, PrefixMatch
+from quire.cache.prefix_match import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.plan import BlockCopy

@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from quire.cache.baselines.contiguous import ContiguousManager, make_manager
+from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
+from quire.engine import schedulers
 
 
 def make_cache(num_blocks: int = 16, block_size: int = 4) -> ContiguousManager:
@@ -16,8 +17,8 @@ def make_cache(num_blocks: int = 16, block_size: int = 4) -> ContiguousManager:
 
 
 def test_the_policy_chooses_the_manager() -> None:
-    assert type(make_manager(CacheConfig(4))) is KVCacheManager
-    assert type(make_manager(CacheConfig(4, memory_policy="contiguous-max"))) is ContiguousManager
+    assert type(schedulers.make_cache(CacheConfig(4))) is KVCacheManager
+    assert type(schedulers.make_cache(CacheConfig(4, memory_policy="contiguous-max"))) is ContiguousManager
 
 
 def test_a_sequence_has_all_its_blocks_in_a_row_from_the_start() -> None:

@@ -112,8 +112,3 @@ class ContiguousManager(KVCacheManager):
         """Count what is reserved and empty, or lost to rounding."""
         num_slots = (self.num_blocks - self.num_free_blocks) * self.block_size
         return num_slots - sum(table.num_tokens for table in self._reservations())
-
-
-def make_manager(config: CacheConfig) -> KVCacheManager:
-    """Return the manager of the configuration's memory policy."""
-    return KVCacheManager(config) if config.memory_policy == "paged" else ContiguousManager(config)

@@ -6,16 +6,15 @@ lengths staggered over a block, so that in each step about one in `block_size` o
 
 import time
 
-from quire.cache.manager import KVCacheManager
 from quire.cli.bench.null_worker import NullWorker
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
+from quire.engine.schedulers import make_scheduler
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
-from quire.scheduling.scheduler import Scheduler
 
 _VOCAB_SIZE = 32_000
 _WARM_UP_STEPS = 32
@@ -43,7 +42,7 @@ def decoding_engine(
     budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, 2 * num_seqs)
     scheduler_config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=longest)
     cache_config = CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
-    scheduler = Scheduler(scheduler_config, KVCacheManager(cache_config))
+    scheduler = make_scheduler(scheduler_config, cache_config)
     batch = PersistentBatch(num_seqs, longest, block_size, _VOCAB_SIZE)
     engine = Engine(scheduler, LocalExecutor(NullWorker(batch)))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)

@@ -7,8 +7,9 @@ least recently used. An engine reports how many blocks it has evicted, not which
 
 from collections.abc import Sequence
 
-from quire.cache.eviction import EvictionQueue
-from quire.cache.prefix_tree import PrefixTree, Scope, as_bytes
+from quire.cache.prefix_cache.eviction import EvictionQueue
+from quire.cache.prefix_cache.tree import PrefixTree, as_bytes
+from quire.cache.prefix_match import Scope
 
 
 class PrefixIndex:

@@ -7,7 +7,7 @@ knows it where the end of sequence is ignored. An admitted request never needs m
 
 from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_cache import PrefixMatch
+from quire.cache.prefix_match import PrefixMatch
 from quire.core.config import MemoryPolicy, SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.errors import ContextLengthError

@@ -37,7 +37,7 @@ from quire.server.template_renderer import TemplateRenderer
 try:
     from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.engine.fleet."):
+    if not f"{error.name}.".startswith(("quire.engine.fleet.", "quire.cache.prefix_cache.")):
         raise
     connect_fleet = None  # type: ignore[assignment]  # optional: without it there is one engine
 

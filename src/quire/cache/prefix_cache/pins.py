@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.block_table import BlockTable
-from quire.cache.prefix_tree import NONE, Scope, as_bytes, num_equal_tokens
+from quire.cache.prefix_cache.tree import as_bytes, num_equal_tokens
+from quire.cache.prefix_match import NONE, Scope
 
 
 class Pin(NamedTuple):

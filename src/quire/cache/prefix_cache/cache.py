@@ -7,73 +7,34 @@ sequence adopts it and frees its own: equal content is stored once. A match goes
 ends: that block is copied, and only what differs is computed. What is pinned is found like all else, to its last token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NULL_BLOCK, BlockTable
-from quire.cache.pins import Pins
-from quire.cache.prefix_tree import NONE, Path, PrefixTree, Scope, as_bytes
+from quire.cache.prefix_cache.eviction import EvictionQueue
+from quire.cache.prefix_cache.pins import Pins
+from quire.cache.prefix_cache.tree import PrefixTree, as_bytes
+from quire.cache.prefix_match import NONE, Awaited, Path, PrefixMatch, Scope
+from quire.cache.prefixes import Prefixes
 from quire.cache.slices import in_slices
+from quire.core.config import CacheConfig
 from quire.core.token_ids import num_equal_tokens
 
 
-class Awaited(NamedTuple):
-    """The sequence, by its path, that computes what a pending match waits for.
-
-    Both have the same first `num_tokens` tokens; the match was asked for up to `stop` of them.
-    """
-
-    path: Path
-    num_tokens: int
-    stop: int
-
-
-class PrefixMatch(NamedTuple):
-    """The cached tokens of a sequence that has not started. Valid until blocks are next allocated or freed.
-
-    `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
-    that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
-    many of `blocks` have an owner, so that one more costs nothing. `awaited`: the sequence that computes the block
-    after these in this step, if there is one. `num_known`: how many of `blocks` were found in a table.
-    """
-
-    blocks: Sequence[int] = ()
-    num_tokens: int = 0
-    source: int = NONE
-    num_inside: int = 0
-    num_in_use: int = 0
-    awaited: Awaited | None = None
-    num_known: int = 0
-
-    @property
-    def is_pending(self) -> bool:
-        """The block after these is being computed in this step."""
-        return self.awaited is not None
-
-    def of_whole_blocks(self) -> "PrefixMatch":
-        """Return the match without what would have to be copied."""
-        if self.source == NONE:
-            return self
-        return self._replace(num_tokens=self.num_tokens - self.num_inside, source=NONE, num_inside=0)
-
-
-NO_MATCH = PrefixMatch()
-
-
-class PrefixCache:
+class PrefixCache(Prefixes):
     """The tree over a pool, and the paths of running sequences."""
 
-    def __init__(self, pool: BlockPool, tree: PrefixTree) -> None:
-        self._pool = pool
-        self._tree = tree
-        self._size = tree.block_size
-        self.pins = Pins(tree.block_size)
+    can_be_found = True
+
+    def __init__(self, config: CacheConfig) -> None:
+        self._tree = PrefixTree(config.num_blocks, config.block_size)
+        self.pool = BlockPool(config.num_blocks, EvictionQueue(self._tree, config.num_blocks))
+        self._size = config.block_size
+        self.pins = Pins(config.block_size)
         self._computing: dict[int, Path] = {}  # by the first node that the step computes for each
         self._swapping_in: list[Path] = []        # of the sequences that the step under way swaps in
-        self._sources: list[int] = []  # blocks that the step under way copies from, held until it is over
 
     # --- looking up -----------------------------------------------------------------------------------------------
 
@@ -81,7 +42,7 @@ class PrefixCache:
         self, token_ids: Sequence[int], stop: int, scope: Scope, like: BlockTable | None = None
     ) -> PrefixMatch:
         """Find what is there of token_ids[:stop]. Changes nothing. `like`: a table to compare with first."""
-        tree, pool = self._tree, self._pool
+        tree, pool = self._tree, self.pool
         blocks = [] if like is None else self._common_blocks(like, token_ids, stop, scope)
         num_known = num_in_use = len(blocks)                # the table owns them
         for block in tree.walk(scope, token_ids, stop, blocks.copy()):
@@ -138,15 +99,13 @@ class PrefixCache:
             return None
         return awaited._replace(num_tokens=max(start, stop))
 
-    def find(self, path: Path, stop: int) -> list[int]:
-        """Return the full blocks that hold a path's first `stop` tokens, as far as they are there."""
-        tree = self._tree
-        return list(takewhile(lambda block: block not in tree.pending, tree.walk(path.scope, path.token_ids, stop)))
-
-    def hold(self, source: int) -> None:
-        """Keep a block as it is until the step under way has copied from it."""
-        self._pool.share(source)
-        self._sources.append(source)
+    def find(self, table: BlockTable) -> list[int]:
+        """Return the full blocks that hold the tokens of a table, as far as they are there."""
+        tree, path = self._tree, table.path
+        if path is None:
+            return []
+        nodes = tree.walk(path.scope, path.token_ids, table.num_filled)
+        return list(takewhile(lambda block: block not in tree.pending, nodes))
 
     # --- a sequence's path ----------------------------------------------------------------------------------------
 
@@ -165,10 +124,11 @@ class PrefixCache:
         if child.path.swap_in_pending:
             self._swapping_in.append(child.path)
 
-    def swap_in(self, path: Path, num_found: int) -> None:
+    def swap_in(self, table: BlockTable, num_found: int) -> None:
         """Begin a path anew for a sequence that the step under way swaps in, with the columns that it found."""
-        path.num_blocks, path.swap_in_pending = num_found, True
-        self._swapping_in.append(path)
+        if (path := table.path) is not None:
+            path.num_blocks, path.swap_in_pending = num_found, True
+            self._swapping_in.append(path)
 
     def publish(self, table: BlockTable, num_tokens: int, *, is_pending: bool = False) -> None:
         """Put the full blocks of the first `num_tokens` tokens into the tree, or adopt those that it has.
@@ -198,6 +158,21 @@ class PrefixCache:
                 table.replace(column, found)
             node, path.num_blocks = found, column + 1
 
+    def publish_all(self, tables: Iterable[BlockTable]) -> None:
+        """Put all full blocks of some tables into the tree."""
+        for table in tables:
+            if table.path is not None and table.path.num_blocks < table.num_tokens // self._size:
+                self.publish(table, table.num_tokens)
+
+    def keeps(self, table: BlockTable, first_seen: int) -> bool:
+        """Return whether a table will be pinned; publish what leaves the sliding window of another."""
+        path = table.path
+        if path is None or path.keeps_all:
+            return path is not None
+        if path.num_blocks < first_seen // self._size:
+            self.publish(table, table.num_tokens)
+        return False
+
     def _await(self, path: Path, column: int, block: int) -> None:
         """Make a node pending, so that a match knows what it waits for."""
         self._tree.pending.add(block)
@@ -220,7 +195,7 @@ class PrefixCache:
             if block == NULL_BLOCK:
                 return
             if block in tree:
-                is_kept = tree.has_children(block) or (keeps_shared and self._pool.ref_count(block) > 1)
+                is_kept = tree.has_children(block) or (keeps_shared and self.pool.ref_count(block) > 1)
                 if is_kept or (only_pending and block not in tree.pending):
                     return
                 tree.remove(block)
@@ -259,21 +234,31 @@ class PrefixCache:
         assert path.num_blocks == table.num_tokens // self._size, f"{path.num_blocks} blocks of {table.blocks} found"
         self.pins.add(pin_id, table.fork(), path.token_ids[: table.num_tokens], path.scope)
 
+    def unpin(self, pin_id: int) -> bool:
+        """Remove a pin; False if there is none. Its full blocks stay cached."""
+        if pin_id not in self.pins:
+            return False
+        self.pins.remove(pin_id)
+        return True
+
+    @property
+    def pinned(self) -> Mapping[int, BlockTable]:
+        """The tables of all pins, by id."""
+        return {pin_id: pin.table for pin_id, pin in self.pins.items()} if self.pins else {}
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that pins hold, each counted once."""
+        return self.pins.num_blocks
+
     def end_step(self) -> None:
-        """Let pending nodes be found, and sources go: the step has succeeded, or nothing of it is left."""
+        """Let pending nodes be found: the step has succeeded, or nothing of it is left."""
         self._tree.pending.clear()
         for path in self._computing.values():
             path.pending = None
         self._computing.clear()
         while self._swapping_in:
             self._swapping_in.pop().swap_in_pending = False
-        while self._sources:
-            self._pool.release(self._sources.pop())
-
-    @property
-    def sources(self) -> Sequence[int]:
-        """Blocks that are held until the step under way is over, each as often as it is copied."""
-        return self._sources
 
     def _key(self, parent: int, path: Path, column: int) -> bytes:
         start = column * self._size
@@ -295,7 +280,7 @@ class PrefixCache:
     def checking(self) -> Iterator[None]:
         """Assert, in slices, that the tree is sound, that what is pending has an owner, and what is pinned is found."""
         yield from self._tree.checking()
-        ownerless = [block for block in self._tree.pending if self._pool.ref_count(block) == 0]
+        ownerless = [block for block in self._tree.pending if self.pool.ref_count(block) == 0]
         assert not ownerless, f"no sequence computes the pending blocks {ownerless}"
         self.pins.check()
         yield

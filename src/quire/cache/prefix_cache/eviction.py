@@ -8,25 +8,30 @@ again: each release moves a block at most twice, so an eviction takes constant t
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 
-from quire.cache.prefix_tree import PrefixTree
+from quire.cache.block_pool import CachedBlocks
+from quire.cache.prefix_cache.tree import PrefixTree
 from quire.cache.slices import in_slices, run_to_the_end
 
 
-class EvictionQueue:
-    """The cached blocks of a pool: nodes of its tree without an owner. Without a tree there are none."""
+class EvictionQueue(CachedBlocks):
+    """The cached blocks of a pool: nodes of a tree without an owner."""
 
     __slots__ = ("_num_children", "_order", "_set_aside", "_tree")
 
-    def __init__(self, tree: PrefixTree | None, num_blocks: int) -> None:
+    def __init__(self, tree: PrefixTree, num_blocks: int) -> None:
         self._tree = tree
         self._order = OrderedDict[int, None]()  # the least recently used first
         self._set_aside = set[int]()            # with cached children; used less recently than all in the order
-        self._num_children = array("i", bytes(4 * num_blocks if tree is not None else 0))  # cached ones of each node
+        self._num_children = array("i", bytes(4 * num_blocks))  # cached ones of each node
+
+    def can_be_found(self, block: int) -> bool:
+        """Return whether a block, with owners or without, is in the tree."""
+        return block in self._tree
 
     def __contains__(self, block: int) -> bool:
         """Return whether a block is cached."""
@@ -43,7 +48,7 @@ class EvictionQueue:
     def try_add(self, block: int) -> bool:
         """Cache a block that its last owner has released, the last to be evicted; False if it is not in the tree."""
         tree = self._tree
-        if tree is None or block not in tree:
+        if block not in tree:
             return False
         self._order[block] = None
         if (parent := tree.parent(block)) < len(self._num_children):    # else a root
@@ -65,7 +70,6 @@ class EvictionQueue:
         window. What is below stays with its owners, but cannot be found without its parent, so it leaves the tree.
         """
         tree, (block, _) = self._tree, self._order.popitem(last=False)
-        assert tree is not None, "cached without a tree"
         while self._num_children[block]:
             self._set_aside.add(block)
             block, _ = self._order.popitem(last=False)
@@ -84,7 +88,6 @@ class EvictionQueue:
 
     def _uncount(self, block: int) -> None:
         """Count a block no more as a cached child; it is still in the tree."""
-        assert self._tree is not None, "cached without a tree"
         parent = self._tree.parent(block)
         if parent >= len(self._num_children):                           # a root
             return
@@ -98,11 +101,10 @@ class EvictionQueue:
         """Assert that cached children are counted, and that only blocks that have some are set aside."""
         run_to_the_end(self.checking())
 
-    def checking(self) -> Iterator[None]:
-        """Check in slices."""
+    def checking(self, ref_counts: Sequence[int] = ()) -> Iterator[None]:
+        """Check in slices. `ref_counts`, of each block: none without an owner is in the tree but these."""
         tree, counted = self._tree, np.zeros(len(self._num_children), dtype=np.int32)
         for blocks in in_slices(self):
-            assert tree is not None, "cached without a tree"
             gone = [block for block in blocks if block not in tree]
             assert not gone, f"cached blocks {gone} have left the tree"
             parents = np.array([tree.parent(block) for block in blocks])
@@ -113,3 +115,7 @@ class EvictionQueue:
             raise AssertionError(f"{self._num_children[block]} cached children of {block} were counted")
         without = [block for block in self._set_aside if not self._num_children[block]]
         assert not without, f"blocks {without} were set aside without a cached child"
+        for blocks in in_slices(range(len(ref_counts))):
+            missed = [block for block in blocks if not ref_counts[block] and block in tree and block not in self]
+            assert not missed, f"blocks {missed} are in the tree without an owner, but not cached"
+            yield

@@ -3,15 +3,16 @@
 import pytest
 
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_cache import PrefixMatch
+from quire.cache.prefix_match import PrefixMatch
 from quire.core.config import CacheConfig
+from quire.engine.schedulers import make_cache
 
 PREFIX = list(range(100, 111))  # two full blocks, and three tokens
 OTHER = 9
 
 
 def make(num_blocks: int = 16, window: int | None = None) -> KVCacheManager:
-    return KVCacheManager(CacheConfig(num_blocks, 4, window))
+    return make_cache(CacheConfig(num_blocks, 4, window))
 
 
 def compute(manager: KVCacheManager, seq_id: int, token_ids: list[int], scope: object = None) -> None:

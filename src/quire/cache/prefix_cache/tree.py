@@ -10,35 +10,20 @@ for the garbage collector. Invariant after every call: the parent of every node 
 
 import sys
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from struct import Struct
 
 import numpy as np
 
+from quire.cache.prefix_match import NONE, Scope
 from quire.cache.slices import in_slices, run_to_the_end
 
-Scope = Hashable
-
-NONE = -1
 MAX_CHILDREN_SEEN = 8  # of one node, when a match ends inside of a block
 _TOKEN_BYTES = 4
 _TOKEN_BITS = 8 * _TOKEN_BYTES
 _PARENT_BYTES = 8
 _pack_parent = Struct("=q").pack
-
-
-@dataclass(slots=True)
-class Path:
-    """One sequence's way through the tree."""
-
-    token_ids: Sequence[int]    # all known ones; grows in the hands of the sequence's owner
-    scope: Scope
-    num_blocks: int = 0         # leading columns of its table that are in the tree
-    keeps_all: bool = False     # no block is given up when it leaves the sliding window: it will be pinned
-    swap_in_pending: bool = False   # the step under way swaps its blocks in: they can be found when that is over
-    pending: tuple[int, int] | None = None  # column and block of the first node that the step computes for it
 
 
 class PrefixTree:

@@ -4,17 +4,17 @@ import pytest
 
 from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_cache import PrefixMatch
-from quire.cache.prefix_tree import Path
+from quire.cache.prefix_match import Path, PrefixMatch
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
+from quire.engine.schedulers import make_cache
 from support.counted_calls import CountedCalls
 
 PROMPT = list(range(100, 116))  # four blocks
 
 
 def make(num_blocks: int = 16, block_size: int = 4, window: int | None = None, caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(CacheConfig(num_blocks, block_size, window, caching))
+    return make_cache(CacheConfig(num_blocks, block_size, window, caching))
 
 
 def compute(manager: KVCacheManager, seq_id: int, token_ids: list[int], scope: object = None) -> None:
