@@ -6,7 +6,7 @@ import pytest
 
 from model_tables import COMBINATIONS, PAGE, Cases, gguf_name, is_refused
 from quire.formats.gguf_architectures.architectures import ARCHITECTURES
-from quire.model.families import ENCODERS, FAMILIES
+from quire.model.architectures import ENCODERS, FAMILIES
 from support.gguf_files import ARCHITECTURES as GGUF_ARCHITECTURES
 
 

@@ -26,7 +26,7 @@ ABOVE = ("quire.cli", "quire.cluster", "quire.sim", "quire.paper")  # nothing re
 # These and ABOVE put together what is there.
 ASSEMBLIES = (
     "quire.engine.assembly", "quire.engine.devices", "quire.engine.formats", "quire.engine.schedulers", "quire.llm",
-    "quire.server.app", "quire.server.ops.lifecycle", "quire.text.template_worker",
+    "quire.model.architectures", "quire.server.app", "quire.server.ops.lifecycle", "quire.text.template_worker",
 )  # fmt: skip
 
 # Module sitecustomize: every process that a test starts refuses to import the rooms that the environment names.
@@ -169,6 +169,23 @@ def test_beam_search_that_needs_an_absent_room_is_refused_by_name(
         with pytest.raises(InvalidRequestError, match=r"needs the package quire\.scheduling\.beam_search"):
             llm.beam_search([[5, 6, 7]], BeamSearchParams(beam_width=2, max_tokens=4), use_tqdm=False)
         assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("room", "architecture"),
+    [("quire.model.encoders", "BertModel"), ("quire.model.families", "GPT2LMHeadModel")],
+)
+def test_architecture_that_needs_an_absent_room_is_refused_by_name(
+    environment: dict[str, str], room: str, architecture: str
+) -> None:
+    config = f"from quire.model import config; config.spec_from_config({{'architectures': ['{architecture}']}})"
+    environment["ABSENT_ROOMS"] = room
+    run = subprocess.run(
+        [sys.executable, "-c", config], env=os.environ | environment, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert f"unknown architecture '{architecture}'" in run.stderr
+    assert f"others need the package {room}, which is not in this installation" in run.stderr
 
 
 def test_prefixes_are_not_cached_without_the_room(

@@ -23,8 +23,8 @@ from quire.engine.options import EngineOptions
 from quire.engine.transformers_model.loading import check_options
 from quire.formats.gguf_architectures.architectures import ARCHITECTURES
 from quire.kernels.support import SUPPORT, require
+from quire.model.architectures import ENCODER_HEADS, ENCODERS, FAMILIES
 from quire.model.config_reader import ConfigReader
-from quire.model.families import ENCODER_HEADS, ENCODERS, FAMILIES
 from quire.model.spec import DecoderSpec, Experts
 
 TESTS = Path(__file__).parents[1] / "tests/model"

@@ -9,8 +9,8 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
+from quire.model.architectures import FAMILIES
 from quire.model.decoder import Decoder
-from quire.model.families import FAMILIES
 from quire.model.loader import load_model
 
 PAGE = Path(__file__).parents[2] / "docs/adding-a-model.md"

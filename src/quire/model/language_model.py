@@ -1,6 +1,6 @@
 """Language model protocol: all that the worker, memory profiling and the engine's assembly know of a model.
 
-`Decoder` implements it for the families of `model/families`; any object with these members is served as well.
+`Decoder` implements it for all model families; any object with these members is served as well.
 """
 
 from typing import Protocol

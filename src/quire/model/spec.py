@@ -17,6 +17,13 @@ NormPosition = Literal["pre", "post", "around", "output"]
 Activation = Literal[  # _and_mul: gated, two in
     "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "gelu_tanh", "relu"
 ]  # fmt: skip
+ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in config.json
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
 
 

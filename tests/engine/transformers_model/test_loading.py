@@ -16,7 +16,7 @@ from quire.engine.transformers_model.hook import Trace, marker
 from quire.engine.transformers_model.loading import knows, load_through_transformers
 from quire.engine.transformers_model.model import TransformersModel
 from quire.engine.transformers_model.parts import GatedFeedForward, Layer, NormPart
-from quire.model.families import FAMILIES
+from quire.model.architectures import FAMILIES
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
-from quire.model.families.llama import llama
+from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
+from quire.model.llama import llama
 from quire.model.spec import DecoderSpec, interleaved
 
 LOGIT_SCALE = 0.0625

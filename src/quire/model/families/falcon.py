@@ -7,9 +7,8 @@ a norm for each sublayer or one for both.
 from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
-from quire.model.families.gpt2 import ACTIVATIONS
 from quire.model.rope import rotary_from_config
-from quire.model.spec import DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import ACTIVATIONS, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 DEFAULT_POSITIONS = 2048
 WEIGHTS = WeightMap(

@@ -3,15 +3,8 @@
 from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.spec import Activation, DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import ACTIVATIONS, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-}
 WEIGHTS = WeightMap(
     prefixes=("transformer.", ""),
     layer="h.{layer}.",

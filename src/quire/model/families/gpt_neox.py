@@ -1,9 +1,8 @@
 """GPT-NeoX and Pythia: parallel sublayers with a norm each, partial rotary embeddings, biases (Black et al. 2022)."""
 
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
-from quire.model.families.gpt2 import ACTIVATIONS
 from quire.model.rope import DEFAULT_THETA, rotary_from_config
-from quire.model.spec import DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import ACTIVATIONS, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 PARTIAL_ROTARY = 0.25
 WEIGHTS = WeightMap(

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
-from quire.model.families.gpt2 import ACTIVATIONS
 from quire.model.families.gpt2 import WEIGHTS as GPT2_WEIGHTS
 from quire.model.rope import DEFAULT_THETA
-from quire.model.spec import DecoderSpec, FeedForward, LayerSpec, Rotary
+from quire.model.spec import ACTIVATIONS, DecoderSpec, FeedForward, LayerSpec, Rotary
 
 ROTARY_DIM = 64
 WEIGHTS = replace(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families.llama import llama
+from quire.model.llama import llama
 from quire.model.spec import DecoderSpec
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from quire.model.config_reader import LAYER_TYPES, MAX_LAYERS, ConfigReader
-from quire.model.families.llama import ACTIVATIONS, DEFAULT_WINDOW, llama
-from quire.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
+from quire.model.llama import ACTIVATIONS, DEFAULT_WINDOW, llama
+from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
 from quire.model.spec import (
     MAX_EXPERTS,
     Activation,

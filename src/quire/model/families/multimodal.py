@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from quire.model.config_reader import ConfigReader
 from quire.model.families.gemma import gemma3_text
-from quire.model.families.llama import ministral3, mistral
+from quire.model.llama import ministral3, mistral
 from quire.model.spec import DecoderSpec
 
 GEMMA3_SIZES = {

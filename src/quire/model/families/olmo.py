@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
-from quire.model.families.llama import llama
+from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
+from quire.model.llama import llama
 from quire.model.rope import rotary_of_layer_type
 from quire.model.spec import DecoderSpec, LayerSpec
 

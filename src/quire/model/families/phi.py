@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
-from quire.model.families.llama import llama
+from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
+from quire.model.llama import llama
 from quire.model.spec import DecoderSpec
 
 NORM_EPS = 1e-5

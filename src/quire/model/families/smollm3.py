@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families.llama import llama
+from quire.model.llama import llama
 from quire.model.spec import DecoderSpec
 
 INTERVAL = 4

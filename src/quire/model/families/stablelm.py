@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from quire.model.config_reader import ConfigReader
-from quire.model.families.llama import WEIGHTS, llama
+from quire.model.llama import WEIGHTS, llama
 from quire.model.spec import DecoderSpec
 
 PARTIAL_ROTARY = 0.25

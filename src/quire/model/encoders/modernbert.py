@@ -6,10 +6,18 @@ Warner et al. 2024. Norms stand before sublayers; the first layer reads the norm
 from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
-from quire.model.families.bert import num_labels
-from quire.model.families.gpt2 import ACTIVATIONS
+from quire.model.encoders.bert import num_labels
 from quire.model.rope import rotary_of_layer_type
-from quire.model.spec import Activation, Classifier, DecoderSpec, FeedForward, LayerSpec, PoolingOfTexts, WeightMap
+from quire.model.spec import (
+    ACTIVATIONS,
+    Activation,
+    Classifier,
+    DecoderSpec,
+    FeedForward,
+    LayerSpec,
+    PoolingOfTexts,
+    WeightMap,
+)
 
 FULL_THETA, WINDOWED_THETA = 160_000.0, 10_000.0
 FULL_EVERY, LOCAL_ATTENTION = 3, 128  # a layer without a window comes first; a window counts tokens on both sides

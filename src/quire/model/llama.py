@@ -3,6 +3,7 @@
 Mistral and Qwen are Llama with a few fields changed: biases, norms on query and key, windows to look back on.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -116,3 +117,12 @@ def _qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ..
         return tuple(kinds[layer_type] for layer_type in layer_types)
     first = config.size("max_window_layers", DEFAULT_FIRST_WINDOWED_LAYER, least=0)
     return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
+    "LlamaForCausalLM": llama,
+    "Ministral3ForCausalLM": ministral3,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}

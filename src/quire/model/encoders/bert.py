@@ -7,8 +7,7 @@ languages (Conneau et al. 2020). DistilBERT has no types of tokens (Sanh et al. 
 from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.families.gpt2 import ACTIVATIONS
-from quire.model.spec import Classifier, DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import ACTIVATIONS, Classifier, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 DEFAULT_LABELS = 2
 MAX_LABELS = 2**16

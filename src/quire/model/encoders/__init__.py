@@ -1,0 +1,1 @@
+"""Optional encoders: models that give vectors of texts, and no next tokens."""
