@@ -43,8 +43,8 @@ def worker_with_graphs(device: Device, parts: WorkerParts, max_num_batched_token
 
     num_rows, max_blocks = worker._batch.block_tables.shape
     worker._graphs = CudaGraphRunner(
-        lambda batch: hidden[: len(batch.token_ids)], max_blocks, worker._model.device, capture, num_rows, None,
-        lambda batch, draws: torch.ones(2, len(draws.rows), dtype=torch.int64), idle_row=num_rows,  # sound
+        lambda batch: hidden[: len(batch.token_ids)], max_blocks, worker._model.device, capture, num_rows,
+        draw=lambda batch, draws: torch.ones(2, len(draws.rows), dtype=torch.int64), idle_row=num_rows,  # sound
     )  # fmt: skip
     worker._graphs.capture_all(MIXED_TOKENS[-1])
     return AsyncCudaExecutor(worker)

@@ -1,5 +1,6 @@
 """Flags of vLLM for `quire serve` and other commands: typed, from the environment, and from files."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,17 @@ def refusal(run: Run, *arguments: str) -> str:
 
 def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
     engine, options, lines = serve(
-        "MODEL --enforce-eager --trust_remote_code --enable-chunked-prefill --disable-log-requests --load-format auto "
-        "--tokenizer-mode=auto -pp 1 --disable-log-stats --enable-prompt-tokens-details --enforce-eager -O3 -O 2 "
-        "--hf-token --uvicorn-log-level warning --cuda-graph-sizes 1 2 4"
+        "MODEL --cudagraph-metrics --trust_remote_code --enable-chunked-prefill --disable-log-requests "
+        "--load-format auto --tokenizer-mode=auto -pp 1 --disable-log-stats --enable-prompt-tokens-details "
+        "--cudagraph-metrics -O3 -O 2 --hf-token --uvicorn-log-level warning --full-cuda-graph"
     )
     assert (engine, options) == (EngineOptions("MODEL", max_num_seqs=256, max_num_batched_tokens=2048), ServerOptions())
     assert [line.split(" has no effect: ")[0] for line in lines] == [
         f"quire: {flag}"
         for flag in (
-            "--enforce-eager", "--trust-remote-code", "--enable-chunked-prefill", "--disable-log-requests",
+            "--cudagraph-metrics", "--trust-remote-code", "--enable-chunked-prefill", "--disable-log-requests",
             "--load-format", "--tokenizer-mode", "-pp", "--disable-log-stats", "--enable-prompt-tokens-details", "-O",
-            "--hf-token", "--uvicorn-log-level", "--cuda-graph-sizes",
+            "--hf-token", "--uvicorn-log-level", "--full-cuda-graph",
         )
     ]  # fmt: skip
 
@@ -99,6 +100,51 @@ def test_older_switches_of_grammars_are_options_of_their_config(
     path = tmp_path / "serve.yaml"
     path.write_text("guided-decoding-disable-any-whitespace: true\n")
     assert serve(f"--config {path}")[1].structured_outputs_config == '{"disable_any_whitespace": true}'
+
+
+@pytest.mark.parametrize(
+    ("line", "sizes", "largest", "is_eager"),
+    [
+        ("--cudagraph-capture-sizes 1 2 64", (1, 2, 64), None, False),
+        ("--cudagraph-capture-sizes 1 2 64 MODEL", (1, 2, 64), None, False),
+        ("--cudagraph-capture-sizes=8 --cudagraph_capture_sizes 4", (8, 4), None, False),
+        ("--max-cudagraph-capture-size 1K", (), 1024, False),
+        ("--cuda-graph-sizes 1 2 4", (1, 2, 4), None, False),
+        ("--cuda-graph-sizes 64", (), 64, False),
+        ("""-cc {"cudagraph_capture_sizes":[1,2],"max_cudagraph_capture_size":2}""", (1, 2), 2, False),
+        ("-cc.cudagraph_capture_sizes+ 1,2", (1, 2), None, False),
+        ("--compilation-config.max_cudagraph_capture_size=32", (), 32, False),
+        ("-cc.cudagraph_mode NONE", (), None, True),
+        ("--enforce-eager", (), None, True),
+    ],
+)
+def test_sizes_of_graphs_are_told_in_vllm_s_forms(
+    serve: Serve, tmp_path: Path, line: str, sizes: tuple[int, ...], largest: int | None, is_eager: bool
+) -> None:
+    engine, _, lines = serve(line)
+    assert (engine.cudagraph_capture_sizes, engine.max_cudagraph_capture_size) == (sizes, largest)
+    assert engine.enforce_eager == is_eager
+    assert lines == []
+
+
+def test_sizes_of_graphs_come_from_a_file_and_the_environment(
+    serve: Serve, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("cudagraph-capture-sizes: [1, 2]\n")
+    assert serve(f"--config {path}")[0].cudagraph_capture_sizes == (1, 2)
+    path.write_text("compilation-config:\n  cudagraph_capture_sizes: [4, 8]\n  level: 3\n")
+    engine, _, lines = serve(f"--config {path}")
+    assert engine.cudagraph_capture_sizes == (4, 8)
+    assert [line.split(":")[1] for line in lines] == [
+        " compilation-config has no effect beyond cudagraph_capture_sizes"
+    ]
+    monkeypatch.setenv("QUIRE_CUDAGRAPH_CAPTURE_SIZES", "16 32")
+    assert serve("MODEL")[0].cudagraph_capture_sizes == (16, 32)
+    for line, told in (("a", "integers: .*'a'"), ("0", "from 1 to 8192, got 0")):
+        ran = run("serve", "--cudagraph-capture-sizes", line)
+        assert ran.code != 0
+        assert re.search(f"cudagraph_capture_sizes must be .*{told}", " ".join(ran.err.replace("│", " ").split()))
 
 
 @pytest.mark.parametrize("length", ["-1", "auto"])
@@ -186,13 +232,13 @@ def test_what_is_refused_is_told_with_the_reason(run: Run, started: Started, lin
 
 
 def test_flags_come_from_the_environment(serve: Serve, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_ENFORCE_EAGER", "1")
+    monkeypatch.setenv("QUIRE_CUDAGRAPH_METRICS", "1")
     monkeypatch.setenv("QUIRE_NUM_GPU_BLOCKS_OVERRIDE", "12")
     monkeypatch.setenv("QUIRE_DTYPE", "float")
     monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "1k")
     engine, _, lines = serve("--max-model-len 2k")
     assert (engine.num_kv_blocks, engine.dtype, engine.max_model_len) == (12, "float32", 2000)
-    assert [line.split()[1] for line in lines] == ["QUIRE_ENFORCE_EAGER"]
+    assert [line.split()[1] for line in lines] == ["QUIRE_CUDAGRAPH_METRICS"]
     monkeypatch.setenv("QUIRE_PIPELINE_PARALLEL_SIZE", "2")
     assert "QUIRE_PIPELINE_PARALLEL_SIZE 2 is not supported" in refusal(run, "serve")
     assert serve("-pp 1")[0].dtype == "float32"  # what is typed wins
@@ -201,7 +247,7 @@ def test_flags_come_from_the_environment(serve: Serve, run: Run, monkeypatch: py
 def test_flags_come_from_a_file(serve: Serve, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
-        "model: MODEL\nenforce-eager: true\npipeline-parallel-size: 1\nnum-gpu-blocks-override: 12\ndtype: half\n"
+        "model: MODEL\ncudagraph-metrics: true\npipeline-parallel-size: 1\nnum-gpu-blocks-override: 12\ndtype: half\n"
         "max-model-len: 4k\nserved-model-name: [a, b]\ncompilation-config:\n  mode: 3\ndisable_log_stats: null\n"
         "structured-outputs-config:\n  disable_any_whitespace: true\n"
     )
@@ -210,7 +256,7 @@ def test_flags_come_from_a_file(serve: Serve, run: Run, tmp_path: Path) -> None:
     assert options.served_model_name == ("a", "b")
     assert options.structured_outputs_config == '{"disable_any_whitespace": true}'
     assert [line.split()[1] for line in lines] == [
-        "enforce-eager", "pipeline-parallel-size", "compilation-config", "disable-log-stats",
+        "cudagraph-metrics", "pipeline-parallel-size", "compilation-config", "disable-log-stats",
     ]  # fmt: skip
     path.write_text("enable-sleep-mode: true\n")
     assert "enable-sleep-mode is not supported" in refusal(run, "serve", "--config", str(path))
@@ -227,16 +273,16 @@ def test_repeatable_flag_takes_one_value_from_a_file(serve: Serve, tmp_path: Pat
 def test_help_does_not_have_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
     offered = run("serve", "--help").out
-    hidden = ("--enforce-eager", "--pipeline-parallel-size", "--num-gpu-blocks")
+    hidden = ("--cudagraph-metrics", "--pipeline-parallel-size", "--num-gpu-blocks")
     assert [flag for flag in hidden if flag in offered] == []
 
 
 def test_other_commands_that_load_a_model_know_them(run: Run) -> None:
-    ran = run("generate", "no/such/model", "--enforce-eager", "--prompt", "a")
-    assert (ran.code, "--enforce-eager has no effect" in ran.err) == (1, True)
+    ran = run("generate", "no/such/model", "--cudagraph-metrics", "--prompt", "a")
+    assert (ran.code, "--cudagraph-metrics has no effect" in ran.err) == (1, True)
     assert "--enable-sleep-mode is not supported" in refusal(run, "bench", "throughput", "--enable-sleep-mode")
     assert "No such option: --uds" in refusal(run, "generate", "--uds", "x")
-    assert "No such option: --enforce-eager" in refusal(run, "bench", "control-plane", "--enforce-eager")
+    assert "No such option: --cudagraph-metrics" in refusal(run, "bench", "control-plane", "--cudagraph-metrics")
 
 
 def test_key_of_vllm_is_taken_where_no_other_is_given(

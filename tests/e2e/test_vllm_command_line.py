@@ -21,7 +21,7 @@ def test_server_starts_and_answers(demo_model: Path) -> None:
         assert 'quire:kv_blocks{engine="0",state="free"} 200.0' in metrics
         told = [line for line in server.log.splitlines() if "has no effect" in line]
     assert [line.split()[1] for line in told] == [
-        "--trust-remote-code", "--enforce-eager", "-O", "--disable-log-stats",
+        "--trust-remote-code", "-O", "--disable-log-stats",
         "--enable-chunked-prefill", "--load-format", "--tokenizer-mode", "--disable-log-requests",
         "--uvicorn-log-level", "--limit-mm-per-prompt", "--enable-prompt-tokens-details",
         "QUIRE_ASYNC_SCHEDULING", "--compilation-config",       # keys one by one come last

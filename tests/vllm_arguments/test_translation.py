@@ -89,6 +89,12 @@ def test_page_has_the_tables_of_the_rows() -> None:
         ({"attention_backend": "TRITON_ATTN"}, {"attention_backend": "auto"}),
         ({"attention_backend": SimpleNamespace(name="TRITON_ATTN")}, {"attention_backend": "auto"}),
         ({"attention_backend": "cuda"}, {"attention_backend": "cuda"}),
+        ({"cudagraph_capture_sizes": [1, 2]}, {"cudagraph_capture_sizes": [1, 2]}),
+        ({"cuda_graph_sizes": [1, 2]}, {"cudagraph_capture_sizes": (1, 2)}),
+        ({"compilation_config": {"cudagraph_capture_sizes": [3]}}, {"cudagraph_capture_sizes": (3,)}),
+        ({"compilation_config": {"max_cudagraph_capture_size": 8}}, {"max_cudagraph_capture_size": 8}),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"enforce_eager": True}),
+        ({"compilation_config": 3}, {}),
     ],
     ids=str,
 )  # fmt: skip
@@ -104,7 +110,7 @@ def test_flashinfer_of_vllm_is_quires_where_it_is_installed(monkeypatch: pytest.
 
 
 ACCEPTED: dict[str, object] = {
-    "enforce_eager": True, "trust_remote_code": True, "disable_log_stats": True, "tokenizer_mode": "auto",
+    "cudagraph_metrics": True, "trust_remote_code": True, "disable_log_stats": True, "tokenizer_mode": "auto",
     "load_format": "safetensors", "async_scheduling": False, "disable_custom_all_reduce": True,
     "max_seq_len_to_capture": 8192, "compilation_config": {"mode": 3}, "hf_token": None, "enable_chunked_prefill": True,
     "served_model_name": "name", "cpu_offload_gb": 0, "model_class_overrides": {}, "pipeline_parallel_size": 1,
@@ -149,6 +155,11 @@ def test_refusal_tells_the_value_but_no_token() -> None:
 def test_two_names_of_one_option_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_gpu_blocks_override is another name of num_kv_blocks"):
         settings(num_kv_blocks=7, num_gpu_blocks_override=8)
+
+
+def test_sizes_of_graphs_in_two_places_are_refused() -> None:
+    with pytest.raises(ConfigError, match="compilation_config is another name of cudagraph_capture_sizes"):
+        settings(cudagraph_capture_sizes=[1, 2], compilation_config={"cudagraph_capture_sizes": [1, 4]})
 
 
 def test_llm_takes_arguments_of_vllm(demo_model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +209,7 @@ def test_swap_space_is_in_gib_only_without_a_unit() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [("pipeline_parallel_size", "two"), ("cpu_offload_gb", "much"), ("model_class_overrides", "{"),
-     ("enforce_eager", "perhaps")],
+     ("cudagraph_metrics", "perhaps")],
 )  # fmt: skip
 def test_text_of_another_type_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--flag must be"):

@@ -81,7 +81,12 @@ class VllmFlags:
         if self._is_own_as_it_is(row):
             return {name: json.dumps(value) if row.takes == "json" else value}
         options = self._options_of(row, value, name.replace("_", "-"))
-        return {own: json.dumps(given) if isinstance(given, dict) else given for own, given in options.items()}
+        lists = {own: [*given] for own, given in options.items() if isinstance(given, tuple)}
+        return lists | {
+            own: json.dumps(given) if isinstance(given, dict) else given
+            for own, given in options.items()
+            if own not in lists
+        }
 
     def _is_own_as_it_is(self, row: "Row") -> bool:
         """Return whether the command has the flag itself, and reads all values of it."""
@@ -124,7 +129,7 @@ class VllmFlags:
             flag = self._flag(word, words)
             typed += flag
             has_argument |= bool(flag) and (flag[0] == "--config" or not flag[0].startswith("-"))
-            if len(flag) > 2:
+            if len(flag) > 2 and not flag[-1].isdigit():    # which no model is
                 further = len(typed) - 2
         if further is not None and not has_argument:    # `--served-model-name NAME MODEL`
             del typed[further]
@@ -223,6 +228,8 @@ class VllmFlags:
                 self._keys.setdefault(param.opts[0], {}).update(value)
             elif param.param_type_name == "argument":
                 words.append(str(value))
+            elif isinstance(value, tuple):
+                words += [word for each in value for word in (param.opts[0], str(each))]
             elif getattr(param, "is_flag", False):
                 words += [*(param.opts if value else param.secondary_opts)][:1]
             else:

@@ -1,5 +1,6 @@
 """Model loading: from the options of an engine to a model on its device, and the figures that size the engine."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.ranks import Ranks
 from quire.model.sharding import Shard, check_shardable
 from quire.model.spec import DecoderSpec
+
+log = logging.getLogger(__name__)
 
 RankOpener = Callable[[DecoderSpec, int], tuple[Ranks, int]]  # from positions of tables to this rank, and those of all
 
@@ -113,6 +116,9 @@ def check_device(options: EngineOptions, device_type: str) -> None:
         raise ConfigError("exact False is not supported on device cpu: its answers never depend on other requests")
     if options.capture_graphs:
         raise ConfigError("capture_graphs True is not supported on device cpu: there are no CUDA graphs")
+    for name in ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+        if getattr(options, name):
+            log.info("%s has no effect on device cpu: there are no CUDA graphs", name)
     if options.attention_backend != "auto":
         name = options.attention_backend
         raise ConfigError(f"attention_backend {name!r} is not supported on device cpu: its own kernels serve there")

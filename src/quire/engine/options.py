@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
 
+from quire.core.checks import shown
 from quire.core.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
@@ -42,8 +43,17 @@ OVERRIDE = "override_generation_config"
 MAX_ENGINES = 64
 START_TIMEOUT_S = 120.0
 MAX_NUM_SEQS = 1 << 16  # every row has room for max_model_len tokens
+MAX_GRAPH_SIZES, MAX_GRAPH_TOKENS = 128, 8192  # a graph keeps up to a few MiB, beside what the largest step needs
 
 _engine = partial(option, panel="Engine")
+
+
+def parse_sizes(texts: list[str]) -> tuple[int, ...]:
+    """Return the sizes of a repeatable flag. Raises ConfigError for what is no integer."""
+    try:
+        return tuple(map(int, texts))
+    except ValueError as error:
+        raise ConfigError(f"cudagraph_capture_sizes must be integers: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +168,25 @@ class EngineOptions:
         False, "capture the CUDA graphs of all steps at start, not as they are needed",
         row="`True`: on a GPU the graphs of all steps are captured at start ([gpu.md](gpu.md#graphs-of-steps)), which "
         "takes longer; `False`: each after a few steps that need it, of which one then takes longer. Refused on a CPU",
+    )  # fmt: skip
+    enforce_eager: bool = _engine(
+        False, "run steps on a GPU without CUDA graphs",
+        row="`True`: on a GPU no step is replayed as a CUDA graph: slower, with the same tokens. A CPU has none",
+    )  # fmt: skip
+    cudagraph_capture_sizes: tuple[int, ...] = _engine(
+        (), "tokens of the steps on a GPU that CUDA graphs are captured for (repeatable)", metavar="TOKENS",
+        shown_default="up to 256, and 512 with chunks of prompts", parse=parse_sizes,
+        row=f"sizes in tokens, at most {MAX_GRAPH_SIZES} from 1 to {MAX_GRAPH_TOKENS:,}, that CUDA graphs are captured "
+        "at; a smaller step is padded to the next one, a larger one runs without a graph; sizes beyond "
+        "`max_num_batched_tokens` are left out. Empty: 1, 2, 4, 8 and multiples of 16 up to 256, for steps with "
+        "chunks of prompts 16, 32 and multiples of 64 up to 512 ([gpu.md](gpu.md#graphs-of-steps)). On a CPU without "
+        "effect",
+    )  # fmt: skip
+    max_cudagraph_capture_size: int | None = _engine(
+        None, "the largest of these sizes, where they are not given", low=1, high=MAX_GRAPH_TOKENS, metavar="TOKENS",
+        shown_default="256, and 512 with chunks of prompts",
+        row="the usual ones of these sizes up to this one; with `cudagraph_capture_sizes` it must be the largest of "
+        "them; `None`: 256, and 512 for steps with chunks",
     )  # fmt: skip
     max_model_len: int | None = _engine(
         None, "longest prompt and output, tokens", low=1, shown_default="the model's, cut to what the KV cache holds",
@@ -389,6 +418,7 @@ class EngineOptions:
                 f"distributed_executor_backend 'uni' is one process: tensor_parallel_size must be 1, got "
                 f"{self.tensor_parallel_size}"
             )
+        self._check_graphs()
         self._check_nodes()
         self._check_swap()
         self._check_adapters()
@@ -454,6 +484,23 @@ class EngineOptions:
             raise ConfigError(
                 f"enable_lora needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
                 f"{self.memory_policy!r}"
+            )
+
+    def _check_graphs(self) -> None:
+        given, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        is_list = isinstance(given, tuple | list) and len(given) <= MAX_GRAPH_SIZES
+        for size in given if is_list else [given]:
+            if type(size) is not int or not 1 <= size <= MAX_GRAPH_TOKENS or not is_list:
+                raise ConfigError(
+                    f"cudagraph_capture_sizes must be at most {MAX_GRAPH_SIZES} integers from 1 to {MAX_GRAPH_TOKENS}, "
+                    f"got {shown(size)}"
+                )
+        if self.enforce_eager and self.capture_graphs:
+            raise ConfigError("capture_graphs True needs graphs, of which enforce_eager True has none")
+        if given and largest not in (None, max(given)):
+            raise ConfigError(
+                f"max_cudagraph_capture_size must be the largest of cudagraph_capture_sizes, {max(given)}, "
+                f"got {largest}"
             )
 
     def _check_nodes(self) -> None:

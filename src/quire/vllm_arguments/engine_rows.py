@@ -112,9 +112,28 @@ _MODEL = (
     *accepted("no code of a model's folder is ever run", switch("trust_remote_code"), text("code_revision")),
     *accepted(
         "on a CPU nothing is compiled or captured; on a GPU decodes are replayed as CUDA graphs, with the same tokens",
-        switch("enforce_eager"), config("compilation_config", "-cc"), config("optimization_level", "-O"),
-        text("performance_mode"), texts("cudagraph_capture_sizes"), number("max_cudagraph_capture_size"),
-        switch("cudagraph_metrics"), text("jit_monitor_mode"), switch("jit_monitor_verbose"),
+        config("optimization_level", "-O"), text("performance_mode"), switch("cudagraph_metrics"),
+        text("jit_monitor_mode"), switch("jit_monitor_verbose"),
+    ),
+    same(switch("enforce_eager"), "a CPU has no graphs"),
+    same(
+        texts("cudagraph_capture_sizes"),
+        "of a GPU; up to 128 sizes from 1 to 8,192, of decodes and, above 8, of steps with chunks of prompts; those "
+        "above `--max-num-batched-tokens` are left out; captured when steps need them, or at start with "
+        "`--capture-graphs` ([gpu.md](gpu.md#graphs-of-steps))",
+    ),
+    same(
+        number("max_cudagraph_capture_size"),
+        "256, and 512 for steps with chunks of prompts; with `--cudagraph-capture-sizes` it is the largest of them",
+        values.whole_number,
+    ),
+    replace(
+        renamed(
+            config("compilation_config", "-cc"), "cudagraph_capture_sizes",
+            "nothing is compiled; its keys `cudagraph_capture_sizes` and `max_cudagraph_capture_size` are those flags, "
+            "and `cudagraph_mode` `NONE` is `--enforce-eager`",
+        ),
+        spread=values.graph_options,
     ),
     *accepted(
         "kernels are chosen by the device, and on a CPU by `--cpu-isa`",

@@ -16,7 +16,13 @@ _ENGINE = (
     same(text("device")),
     *accepted(
         "on a CPU nothing is compiled or captured; on a GPU decodes are replayed as CUDA graphs, with the same tokens",
-        number("max_seq_len_to_capture"), texts("cuda_graph_sizes"), switch("full_cuda_graph"),
+        number("max_seq_len_to_capture"), switch("full_cuda_graph"),
+    ),
+    replace(
+        renamed(
+            texts("cuda_graph_sizes"), "cudagraph_capture_sizes", "one number is `--max-cudagraph-capture-size`",
+        ),
+        spread=values.older_graph_sizes,
     ),
     *accepted(
         "steps are planned one by one, and on a GPU while one runs",

@@ -24,6 +24,7 @@ class Row:
     sentence: str = ""
     own: str = ""                        # option of Quire that it sets, where that has another name
     convert: Callable[[Any, str], Any] | None = None  # of a value, and the name for errors, to the own option's value
+    spread: Callable[[Any, str], dict[str, Any]] | None = None  # the same, to the values of several own options
     is_engine: bool = True               # else of servers alone
     is_current: bool = True              # in vLLM 0.33, else of a version before
 

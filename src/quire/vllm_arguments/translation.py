@@ -36,6 +36,8 @@ def meaning(row: Row, value: object, shown: str, options: Collection[str]) -> Me
     """
     own = row.name if row.name in options else row.own
     if own in options:
+        if row.spread is not None and value is not None:
+            return _spread(row, parsed(row, value, shown), shown)
         if row.convert is not None and value is not None:
             value = row.convert(value, shown)
         return Meaning({} if value is None else {own: value})
@@ -46,6 +48,16 @@ def meaning(row: Row, value: object, shown: str, options: Collection[str]) -> Me
         told = "" if row.takes in {"switch", "optional text"} else f" {_short(given)}"
         raise ConfigError(f"{shown}{told} is not supported: {row.sentence}")
     return Meaning({}, f"{shown} has no effect: {row.sentence}")
+
+
+def _spread(row: Row, given: object, shown: str) -> Meaning:
+    """Return the options that a value sets, and the remark that the rest of it has no effect, if there is a rest."""
+    assert row.spread is not None
+    taken = row.spread(given, shown)
+    if taken and not (isinstance(given, Mapping) and len(given) > len(taken)):
+        return Meaning(taken)
+    beyond = f" beyond {', '.join(taken)}" if taken else ""
+    return Meaning(taken, f"{shown} has no effect{beyond}: {row.sentence}")
 
 
 def is_neutral(row: Row, value: object) -> bool:

@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +17,7 @@ _MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M"
 _RUNNERS = {"auto": None, "none": None, "generate": "generate", "embed": "pooling", "embedding": "pooling",
             "score": "pooling"}
 _ATTENTION = {"TRITON_ATTN": "auto"}  # Triton's on a GPU; on a CPU vLLM, too, has kernels of its own
+_NO_GRAPHS = ("NONE", "none", 0)   # `cudagraph_mode`; None is the default
 _DTYPES = {"half": "float16", "float": "float32"}
 _MOST_GIB = 1024        # a number up to here is GiB, as in vLLM; no swap space has so few bytes
 
@@ -80,6 +81,30 @@ def grammar_option(name: str) -> Callable[[Any, str], dict[str, bool] | None]:
         return {name: True} if is_on else None
 
     return convert
+
+
+def graph_options(given: object, shown: str) -> dict[str, Any]:
+    """Return the options of CUDA graphs that a `compilation_config` has."""
+    if not isinstance(given, Mapping):
+        return {}
+    options: dict[str, Any] = {}
+    if given.get("cudagraph_capture_sizes"):
+        options["cudagraph_capture_sizes"] = _sizes(given["cudagraph_capture_sizes"], shown)
+    if given.get("max_cudagraph_capture_size") is not None:
+        options["max_cudagraph_capture_size"] = whole_number(given["max_cudagraph_capture_size"], shown)
+    if given.get("cudagraph_mode", "") in _NO_GRAPHS:
+        options["enforce_eager"] = True
+    return options
+
+
+def older_graph_sizes(given: object, shown: str) -> dict[str, Any]:
+    """Return the options for `cuda_graph_sizes`: one number is the largest size, several are all of them."""
+    sizes = _sizes(given, shown)
+    return {"max_cudagraph_capture_size": sizes[0]} if len(sizes) == 1 else {"cudagraph_capture_sizes": sizes}
+
+
+def _sizes(given: object, shown: str) -> tuple[Any, ...]:
+    return tuple(whole_number(each, shown) for each in (given if isinstance(given, list | tuple) else [given]))
 
 
 def json_text(given: object, _shown: str) -> str:

@@ -42,7 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 FAULTS = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0"}  # at the end of an engine
 OTHERS: dict[str, dict[str, Any]] = {
     "swap again": SWAP,
-    "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2},
+    "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2,
+                "cudagraph_capture_sizes": [1, 2, 16]},
 }
 LIMITS = {"4 ranks": 0.2, "8 bits": 0.1}  # of the differences of logprobs
 

@@ -12,6 +12,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.execution.cuda import device as cuda_device
 from quire.execution.cuda.device import CudaDevice
+from quire.execution.cuda.graphs import GraphSizes
 from quire.execution.device import WorkerParts
 from quire.kernels.back_end import REFERENCE
 from quire.model.kv_cache import KVCache
@@ -28,7 +29,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     """A device without a GPU; what its constructor asks torch.cuda is left out."""
     monkeypatch.setattr(CudaDevice, "__init__", lambda self: None)
     made = CudaDevice()  # type: ignore[call-arg]
-    made._captures_graphs = False
+    made._captures_graphs, made._sizes = False, GraphSizes()
     return made
 
 
@@ -69,4 +70,4 @@ def test_worker_has_all_that_the_engine_was_built_with(
     model, (cache, batch, swapper, grammars, adapters) = SimpleNamespace(device=torch.device("cuda")), "12345"
     parts = WorkerParts(*cast(Any, (model, cache, batch, swapper, grammars, drafter, adapters)))
     found: Any = device.executor(parts, max_num_batched_tokens=16)
-    assert found == (parts, {"max_steps_in_flight": 2 if drafter is None else 1})
+    assert found == ((*parts, device._sizes), {"max_steps_in_flight": 2 if drafter is None else 1})

@@ -150,7 +150,7 @@ def test_draws_of_graphs_are_those_of_single_steps(
         worker = CudaWorker(*parts)
         num_rows, max_blocks = worker._batch.block_tables.shape
         worker._graphs = DecodeGraphs(
-            worker.forward, max_blocks, worker._model.device, replaying, num_rows, None, worker.draw, idle_row=num_rows
+            worker.forward, max_blocks, worker._model.device, replaying, num_rows, draw=worker.draw, idle_row=num_rows
         )
         return AsyncCudaExecutor(worker)
 

@@ -1,13 +1,15 @@
-"""Which sizes are captured and when, and that padding reaches nothing; a fake graph calls what it was made of."""
+"""Sizes that are captured, and when, and that padding reaches nothing; a fake graph calls what it was made of."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
+from quire.engine.options import EngineOptions
 from quire.execution.cuda.graphs import (
     MIXED_ROWS,
     MIXED_TOKENS,
@@ -16,7 +18,8 @@ from quire.execution.cuda.graphs import (
     CudaGraphRunner,
     Draws,
     GraphSize,
-    graph_size,
+    GraphSizes,
+    graph_sizes,
 )
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.model.batch import ForwardBatch
@@ -167,7 +170,7 @@ def test_decodes_that_draw_have_graphs_of_their_own_and_idle_rows_write_to_no_ro
         return batch.token_ids + torch.tensor([[0], [1]])
 
     device = torch.device("cpu")
-    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, 8, None, draw, idle_row=99)
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, 8, draw=draw, idle_row=99)
     for _ in range(WANTED_BEFORE_CAPTURE):
         assert graphs.draw(batch_of(7), draws_of(7)) is None
         graphs.capture_one()
@@ -187,11 +190,12 @@ def test_decodes_that_draw_have_graphs_of_their_own_and_idle_rows_write_to_no_ro
 
 def test_graph_of_a_step_with_chunks_has_more_tokens_than_rows() -> None:
     """Else kernels would be launched as for decodes."""
-    assert graph_size(20, 25) == GraphSize(32, 64)
-    assert graph_size(200, 220) == GraphSize(256, 320)
+    sizes = GraphSizes()
+    assert sizes.size_of(20, 25) == GraphSize(32, 64)
+    assert sizes.size_of(200, 220) == GraphSize(256, 320)
     for num_rows in range(1, MIXED_ROWS[-1] + 1):
         for num_tokens in range(num_rows + 1, MIXED_TOKENS[-1] + 1):
-            size = graph_size(num_rows, num_tokens)
+            size = sizes.size_of(num_rows, num_tokens)
             assert size is not None
             assert size.is_mixed
             assert size.num_rows >= num_rows
@@ -209,6 +213,95 @@ def test_every_size_of_an_engine_is_captured_at_start(recorder: Recorder) -> Non
             assert graphs.run(batch_of(num_rows, counts)) is not None
     graphs.capture_one()
     assert recorder.num_captured == captured
+
+
+def sizes_of(**settings: Any) -> GraphSizes:  # noqa: ANN401
+    """Return the sizes that an engine's settings ask for."""
+    return graph_sizes(EngineOptions(**settings))
+
+
+def test_sizes_that_are_asked_for_are_those_of_decodes_and_of_steps_with_chunks(recorder: Recorder) -> None:
+    sizes = sizes_of(cudagraph_capture_sizes=[40, 6, 6, 300])
+    assert sizes == GraphSizes((6, 40, 300), (6, 40, 300))
+    device = torch.device("cpu")
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, max_rows=50, sizes=sizes)
+    assert {*sizes.descending(50, 100)} == {*map(GraphSize, (300, 40, 6), (300, 40, 6))} | {
+        GraphSize(256, 300), GraphSize(32, 300), GraphSize(8, 300), GraphSize(32, 40), GraphSize(8, 40)
+    }  # fmt: skip
+    for _ in range(WANTED_BEFORE_CAPTURE):
+        assert graphs.run(batch_of(5)) is None
+        graphs.capture_one()
+    graphs.capture_one()
+    assert [*graphs._graphs] == [GraphSize(300, 300), GraphSize(6, 6)], "the largest first"
+    graphs.capture_all(max_tokens=100)
+    assert {*graphs._graphs} == {*sizes.descending(50, 100)}
+    for num_rows, counts, expected in ((7, 1, (40, 40)), (41, 1, (300, 300)), (3, 4, (8, 40)), (20, 5, (32, 300))):
+        assert graphs.run(batch_of(num_rows, counts)) is not None
+        assert (len(recorder.seen[-1].context_lens), len(recorder.seen[-1].token_ids)) == expected
+    assert graphs.run(batch_of(3, counts=101)) is None
+    assert not graphs.may_draw(3, has_adapters=False)
+
+
+def test_small_sizes_have_no_graphs_of_steps_with_chunks(recorder: Recorder) -> None:
+    """Those have 8 rows or more, and more tokens than rows."""
+    sizes = sizes_of(cudagraph_capture_sizes=(1, 2, 4, 8))
+    device = torch.device("cpu")
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, max_rows=50, sizes=sizes)
+    graphs.capture_all(max_tokens=100)
+    assert [*graphs._graphs] == [GraphSize(size, size) for size in (8, 4, 2, 1)]
+    assert graphs.run(batch_of(2, counts=2)) is None
+    assert graphs.run(batch_of(9)) is None
+
+
+def test_sizes_beyond_the_token_budget_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = sizes_of(cudagraph_capture_sizes=(1, 64, 65), max_num_batched_tokens=64)
+    assert sizes == GraphSizes((1, 64), (1, 64))
+    assert "graphs are captured at [1, 64] tokens: no step has more than 64" in caplog.text
+
+
+def test_largest_size_limits_the_usual_ones_or_extends_them() -> None:
+    assert sizes_of() == GraphSizes(SIZES, MIXED_TOKENS)
+    assert sizes_of(max_cudagraph_capture_size=3) == GraphSizes((1, 2), ())
+    assert sizes_of(max_cudagraph_capture_size=100) == GraphSizes((1, 2, 4, 8, *range(16, 97, 16)), (16, 32, 64))
+    large = sizes_of(max_cudagraph_capture_size=1024)
+    assert (large.decodes[-1], large.mixed[-1]) == (1024, 1024)
+    assert large.size_of(512, 512) == GraphSize(512, 512)
+    assert large.size_of(8, 1000) == GraphSize(8, 1024)
+    assert sizes_of(cudagraph_capture_sizes=(4, 9), max_cudagraph_capture_size=9).decodes == (4, 9)
+
+
+def test_engine_without_graphs_captures_none(recorder: Recorder) -> None:
+    sizes = sizes_of(enforce_eager=True, cudagraph_capture_sizes=(4,))
+    assert sizes == GraphSizes((), ())
+    assert sizes.largest(256) == []
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture, sizes=sizes)
+    graphs.capture_all(max_tokens=100)
+    want(graphs, 3)
+    assert recorder.num_captured == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cudagraph_capture_sizes": (1, 0)}, "cudagraph_capture_sizes must be at most 128 .* from 1 to 8192, got 0"),
+        ({"cudagraph_capture_sizes": [8193]}, "cudagraph_capture_sizes must be .*, got 8193"),
+        ({"cudagraph_capture_sizes": [True]}, "cudagraph_capture_sizes must be .*, got True"),
+        ({"cudagraph_capture_sizes": ("4",)}, "cudagraph_capture_sizes must be .*, got '4'"),
+        ({"cudagraph_capture_sizes": [1] * 129}, "cudagraph_capture_sizes must be .*, got a list of 129"),
+        ({"cudagraph_capture_sizes": 4}, "cudagraph_capture_sizes must be .*, got 4"),
+        ({"max_cudagraph_capture_size": 0}, "max_cudagraph_capture_size must be an integer from 1 to 8192, got 0"),
+        (
+            {"cudagraph_capture_sizes": (1, 2), "max_cudagraph_capture_size": 4},
+            "max_cudagraph_capture_size must be the largest of cudagraph_capture_sizes, 2, got 4",
+        ),
+        ({"enforce_eager": 1}, "enforce_eager must be True or False, got 1"),
+        ({"enforce_eager": True, "capture_graphs": True}, "capture_graphs True needs graphs"),
+    ],
+    ids=str,
+)
+def test_sizes_out_of_range_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(**settings)
 
 
 def test_batches_above_the_last_size_run_as_they_are(graphs: CudaGraphRunner, recorder: Recorder) -> None:
@@ -242,7 +335,7 @@ def test_decodes_draw_outside_of_their_graph_where_one_with_draws_cannot_be_capt
         return call
 
     device = torch.device("cpu")
-    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, capture, 8, None, draw, idle_row=99)
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, capture, 8, draw=draw, idle_row=99)
     assert graphs.may_draw(7, has_adapters=False)
     assert not graphs.may_draw(SIZES[-1] + 1, has_adapters=False)
     for _ in range(WANTED_BEFORE_CAPTURE):

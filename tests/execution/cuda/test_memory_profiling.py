@@ -9,7 +9,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.engine.adapters.store import make_slots
 from quire.engine.options import EngineOptions
-from quire.execution.cuda.graphs import MIXED_TOKENS, dummy_batch
+from quire.execution.cuda.graphs import MIXED_TOKENS, GraphSizes, dummy_batch
 from quire.execution.cuda.memory_profiling import GRAPHS_SHARE, CudaMemoryMeter, available_kv_bytes
 from quire.kernels.back_end import REFERENCE, cuda_back_end
 from quire.kernels.sampling import SamplingInputs
@@ -55,8 +55,14 @@ def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: py
     monkeypatch.setattr(Decoder, "forward", counting)
     kept_back = int(10 * GIB * GRAPHS_SHARE)
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter()) == 9 * GIB // 2 - kept_back
-    sizes = [(num_tokens, torch.Size([4, 40])) for num_tokens in (90, 4, MIXED_TOKENS[-1])]
+    sizes = [(90, torch.Size([4, 40])), (4, torch.Size([4, 40])), (MIXED_TOKENS[-1], torch.Size([8, 40]))]
     assert steps == [*sizes, (1, torch.Size([1, 1]))], "scratch memory goes by the widest table"
+    steps.clear()
+    assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter(), None, GraphSizes((6, 80), (6, 80))) > 0
+    assert steps[1:3] == [(6, torch.Size([6, 40])), (80, torch.Size([8, 40]))], "of the sizes that graphs will have"
+    steps.clear()
+    assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter(), None, GraphSizes((), ())) > 0
+    assert len(steps) == 2, "no graph"
 
 
 @pytest.mark.parametrize(

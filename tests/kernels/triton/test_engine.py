@@ -92,7 +92,7 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch) -> list[CudaWorker]:
         num_rows, max_blocks = worker._batch.block_tables.shape
         slots, device = None if worker._adapters is None else worker._adapters.slots, torch.device("cpu")
         worker._graphs = CudaGraphRunner(
-            worker.forward, max_blocks, device, lambda call: call, num_rows, slots, worker.draw, idle_row=num_rows
+            worker.forward, max_blocks, device, lambda call: call, num_rows, slots, draw=worker.draw, idle_row=num_rows
         )
         workers.append(worker)
 

@@ -21,7 +21,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.leader import RankedModel, RankSet
 from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.graphs import GraphSize
+from quire.execution.cuda.graphs import GraphSize, graph_sizes
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.sharding import Shard
@@ -97,7 +97,7 @@ class GpuRankSet(RankSet):
     def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
         """Return the executor of all ranks, with steps in flight as on one GPU."""
         assert self.own_model is not None, "ranks that have not joined"
-        self._worker = LeadingWorker(self, self.link(), self.own_model, parts)
+        self._worker = LeadingWorker(self, self.link(), self.own_model, parts, graph_sizes(self._options))
         if self._options.capture_graphs:
             self._worker.capture_graphs(max_num_batched_tokens)
         return AsyncCudaExecutor(self._worker, max_steps_in_flight=2 if parts.drafter is None else 1)

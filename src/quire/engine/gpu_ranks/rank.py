@@ -15,7 +15,7 @@ from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.rank import MAX_REASON_CHARS, expect, load_part, start
 from quire.execution.batch import PersistentBatch
-from quire.execution.cuda.graphs import GraphSize
+from quire.execution.cuda.graphs import GraphSize, graph_sizes
 from quire.execution.device import StepLimits, WorkerParts
 from quire.model.decoder import Decoder
 
@@ -70,6 +70,8 @@ def _start(channel: Channel, descriptor: int, command: messages.Load) -> Followi
     swapper = None
     if sizes.num_swap_blocks:
         swapper = device.swapper(cache, model.kv_geometry, sizes.num_swap_blocks, model.back_end, None)
-    worker = FollowingWorker(ranks, model, WorkerParts(model, cache, batch, swapper))
+    worker = FollowingWorker(
+        ranks, model, WorkerParts(model, cache, batch, swapper), graph_sizes(command.options)
+    )
     channel.send(messages.Allocated())
     return worker

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.core.errors import EngineError
 from quire.core.plan import StepPlan, StepResult
 from quire.engine.exchange.link import FORWARD, LOGITS, Link, RankExchange
-from quire.execution.cuda.graphs import CudaGraphRunner, GraphSize, dummy_batch
+from quire.execution.cuda.graphs import CudaGraphRunner, GraphSize, GraphSizes, dummy_batch
 from quire.execution.cuda.worker import CudaWorker, StepInFlight
 from quire.execution.device import WorkerParts
 from quire.model.batch import ForwardBatch
@@ -84,9 +84,11 @@ class LeadingWorker(CudaWorker):
 
     _graphs: LeadingGraphs | None
 
-    def __init__(self, ranks: Followers, link: Link, own_model: Decoder, parts: WorkerParts) -> None:
+    def __init__(
+        self, ranks: Followers, link: Link, own_model: Decoder, parts: WorkerParts, sizes: GraphSizes
+    ) -> None:
         self._ranks, self._link, self._own_model = ranks, link, own_model
-        super().__init__(*parts)
+        super().__init__(*parts, sizes)
 
     def _make_graphs(self, *parts: Any) -> LeadingGraphs:  # noqa: ANN401 (of `CudaGraphRunner`)
         return LeadingGraphs(self._ranks, *parts)
@@ -126,9 +128,9 @@ class FollowingWorker(CudaWorker):
 
     _graphs: RankGraphs | None
 
-    def __init__(self, ranks: RankExchange, own_model: Decoder, parts: WorkerParts) -> None:
+    def __init__(self, ranks: RankExchange, own_model: Decoder, parts: WorkerParts, sizes: GraphSizes) -> None:
         self._ranks, self._own_model = ranks, own_model
-        super().__init__(*parts)
+        super().__init__(*parts, sizes)
         self._batch_on_device: ForwardBatch | None = None
 
     def _make_graphs(self, *parts: Any) -> RankGraphs:  # noqa: ANN401 (of `CudaGraphRunner`)

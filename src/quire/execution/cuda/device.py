@@ -7,6 +7,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.core.host_memory import free_memory_bytes
 from quire.execution.cuda.executor import AsyncCudaExecutor
+from quire.execution.cuda.graphs import GraphOptions, graph_sizes
 from quire.execution.cuda.memory import (
     PinnedMemory,
     device_allocator,
@@ -30,17 +31,18 @@ SWAP_BYTES = 4 << 30  # the contract's default
 class CudaDevice:
     """The current GPU: a `Device`. Made before the model is loaded, since it measures the memory taken from then on.
 
-    `utilization`: of the card's memory, for weights, steps and the KV cache. `captures_graphs`: at start, instead of
-    after some steps that need them.
+    `utilization`: of the card's memory, for weights, steps and the KV cache. `graphs`: settings of their sizes.
+    `captures_graphs`: at start, instead of after some steps that need them.
     """
 
     kv_share = 1.0
 
-    def __init__(self, utilization: float, *, captures_graphs: bool) -> None:
+    def __init__(self, utilization: float, graphs: GraphOptions, *, captures_graphs: bool) -> None:
         use_exact_products()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._meter = CudaMemoryMeter(self.torch_device)
         self._utilization, self._captures_graphs = utilization, captures_graphs
+        self._sizes = graph_sizes(graphs)
 
     def free_bytes(self) -> int:
         """Return the bytes of the card that no process holds."""
@@ -48,7 +50,7 @@ class CudaDevice:
 
     def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: AdapterSlots | None) -> int:
         """Return the bytes that the utilization leaves beside weights and the largest step, which is run."""
-        return available_kv_bytes(model, *limits, self._utilization, self._meter, slots)
+        return available_kv_bytes(model, *limits, self._utilization, self._meter, slots, self._sizes)
 
     def default_swap_bytes(self) -> int:
         """Return `SWAP_BYTES`, or half of the host's free memory if that is less."""
@@ -74,7 +76,7 @@ class CudaDevice:
 
     def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
         """Return an executor that takes the next step while one runs; with a drafter, whose drafts it needs, one."""
-        worker = CudaWorker(*parts)
+        worker = CudaWorker(*parts, self._sizes)
         if self._captures_graphs:
             worker.capture_graphs(max_num_batched_tokens)
         return AsyncCudaExecutor(worker, max_steps_in_flight=2 if parts.drafter is None else 1)

@@ -6,13 +6,13 @@ chunks of prompts or drafts. A smaller step is padded: rows without a sequence, 
 -1, which read and write nothing. A size is captured after it was requested a few times, between two steps, one at a
 time, so that start-up does not wait, or, with `capture_all`, at start. Steps with adapters have graphs of their own,
 and so have decodes with plain sampling parameters: theirs draw, too. Of each kind the largest size comes first: its
-memory in the graphs' pool serves the smaller ones, too.
+memory in the graphs' pool serves the smaller ones, too. The sizes can be chosen: `graph_sizes`.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -59,15 +59,80 @@ class Draws(NamedTuple):
     rows: Tensor  # of the last tokens of all rows, where the drawn ones are written
 
 
-def graph_size(num_rows: int, num_tokens: int) -> GraphSize | None:
-    """Return the size of the graph for a step; None for a step that runs without one."""
-    if num_tokens == num_rows:
-        size = next((size for size in SIZES if size >= num_rows), None)
-        return None if size is None else GraphSize(size, size)
-    rows = next((rows for rows in MIXED_ROWS if rows >= num_rows), None)
-    # more tokens than rows, or the graph would be one of decodes
-    tokens = next((size for size in MIXED_TOKENS if size >= num_tokens and rows is not None and size > rows), None)
-    return None if rows is None or tokens is None else GraphSize(rows, tokens)
+class GraphSizes(NamedTuple):
+    """Sizes that graphs are captured at, ascending; without any, all steps run without a graph."""
+
+    decodes: tuple[int, ...] = SIZES
+    mixed: tuple[int, ...] = MIXED_TOKENS  # tokens; of these the ones above `MIXED_ROWS` have graphs
+
+    def size_of(self, num_rows: int, num_tokens: int) -> GraphSize | None:
+        """Return the size of the graph for a step; None for a step that runs without one."""
+        if num_tokens == num_rows:
+            size = next((size for size in self.decodes if size >= num_rows), None)
+            return None if size is None else GraphSize(size, size)
+        rows = next((rows for rows in MIXED_ROWS if rows >= num_rows), None)
+        # more tokens than rows, or the graph would be one of decodes
+        tokens = next((size for size in self.mixed if size >= num_tokens and rows is not None and size > rows), None)
+        return None if rows is None or tokens is None else GraphSize(rows, tokens)
+
+    def descending(self, max_rows: int, max_tokens: int) -> Iterator[GraphSize]:
+        """Yield all that steps of so many rows and tokens can need: decodes, then the others, the largest first."""
+        yield from (GraphSize(size, size) for size in reversed(_up_to(self.decodes, max_rows)))
+        for num_tokens in reversed(_up_to(self.mixed, max_tokens)):
+            for num_rows in reversed(_up_to(MIXED_ROWS, max_rows)):
+                if num_rows < num_tokens:
+                    yield GraphSize(num_rows, num_tokens)
+
+    def largest(self, max_rows: int) -> list[GraphSize]:
+        """Return the largest size of decodes, and that of other steps, as far as there are any."""
+        sizes = [*self.descending(max_rows, max(self.mixed, default=0))]
+        firsts = (next((size for size in sizes if size.is_mixed == is_mixed), None) for is_mixed in (False, True))
+        return [size for size in firsts if size is not None]
+
+
+USUAL_SIZES = GraphSizes()
+
+
+def _up_to(sizes: tuple[int, ...], limit: int) -> list[int]:
+    """Return the sizes up to the first one of at least `limit`, ascending."""
+    return [size for i, size in enumerate(sizes) if not i or sizes[i - 1] < limit]
+
+
+class GraphOptions(Protocol):
+    """The settings of graphs, as `EngineOptions` has them."""
+
+    @property
+    def enforce_eager(self) -> bool:
+        """Whether all steps run without a graph."""
+
+    @property
+    def cudagraph_capture_sizes(self) -> Sequence[int]:
+        """Sizes of decodes, and of steps with chunks, too; empty: the usual ones."""
+
+    @property
+    def max_cudagraph_capture_size(self) -> int | None:
+        """The largest size; None: the usual one."""
+
+    @property
+    def resolved_max_num_batched_tokens(self) -> int:
+        """Tokens in one step."""
+
+
+def graph_sizes(options: GraphOptions) -> GraphSizes:
+    """Return the sizes that settings ask for: of those given the ones that a step can have, or all up to a largest."""
+    given, largest = options.cudagraph_capture_sizes, options.max_cudagraph_capture_size
+    if options.enforce_eager:
+        return GraphSizes((), ())
+    if given:
+        max_tokens = options.resolved_max_num_batched_tokens
+        sizes = tuple(sorted({size for size in given if size <= max_tokens}))
+        if max(given) > max_tokens:
+            log.warning("graphs are captured at %s tokens: no step has more than %d", [*sizes], max_tokens)
+        return GraphSizes(sizes, sizes)
+    if largest is None:
+        return USUAL_SIZES
+    decodes, mixed = (*SIZES[:4], *range(16, largest + 1, 16)), (*MIXED_TOKENS[:2], *range(64, largest + 1, 64))
+    return GraphSizes(*(tuple(size for size in sizes if size <= largest) for sizes in (decodes, mixed)))
 
 
 class CudaGraphRunner:
@@ -85,14 +150,12 @@ class CudaGraphRunner:
         capture: Capture,
         max_rows: int = SIZES[-1],
         slots: AdapterSlots | None = None,
+        sizes: GraphSizes = USUAL_SIZES,
         draw: Callable[[ForwardBatch, Draws], Tensor] | None = None,
         idle_row: int = 0,
     ) -> None:
-        largest = graph_size(min(max_rows, SIZES[-1]), min(max_rows, SIZES[-1]))
-        mixed = graph_size(min(max_rows, MIXED_ROWS[-1]), MIXED_TOKENS[-1])
-        assert largest is not None
-        assert mixed is not None
-        self._largest = {False: largest, True: mixed}
+        self._sizes, self._max_rows = sizes, max_rows
+        self._largest = {size.is_mixed: size for size in sizes.largest(max_rows)}
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
         self._slots, self._draw, self._idle_row = slots, draw, idle_row
         self._graphs: dict[GraphSize, tuple[ForwardBatch, Draws | None, Replay] | None] = {}  # None: the capture failed
@@ -105,7 +168,7 @@ class CudaGraphRunner:
 
     def may_draw(self, num_rows: int, *, has_adapters: bool) -> bool:
         """Return whether a step of so many decodes has a graph that draws, or gets one once it is requested."""
-        size = None if self._draw is None else graph_size(num_rows, num_rows)
+        size = None if self._draw is None else self._sizes.size_of(num_rows, num_rows)
         if size is None:
             return False
         size = size._replace(has_adapters=has_adapters, draws=True)
@@ -116,7 +179,7 @@ class CudaGraphRunner:
         return self._run(batch, draws)
 
     def _run(self, batch: ForwardBatch, draws: Draws | None) -> Tensor | None:
-        size = graph_size(len(batch.context_lens), len(batch.token_ids))
+        size = self._sizes.size_of(len(batch.context_lens), len(batch.token_ids))
         if size is None:
             return None
         size = size._replace(has_adapters=batch.adapters is not None, draws=draws is not None)
@@ -136,9 +199,10 @@ class CudaGraphRunner:
 
     def capture_one(self) -> None:
         """Capture the size that was requested most, if often enough. To be called between steps."""
-        size, count = next(iter(self._wanted.most_common(1)), (self._largest[False], 0))
-        if count < WANTED_BEFORE_CAPTURE:
+        wanted = self._wanted.most_common(1)
+        if not wanted or wanted[0][1] < WANTED_BEFORE_CAPTURE:
             return
+        size = wanted[0][0]
         if not any(size.kind == each.kind for each in self._graphs):
             size = self._largest[size.is_mixed]._replace(has_adapters=size.has_adapters, draws=size.draws)
         self._capture_size(size)
@@ -146,19 +210,10 @@ class CudaGraphRunner:
     def capture_all(self, max_tokens: int) -> None:
         """Capture every size that a step of up to `max_tokens` tokens can need, the largest first."""
         for has_adapters in (False,) if self._slots is None else (False, True):
-            for size in self._sizes(max_tokens):
+            for size in self._sizes.descending(self._max_rows, max_tokens):
                 for draws in (False, True) if self._draw is not None and not size.is_mixed else (False,):
                     if (own := size._replace(has_adapters=has_adapters, draws=draws)) not in self._graphs:
                         self._capture_size(own)
-
-    def _sizes(self, max_tokens: int) -> Iterator[GraphSize]:
-        max_rows = self._largest[False].num_rows
-        yield from (GraphSize(size, size) for size in reversed(SIZES) if size <= max_rows)
-        largest = next((size for size in MIXED_TOKENS if size >= max_tokens), MIXED_TOKENS[-1])
-        for num_tokens in reversed([size for size in MIXED_TOKENS if size <= largest]):
-            for num_rows in reversed(MIXED_ROWS):
-                if num_rows < num_tokens and num_rows <= self._largest[True].num_rows:
-                    yield GraphSize(num_rows, num_tokens)
 
     def _capture_size(self, size: GraphSize) -> None:
         """Capture a size. If that fails, mostly for lack of memory, its steps run without a graph."""

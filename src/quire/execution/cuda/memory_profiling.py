@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.execution.cuda.graphs import MIXED_TOKENS, SIZES, dummy_batch, dummy_draws
+from quire.execution.cuda.graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_draws
 from quire.execution.cuda.memory import device_allocator
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.sampling import SamplingInputs
@@ -56,12 +56,13 @@ def available_kv_bytes(
     utilization: float,
     meter: CudaMemoryMeter,
     slots: AdapterSlots | None = None,
+    sizes: GraphSizes = USUAL_SIZES,
 ) -> int:
     """Return the bytes that `utilization` of the device leaves after weights and the largest step. ConfigError if none.
 
     The largest step has `num_tokens` tokens of `num_seqs` sequences with contexts of up to `max_model_len` tokens. CUDA
-    graphs keep the memory of the largest one. Every kernel that a request could wait for is compiled here. slots: of
-    adapters, which are weights; None: no row has one.
+    graphs keep the memory of the largest one of `sizes`. Every kernel that a request could wait for is compiled here.
+    slots: of adapters, which are weights; None: no row has one.
     """
     cache = KVCache.allocate(model.kv_geometry, 2, block_size, model.back_end, device_allocator(model.device))
     max_blocks, num_seqs = -(-max_model_len // block_size), min(num_seqs, num_tokens)
@@ -76,10 +77,9 @@ def available_kv_bytes(
     del largest, logits
     peak_bytes = meter.peak_bytes()
     held_bytes = meter.reset_peak()
-    num_decodes = min(num_seqs, SIZES[-1])
-    for graph_tokens in (num_decodes, MIXED_TOKENS[-1]):  # graphs share their memory
-        hidden = model.forward(dummy_batch(num_decodes, graph_tokens, max_blocks, model.device, slots), cache)
-        if graph_tokens == num_decodes:
+    for size in sizes.largest(num_seqs):  # graphs share their memory
+        hidden = model.forward(dummy_batch(size.num_rows, size.num_tokens, max_blocks, model.device, slots), cache)
+        if not size.is_mixed:
             _draw_as_graphs_do(model, hidden)
         del hidden
     peak_bytes += meter.peak_bytes() - held_bytes

@@ -21,7 +21,7 @@ from quire.decoding.row_grammars import RowGrammars
 from quire.decoding.sampler import SampledTokens, device_settings, sample_async, sample_on_device, to_sampled_tokens
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.cuda.graphs import CudaGraphCapture, CudaGraphRunner, Draws
+from quire.execution.cuda.graphs import USUAL_SIZES, CudaGraphCapture, CudaGraphRunner, Draws, GraphSizes
 from quire.execution.cuda.memory import upload_step
 from quire.execution.cuda.tables import DeviceTables, table_edits
 from quire.execution.drafter import Drafter
@@ -55,6 +55,7 @@ class CudaWorker(Worker):
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
         grammars: RowGrammars | None = None, drafter: Drafter | None = None, adapters: StepAdapters | None = None,
+        sizes: GraphSizes = USUAL_SIZES,
     ) -> None:  # fmt: skip
         super().__init__(model, cache, batch, swapper, grammars, drafter, adapters)
         num_rows, max_blocks = batch.block_tables.shape
@@ -63,10 +64,10 @@ class CudaWorker(Worker):
         self._tables = DeviceTables(batch.block_tables.shape, model.device)
         self._completed_s = 0.0
         self._graphs: CudaGraphRunner | None = None
-        if model.device.type == "cuda" and model.back_end.is_capturable:
+        if model.device.type == "cuda" and model.back_end.is_capturable and (sizes.decodes or sizes.mixed):
             slots = None if adapters is None else adapters.slots
             capture = CudaGraphCapture()
-            self._graphs = self._make_graphs(self.forward, max_blocks, model.device, capture, num_rows, slots)
+            self._graphs = self._make_graphs(self.forward, max_blocks, model.device, capture, num_rows, slots, sizes)
 
     def _make_graphs(self, *parts: Any) -> CudaGraphRunner:  # noqa: ANN401 (of `CudaGraphRunner`)
         make: Callable[..., CudaGraphRunner] = CudaGraphRunner
