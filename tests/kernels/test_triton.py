@@ -25,7 +25,7 @@ def test_kernels_match_their_references_in_the_interpreter(module: str, marks: s
     """Triton chooses its interpreter when it is imported, so it has a process to itself."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marks, str(FOLDER / module)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode in ({0} if marks == "not matrix" else {0, NONE_COLLECTED}), result.stdout + result.stderr
     assert "skipped" not in result.stdout, result.stdout
 
@@ -85,6 +85,7 @@ def test_kernels_of_a_layer_compile_without_spilling(
 def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capability: int) -> None:
     from quire.kernels.back_end import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
+    from quire.kernels.triton import attention
 
     ops, stored = cuda_back_end(), QUANTIZED[kv]
     cache = torch.empty(3, 16, 8, 128 + stored.scale_bytes, dtype=torch.int8).view(getattr(torch, stored.element))
@@ -92,9 +93,10 @@ def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capabili
     int32, int64 = torch.zeros(5, dtype=torch.int32), torch.zeros(70, dtype=torch.int64)
     with compiled_launches(capability) as kernels:
         metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
-        ops.paged_attention(query, cache, cache, metadata, 0.1)
+        for is_exact in (False, True):
+            attention.paged_attention(query, cache, cache, metadata, 0.1, is_exact=is_exact)
         ops.write_kv(query, key, key, int64, torch.empty(9, 128), cache, cache, int64)
-    assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == 2
+    assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == 3
     assert any(kernel.name == "_write_quantized_kernel" for kernel in kernels)
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_attend_kernel"), kernels

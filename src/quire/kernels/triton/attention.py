@@ -95,7 +95,7 @@ def paged_attention(
     )  # fmt: skip
     if num_tokens > num_seqs or is_exact:
         options = chunk_options(head_dim, query.dtype, capability(query.device), is_exact=is_exact)
-        if kv_form["KV"] and is_exact:
+        if kv_form["KV"] and is_exact and not (kv_form["HAS_SCALES"] and options["KEYS"] == 32 and head_dim == 128):
             options["KEYS"] = max(16, options["KEYS"] // 2)  # widening takes registers, too
         _attend(step, shape | {"IS_DECODE": False, "IS_EXACT": is_exact}, metadata, options)
     if attend_decodes is not None:
@@ -157,7 +157,8 @@ def decode_options(dims: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return a decode's tiles, and how they are compiled: 16 KiB of keys and as much of values, two of each in flight.
 
     That is 64 KiB for each of two programs on a processor, where 20 KiB would keep the memory busy. Heads of 32 have at
-    most 4 KiB of each: more spill.
+    most 4 KiB of each: more spill. A limit of 255 registers is none, but keeps ptxas from aiming at 168, so that three
+    programs fit, at the price of spilling.
     """
     if dtype.itemsize == 4:
         keys, num_warps, num_stages = (16 if dims <= 32 else 32, 4, 5) if dims <= 128 else (16, 8, 2)
@@ -165,6 +166,7 @@ def decode_options(dims: int, dtype: torch.dtype) -> dict[str, Any]:
         keys, num_warps, num_stages = 64 if dims <= 32 else min(128, 8192 // dims), 4, 5
     return {
         "ROWS": DECODE_ROWS, "KEYS": keys, "HAS_FULL_TILES": False, "num_warps": num_warps, "num_stages": num_stages,
+        "maxnreg": 255,
     }  # fmt: skip
 
 
@@ -343,9 +345,11 @@ def _fold_keys(
         slots, scale_places = places_of(block, heads, BLOCK_SIZE * NUM_KV_HEADS, HEAD_DIM, HAS_SCALES)
         key_places, value_places = key_cache + slots[None, :] + dims[:, None], value_cache + slots[:, None] + dims[None]
         key = _load(key_places, is_there[None, :], is_dim[:, None], IS_FULL, HEAD_DIM == DIMS)  # [DIMS, KEYS]
+        if HAS_SCALES:  # scales are read before what they belong to: else a register more is taken
+            key_scale = _load(key_scales + scale_places, is_there, True, IS_FULL, True)
         scores = tl.dot(query, widen(key, KV, query.dtype), input_precision=PRECISION)
         if HAS_SCALES:
-            scores *= _load(key_scales + scale_places, is_there, True, IS_FULL, True)[None, :]
+            scores *= key_scale[None, :]
         if SOFTCAP > 0:
             scores = tl.fma(1 / (1 + tl.exp2(scores * scale)), -2.0 * SOFTCAP, SOFTCAP)  # SOFTCAP * tanh
         if not IS_FULL:
@@ -360,10 +364,12 @@ def _fold_keys(
             base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
         weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         rescale = tl.exp2(highest - base)
+        if HAS_SCALES:
+            value_scale = _load(value_scales + scale_places, is_there, True, IS_FULL, True)
         value = _load(value_places, is_there[:, None], is_dim[None, :], IS_FULL, HEAD_DIM == DIMS)  # [KEYS, DIMS]
         total = tl.fma(total, rescale, tl.sum(weights, 1))
         if HAS_SCALES:
-            weights *= _load(value_scales + scale_places, is_there, True, IS_FULL, True)[None, :]
+            weights *= value_scale[None, :]
         value = widen(value, KV, query.dtype)
         weighted = tl.dot(weights.to(value.dtype), value, weighted * rescale[:, None], input_precision=PRECISION)
         highest = higher
@@ -467,7 +473,8 @@ def _attend_kernel(
         context_len = tl.load(context_lens + sequence)
         queries = offset + rows // ROWS_PER_TOKEN
         heads = kv_head * GROUP + rows % ROWS_PER_TOKEN
-        is_row = (queries < num_queries) & (rows % ROWS_PER_TOKEN < GROUP)
+        is_head = rows % ROWS_PER_TOKEN < GROUP
+        is_row = (queries < num_queries) & is_head
         tokens = (first_token + queries).to(tl.int64)
         tile = tl.load(
             query + tokens[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :],
@@ -484,8 +491,6 @@ def _attend_kernel(
         num_segments = _count_segments(end) - first_segment
         segment = first_segment + part * num_segments // num_parts
         last_segment = first_segment + (part + 1) * num_segments // num_parts
-        place = sequence.to(tl.int64) if IS_DECODE else tokens
-        place = partials + (place * NUM_KV_HEADS * GROUP + heads) * max_parts * (DIMS + 4)
         table = block_tables + sequence.to(tl.int64) * table_stride
         full_end = first_position * 0
         if HAS_FULL_TILES and WINDOW == 0:
@@ -501,7 +506,11 @@ def _attend_kernel(
                     PRECISION, SOFTCAP,
                 )  # fmt: skip
                 if num_parts > 1:
-                    _leave(place + index * (DIMS + 4), is_row, own_highest, own_total, own_weighted, DIMS)
+                    own_tokens, own_is_row = _rows_of(query_starts, sequence, queries, is_head)
+                    place = _place(
+                        partials, sequence, own_tokens, heads, max_parts, NUM_KV_HEADS * GROUP, DIMS, IS_DECODE
+                    )
+                    _leave(place + index * (DIMS + 4), own_is_row, own_highest, own_total, own_weighted, DIMS)
                 else:
                     highest, total, weighted = _add(highest, total, weighted, own_highest, own_total, own_weighted)
         else:
@@ -512,6 +521,7 @@ def _attend_kernel(
                 HAS_FULL_TILES and WINDOW == 0, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, HEAD_DIM, DIMS, KEYS, ROWS,
                 PRECISION, SOFTCAP,
             )  # fmt: skip
+        tokens, is_row = _rows_of(query_starts, sequence, queries, is_head)
         if num_parts == 1:
             tl.store(
                 out + (tokens * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :],
@@ -519,7 +529,28 @@ def _attend_kernel(
                 mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
             )
         elif not BY_SEGMENT:
+            place = _place(partials, sequence, tokens, heads, max_parts, NUM_KV_HEADS * GROUP, DIMS, IS_DECODE)
             _leave(place + part * (DIMS + 4), is_row, highest, total, weighted, DIMS)
+
+
+@triton.jit
+def _rows_of(query_starts, sequence, queries, is_head):
+    """Return the tokens of rows, int64, and whether there is one of each.
+
+    Read again after keys went by: else addresses of 8 rows are kept meanwhile, in 16 registers that the loop needs.
+    """
+    first = tl.load(query_starts + sequence, volatile=True)
+    num_queries = tl.load(query_starts + sequence + 1, volatile=True) - first
+    return (first + queries).to(tl.int64), (queries < num_queries) & is_head
+
+
+@triton.jit
+def _place(
+    partials, sequence, tokens, heads, max_parts, HEADS: tl.constexpr, DIMS: tl.constexpr, IS_DECODE: tl.constexpr
+):
+    """Return where the parts of rows are left, pointers [ROWS]."""
+    place = sequence.to(tl.int64) if IS_DECODE else tokens
+    return partials + (place * HEADS + heads) * max_parts * (DIMS + 4)
 
 
 @triton.jit
