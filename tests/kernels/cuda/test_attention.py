@@ -1,13 +1,16 @@
 """The paper's kernel in CUDA C++: its source run on the CPU, thread by thread, and compiled for cards by NVRTC."""
 
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quire.core.errors import ConfigError
+from quire.kernels.cuda import launch
 from quire.kernels.cuda.nvrtc import compile_source, library
 from quire.kernels.cuda.source import PARTITION, count_partitions, definitions, shared_floats, source
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata, reference
@@ -214,3 +217,42 @@ def test_shapes_that_have_no_vectors_are_refused() -> None:
         definitions(torch.bfloat16, 20, 16, 0)
     assert shared_floats(100, 0) == 100
     assert shared_floats(8_000, PARTITION) == PARTITION
+
+
+class Driver:
+    """Stands in for the CUDA driver: notes the calls, each of which succeeds."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: object) -> int:
+            self.calls.append((name, arguments))
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize(("shared_bytes", "is_asked"), [(32 << 10, False), (44 << 10, True), (48 << 10, True)])
+def test_more_memory_than_a_kernel_has_beside_its_own_is_asked_for(
+    shared_bytes: int, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has 48 KiB unasked, those of its own variables among them: else the launch is refused."""
+    driver = Driver()
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    launch.Module(b"").launch("attend", (1, 1, 1), 128, shared_bytes, ())
+    asked = [arguments[2] for name, arguments in driver.calls if name == "cuFuncSetAttribute"]
+    assert asked == ([shared_bytes] if is_asked else [])
+    assert driver.calls[-1][0] == "cuLaunchKernel"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("block_size", [8, 128])
+def test_memory_of_a_kernels_own_is_what_the_launch_leaves_for_it(block_size: int, dtype: torch.dtype) -> None:
+    library()
+    options = ["-arch=compute_90", "--std=c++17", *definitions(dtype, 256, block_size, PARTITION)]
+    ptx = compile_source(source(), options, to_ptx=True).decode()
+    own = [int(size) for size in re.findall(r"\.shared .*\.b8 \w+\[(\d+)\]", ptx)]
+    assert own
+    assert sum(own) <= (48 << 10) - launch.SHARED_BYTES

@@ -12,6 +12,7 @@ memory in the graphs' pool serves the smaller ones, too. The sizes can be chosen
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -160,6 +161,7 @@ class CudaGraphRunner:
         self._slots, self._draw, self._idle_row = slots, draw, idle_row
         self._graphs: dict[GraphSize, tuple[ForwardBatch, Draws | None, Replay] | None] = {}  # None: the capture failed
         self._wanted: Counter[GraphSize] = Counter()
+        self._tables: Tensor | None = None  # of all graphs: of 131,072 tokens those of each would take 32 KiB a row
 
     def run(self, batch: ForwardBatch) -> Tensor | None:
         """Return the hidden states [num_tokens, hidden_size] of a step, valid until the next; None without a graph."""
@@ -221,7 +223,11 @@ class CudaGraphRunner:
         self._graphs[size] = None
         num_rows, num_tokens, has_adapters, has_draws = size
         slots = self._slots if has_adapters else None
+        if self._tables is None:
+            max_rows = max(each.num_rows for each in self._largest.values())
+            self._tables = torch.zeros(max_rows, self._max_blocks, dtype=torch.int32, device=self._device)
         inputs, draws = dummy_batch(num_rows, num_tokens, self._max_blocks, self._device, slots), None
+        inputs = replace(inputs, block_tables=self._tables[:num_rows])
         if has_draws:
             draws = dummy_draws(num_rows, self._idle_row, self._device)
         try:
