@@ -15,18 +15,17 @@ from support.triton_compiler import compiled_launches, specialized_launches
 
 pytest.importorskip("triton", reason="Triton is not installed")
 dense = LinearWeight.dense
-NONE_COLLECTED = 5  # of the exit codes of pytest
 FOLDER = Path(__file__).parent / "triton"
 
 
-@pytest.mark.parametrize("module", sorted(path.name for path in FOLDER.glob("test_*.py")))
+@pytest.mark.timeout(1800)  # the interpreter takes two minutes of a processor
 @pytest.mark.parametrize("marks", ["not matrix", pytest.param("matrix", marks=pytest.mark.matrix)])
-def test_kernels_match_their_references_in_the_interpreter(module: str, marks: str) -> None:
+def test_kernels_match_their_references_in_the_interpreter(marks: str) -> None:
     """Triton chooses its interpreter when it is imported, so it has a process to itself."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marks, str(FOLDER / module)]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marks, str(FOLDER)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert result.returncode in ({0} if marks == "not matrix" else {0, NONE_COLLECTED}), result.stdout + result.stderr
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert "skipped" not in result.stdout, result.stdout
 
 

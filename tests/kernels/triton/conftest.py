@@ -5,7 +5,11 @@ import os
 import pytest
 import torch
 
+from support.interpreter import prepare_once_a_launch
+
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETS:
+    prepare_once_a_launch()
 
 
 @pytest.fixture
