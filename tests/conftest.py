@@ -104,3 +104,12 @@ def stories260k() -> Path:
     if not STORIES_260K.exists():
         pytest.skip("../shared/data is not here")
     return STORIES_260K.resolve()
+
+
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of engines and ranks, which spares seconds of imports: for tests that look at no start."""
+    from support.forked_engines import fork_module
+
+    monkeypatch.setattr("quire.engine.launcher.start_module", fork_module)
+    monkeypatch.setattr("quire.engine.parallel.leader.start_module", fork_module)

@@ -65,6 +65,8 @@ from support.scheduling import Harness, make_request
 from support.scripted_engine import FAULT, spawn_scripted
 from support.stopping import stopped
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
 LOOPS = pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

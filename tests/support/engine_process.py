@@ -14,12 +14,12 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.client import EngineClient, Observer
 from quire.engine.completion_builder import logprob_dict
 from quire.engine.input_processor import Prompt
-from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineState, Stepped
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.streams import RequestStream
 from quire.text.tokenizer import Tokenizer
+from support.forked_engines import fork_engine
 
 TIMEOUT_S = 120.0 # nothing here takes long, but the machine may be busy
 QUIET_S = 0.3
@@ -46,8 +46,8 @@ class Recorder:
 
 
 async def connect(options: EngineOptions, observer: Observer | None = None) -> EngineClient:
-    """Return a client of a new engine process."""
-    return await EngineClient.connect(EngineProcess.spawn(options), options, observer or Recorder())
+    """Return a client of a new engine process, which is forked."""
+    return await EngineClient.connect(fork_engine(options), options, observer or Recorder())
 
 
 async def add(

@@ -1,10 +1,10 @@
-"""Engine processes forked from one that has loaded torch, for tests that look at a server or a client.
+"""Processes of engines and of ranks, forked from one that has loaded torch, for tests that look at what they do.
 
 A new process spends nearly 2 CPU seconds on imports, a fork almost none; from then on both run the same code.
 `EngineProcess.spawn` is for tests of the start itself. All forks of a test process have one parent, which ends with it.
 
-The parent's protocol: a message with the environment of an engine and four descriptors (its socket, the write end of a
-pipe for its exit status, stdout, stderr) is answered with the process id.
+The parent's protocol: a message with a module, its folder and environment, and with descriptors (the write end of a
+pipe for the exit status, stdout, stderr, and the module's own, its socket first) is answered with the process id.
 """
 
 import atexit
@@ -18,9 +18,11 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,7 +34,8 @@ from support import cpu_seconds
 
 END = struct.Struct("<id")  # of an engine: the exit status in the form of `Popen.returncode`, CPU seconds
 MAX_MESSAGE_BYTES = 1 << 20
-NUM_DESCRIPTORS = 4
+MAX_DESCRIPTORS = 8
+MODULES = ("quire.engine.process", "quire.engine.parallel.process", "quire.engine.parallel.rank")  # loaded for all
 NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # that a fork would lose
 TESTS = Path(__file__).parents[1]
 
@@ -58,7 +61,7 @@ class ForkedProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status once there is one. TimeoutExpired after `timeout` seconds."""
         if not select.select([self._end], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired(["quire.engine.process"], timeout or 0)
+            raise subprocess.TimeoutExpired(["a forked process"], timeout or 0)
         with self._reading:
             if self.returncode is None:
                 self.returncode, seconds = END.unpack(os.read(self._end, END.size))
@@ -91,12 +94,12 @@ class Parent:
         self._asking = threading.Lock()
         atexit.register(self.close)
 
-    def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> ForkedProcess:
-        """Return a new engine process that reads its commands from `connection`."""
+    def fork(self, module: str, environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedProcess:
+        """Return a new process of a module, whose arguments are the numbers of its descriptors."""
         ours, theirs = os.pipe()
-        descriptors = [connection.fileno(), theirs, 1, 2]
+        message = json.dumps([module, os.getcwd(), dict(environment)]).encode()
         with self._asking:
-            socket.send_fds(self._socket, [json.dumps(dict(environment)).encode()], descriptors)
+            socket.send_fds(self._socket, [message], [theirs, 1, 2, *descriptors])
             pid = int(self._socket.recv(MAX_MESSAGE_BYTES))
         os.close(theirs)
         return ForkedProcess(pid, ours)
@@ -110,19 +113,26 @@ class Parent:
 parent = cache(Parent)
 
 
-def fork_engine(options: EngineOptions) -> EngineProcess:
-    """Start an engine process, which begins to load, with one thread."""
+def fork_module(
+    module: str, *, env: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> tuple[ForkedProcess, socket.socket]:
+    """Do what `start_module` does, by a fork with one thread."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = parent().fork(theirs, os.environ | {"OMP_NUM_THREADS": "1"})
+        return parent().fork(module, env, [theirs.fileno(), *descriptors]), ours
+
+
+def fork_engine(options: EngineOptions) -> EngineProcess:
+    """Start an engine process, which begins to load, with one thread."""
+    process, ours = fork_module("quire.engine.process", env=os.environ | {"OMP_NUM_THREADS": "1"})
     ours.sendall(frame(Start(options)))
     return EngineProcess(process, ours)
 
 
 def main() -> None:
-    """Fork engines until the test process has ended."""
-    from quire.engine import assembly, process  # noqa: F401 (loaded for all that are forked)
-
+    """Fork processes until the test process has ended."""
+    for module in MODULES:
+        import_module(module)
     asked = socket.socket(fileno=int(sys.argv[1]))
     running: dict[int, tuple[int, int]] = {}  # by descriptor of a process: its id, and the pipe for its end
     with selectors.DefaultSelector() as selector:
@@ -133,13 +143,13 @@ def main() -> None:
                     selector.unregister(key.fd)
                     _report_end(key.fd, *running.pop(key.fd))
                     continue
-                message, descriptors, *_ = socket.recv_fds(asked, MAX_MESSAGE_BYTES, NUM_DESCRIPTORS)
+                message, descriptors, *_ = socket.recv_fds(asked, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
                 if not message:
                     return
                 if (pid := os.fork()) == 0:
-                    _run_engine(json.loads(message), *descriptors)
-                connection, end, *streams = descriptors
-                for each in (connection, *streams):
+                    _run(*json.loads(message), *descriptors)
+                end, *others = descriptors
+                for each in others:
                     os.close(each)
                 watched = os.pidfd_open(pid)
                 running[watched] = pid, end
@@ -154,22 +164,26 @@ def _report_end(watched: int, pid: int, end: int) -> None:
     os.close(end)
 
 
-def _run_engine(environment: dict[str, str], connection: int, end: int, out: int, err: int) -> NoReturn:
-    """Be an engine process, with the descriptors that a new one would have."""
-    from quire.engine import process
-
+def _run(
+    module: str, folder: str, environment: dict[str, str], end: int, out: int, err: int, *own: int
+) -> NoReturn:
+    """Be a process of the module, with the descriptors that a new one would have."""
     status = 1
     try:
         os.close(end)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        os.closerange(3, connection)
-        os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
+        bounds = [2, *sorted(own), os.sysconf("SC_OPEN_MAX")]
+        for below, above in pairwise(bounds):
+            os.closerange(below + 1, above)
+        os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv[1:] = [str(connection)]  # of this process alone
-        process.main()
+        sys.argv[1:] = map(str, own)  # of this process alone
+        import_module(module).main()
         status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -23,6 +23,8 @@ from quire.engine.streams import RequestStream
 from support.engine_process import TIMEOUT_S, is_running, until
 from support.stopping import stopped
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 NUM_ENGINES = 2
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)

@@ -28,6 +28,8 @@ from quire.server.errors import shutting_down
 from support.engine_process import read
 from support.http_app import make_app
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 DOCS = Path(__file__).parents[3] / "docs"
 OWN = {"engine": "0"}
 MODEL = {"model_name": "tiny"} | OWN

@@ -27,6 +27,8 @@ from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.server import is_running, wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 SEEDLESS = SamplingParams(temperature=1.0, max_tokens=12, n=2, stop=["e"])
 LONG = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)

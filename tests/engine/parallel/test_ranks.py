@@ -26,7 +26,10 @@ from support.random_model import write_random_model
 from support.server import is_running, wait_until
 from support.stopping import stopped
 
-pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+pytestmark = [
+    pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built"),
+    pytest.mark.usefixtures("forked_processes"),
+]
 
 PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
 SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1, ignore_eos=True, n=2)
