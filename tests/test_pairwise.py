@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from support.pairwise import pairwise
+from support.pairwise import covering, pairwise
 
 
 @pytest.mark.parametrize("axes", [["ab", "cd"], ["ab", "cde", "f", "ghi"], ["abcdef", "ghij", "klmn", "o", "pq", "rs"]])
@@ -19,3 +19,16 @@ def test_rows_are_few_and_the_same_each_time() -> None:
     rows = pairwise(axes)
     assert len(rows) < 1.5 * 7 * 4
     assert rows == pairwise(axes) != pairwise(axes, seed=1)
+
+
+def test_product_is_covered_and_the_rest_is_for_the_matrix() -> None:
+    axes = {"one": "abcd", ("two", "three"): [(1, "x"), (2, "y"), (3, "z")], "four": [None, 0]}
+    mark = covering(axes, indirect=["four"])
+    names, cases = mark.args
+    kept = [case.values for case in cases if not case.marks]
+    assert (names, mark.kwargs) == (["one", "two", "three", "four"], {"indirect": ["four"]})
+    assert len(cases) == 4 * 3 * 2
+    assert len(kept) < len(cases)
+    assert {(one, two) for one, two, _, _ in kept} == set(product("abcd", (1, 2, 3)))
+    assert {(two, three) for _, two, three, _ in kept} == {(1, "x"), (2, "y"), (3, "z")}
+    assert cases[0].id == "a-(1, 'x')-None"

@@ -1,9 +1,11 @@
 """Covering tables: few rows in which any two values of two axes stand together at least once."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 NUM_CANDIDATES = 30
 Place = tuple[int, int]  # an axis, and a value of it, by number
@@ -26,6 +28,30 @@ def pairwise(axes: Sequence[Sequence[Any]], seed: int = 0) -> list[tuple[Any, ..
         missing -= _pairs(best)
         rows.append(tuple(axes[axis][number] for axis, number in best))
     return rows
+
+
+def covering(
+    axes: Mapping[str | tuple[str, ...], Sequence[Any]], indirect: Sequence[str] = ()
+) -> pytest.MarkDecorator:
+    """Parametrize a test with the product of its axes: rows of a covering table, and for `make matrix` all others.
+
+    An axis is an argument, or a tuple of arguments whose values are tuples. `indirect`: as of pytest.
+    """
+    kept = set(pairwise([range(len(values)) for values in axes.values()]))
+    cases = [
+        pytest.param(
+            *(
+                each
+                for names, values, number in zip(axes, axes.values(), row, strict=True)
+                for each in ([values[number]] if isinstance(names, str) else values[number])
+            ),
+            marks=() if row in kept else pytest.mark.matrix,
+            id="-".join(str(values[number]) for values, number in zip(axes.values(), row, strict=True)),
+        )
+        for row in product(*(range(len(values)) for values in axes.values()))
+    ]
+    arguments = [each for names in axes for each in ([names] if isinstance(names, str) else names)]
+    return pytest.mark.parametrize(arguments, cases, indirect=list(indirect))
 
 
 def _fill(places: list[list[Place]], missing: set[Pair], ordered: list[Pair], rng: random.Random) -> list[Place]:

@@ -16,6 +16,7 @@ from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.paged_attention import build_metadata
 from support.packed_cache import CPP, pack, unpack
 from support.paged_cache import Paging, Part, Tokens, attend
+from support.pairwise import covering
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 EXACT_DTYPES = [torch.float32, torch.bfloat16]  # float16 is float32 between two conversions
@@ -33,18 +34,19 @@ def in_chunks(
     return torch.cat([attend([part], paging, window, CPP)[0] for part in parts])
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 50])
-@pytest.mark.parametrize(
-    "spans",
-    [[(0, 1)], [(0, 16)], [(255, 256), (256, 257)], [(16, 17), (0, 3), (0, 250), (249, 250)], [(5, 70), (31, 33)]],
-    ids=["one token", "full block", "partition border", "ragged", "chunks"],
-)
+SPANS = {
+    "one token": [(0, 1)], "full block": [(0, 16)], "partition border": [(255, 256), (256, 257)],
+    "ragged": [(16, 17), (0, 3), (0, 250), (249, 250)], "chunks": [(5, 70), (31, 33)],
+}  # fmt: skip
+
+
+@covering({"spans": list(SPANS), "window": [None, 1, 50], "heads": HEADS, ("dtype", "tol"): DTYPES})
 def test_kernel_matches_reference(
-    spans: list[tuple[int, int]], window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
+    spans: str, window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
 ) -> None:
-    parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
+    parts = [
+        Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(SPANS[spans])
+    ]
     expected = attend(parts, window=window, back_end=REFERENCE)
     for result, wanted in zip(attend(parts, window=window, back_end=CPP), expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
@@ -148,10 +150,13 @@ def test_long_context_with_sinks_is_shared_by_threads_and_keeps_its_bits(dtype: 
     torch.testing.assert_close(beside_others, expected, rtol=tol, atol=tol)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES[:2], ids=str)
-@pytest.mark.parametrize("heads", WIDE_GROUPS, ids=str)
-@pytest.mark.parametrize("spans", [[(0, 1)], [(599, 600)], [(0, 40)], [(255, 256), (0, 7), (300, 310)]], ids=str)
+@covering(
+    {
+        "spans": [[(0, 1)], [(599, 600)], [(0, 40)], [(255, 256), (0, 7), (300, 310)]], "heads": WIDE_GROUPS,
+        ("dtype", "tol"): DTYPES[:2], "num_threads": [1, 2],
+    },
+    indirect=["num_threads"],
+)  # fmt: skip
 def test_groups_wider_than_a_block_of_rows_match_the_reference(
     spans: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, tol: float, num_threads: int
 ) -> None:
@@ -163,9 +168,7 @@ def test_groups_wider_than_a_block_of_rows_match_the_reference(
     assert all(torch.equal(attend([part], back_end=CPP)[0], bits) for part, bits in zip(parts, together, strict=True))
 
 
-@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 300])
+@covering({"heads": HEADS, "dtype": EXACT_DTYPES, "window": [None, 300]})
 def test_chunking_never_changes_a_bit(heads: tuple[int, int, int], dtype: torch.dtype, window: int | None) -> None:
     tokens = Tokens.random(LENGTH, heads, dtype)
     whole = in_chunks(tokens, LENGTH, window)
@@ -174,9 +177,7 @@ def test_chunking_never_changes_a_bit(heads: tuple[int, int, int], dtype: torch.
         assert torch.equal(chunked, whole[begin:]), f"chunks of {chunk}"
 
 
-@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 70])
+@covering({"heads": HEADS, "dtype": EXACT_DTYPES, "window": [None, 70]})
 def test_block_size_and_block_ids_never_change_a_bit(
     heads: tuple[int, int, int], dtype: torch.dtype, window: int | None
 ) -> None:
@@ -188,9 +189,7 @@ def test_block_size_and_block_ids_never_change_a_bit(
         assert all(map(torch.equal, results, alone)), f"blocks of {block_size}"
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@covering({"heads": HEADS, "dtype": EXACT_DTYPES, "num_threads": [1, 2, 3]}, indirect=["num_threads"])
 def test_neighbours_and_threads_never_change_a_bit(
     heads: tuple[int, int, int], dtype: torch.dtype, num_threads: int
 ) -> None:

@@ -133,6 +133,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name: str, tmp_path: Path) -> None:
     old, new = FAULTS[name]
