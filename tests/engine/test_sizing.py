@@ -1,5 +1,6 @@
 """Numbers of blocks and the longest sequence, by options, model and free memory."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,6 +117,16 @@ def test_swap_space_nobody_asked_for_is_no_larger_than_all_sequences_can_use() -
     sizes = [EngineOptions(max_num_seqs=2, max_model_len=100), EngineOptions()]
     caches = [size_engine(each, LLAMA_8B, 10 * GIB, default_swap_bytes=GIB)[0] for each in sizes]
     assert [cache.num_swap_blocks for cache in caches] == [2 * 7, 512]
+
+
+def test_gpus_of_a_machine_divide_its_swap_space() -> None:
+    shared = replace(LLAMA_8B, num_swap_shares=4)
+    asked, _ = size_engine(EngineOptions(swap_space="1GiB"), shared, 10 * GIB, default_swap_bytes=2 * GIB)
+    default, _ = size_engine(EngineOptions(), shared, 10 * GIB, default_swap_bytes=2 * GIB)
+    exact, _ = size_engine(EngineOptions(num_swap_blocks=7), shared, 10 * GIB, default_swap_bytes=2 * GIB)
+    assert [each.num_swap_blocks for each in (asked, default, exact)] == [128, 256, 7]
+    with pytest.raises(ConfigError, match=r"swap_space of 1048576 bytes holds no KV block"):  # of each
+        size_engine(EngineOptions(swap_space="4MiB"), shared, 10 * GIB)
 
 
 def test_swap_space_for_less_than_a_block_is_refused() -> None:

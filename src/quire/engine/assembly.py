@@ -179,8 +179,7 @@ def build_engine(
         options.block_size,
     )  # fmt: skip
     kv_bytes = device.kv_bytes(loaded.model, step, slots) if ranks is None else ranks.kv_bytes(device, step)
-    swap_bytes = device.default_swap_bytes() // options.tensor_parallel_size
-    cache, scheduling = size_engine(options, limits, kv_bytes, device.kv_share, swap_bytes)
+    cache, scheduling = size_engine(options, limits, kv_bytes, device.kv_share, device.default_swap_bytes())
     if ranks is not None:
         ranks.allocate(cache, scheduling)
     engine = _build(options, loaded, cache, scheduling, grammars, draft_model, ranks, slots)

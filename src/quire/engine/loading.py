@@ -90,7 +90,10 @@ def load(
         check_ranks(options, back_end.name, spec)
     num_local = num_ranks // options.nnodes if device_type == "cpu" else 1  # a GPU's memory is that of one
     limits = _limits(spec, _widest(spec, stored, num_ranks), num_local)
-    limits = replace(limits, default_positions=pooler.max_seq_length or limits.default_positions)
+    limits = replace(
+        limits, default_positions=pooler.max_seq_length or limits.default_positions,
+        num_swap_shares=num_ranks // options.nnodes // num_local,
+    )  # fmt: skip
     num_positions, ranks = table_positions(options, limits, device.free_bytes(), device.kv_share), None
     if open_ranks is not None:
         ranks, num_positions = open_ranks(spec, num_positions)

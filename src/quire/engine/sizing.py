@@ -19,6 +19,7 @@ class ModelLimits:
     table_bytes_per_position: int = 0     # of rotary tables
     default_positions: int | None = None  # the longest sequence unless max_model_len is set; None: the first field
     scratch_bytes: int = 0                # of keys and values outside of the pool, of a draft model
+    num_swap_shares: int = 1              # GPUs that divide the host's swap space, each with `kv_bytes_per_token`
 
 
 def table_positions(
@@ -102,7 +103,10 @@ def size_engine(
         options.block_size,
         limits.sliding_window,
         enable_prefix_caching=options.enable_prefix_caching,
-        num_swap_blocks=_num_swap_blocks(options, block_bytes, min(default_swap_bytes, most_blocks * block_bytes)),
+        num_swap_blocks=_num_swap_blocks(
+            options, block_bytes, min(default_swap_bytes // limits.num_swap_shares, most_blocks * block_bytes),
+            options.data_parallel_size * limits.num_swap_shares,
+        ),
         memory_policy=options.memory_policy,
     )
     return cache, scheduler
@@ -156,8 +160,8 @@ def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, 
     return num_blocks
 
 
-def _num_swap_blocks(options: EngineOptions, block_bytes: int, default_bytes: int) -> int:
-    """Return num_swap_blocks if it is set, else as many as fit into swap_space or its default.
+def _num_swap_blocks(options: EngineOptions, block_bytes: int, default_bytes: int, num_shares: int) -> int:
+    """Return num_swap_blocks if it is set, else as many as fit into a share of swap_space, or into its default.
 
     Only blocks of the paged policy are swapped by default.
     """
@@ -165,7 +169,7 @@ def _num_swap_blocks(options: EngineOptions, block_bytes: int, default_bytes: in
         return options.num_swap_blocks // options.data_parallel_size
     if options.swap_space is None:
         return default_bytes // block_bytes if options.memory_policy == "paged" else 0
-    swap_bytes = parse_bytes(options.swap_space, "swap_space", low=0) // options.data_parallel_size
+    swap_bytes = parse_bytes(options.swap_space, "swap_space", low=0) // num_shares
     if 0 < swap_bytes < block_bytes:
         raise ConfigError(
             f"swap_space of {swap_bytes} bytes holds no KV block; one block of {options.block_size} tokens takes "

@@ -99,7 +99,7 @@ def plan_memory(
     longest = _default_positions(model, options)
     limits = ModelLimits(
         spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=longest,
-        scratch_bytes=scratch_bytes,
+        scratch_bytes=scratch_bytes, num_swap_shares=num_devices,
     )  # fmt: skip
     cache, scheduler = size_engine(options, limits, free_bytes)
     kv_bytes = cache.num_blocks * cache.block_size * token_bytes * num_engines

@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from quire import LLM
+from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
 from quire.engine import assembly
+from quire.engine.gpu_ranks import leader
 from quire.engine.gpu_ranks.leader import BLOCKING_WAIT, check_gpu_ranks
 from quire.engine.options import EngineOptions
+from quire.execution.cuda.memory import pinned_bytes
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.footprint import weight_bytes
+from quire.model.kv_geometry import KVGeometry
 from quire.model.sharding import Shard
 from quire.model.weight_formats.sizes import PLAIN_PACKING
 from quire.sim.hardware import Hardware
@@ -159,6 +163,17 @@ def test_fault_of_a_rank_ends_the_engine(name: str, message: str, answers: dict[
 def test_settings_that_ranks_of_gpus_do_not_serve_are_refused(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is not supported yet with tensor_parallel_size 2 on device cuda"):
         check_gpu_ranks(EngineOptions(tensor_parallel_size=2, **settings), 2)
+
+
+def test_swap_spaces_of_all_ranks_must_be_free_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = KVGeometry.of(Shard(0, 2).local_spec(read_model(str(folder)).spec), "float32", None)
+    cache = CacheConfig(num_blocks=64, num_swap_blocks=64)
+    own_bytes = pinned_bytes(geometry.tensor_bytes(64 * 16))
+    monkeypatch.setattr(leader, "free_memory_bytes", lambda: 2 * own_bytes)
+    leader.check_swap_space(geometry, cache, 2)
+    monkeypatch.setattr(leader, "free_memory_bytes", lambda: 2 * own_bytes - 1)
+    with pytest.raises(ConfigError, match=f"the swap spaces of 2 ranks take {2 * own_bytes} bytes, but only"):
+        leader.check_swap_space(geometry, cache, 2)
 
 
 def test_waiting_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

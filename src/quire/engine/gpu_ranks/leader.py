@@ -12,7 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
+from quire.core.host_memory import free_memory_bytes
 from quire.engine.exchange.link import Link, RankExchange
 from quire.engine.exchange.shared_memory import MemoryLayout
 from quire.engine.gpu_ranks.exchange import GpuRanks
@@ -22,8 +24,10 @@ from quire.engine.parallel import messages
 from quire.engine.parallel.leader import RankedModel, RankSet
 from quire.execution.cuda.executor import AsyncCudaExecutor
 from quire.execution.cuda.graphs import GraphSize, graph_sizes
+from quire.execution.cuda.memory import pinned_bytes
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.model.kv_geometry import KVGeometry
 from quire.model.sharding import Shard
 from quire.model.spec import DecoderSpec, Experts
 
@@ -51,6 +55,16 @@ def check_gpu_ranks(options: EngineOptions, num_gpus: int) -> None:
     for name, is_asked in refused.items():
         if is_asked:
             raise ConfigError(f"{name} is not supported yet with tensor_parallel_size {num_ranks} on device cuda")
+
+
+def check_swap_space(geometry: KVGeometry, cache: CacheConfig, num_ranks: int) -> None:
+    """Raise ConfigError if the swap spaces of all ranks are beyond the host's free memory; `geometry`: of rank 0."""
+    swap_bytes = num_ranks * pinned_bytes(geometry.tensor_bytes(cache.num_swap_blocks * cache.block_size))
+    if swap_bytes > (free_bytes := free_memory_bytes()):
+        raise ConfigError(
+            f"the swap spaces of {num_ranks} ranks take {swap_bytes} bytes, but only {free_bytes} are free in the "
+            "host's memory; lower swap_space or num_swap_blocks"
+        )
 
 
 class HostLink(Link):
@@ -93,6 +107,12 @@ class GpuRankSet(RankSet):
         self.tell(messages.Measure((*limits,)))
         own = device.kv_bytes(self.own_model, limits, None)
         return min(own, *(self._receive(peer, messages.Measured).kv_bytes for peer in self.peers))
+
+    def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
+        """Let all ranks allocate. ConfigError if their swap spaces together are beyond the host's free memory."""
+        assert self.own_model is not None, "ranks that have not joined"
+        check_swap_space(self.own_model.kv_geometry, cache, self._num_ranks)
+        super().allocate(cache, scheduling)
 
     def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
         """Return the executor of all ranks, with steps in flight as on one GPU."""
