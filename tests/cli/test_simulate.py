@@ -80,7 +80,7 @@ def test_long_prompts_are_refused_and_told(run: Run, tmp_path: Path) -> None:
     [
         (("--rate", 0), "rate must be above 0 requests per second, got 0"),
         (("--workload", "squad"), "workload must be one of alpaca"),
-        (("--tensor-parallel-size", 3), "does not divide the model's 40 attention heads"),
+        (("--tensor-parallel-size", 41), "tensor_parallel_size 41 is above the model's 40 attention heads"),
         (("--max-model-len", 3), "none of 1000 requests fits: the longest may have 3 tokens"),
     ],
 )

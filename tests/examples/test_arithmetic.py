@@ -8,7 +8,8 @@ import pytest
 from quire.core.config import CacheConfig
 from quire.core.kv_dtypes import ELEMENT_BYTES
 from quire.engine.schedulers import make_cache
-from quire.model.footprint import kv_bytes_per_token, kv_heads_per_rank
+from quire.model.footprint import kv_bytes_per_token
+from quire.model.sharding import Shard
 from quire.model.spec import DecoderSpec
 from quire.sim.datasets import DATASETS
 from quire.sim.models import read_model
@@ -61,13 +62,13 @@ def test_what_four_live_requests_leave_unused_of_what_they_might_need() -> None:
 
 
 def test_two_ranks_of_8_gib_hold_six_requests() -> None:
-    of_rank = 8192 * kv_bytes_per_token(heads(80, 8), FP16, num_ranks=2)
+    of_rank = 8192 * kv_bytes_per_token(Shard(0, 2).local_spec(heads(80, 8)), FP16)
     assert (of_rank, 8 * GIB // of_rank) == (1.25 * GIB, 6)
 
 
-@pytest.mark.parametrize(("kv_heads", "query_heads", "ranks", "of_rank"), [(8, 8, 2, 4), (8, 24, 3, 8), (1, 8, 4, 1)])
+@pytest.mark.parametrize(("kv_heads", "query_heads", "ranks", "of_rank"), [(8, 8, 2, 4), (8, 24, 3, 3), (1, 8, 4, 1)])
 def test_kv_heads_of_a_rank(kv_heads: int, query_heads: int, ranks: int, of_rank: int) -> None:
-    assert kv_heads_per_rank(heads(2, kv_heads, query_heads=query_heads), ranks) == of_rank
+    assert Shard(0, ranks).local_spec(heads(2, kv_heads, query_heads=query_heads)).num_kv_heads == of_rank
 
 
 def share_of_slots(lengths: list[tuple[int, int]], block_size: int) -> float:

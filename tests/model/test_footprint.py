@@ -11,8 +11,6 @@ from quire.core.errors import ConfigError
 from quire.kernels.back_end import choose_back_end
 from quire.model.footprint import (
     expert_reads,
-    kv_bytes_per_token,
-    kv_heads_per_rank,
     num_layer_weights,
     num_parameters,
     weight_bytes,
@@ -67,21 +65,6 @@ def test_ranks_hold_a_part_each_and_norms_whole() -> None:
         first, second = (weight_bytes(spec, "float32", shard=Shard(rank, 2, mode)) for rank in range(2))
         norms = 4 * 256 * (2 * spec.num_layers + 1)
         assert first == second == (alone - tables - norms) // 2 + tables + norms
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks", "expected"),
-    [(8, 8, 2, 4), (8, 2, 2, 1), (8, 2, 4, 1), (8, 1, 8, 1), (24, 6, 4, 6), (12, 4, 3, 4), (40, 40, 1, 40)],
-)
-def test_ranks_share_kv_heads_or_have_them_all(heads: int, kv_heads: int, ranks: int, expected: int) -> None:
-    spec = spec_of("Llama", num_attention_heads=heads, num_key_value_heads=kv_heads)
-    assert kv_heads_per_rank(spec, ranks) == expected
-    assert kv_bytes_per_token(spec, 2, ranks) == 2 * 2 * expected * 24 * 2
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size 4 does not divide the model's 6 attention heads"):
-        kv_heads_per_rank(spec_of("Llama"), 4)
 
 
 def test_tied_head_is_its_table_where_nothing_is_packed() -> None:

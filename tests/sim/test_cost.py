@@ -56,6 +56,13 @@ def test_paged_attention_takes_the_papers_factor_longer() -> None:
     assert paged - contiguous == pytest.approx(0.23 * 8 * 1000 * 819_200 / 1e12)
 
 
+def test_devices_wait_for_the_one_with_the_most_heads() -> None:
+    """Of 40 heads one of three devices has 14."""
+    cost = CostModel(OPT_13B, MACHINE, num_devices=3, attention_factor=CONTIGUOUS_ATTENTION_FACTOR)
+    longer = cost.step_s(decode(1, 2000)) - cost.step_s(decode(1, 1000))
+    assert longer == pytest.approx(1000 * 819_200 * 14 / 40 / 1e12)
+
+
 def test_prefill_multiplies() -> None:
     plan = StepPlan(rows=[0], starts=[0], counts=[2048], sample_rows=[0])
     cost = CostModel(OPT_13B, MACHINE, attention_factor=1)

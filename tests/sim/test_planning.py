@@ -10,6 +10,8 @@ from quire.engine.assembly import assemble
 from quire.engine.options import EngineOptions
 from quire.execution import device
 from quire.model.quantization import QuantizationOptions
+from quire.model.sharding import check_shardable
+from quire.sim.cost import CostModel
 from quire.sim.hardware import HARDWARE, Hardware
 from quire.sim.models import read_draft_model, read_model
 from quire.sim.planning import not_servable_yet, plan_memory, stored_parameters
@@ -168,6 +170,31 @@ def test_first_gpu_has_the_most_heads() -> None:
     assert found.kv_bytes_per_token == 2 * 40 * 14 * 128 * 2  # of 40 heads
     with pytest.raises(ConfigError, match="tensor_parallel_size 41 is above the model's 40 attention heads"):
         plan_memory(model, card, EngineOptions(), num_devices=41)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (6, 2), (9, 3), (7, 1)])
+def test_any_number_of_devices_is_planned_that_the_engine_serves(
+    num_heads: int, num_kv_heads: int, tmp_path: Path
+) -> None:
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "hidden_size": 16 * num_heads}
+    model = read_model(str(write_zero_model(tmp_path, "Llama", "float32", **sizes)))
+    whole = CostModel(model.spec, HARDWARE["H100"], dtype="float32")
+    for number in range(2, num_heads + 2):
+        try:
+            check_shardable(model.spec, number)  # as the engine does before it starts the ranks
+            refusal = ""
+        except ConfigError as error:
+            refusal = str(error)
+        assert (number > num_heads) == bool(refusal)
+        for machine in (this_machine(2**30), HARDWARE["H100"]):
+            if refusal:
+                with pytest.raises(ConfigError, match=refusal):
+                    plan_memory(model, machine, EngineOptions(), number)
+                continue
+            assert plan_memory(model, machine, EngineOptions(), number).cache.num_blocks > 0
+        if not refusal:
+            found = CostModel(model.spec, HARDWARE["H100"], num_devices=number, dtype="float32")
+            assert found.swap_s(1) < whole.swap_s(1) or num_kv_heads == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\x05\0\0\0\0\0\0\0[1,2]", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}"[:9]])

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.shapes import (
@@ -111,33 +110,19 @@ def weight_bytes(
     return int(total) + (_kept_bytes(head, dtype, packing, quantization.head) if is_head_kept else 0)
 
 
-def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, num_ranks: int = 1, scale_bytes: int = 0) -> int:
-    """Return the bytes that one token's keys and values take on a rank, over all layers.
+def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, scale_bytes: int = 0) -> int:
+    """Return the bytes that one token's keys and values take, over all layers.
 
     `scale_bytes`: of the scale that is stored for each token and head; 0: none is.
     """
     num_layers = spec.num_layers if spec.is_causal else 0
-    return 2 * num_layers * kv_heads_per_rank(spec, num_ranks) * (spec.head_dim * itemsize + scale_bytes)
+    return 2 * num_layers * spec.num_kv_heads * (spec.head_dim * itemsize + scale_bytes)
 
 
-def stored_kv_bytes_per_token(spec: DecoderSpec, kv_cache_dtype: str, num_ranks: int = 1) -> int:
+def stored_kv_bytes_per_token(spec: DecoderSpec, kv_cache_dtype: str) -> int:
     """Return the same by the name of the storage, a value of --kv-cache-dtype other than auto."""
     stored = kv_dtype(kv_cache_dtype)
-    return kv_bytes_per_token(spec, ELEMENT_BYTES[stored.element], num_ranks, stored.scale_bytes)
-
-
-def kv_heads_per_rank(spec: DecoderSpec, num_ranks: int) -> int:
-    """Return the KV heads that a rank holds: its part, one, or all of them if neither number divides the other.
-
-    Raises ConfigError if the query heads do not divide.
-    """
-    if spec.num_heads % num_ranks:
-        raise ConfigError(
-            f"tensor_parallel_size {num_ranks} does not divide the model's {spec.num_heads} attention heads"
-        )
-    if num_ranks % spec.num_kv_heads == 0:
-        return 1
-    return spec.num_kv_heads // (1 if spec.num_kv_heads % num_ranks else num_ranks)
+    return kv_bytes_per_token(spec, ELEMENT_BYTES[stored.element], stored.scale_bytes)
 
 
 def _shapes_of_layers(spec: DecoderSpec) -> list[Shape | None]:

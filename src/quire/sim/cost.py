@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.model.footprint import num_layer_weights, stored_kv_bytes_per_token
 from quire.model.quantization import UNQUANTIZED, Quantization
-from quire.model.sharding import ADDED_BYTES, Mode
+from quire.model.sharding import ADDED_BYTES, Mode, head_ranges
 from quire.model.spec import DecoderSpec
 from quire.model.weight_formats.sizes import DTYPE_BYTES, scheme_bits
 from quire.sim.hardware import CurvePoint, Hardware
@@ -81,7 +81,10 @@ class CostModel:
         mode: ExchangeMode = "all-reduce",
     ) -> None:
         itemsize = DTYPE_BYTES[dtype]
-        kv_bytes = stored_kv_bytes_per_token(spec, kv_dtype or dtype, num_devices)
+        ranges = head_ranges(spec.layers[0], num_devices)
+        # Of each the most that a device has: the others wait for it.
+        num_heads, num_kv_heads = max(each.num_heads for each in ranges), max(each.num_kv_heads for each in ranges)
+        kv_bytes = stored_kv_bytes_per_token(spec.with_heads(num_heads, num_kv_heads), kv_dtype or dtype)
         self.spec, self.hardware, self._ranks = spec, hardware, (num_devices, mode)
         self._itemsize, self._window = itemsize, spec.sliding_window
         self._layer_share, self._head_share = (  # of the bytes of an unquantized weight
@@ -94,7 +97,7 @@ class CostModel:
         self._s_per_flop = 1 / (hardware.flops_per_s * hardware.flops_share)
         self._block_bytes = kv_bytes * block_size
         self._s_per_context_token = kv_bytes * self._s_per_byte * attention_factor
-        num_attended_flops = 4 * spec.num_layers * spec.num_heads * spec.head_dim / num_devices
+        num_attended_flops = 4 * spec.num_layers * num_heads * spec.head_dim
         self._s_per_attended_token = num_attended_flops * self._s_per_flop * attention_factor
         self._linear_s = cache(self._linear_time_s)
 

@@ -83,8 +83,8 @@ def plan_memory(
     num_ranks = num_devices if hardware.device == "cpu" else 1
     num_devices //= num_ranks
     mode = options.tensor_parallel_mode_on(hardware.device)
-    if num_devices > 1 and expert_reads(spec) is not None:
-        mode = "gather"  # partial sums of experts are not added, on no device
+    if num_devices * num_ranks > 1:
+        check_shardable(spec, num_devices * num_ranks, mode)
     held = _held_bytes(model, packing, kv_dtype, None if num_devices == 1 else Shard(0, num_devices, mode))
     if num_ranks > 1:
         held = _held_by_ranks(model, kv_dtype, num_ranks, mode)
@@ -185,7 +185,6 @@ def _held_bytes(model: Model, packing: Packing, kv_dtype: str, shard: Shard | No
 
 def _held_by_ranks(model: Model, kv_dtype: str, num_ranks: int, mode: Mode) -> _HeldBytes:
     """Return what all ranks of a CPU hold together; they have as many blocks as the one with the most KV heads."""
-    check_shardable(model.spec, num_ranks, mode)
     shards = [Shard(rank, num_ranks, mode) for rank in range(num_ranks)]
     ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard) for shard in shards]
     token_bytes, weights, token_weights = zip(*ranks, strict=True)

@@ -158,7 +158,7 @@ def distance(outputs: list[RequestOutput], others: list[RequestOutput]) -> float
     [
         ("folder", 2, {}), ("mixture", 2, {}), ("folder", 3, {"quantization": "int4", "dtype": "bfloat16"}),
         ("mixture", 3, {"quantization": "int4", "dtype": "bfloat16"}),
-        ("folder", 3, {"tensor_parallel_mode": "reduce"}),
+        ("folder", 4, {"tensor_parallel_mode": "reduce"}),  # of 6 heads and 3 KV heads
         ("mixture", 2, {"tensor_parallel_mode": "reduce"}),
         ("wide_heads", 3, {"tensor_parallel_mode": "reduce", "quantization": "int4", "quantization_group_size": 32}),
     ],
