@@ -120,7 +120,7 @@ def test_ranks_capture_the_graphs_of_steps_together(answers: dict[str, Answers])
 
 @pytest.mark.matrix
 def test_ranks_capture_all_graphs_together_at_start(more_answers: dict[str, Answers]) -> None:
-    assert {(1, 1), (2, 2), (8, 512)} <= set(more_answers["4 ranks"].graphs)
+    assert set(more_answers["4 ranks"].graphs) == {(1, 1), (2, 2), (8, 16)}
 
 
 @pytest.mark.parametrize("name", ["swap", "exact"])
