@@ -1,25 +1,28 @@
-"""Ranks on a Ray cluster of two nodes of this machine: `python tests/ray_ranks.py MODE MODEL`; prints what holds.
+"""Ranks on a Ray cluster of nodes of this machine: `python tests/ray_ranks.py MODE MODEL`; prints what holds.
 
-small: answers of two ranks have the bits of one, and a killed actor ends the run. full: nodes by number, a server that
-starts the whole set again, refusals, and an engine process that is killed.
+small: answers of two ranks have the bits of one, and a killed actor ends the run. full: nodes by number, refusals, and
+a server that starts the whole set again after each of its processes was killed, and after the loss of a node.
 """
 
+import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import httpx
 import psutil
 import ray
 from ray.cluster_utils import Cluster
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.core.errors import EngineError, RankLostError
-from support.server import running_server, wait_until
+from support.server import ServerProcess, is_running, running_server, wait_until
 
 LIMIT_S = 120.0
 MEMBER = "quire.engine.nodes.member"
@@ -31,14 +34,18 @@ ON_RAY: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backe
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
-    """Run two nodes of one CPU each; nothing is left of them."""
+def cluster(num_nodes: int) -> Iterator[Cluster]:
+    """Run nodes of one CPU each; nothing is left of them.
+
+    All of them start here: Ray waits 30 s for one, too short while ranks load on the same CPUs.
+    """
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")       # short: sockets are in it
-    node = {"num_cpus": 1, "object_store_memory": 78 << 20}
     os.environ["RAY_TMPDIR"] = folder
+    node = {"num_cpus": 1, "object_store_memory": 78 << 20}
     nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    nodes.add_node(**node)
-    nodes.wait_for_nodes()
+    for _ in range(num_nodes - 1):
+        nodes.add_node(**node)
+    nodes.wait_for_nodes(LIMIT_S)
     os.environ["RAY_ADDRESS"] = nodes.address
     try:
         yield nodes
@@ -92,7 +99,7 @@ def small(model: str) -> None:
     print("DONE", flush=True)
 
 
-def full(model: str) -> None:
+def full(model: str, nodes: Cluster) -> None:
     expected = answers(model)
     assert answers(model, **ON_RAY, nnodes=2) == expected       # and again, in the places that were freed
     assert answers(model, **ON_RAY, nnodes=2) == expected
@@ -101,7 +108,7 @@ def full(model: str) -> None:
         model, tensor_parallel_size=4, nnodes=4, start_timeout=4.0
     )
     print("REFUSED", flush=True)
-    server(model)
+    server(model, nodes)
     print("DONE", flush=True)
 
 
@@ -116,33 +123,71 @@ def refusal(model: str, **settings: Any) -> str:  # noqa: ANN401
     raise AssertionError("not refused")
 
 
-def server(model: str) -> None:
-    """Kill the actor, the rank and the engine in turn: the server starts the whole set again, and answers as before."""
-    flags = ["-tp", "2", "--distributed-executor-backend", "ray", "--num-kv-blocks", "64", "--max-model-len", "512"]
+def server(model: str, nodes: Cluster) -> None:
+    """Kill the actor, the rank, the engine and the node of the rank in turn, each while a request runs.
+
+    The request ends with the error of a dead engine, the server starts the whole set again, after the loss of a node on
+    another one, and answers as before.
+    """
+    flags = [
+        "-tp", "2", "--distributed-executor-backend", "ray", "--num-kv-blocks", "64", "--max-model-len", "512",
+        "--restart-engine", "4",
+    ]  # fmt: skip
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    with running_server(model, *flags, "--restart-engine", "3", env={"RAY_ADDRESS": os.environ["RAY_ADDRESS"]}) as http:
+    with running_server(model, *flags, env={"RAY_ADDRESS": os.environ["RAY_ADDRESS"]}) as http:
 
         def token_ids() -> list[int]:
             return http.post("/v1/completions", body).json()["choices"][0]["token_ids"]
 
         expected = token_ids()
-        for name in ("ACTOR", "RANK", "ENGINE"):
-            before = {each.pid for each in members()}
+        for name in ("ACTOR", "RANK", "ENGINE", "NODE"):
             (member,) = members()
-            engine = next(p for p in psutil.Process().children(True) if "quire.engine.process" in command_of(p))
-            victim = {"ACTOR": member.parent(), "RANK": member, "ENGINE": engine}[name]
-            assert victim is not None
-            victim.kill()
-            wait_until(lambda: http.get("/health").status_code == 503)
+            before = [member.pid, http.engine_pid()]
+            assert ended_by(http, partial(kill, name, member, http.engine_pid(), nodes)) == "engine_unhealthy"
+            wait_until(partial(have_ended, before))
             wait_until(lambda: http.get("/health").status_code == 200)
             assert token_ids() == expected
-            assert before.isdisjoint(each.pid for each in members())
             print(name, "KILLED", flush=True)
         http.signal(signal.SIGTERM)
         assert http.wait() == 0
         wait_until(lambda: not members())
 
 
+def ended_by(http: ServerProcess, fault: Callable[[], None]) -> str:
+    """Cause a fault while a request runs; return the code of the error that ends its stream."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{http.url}/v1/completions", json=body, timeout=LIMIT_S) as response:
+        events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        next(events)
+        fault()
+        *_, error, done = events
+    assert done == "[DONE]"
+    return json.loads(error)["error"]["code"]
+
+
+def have_ended(pids: list[int]) -> bool:
+    return not any(map(is_running, pids))
+
+
+def kill(name: str, member: psutil.Process, engine_pid: int, nodes: Cluster) -> None:
+    """Kill a process, or all processes of the node on which the rank is."""
+    if name == "NODE":
+        ancestors = {each.pid for each in member.parents()}
+        (node,) = [each for each in nodes.worker_nodes if raylet_pid(each) in ancestors]
+        nodes.remove_node(node, allow_graceful=False)
+        return
+    actor = member.parent()
+    assert actor is not None
+    {"ACTOR": actor, "RANK": member, "ENGINE": psutil.Process(engine_pid)}[name].kill()
+
+
+def raylet_pid(node: Any) -> int:  # noqa: ANN401 (Ray's)
+    """Return the process of a node that starts its actors."""
+    (raylet,) = node.all_processes["raylet"]
+    return raylet.process.pid
+
+
 if __name__ == "__main__":
-    with cluster():
-        {"small": small, "full": full}[sys.argv[1]](sys.argv[2])
+    mode, path = sys.argv[1:]
+    with cluster({"small": 2, "full": 3}[mode]) as started:
+        small(path) if mode == "small" else full(path, started)

@@ -19,7 +19,10 @@ def lines_of(mode: str) -> list[str]:
     with bind("127.0.0.1", 0) as listener:
         port = port_of(listener)
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",
+        "RAY_worker_niceness": "0",  # else 15: replicas that get no CPU on a busy machine, and runs that time out
+    }  # fmt: skip
     run = subprocess.run(
         [sys.executable, TESTS / "ray_serve.py", mode, str(port)],
         env=os.environ | settings | {"PYTHONPATH": paths},
