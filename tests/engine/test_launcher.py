@@ -20,7 +20,6 @@ from support.engine_process import (
     TIMEOUT_S,
     Recorder,
     add,
-    connect,
     is_at_rest,
     is_running,
     open_files,
@@ -110,11 +109,12 @@ def test_engine_ends_with_a_server_that_ends_without_a_word(tmp_path: Path) -> N
 
 def test_engine_holds_one_socket_and_no_file(demo_model: Path) -> None:
     """A port, a pipe of the server's or a lock would outlive what it is for."""
+    options = EngineOptions(str(demo_model))
 
     async def run() -> list[str]:
         with open(os.devnull, encoding="ascii") as ours:
             os.set_inheritable(ours.fileno(), True)
-            client = await connect(EngineOptions(str(demo_model)))
+            client = await EngineClient.connect(EngineProcess.spawn(options), options, Recorder())
         await until(lambda: is_at_rest(client))  # nothing is opened any more
         held = open_files(client._connection.engine.process.pid)
         await client.close()
