@@ -20,6 +20,7 @@ from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from quire.model.ranks import Ranks
+from support.pairwise import covering
 from support.quantized_folder import (
     INNER,
     KV_WIDTH,
@@ -112,9 +113,7 @@ def test_newer_families_give_the_bits_of_the_twin(
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
-@pytest.mark.parametrize("activations", [None, "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@covering({"kind": list(KINDS), "activations": (None, "bfloat16"), "has_experts": (False, True)})
 def test_ranks_have_the_bits_of_one(
     tmp_path: Path, paged_runner: type, back_end: BackEnd, kind: str, activations: Activations | None, has_experts: bool
 ) -> None:

@@ -53,7 +53,7 @@ def result(raw: bytes, wanted: Collection[str]) -> Any:  # noqa: ANN401 (JSON)
         return JsonError
 
 
-@pytest.mark.parametrize("slice_bytes", [7, 16, 64, 1000])
+@pytest.mark.parametrize("slice_bytes", [7, pytest.param(16, marks=pytest.mark.matrix), 64, 1000])
 def test_slices_agree_with_the_parser(slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("SLICE_BYTES", slice_bytes), ("SLICE_VALUES", 4), ("_CUT_BYTES", 5)):
         monkeypatch.setattr(json_decoding, name, size)
