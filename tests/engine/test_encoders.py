@@ -107,6 +107,7 @@ def test_activation_of_the_folder_is_the_default(tmp_path: Path) -> None:
     assert activated == pytest.approx(1 / (1 + math.exp(-raw)))
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [

@@ -106,6 +106,7 @@ def test_interrupt_ends_a_run_that_waits_for_a_line(tmp_path: Path, demo_model: 
         assert (code, process.stderr.read()) == (130, "")
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_malformed_lines_change_the_exit_code_and_no_other_answer(run: Run, tmp_path: Path) -> None:
     nameless = line("", COMPLETION, prompt="x") | {"custom_id": None}
     path, out = write(tmp_path / "in.jsonl", nameless, "{", line("1", COMPLETION, prompt="x")), tmp_path / "out.jsonl"
@@ -119,6 +120,7 @@ def test_malformed_lines_change_the_exit_code_and_no_other_answer(run: Run, tmp_
     assert (answers[2]["custom_id"], answers[2]["response"]["status_code"], answers[2]["error"]) == ("1", 200, None)
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
     [
