@@ -21,6 +21,7 @@ from quire.engine.options import EngineOptions
 from quire.execution.device import HostDevice
 from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import answers_of
+from support.pairwise import covering
 from support.random_model import write_random_model
 from support.steps_in_flight import executor_in_flight
 
@@ -44,6 +45,7 @@ KINDS = {
         grammar='start: "Items: " item (", " item){3} "."\nitem: /[a-z]{1,5}/ "=" /[0-9]{2}/'
     ),
 }
+MODES = ("none", "recompute", "swap")  # of preemption
 PROMPTS = ["def f(x):", "import os\n", "class A:\n    ", "for i in range(3):"]
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -115,9 +117,7 @@ def test_outputs_are_what_their_grammars_say(alone: list[RequestOutput]) -> None
     assert sum(output.outputs[0].finish_reason == "stop" for output in alone) > len(alone) * 2 // 3
 
 
-@pytest.mark.parametrize("method", [None, "ngram", "suffix"])
-@pytest.mark.parametrize("jumps_forward", [True, False])
-@pytest.mark.parametrize("mode", ["none", "recompute", "swap"])
+@covering({"mode": MODES, "jumps_forward": (True, False), "method": (None, "ngram", "suffix")})
 def test_bits_are_the_same_in_a_crowd(
     demo_model: Path, alone: list[RequestOutput], mode: str, jumps_forward: bool, method: str | None
 ) -> None:
@@ -317,9 +317,7 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
         assert llm.kv_stats().preemptions[mode] > 5
 
 
-@pytest.mark.parametrize("method", [None, "ngram"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "two in flight"])
-@pytest.mark.parametrize("mode", ["none", "recompute", "swap"])
+@covering({"mode": MODES, "is_async": (False, True), "method": (None, "ngram")})
 def test_bits_are_the_same_where_masks_are_late(
     demo_model: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, mode: str, is_async: bool,
     method: str | None,
