@@ -9,7 +9,7 @@ each, in processes of their own (support/imitated_rank.py), and gloo in the plac
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -27,12 +27,14 @@ from quire.execution.cuda import worker
 from quire.execution.cuda.memory_profiling import available_kv_bytes
 from quire.kernels import back_end, linear
 from quire.kernels.block_copy import copy_blocks
+from quire.kernels.experts import Routing
 from quire.kernels.kv_cache_write import write_kv
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.norm import TorchNorm
 from quire.kernels.paged_attention import AttentionMetadata, paged_attention
 from quire.kernels.sampling import choose_tokens
 from quire.kernels.token_masks import mask_logits
+from quire.kernels.triton import experts as triton_experts
 from quire.kernels.triton import linear as triton_linear
 from quire.model.decoder import Decoder
 from quire.model.sharding import Shard
@@ -158,6 +160,36 @@ def _linear(weight: LinearWeight, *args: Any, **kwargs: Any) -> linear.Linear:  
     return run  # type: ignore[return-value]
 
 
+class StackedLayer:
+    """Stands in for the same layer of all experts: each computes all rows, of which those of its own are taken."""
+
+    is_exact = False
+
+    def __init__(self, layers: Sequence[linear.Linear]) -> None:
+        self._layers = layers
+
+    def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Return [num_choices, outputs] for x [num_rows, inputs], or [num_choices, inputs]."""
+        rows = x.repeat_interleave(len(chosen) // len(x), dim=0)
+        results = torch.stack([layer(rows) for layer in self._layers])
+        return results[chosen.long(), torch.arange(len(rows), device=x.device)]
+
+
+def _choose(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    chosen, weights = routing(scores)
+    return chosen[:, : routing.num_chosen].contiguous(), weights
+
+
+def _add_in_order(
+    results: Tensor, dtype: torch.dtype, weights: Tensor, last: Tensor | None
+) -> Tensor:
+    places = results if last is None else torch.cat([results, last[:, None]], dim=1)
+    out = torch.zeros_like(places[:, 0])
+    for place in range(places.shape[1]):
+        out = out + places[:, place] * weights[:, place, None]
+    return out.to(dtype)
+
+
 class Graphs:
     """Stands in for `CudaGraphCapture`: what was captured runs again, and leaves its result where it did at first."""
 
@@ -215,6 +247,10 @@ def turn_on(
     )
     replace_by(back_end, "cuda_back_end", lambda head_dim=8, is_exact=False, attention=None: imitated)
     replace_by(triton_linear, "activate", lambda x, name: _kernel(linear._ACTIVATIONS[name])(x))
+    replace_by(triton_experts, "_StackedLayer", StackedLayer)
+    replace_by(triton_experts, "choose", _choose)
+    replace_by(triton_experts, "group_rows", lambda chosen, num_experts, height: chosen)
+    replace_by(triton_experts, "add_in_order", _add_in_order)
     replace_by(worker, "CudaGraphCapture", Graphs)
     replace_by(cuda_device, "SWAP_BYTES", SWAP_BYTES)
     replace_by(cuda_device, "available_kv_bytes", lambda model, *sizes: available_kv_bytes(model, 2, 4, *sizes[2:]))

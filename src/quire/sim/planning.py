@@ -224,10 +224,8 @@ def _draft_bytes(
 def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
     """Return the reasons for which the engine would refuse to serve what `plan_memory` plans; usually none."""
     reasons = []
-    if num_devices > 1 and hardware.device == "cuda":
-        refused = {"enable_lora": options.enable_lora, "a model with experts": expert_reads(model.spec) is not None}
-        ranks = f"tensor_parallel_size {num_devices} on device cuda"
-        reasons += [f"{name} is not supported yet with {ranks}" for name, is_asked in refused.items() if is_asked]
+    if num_devices > 1 and hardware.device == "cuda" and options.enable_lora:
+        reasons.append(f"enable_lora is not supported yet with tensor_parallel_size {num_devices} on device cuda")
     speculation = options.speculation
     if hardware.device == "cuda" and speculation is not None and speculation.method == "draft_model":
         reasons.append("a draft model is not supported yet on device cuda")

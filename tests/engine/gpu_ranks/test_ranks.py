@@ -23,6 +23,7 @@ from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
 from quire.sim.planning import plan_memory
 from support.imitated_ranks import Answers, Case, answer, run_imitated
+from support.random_folder import MIXTURE, write_random_folder
 from support.random_model import write_random_model
 
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
@@ -42,10 +43,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kv_cache_dtype": "int8_per_token_head", "quantization": "int8", "quantization_group_size": -1,
         "speculative_config": {"method": "ngram"},
     },
+    "experts": ENOUGH | {"dtype": "float32"},
 }  # fmt: skip
 FAULTS = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0"}  # at the end of an engine
 OTHERS: dict[str, dict[str, Any]] = {
     "swap again": SWAP,
+    "experts, exact": ENOUGH | {"dtype": "float32", "exact": True},
     "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2,
                 "cudagraph_capture_sizes": [1, 2, 16]},
 }
@@ -58,34 +61,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path) -> dict[str, Answers]:
-    """Return what engines answer, and how they end, by case: one process starts them all."""
-    return run_cases(folder, SETTINGS)
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_folder(tmp_path_factory.mktemp("mixture"), MIXTURE)
 
 
 @pytest.fixture(scope="module")
-def more_answers(folder: Path) -> dict[str, Answers]:
-    return run_cases(folder, OTHERS)
+def models(folder: Path, mixture: Path) -> dict[str, Path]:
+    """Return the models of cases."""
+    return {name: mixture if name.startswith("experts") else folder for name in SETTINGS | OTHERS}
 
 
-def run_cases(folder: Path, settings: dict[str, dict[str, Any]]) -> dict[str, Answers]:
+@pytest.fixture(scope="module")
+def answers(models: dict[str, Path]) -> dict[str, Answers]:
+    """Return what engines answer, and how they end, by case: one process starts them all."""
+    return run_cases(models, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def more_answers(models: dict[str, Path]) -> dict[str, Answers]:
+    return run_cases(models, OTHERS)
+
+
+def run_cases(models: dict[str, Path], settings: dict[str, dict[str, Any]]) -> dict[str, Answers]:
     pytest.importorskip("triton", reason="Triton is not installed")
     cases = [
-        Case(str(folder), {"tensor_parallel_size": 2} | own, PROMPTS, PARAMS, 2, FAULTS.get(name, ""))  # type: ignore[arg-type]
+        Case(str(models[name]), {"tensor_parallel_size": 2} | own, PROMPTS, PARAMS, 2, FAULTS.get(name, ""))  # type: ignore[arg-type]
         for name, own in settings.items()
     ]
     return dict(zip(settings, run_imitated(cases), strict=True))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_answers_are_near_those_of_cpus(name: str, folder: Path, answers: dict[str, Answers]) -> None:
+def test_answers_are_near_those_of_cpus(name: str, models: dict[str, Path], answers: dict[str, Answers]) -> None:
     """With partial sums where GPUs have them, and the outputs of all ranks where they are exact."""
-    check_near_those_of_cpus(folder, SETTINGS[name], answers[name], LIMITS.get(name))
+    check_near_those_of_cpus(models[name], SETTINGS[name], answers[name], LIMITS.get(name))
 
 
 @pytest.mark.matrix
-def test_answers_of_four_ranks_are_near_those_of_cpus(folder: Path, more_answers: dict[str, Answers]) -> None:
-    check_near_those_of_cpus(folder, OTHERS["4 ranks"], more_answers["4 ranks"], LIMITS["4 ranks"])
+@pytest.mark.parametrize("name", ["4 ranks", "experts, exact"])
+def test_more_answers_are_near_those_of_cpus(
+    name: str, models: dict[str, Path], more_answers: dict[str, Answers]
+) -> None:
+    check_near_those_of_cpus(models[name], OTHERS[name], more_answers[name], LIMITS.get(name))
 
 
 def check_near_those_of_cpus(folder: Path, settings: dict[str, Any], found: Answers, limit: float | None) -> None:
@@ -123,9 +140,9 @@ def test_ranks_capture_all_graphs_together_at_start(more_answers: dict[str, Answ
     assert set(more_answers["4 ranks"].graphs) == {(1, 1), (2, 2), (8, 16)}
 
 
-@pytest.mark.parametrize("name", ["swap", "exact"])
-def test_gpus_hold_what_is_planned(name: str, folder: Path, answers: dict[str, Answers]) -> None:
-    options = EngineOptions(str(folder), tensor_parallel_size=2, **SETTINGS[name])
+@pytest.mark.parametrize("name", ["swap", "exact", "experts"])
+def test_gpus_hold_what_is_planned(name: str, models: dict[str, Path], answers: dict[str, Answers]) -> None:
+    options = EngineOptions(str(models[name]), tensor_parallel_size=2, **SETTINGS[name])
     model, card = read_model(options.model, options.dtype), Hardware("a card", 1 << 30, 1.0, 1.0, device="cuda")
     planned, mode = plan_memory(model, card, options, 2), options.tensor_parallel_mode_on("cuda")
     assert answers[name].num_blocks == planned.cache.num_blocks

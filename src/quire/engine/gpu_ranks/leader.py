@@ -29,7 +29,6 @@ from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.kv_geometry import KVGeometry
 from quire.model.sharding import Shard
-from quire.model.spec import DecoderSpec, Experts
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 REASON_TIMEOUT_S = 2.0  # for a rank that has failed to be noticed
@@ -37,7 +36,7 @@ POLL_S = 0.05
 
 
 def check_gpu_ranks(options: EngineOptions, num_gpus: int) -> None:
-    """Raise ConfigError for what ranks on GPUs do not serve; models with experts are refused when they are read."""
+    """Raise ConfigError for what ranks on GPUs do not serve."""
     num_ranks, mode, attention = options.tensor_parallel_size, options.tensor_parallel_mode, options.attention_backend
     if num_ranks > num_gpus:
         raise ConfigError(
@@ -92,14 +91,6 @@ class GpuRankSet(RankSet):
         super().__init__(options)
         torch.cuda.set_device(0)
         self._worker: LeadingWorker | None = None
-
-    def open(self, spec: DecoderSpec, num_positions: int) -> tuple[RankExchange, int]:
-        """Start the other ranks, which begin to load; return rank 0 and the number of positions of all."""
-        if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
-            raise ConfigError(
-                f"models with experts are not supported yet with tensor_parallel_size {self._num_ranks} on device cuda"
-            )
-        return super().open(spec, num_positions)
 
     def kv_bytes(self, device: Device, limits: StepLimits) -> int:
         """Return the bytes for the KV cache of the GPU that has the least; all of them run the largest step."""

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.experts import Expert, ExpertSplit, Routing
+from quire.kernels.gather import GatherHook
 from quire.kernels.linear import Linear
 from quire.kernels.triton.linear import CudaLinear
 from quire.kernels.triton.products import product, stack, tile_height
@@ -27,9 +28,8 @@ class TritonExperts:
     def __init__(
         self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
     ) -> None:
-        assert split is None, "ranks of a GPU"
         self.num_bytes = router.num_bytes + sum(layer.num_bytes for expert in experts for layer in expert)
-        self._router, self._routing = router, routing
+        self._router, self._routing, self._split = router, routing, split
         self._shared = experts[-1] if routing.has_shared else None
         self._num_routed = len(experts) - routing.has_shared
         layers_in, layers_out = zip(*experts[: self._num_routed], strict=True)
@@ -43,9 +43,21 @@ class TritonExperts:
         chosen, weights = choose(self._router(x), self._routing)
         height = tile_height(num_rows * num_chosen // self._num_routed, is_exact=self._in.is_exact)
         groups = group_rows(chosen.flatten(), self._num_routed, height)
-        results = self._out(self._in(x, groups), groups).view(num_rows, num_chosen, -1)
-        shared = None if self._shared is None else self._shared.layer_out(self._shared.layer_in(x))
-        return add_in_order(results, x.dtype, weights, shared)
+        split = self._split or ExpertSplit(x.shape[1], None, None)
+        inner = _exchanged(self._in(x, groups), split.routed)
+        results = self._out(inner, groups).view(num_rows, num_chosen, -1)
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.layer_out(_exchanged(self._shared.layer_in(x), split.shared))
+        if split.sums is None:
+            return add_in_order(results, x.dtype, weights, shared)
+        partial = add_in_order(results, split.sums.partial_dtype or x.dtype, weights, shared)
+        return split.sums(partial, x.dtype)
+
+
+def _exchanged(own: Tensor, gather: GatherHook | None) -> Tensor:
+    """Return the inner columns of all ranks; without an exchange, those of this one."""
+    return own if gather is None else gather(own)
 
 
 class _StackedLayer:
