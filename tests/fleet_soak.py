@@ -80,8 +80,8 @@ async def end_of(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
 
 def end_of_stream(text: str, n: int) -> str:
     """Return what a stream ended with: each choice exactly once, or one error behind which nothing is."""
-    events = text.removesuffix("\n\n").split("\n\n")
-    if events.pop() != "data: [DONE]" or "data: [DONE]" in events:
+    events = [each for each in text.removesuffix("\n\n").split("\n\n") if not each.startswith(":")]  # no comments
+    if not events or events.pop() != "data: [DONE]" or "data: [DONE]" in events:
         return f"not exactly one end: {text[-300:]}"
     records = [json.loads(event.removeprefix("data: ")) for event in events]
     errors = [place for place, record in enumerate(records) if "error" in record]

@@ -30,7 +30,10 @@ PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
 SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True, n=2)
 LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 512, "max_num_batched_tokens": 33}
-ON_RAY: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+ON_RAY: dict[str, Any] = {
+    "tensor_parallel_size": 2, "distributed_executor_backend": "ray",
+    "stall_limit": 120.0,  # what is killed is noticed at once; what a busy machine slows down is not lost
+}  # fmt: skip
 
 
 @contextmanager

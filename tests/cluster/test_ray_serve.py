@@ -22,6 +22,7 @@ def lines_of(mode: str) -> list[str]:
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",
         "RAY_worker_niceness": "0",  # else 15: replicas that get no CPU on a busy machine, and runs that time out
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # else 5, of which the proxy's imports take most
     }  # fmt: skip
     run = subprocess.run(
         [sys.executable, TESTS / "ray_serve.py", mode, str(port)],

@@ -32,6 +32,7 @@ def test_every_request_ends_exactly_once_while_engines_die() -> None:
     ("text", "ended"),
     [
         ('data: {"choices":[{"index":0,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n', "answered"),
+        (': keepalive\n\ndata: {"choices":[{"index":0,"finish_reason":"length"}]}\n\ndata: [DONE]\n\n', "answered"),
         ('data: {"error":{"code":"engine_unhealthy"}}\n\ndata: [DONE]\n\n', "lost"),
     ],
 )
