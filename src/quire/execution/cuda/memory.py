@@ -1,7 +1,7 @@
 """Memory of a GPU and pinned memory of its host: allocation of caches, and upload of a step's inputs."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -89,12 +89,13 @@ def upload_step(
     tensors = [*forward.tensors, *others]
     stops = list(accumulate(tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors))
     buffer = torch.empty(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def places(memory: Tensor) -> Iterator[Tensor]:
-        for start, tensor in zip([0, *stops], tensors, strict=False):
-            yield memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    for place, tensor in zip(places(buffer), tensors, strict=True):
-        place.copy_(tensor)
-    arrived, num_fields = list(places(buffer.to(device, non_blocking=True))), len(forward.tensors)
+    memory = buffer.numpy()
+    for start, tensor in zip([0, *stops], tensors, strict=False):
+        memory[start : start + tensor.nbytes].view(tensor.numpy().dtype)[:] = tensor.numpy().reshape(-1)
+    there = buffer.to(device, non_blocking=True)
+    whole, arrived = {dtype: there.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}, list[Tensor]()
+    for start, tensor in zip([0, *stops], tensors, strict=False):
+        place = whole[tensor.dtype].narrow(0, start // tensor.itemsize, tensor.numel())
+        arrived.append(place if tensor.dim() == 1 else place.view(tensor.shape))
+    num_fields = len(forward.tensors)
     return ForwardBatch(*arrived[:num_fields]), arrived[num_fields:]
