@@ -50,6 +50,7 @@ for room in os.environ["ROOMS"].split():
         with LLM(sys.argv[1], max_model_len=64) as llm:
             (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
         import quire.server.app
+        import quire.cli.main
         print(room, *output.outputs[0].token_ids, flush=True)
         os._exit(0)
     os.waitpid(child, 0)
@@ -142,6 +143,18 @@ def test_setting_that_needs_an_absent_room_is_refused_by_name(
     monkeypatch.setitem(sys.modules, ROOMS[room], None)
     with pytest.raises(ConfigError, match=f"needs the package {room}, which is not in this installation"):
         LLM(demo_model, num_kv_blocks=64, max_model_len=64, **settings)
+
+
+def test_replicas_that_need_the_absent_prefix_cache_are_refused_by_its_name(
+    demo_model: Path, environment: dict[str, str]
+) -> None:
+    """A router has a tree of its own, from the room of the prefix cache."""
+    command = [sys.executable, "-c", "from quire.cli.main import main; main()", "simulate", str(demo_model)]
+    run = subprocess.run(
+        [*command, "--hardware", "H100", "--replicas", "2"], capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | environment | {"ABSENT_ROOMS": "quire.cache.prefix_cache"},
+    )  # fmt: skip
+    assert "--replicas needs the package quire.cache.prefix_cache, which is not in" in " ".join(run.stderr.split())
 
 
 def test_gpu_without_its_room_is_refused_by_name_and_auto_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.checks import one_each, refuse
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.lora import Adapter, LoRARequest
-from quire.core.optional_package import needs_package
+from quire.core.optional_package import absent_package, needs_package
 from quire.core.options import declared_options
 from quire.core.outputs import (
     EmbeddingRequestOutput,
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 try:
     from quire.vllm_arguments.translation import engine_settings
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.vllm_arguments."):
+    if absent_package(error, "quire.vllm_arguments") is None:
         raise
     engine_settings = None  # type: ignore[assignment]  # optional: without it LLM has its own arguments only
 
 try:
     from quire.engine.metrics.page import Metrics
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.engine.metrics."):
+    if absent_package(error, "quire.engine.metrics") is None:
         raise
     Metrics = None  # type: ignore[assignment,misc]  # optional: without it get_metrics raises ModelError
 
@@ -434,7 +434,8 @@ def _start(options: EngineOptions, observation: Observation) -> OfflineEngine:
     if options.data_parallel_size == 1:
         return LocalEngine(options, observation.engines[0])
     setting = f"data_parallel_size {options.data_parallel_size}"
-    with needs_package(setting, "quire.engine.offline_fleet", "quire.engine.fleet", error=ConfigError):
+    rooms = ("quire.engine.offline_fleet", "quire.engine.fleet", "quire.cache.prefix_cache")
+    with needs_package(setting, *rooms, error=ConfigError):
         from quire.engine.offline_fleet.engines import BlockingFleet  # noqa: PLC0415 (a room: it can be absent)
     return BlockingFleet(options, observation)
 

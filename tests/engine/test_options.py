@@ -44,7 +44,7 @@ def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
         ("swap_space", -1),
         ("swap_dir", 7),
         ("max_num_seqs", -1),
-        ("max_num_seqs", 65_537),
+        ("max_num_seqs", 65_536),
         ("max_num_batched_tokens", True),
         ("kv_cache_memory", "lots"),
         ("preemption_mode", "never"),

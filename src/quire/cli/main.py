@@ -22,11 +22,12 @@ from quire.cli.plan import plan
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
 from quire.core.errors import EngineError
+from quire.core.optional_package import absent_package
 
 try:
     from quire.cli.run_batch.command import run_batch
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.cli.run_batch."):
+    if absent_package(error, "quire.cli.run_batch") is None:
         raise
     run_batch = None  # type: ignore[assignment]  # optional: without it there is no such command
 

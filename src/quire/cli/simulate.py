@@ -12,6 +12,7 @@ from quire.cli.bench.flags import LimitFlags
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
 from quire.cli.plan import DeviceFlags, print_refusals
 from quire.core.errors import ConfigError
+from quire.core.optional_package import absent_package
 from quire.engine.options import EngineOptions
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel, exchange_mode
 from quire.sim.datasets import DATA_FOLDER, due_times, workload
@@ -25,7 +26,8 @@ from quire.sim.workloads import WorkItem
 try:
     from quire.sim.fleet import FleetRun, FleetSimulation
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.engine.fleet."):
+    _absent = absent_package(error, "quire.engine.fleet", "quire.cache.prefix_cache")
+    if _absent is None:
         raise
     FleetSimulation = None  # type: ignore[assignment,misc]  # optional: without it one engine is simulated
 
@@ -137,7 +139,7 @@ def _simulate_fleet(
 ) -> "FleetRun":
     """Return the run of several engines. Raises ConfigError where routing is not installed."""
     if FleetSimulation is None:
-        raise ConfigError("--replicas needs the package quire.engine.fleet, which is not in this installation")
+        raise ConfigError(f"--replicas needs the package {_absent}, which is not in this installation")
     return FleetSimulation(load.replicas, found.cache, found.scheduler, cost, load.routing).run(items, due_s)
 
 

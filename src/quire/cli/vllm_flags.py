@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.core.errors import ConfigError
+from quire.core.optional_package import absent_package
 
 if TYPE_CHECKING:
     from quire.vllm_arguments.rows import Row
@@ -22,7 +23,7 @@ try:
     from quire.vllm_arguments.translation import ROWS, meaning
     from quire.vllm_arguments.values import parsed_json
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.vllm_arguments."):
+    if absent_package(error, "quire.vllm_arguments") is None:
         raise
     ROWS = {}  # optional: without it a command knows its own flags only
 
@@ -81,12 +82,12 @@ class VllmFlags:
         if self._is_own_as_it_is(row):
             return {name: json.dumps(value) if row.takes == "json" else value}
         options = self._options_of(row, value, name.replace("_", "-"))
-        lists = {own: [*given] for own, given in options.items() if isinstance(given, tuple)}
-        return lists | {
-            own: json.dumps(given) if isinstance(given, dict) else given
-            for own, given in options.items()
-            if own not in lists
-        }
+        for own, given in options.items():
+            if isinstance(given, dict):
+                options[own] = json.dumps(given)
+            elif isinstance(given, tuple):
+                options[own] = [*given]
+        return options
 
     def _is_own_as_it_is(self, row: "Row") -> bool:
         """Return whether the command has the flag itself, and reads all values of it."""

@@ -12,7 +12,7 @@ from msgspec import structs
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.errors import ConfigError, ModelError
-from quire.core.optional_package import needs_package
+from quire.core.optional_package import absent_package, needs_package
 from quire.core.sequence import Request
 from quire.engine.devices import uses_gpu
 from quire.engine.engine import Engine
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 try:
     from quire.decoding.grammars.constrained import ConstrainedDecoding, GrammarChecks, TokenizerText
 except ModuleNotFoundError as error:
-    if not (error.name or "").startswith(("quire.decoding.grammars", "quire.grammar_writing", "llguidance")):
+    if absent_package(error, "quire.decoding.grammars", "quire.grammar_writing", "llguidance") is None:
         raise
     ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
 

@@ -38,7 +38,7 @@ def _open_gpu(options: EngineOptions) -> Device:
         raise ConfigError(f"device cuda: {missing}; use cpu or auto")
     with needs_package("device cuda", "quire.execution.cuda", error=ConfigError):
         from quire.execution.cuda.device import CudaDevice  # noqa: PLC0415 (a room: it can be absent)
-    return CudaDevice(options.gpu_memory_utilization, options, captures_graphs=options.capture_graphs)
+    return CudaDevice(options.gpu_memory_utilization, options)
 
 
 def _what_cuda_lacks() -> str | None:

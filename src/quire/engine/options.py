@@ -488,13 +488,14 @@ class EngineOptions:
 
     def _check_graphs(self) -> None:
         given, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
-        is_list = isinstance(given, tuple | list) and len(given) <= MAX_GRAPH_SIZES
-        for size in given if is_list else [given]:
-            if type(size) is not int or not 1 <= size <= MAX_GRAPH_TOKENS or not is_list:
-                raise ConfigError(
-                    f"cudagraph_capture_sizes must be at most {MAX_GRAPH_SIZES} integers from 1 to {MAX_GRAPH_TOKENS}, "
-                    f"got {shown(size)}"
-                )
+        wrong: list[object] = [given]
+        if isinstance(given, tuple | list) and len(given) <= MAX_GRAPH_SIZES:
+            wrong = [size for size in given if type(size) is not int or not 1 <= size <= MAX_GRAPH_TOKENS]
+        if wrong:
+            raise ConfigError(
+                f"cudagraph_capture_sizes must be at most {MAX_GRAPH_SIZES} integers from 1 to {MAX_GRAPH_TOKENS}, "
+                f"got {shown(wrong[0])}"
+            )
         if self.enforce_eager and self.capture_graphs:
             raise ConfigError("capture_graphs True needs graphs, of which enforce_eager True has none")
         if given and largest not in (None, max(given)):

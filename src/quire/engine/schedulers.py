@@ -10,7 +10,7 @@ from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.errors import ConfigError, InvalidRequestError
-from quire.core.optional_package import needs_package
+from quire.core.optional_package import absent_package, needs_package
 from quire.core.sequence import Request
 from quire.scheduling.parts import SchedulerParts, Searches
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
@@ -53,7 +53,7 @@ def _prefixes(config: CacheConfig) -> Prefixes:
         try:
             from quire.cache.prefix_cache.cache import PrefixCache  # noqa: PLC0415 (a room: it can be absent)
         except ModuleNotFoundError as error:
-            if not f"{error.name}.".startswith(f"{PREFIX_CACHE}."):
+            if absent_package(error, PREFIX_CACHE) is None:
                 raise
             log.warning("prefixes are not cached: the package %s is not in this installation", PREFIX_CACHE)
         else:

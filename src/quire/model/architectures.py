@@ -7,6 +7,7 @@ for others; `ABSENT` the rooms that are not in this installation.
 
 from collections.abc import Callable
 
+from quire.core.optional_package import absent_package
 from quire.model import llama
 from quire.model.config_reader import ConfigReader
 from quire.model.spec import DecoderSpec
@@ -22,7 +23,7 @@ ABSENT: list[str] = []
 try:
     from quire.model.families import table as families
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.model.families."):
+    if absent_package(error, "quire.model.families") is None:
         raise
     ABSENT.append("quire.model.families")
 else:
@@ -32,7 +33,7 @@ else:
 try:
     from quire.model.encoders import table as encoders
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.model.encoders."):
+    if absent_package(error, "quire.model.encoders") is None:
         raise
     ABSENT.append("quire.model.encoders")
 else:

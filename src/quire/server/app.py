@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from quire.core.optional_package import absent_package
 from quire.core.version import __version__
 from quire.server.api.bodies import MAX_HTTP_SEED
 from quire.server.errors import handle_errors
@@ -28,7 +29,7 @@ from quire.server.service import Service
 try:
     from quire.server.watch.inspection import install_inspection
 except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("quire.server.watch"):
+    if absent_package(error, "quire.server.watch") is None:
         raise
     install_inspection = None  # type: ignore[assignment]  # optional: without it its routes answer 404
 
@@ -36,14 +37,14 @@ try:
     from quire.server.tools.output_format import served_formats
 except ModuleNotFoundError as error:
     rooms = ("quire.server.tools", "quire.server.tool_formats", "quire.server.call_grammars", "quire.grammar_writing")
-    if not (error.name or "").startswith(rooms):
+    if absent_package(error, *rooms) is None:
         raise
     served_formats = None  # type: ignore[assignment]  # optional: without it outputs are content, and tools are refused
 
 try:
     from quire.server.messages.routes import install_messages
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.server.messages."):
+    if absent_package(error, "quire.server.messages") is None:
         raise
     install_messages = None  # type: ignore[assignment]  # optional: without it its routes answer 404
 
@@ -51,21 +52,21 @@ try:
     import quire.grammar_writing.writer  # noqa: F401 (the process of the checks writes grammars by it)
     from quire.server.structured.checker import output_constraints
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith(("quire.server.structured.", "quire.grammar_writing.")):
+    if absent_package(error, "quire.server.structured", "quire.grammar_writing") is None:
         raise
     output_constraints = None  # type: ignore[assignment]  # optional: without it requests with grammars are refused
 
 try:
     from quire.server.responses.routes import router as responses_router
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.server.responses."):
+    if absent_package(error, "quire.server.responses") is None:
         raise
     responses_router = None  # type: ignore[assignment]  # optional: without it /v1/responses answers 404
 
 try:
     from quire.server.embeddings.routes import router as embedding_routes
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith(("quire.server.embeddings.", "quire.engine.pooling.")):
+    if absent_package(error, "quire.server.embeddings", "quire.engine.pooling") is None:
         raise
     embedding_routes = None  # type: ignore[assignment]  # optional: without it its routes answer 404
 

@@ -31,17 +31,16 @@ SWAP_BYTES = 4 << 30  # the contract's default
 class CudaDevice:
     """The current GPU: a `Device`. Made before the model is loaded, since it measures the memory taken from then on.
 
-    `utilization`: of the card's memory, for weights, steps and the KV cache. `graphs`: settings of their sizes.
-    `captures_graphs`: at start, instead of after some steps that need them.
+    `utilization`: of the card's memory, for weights, steps and the KV cache. `graphs`: their settings.
     """
 
     kv_share = 1.0
 
-    def __init__(self, utilization: float, graphs: GraphOptions, *, captures_graphs: bool) -> None:
+    def __init__(self, utilization: float, graphs: GraphOptions) -> None:
         use_exact_products()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._meter = CudaMemoryMeter(self.torch_device)
-        self._utilization, self._captures_graphs = utilization, captures_graphs
+        self._utilization, self._captures_graphs = utilization, graphs.capture_graphs
         self._sizes = graph_sizes(graphs)
 
     def free_bytes(self) -> int:

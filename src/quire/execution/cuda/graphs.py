@@ -115,6 +115,10 @@ class GraphOptions(Protocol):
         """The largest size; None: the usual one."""
 
     @property
+    def capture_graphs(self) -> bool:
+        """Whether all graphs are captured at start, instead of after some steps that need them."""
+
+    @property
     def resolved_max_num_batched_tokens(self) -> int:
         """Tokens in one step."""
 

@@ -91,7 +91,8 @@ def upload_step(
     buffer = torch.empty(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     memory = buffer.numpy()
     for start, tensor in zip([0, *stops], tensors, strict=False):
-        memory[start : start + tensor.nbytes].view(tensor.numpy().dtype)[:] = tensor.numpy().reshape(-1)
+        values = tensor.numpy().reshape(-1)
+        memory[start : start + values.nbytes].view(values.dtype)[:] = values
     there = buffer.to(device, non_blocking=True)
     whole, arrived = {dtype: there.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}, list[Tensor]()
     for start, tensor in zip([0, *stops], tensors, strict=False):

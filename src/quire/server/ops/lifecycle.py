@@ -16,6 +16,7 @@ from typing import NoReturn
 import uvloop
 
 from quire.core.errors import ConfigError
+from quire.core.optional_package import absent_package
 from quire.core.owner_labels import OwnerLabels
 from quire.engine.base_client import BaseClient
 from quire.engine.client import EngineClient
@@ -37,14 +38,15 @@ from quire.server.template_renderer import TemplateRenderer
 try:
     from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith(("quire.engine.fleet.", "quire.cache.prefix_cache.")):
+    _absent = absent_package(error, "quire.engine.fleet", "quire.cache.prefix_cache")
+    if _absent is None:
         raise
     connect_fleet = None  # type: ignore[assignment]  # optional: without it there is one engine
 
 try:
     from quire.engine.metrics.page import Metrics
 except ModuleNotFoundError as error:
-    if not f"{error.name}.".startswith("quire.engine.metrics."):
+    if absent_package(error, "quire.engine.metrics") is None:
         raise
     Metrics = None  # type: ignore[assignment,misc]  # optional: without it /metrics answers 404
 
@@ -151,8 +153,7 @@ async def _connect_fleet(
 ) -> BaseClient:  # fmt: skip
     if connect_fleet is None:
         raise ConfigError(
-            f"data_parallel_size {len(children)} needs the package quire.engine.fleet, which is not in this "
-            "installation"
+            f"data_parallel_size {len(children)} needs the package {_absent}, which is not in this installation"
         )
     settings = FleetSettings(
         engine, metrics, owners, options.start_timeout, options.stall_limit, requires_tokenizer=True

@@ -141,16 +141,18 @@ def _check_markers(config: str, reasoning: ReasoningFormat | None) -> None:
         raise ConfigError(f"reasoning_config must be a JSON object: {error}") from error
     if not isinstance(given, dict):
         raise ConfigError(f"reasoning_config must be a JSON object, got {config:.80}")
-    if given and reasoning is None:
+    if not given:
+        return
+    if reasoning is None:
         raise ConfigError("reasoning_config: the outputs of this model have no reasoning (see reasoning_parser)")
-    markers = {} if reasoning is None else dict(zip(_MARKER_KEYS, reasoning.markers[0], strict=True))
+    markers = dict(zip(_MARKER_KEYS, reasoning.markers[0], strict=True))
     for key, value in given.items():
         if key not in markers:
             raise ConfigError(f"reasoning_config: {key!r:.80} is unknown; the keys are {', '.join(_MARKER_KEYS)}")
         if not isinstance(value, str) or value.strip() != markers[key].strip():
             raise ConfigError(
                 f"reasoning_config: {key} must be {markers[key].strip()!r}, the marker of the format "
-                f"{reasoning.name if reasoning else ''} (reasoning_parser), got {value!r:.80}"
+                f"{reasoning.name} (reasoning_parser), got {value!r:.80}"
             )
 
 
