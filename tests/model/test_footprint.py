@@ -9,6 +9,7 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import choose_back_end
+from quire.model.config import spec_from_config
 from quire.model.footprint import (
     expert_reads,
     num_layer_weights,
@@ -56,6 +57,15 @@ def test_count_is_the_loaded_models_with_quantized_weights(
     decoder = load_model(write_zero_model(tmp_path, name, "bfloat16"), back_end=back_end, quantization=quantization)
     assert num_parameters(spec) == decoder.num_parameters
     assert weight_bytes(spec, "bfloat16", CPU_PACKING, quantization=quantization) == decoder.weight_bytes
+
+
+def test_model_without_a_head_has_no_parameters_of_it() -> None:
+    bert: dict[str, object] = {
+        "architectures": ["BertModel"], "vocab_size": 99, "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 1, "num_attention_heads": 6, "max_position_embeddings": 32, "type_vocab_size": 2,
+    }  # fmt: skip
+    tables, layer = 48 * (99 + 32 + 2), 4 * (48 * 48 + 48) + 2 * 48 * 80 + 48 + 80
+    assert num_parameters(spec_from_config(bert)) == tables + layer + 3 * 2 * 48
 
 
 def test_ranks_hold_a_part_each_and_norms_whole() -> None:

@@ -64,9 +64,10 @@ def expert_reads(spec: DecoderSpec) -> ExpertReads | None:
 
 def num_parameters(spec: DecoderSpec) -> int:
     """Return the parameters of a model, a tied head counted once."""
-    around = DecoderShapes.of(spec)
-    num_head = around.head.num_weights if spec.is_head_tied or not spec.has_head else 0
-    return sum(map(_num_elements, (*around, *_shapes_of_layers(spec)))) - num_head
+    *around, head = DecoderShapes.of(spec)
+    num_tied = head.num_weights if spec.is_head_tied else 0
+    num_head = _num_elements(head) - num_tied if spec.has_head else 0
+    return sum(map(_num_elements, (*around, *_shapes_of_layers(spec)))) + num_head
 
 
 def weight_bytes(
