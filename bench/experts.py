@@ -32,11 +32,11 @@ from quire.kernels.linear_weight import LinearWeight
 from quire.model.batch import ForwardBatch
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import spec_from_config
+from quire.model.dummy_weights.checkpoint import DummyCheckpoint
 from quire.model.footprint import expert_reads
 from quire.model.kv_cache import KVCache
 from quire.model.loader import build_decoder
 from quire.model.weight_formats.format import ModuleRows
-from random_models import RandomCheckpoint
 
 WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN = 2048, 768, 128, 8
 MANY_ROWS = 512  # of a dense layer, whose rate is the floor of arithmetic
@@ -164,7 +164,7 @@ def bench_model(
     spec = spec_from_config(A3B | {"num_hidden_layers": layers})
     back_end = choose_back_end(torch.device("cpu"), "cpp", head_dim=spec.head_dim)
     decoder = build_decoder(
-        spec, RandomCheckpoint(spec), dtype=torch.bfloat16, device=torch.device("cpu"), back_end=back_end,
+        spec, DummyCheckpoint(spec), dtype=torch.bfloat16, device=torch.device("cpu"), back_end=back_end,
         weight_format=RandomInt4(),
     )  # fmt: skip
     cache = KVCache.allocate(decoder.kv_geometry, -(-max(CONTEXT, prompt) // BLOCK_SIZE), BLOCK_SIZE, back_end)

@@ -130,6 +130,7 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
         ("quire.engine.offline_fleet", {"data_parallel_size": 2}),
         ("quire.engine.parallel", {"tensor_parallel_size": 2}),
         ("quire.engine.transformers_model", {"model_impl": "transformers"}),
+        ("quire.model.dummy_weights", {"load_format": "dummy"}),
         ("quire.scheduling.client_shares", {"scheduling_policy": "fair"}),
         ("quire.scheduling.client_shares", {"max_kv_share_per_key": 0.5}),
         ("quire.kernels.cuda", {"attention_backend": "cuda"}),

@@ -47,7 +47,7 @@ def refusal(run: Run, *arguments: str) -> str:
 def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
     engine, options, lines = serve(
         "MODEL --cudagraph-metrics --trust_remote_code --enable-chunked-prefill --disable-log-requests "
-        "--load-format auto --tokenizer-mode=auto -pp 1 --disable-log-stats --enable-prompt-tokens-details "
+        "--tokenizer-mode=auto -pp 1 --disable-log-stats --enable-prompt-tokens-details "
         "--cudagraph-metrics -O3 -O 2 --hf-token --uvicorn-log-level warning --full-cuda-graph"
     )
     assert (engine, options) == (EngineOptions("MODEL", max_num_seqs=256, max_num_batched_tokens=2048), ServerOptions())
@@ -55,7 +55,7 @@ def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
         f"quire: {flag}"
         for flag in (
             "--cudagraph-metrics", "--trust-remote-code", "--enable-chunked-prefill", "--disable-log-requests",
-            "--load-format", "--tokenizer-mode", "-pp", "--disable-log-stats", "--enable-prompt-tokens-details", "-O",
+            "--tokenizer-mode", "-pp", "--disable-log-stats", "--enable-prompt-tokens-details", "-O",
             "--hf-token", "--uvicorn-log-level", "--full-cuda-graph",
         )
     ]  # fmt: skip
@@ -66,13 +66,13 @@ def test_flags_with_other_names_and_forms_set_options(serve: Serve) -> None:
         "--model MODEL --num-gpu-blocks-override 12 --dtype half --max-model-len 2k --max-num-batched-tokens=1K "
         "--swap-space 2 --device-memory-utilization 0.5 --kv-cache-memory-bytes 4M --max-num-queued-reqs 9 "
         "--sse-keep-alive-interval 3 --h11-max-header-count 50 --served-model-name a b --api-key one two "
-        "--no-enable-prefix-caching -q int8 --structured-outputs-config.disable_any_whitespace true"
+        "--no-enable-prefix-caching -q int8 --load-format=dummy --structured-outputs-config.disable_any_whitespace true"
     )
     assert lines == []
     assert engine == EngineOptions(
         "MODEL", num_kv_blocks=12, dtype="float16", max_model_len=2000, max_num_batched_tokens=1024, max_num_seqs=256,
         swap_space="2GiB", gpu_memory_utilization=0.5, kv_cache_memory=str(4 << 20), enable_prefix_caching=False,
-        quantization="int8",
+        quantization="int8", load_format="dummy",
     )  # fmt: skip
     assert options == ServerOptions(
         max_queued_requests=9, stream_keepalive=3, max_headers=50, served_model_name=("a", "b"), api_key=("one", "two"),
@@ -212,7 +212,7 @@ def test_speculation_is_configured_in_vllm_s_forms(serve: Serve, line: str) -> N
         ("--enable-sleep-mode", "--enable-sleep-mode is not supported"),
         ("--enable-prompt-embeds", "--enable-prompt-embeds is not supported: prompts are texts and token ids"),
         ("--numa-bind-nodes 0 1", "--numa-bind-nodes ['0', '1'] is not supported: start the command under numactl"),
-        ("--load-format dummy", "--load-format 'dummy' is not supported: weights are read from"),
+        ("--load-format pt", "--load-format 'pt' is not supported: weights are read from"),
         ("--middleware some.module", "no code from outside is run"),
         ("--pipeline-parallel-size two", "--pipeline-parallel-size must be an integer"),
         ("--max-model-len long", "--max-model-len must be an integer such as"),

@@ -22,7 +22,7 @@ def test_server_starts_and_answers(demo_model: Path) -> None:
         told = [line for line in server.log.splitlines() if "has no effect" in line]
     assert [line.split()[1] for line in told] == [
         "--trust-remote-code", "-O", "--disable-log-stats",
-        "--enable-chunked-prefill", "--load-format", "--tokenizer-mode", "--disable-log-requests",
+        "--enable-chunked-prefill", "--tokenizer-mode", "--disable-log-requests",
         "--uvicorn-log-level", "--limit-mm-per-prompt", "--enable-prompt-tokens-details",
         "QUIRE_ASYNC_SCHEDULING", "--compilation-config",       # keys one by one come last
     ]  # fmt: skip

@@ -95,6 +95,8 @@ def test_page_has_the_tables_of_the_rows() -> None:
         ({"compilation_config": {"max_cudagraph_capture_size": 8}}, {"max_cudagraph_capture_size": 8}),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"enforce_eager": True}),
         ({"compilation_config": 3}, {}),
+        ({"load_format": "safetensors"}, {"load_format": "auto"}),
+        ({"load_format": "dummy"}, {"load_format": "dummy"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -111,7 +113,7 @@ def test_flashinfer_of_vllm_is_quires_where_it_is_installed(monkeypatch: pytest.
 
 ACCEPTED: dict[str, object] = {
     "cudagraph_metrics": True, "trust_remote_code": True, "disable_log_stats": True, "tokenizer_mode": "auto",
-    "load_format": "safetensors", "async_scheduling": False, "disable_custom_all_reduce": True,
+    "async_scheduling": False, "disable_custom_all_reduce": True,
     "max_seq_len_to_capture": 8192, "compilation_config": {"mode": 3}, "hf_token": None, "enable_chunked_prefill": True,
     "served_model_name": "name", "cpu_offload_gb": 0, "model_class_overrides": {}, "pipeline_parallel_size": 1,
     "limit_mm_per_prompt": {"image": 0}, "attention_backend": "FLASH_ATTN",

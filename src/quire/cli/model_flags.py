@@ -34,7 +34,7 @@ def model_defaults(engine: EngineOptions) -> dict[str, Any]:
     from quire.engine.generation_config import sampling_defaults  # noqa: PLC0415 (for commands that load a model)
     from quire.model.resolve import resolve_model  # noqa: PLC0415
 
-    return dict(sampling_defaults(engine, resolve_model(engine.model, revision=engine.revision)).params)
+    return dict(sampling_defaults(engine, resolve_model(engine.model, engine.model_files, engine.revision)).params)
 
 
 def _by_model(name: str, help_text: str, fallback: object = None) -> Any:  # noqa: ANN401 (stands for the field's value)

@@ -130,7 +130,7 @@ async def connect(engine: EngineOptions, server: ServerOptions, options: DeployO
     """Return the server's application over the engine replicas, once one of them is ready."""
     handle = serve.get_deployment_handle(ENGINES, options.name)
     ready = msgspec.msgpack.decode(await handle.ready.remote(), type=Ready)
-    folder = await asyncio.to_thread(resolve_model, engine.model, revision=engine.revision)
+    folder = await asyncio.to_thread(resolve_model, engine.model, engine.model_files, engine.revision)
     use: TokenizerUse = "skipped" if engine.skip_tokenizer_init else "required"
     text_source = resolve_tokenizer(engine.tokenizer, folder, engine.tokenizer_revision)
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(text_source), use)

@@ -87,7 +87,7 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
 
 
 def _assemble(options: EngineOptions, ranks: "RankSet | None", *, loads_tokenizer: bool) -> AssembledEngine:
-    folder = resolve_model(options.model, revision=options.revision)
+    folder = resolve_model(options.model, options.model_files, options.revision)
     text_source = resolve_tokenizer(options.tokenizer, folder, options.tokenizer_revision)
     loaded = _load(options, folder) if ranks is None else ranks.join(load(options, folder, ranks.open))
     draft_model = _draft_model(options, loaded, text_source)

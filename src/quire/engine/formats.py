@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from quire.core.errors import ModelError
+from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import is_gguf, read_json_object
 from quire.core.optional_package import needs_package
 from quire.model.config_reader import CONFIG_FILE
@@ -34,12 +34,16 @@ class Format:
     tokenizer_loader: Callable[[Path], Callable[[], Tokenizer] | None] | None = None
 
 
-def read_source(path: Path) -> ModelSource:
-    """Read the config of the folder or file that `resolve_model` has found.
+def read_source(path: Path, load_format: str = "auto") -> ModelSource:
+    """Read the config of the folder or file that `resolve_model` has found; its weights are as `load_format` says.
 
     Raises ModelError for a folder or file that is no model of a known family, and names what is wrong, or the package
     that is missing.
     """
+    if load_format == "dummy":
+        with needs_package("load_format 'dummy'", "quire.model.dummy_weights", error=ConfigError):
+            from quire.model.dummy_weights.source import read_dummy  # noqa: PLC0415 (a room: it can be absent)
+        return read_dummy(path)
     found = _format_of(path)
     if found is None:
         return read_folder(path)

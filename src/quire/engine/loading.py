@@ -60,7 +60,7 @@ def load(
     `open_ranks`: of tensor parallelism; this rank's part of the model is loaded. `attention`: what `attention_backend`
     names, in place of Triton's.
     """
-    source = read_source(folder)
+    source = read_source(folder, options.load_format)
     spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(
         options, source.path, source.spec.vocab_size, source.eos_token_ids
     )

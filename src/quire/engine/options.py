@@ -29,6 +29,7 @@ from quire.model.quantization import (
     Method,
     QuantizationOptions,
 )
+from quire.model.resolve import HUB_FILES, TOKENIZER_FILES
 from quire.model.sharding import Mode
 from quire.text.given_chat_template import given_chat_template
 
@@ -37,6 +38,7 @@ Device = Literal["auto", "cpu", "cuda"]
 ExecutorBackend = Literal["auto", "mp", "uni", "ray"]
 AttentionBackEndName = Literal["auto", "triton", "cuda", "flashinfer"]
 TensorParallelMode = Literal["auto", "gather", "reduce"]
+LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 CpuIsa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 OVERRIDE = "override_generation_config"
@@ -83,6 +85,13 @@ class EngineOptions:
         "auto", "layers of the model: Quire's own, transformers' on Quire's cache, or auto: its own where it has them",
         row="layers of the model: `quire`, its own; `transformers`, those of the transformers library on Quire's cache "
         "([models.md](models.md#through-transformers)); `auto`, its own where it has them",
+    )  # fmt: skip
+    load_format: LoadFormat = _engine(
+        "auto", "weights: those of the model's files, or dummy: random ones of the shapes in config.json, for "
+        "measurements without weights",
+        row="weights: `auto`, those of the model's files; `dummy`, random ones of the shapes in a folder's "
+        "`config.json`, for measurements ([models.md](models.md#random-weights)): answers mean nothing, and weights "
+        "are neither read nor downloaded. A draft model has them, too",
     )  # fmt: skip
     skip_tokenizer_init: bool = _engine(
         False, "load no tokenizer: prompts are token ids, and answers have no text",
@@ -430,6 +439,11 @@ class EngineOptions:
         self._check_override()
         _ = self.quantization_options, self.given_chat_template
         parse_overrides(self.hf_overrides)
+
+    @property
+    def model_files(self) -> tuple[str, ...]:
+        """Patterns of the files of a hub id that are needed, as of `resolve_model`."""
+        return TOKENIZER_FILES if self.load_format == "dummy" else HUB_FILES
 
     @property
     def resolved_max_num_seqs(self) -> int:

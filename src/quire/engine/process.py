@@ -260,7 +260,7 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     """Load the model of the first command, then handle commands."""
     start = messages.decode_command(commands.get())
     assert isinstance(start, messages.Start), f"the first command must be Start, got {start}"
-    folder = resolve_model(start.options.model, revision=start.options.revision)
+    folder = resolve_model(start.options.model, start.options.model_files, start.options.revision)
     text_source = resolve_tokenizer(start.options.tokenizer, folder, start.options.tokenizer_revision)
     connection.send(messages.Located(str(text_source)))
     gc.disable()  # objects made from here on are permanent

@@ -160,9 +160,12 @@ _MODEL = (
     *accepted("every format that is served is served", switch("allow_deprecated_quantization")),
     *refused("tokenizers are those of Hugging Face", text("tokenizer_mode", "auto", "hf", "slow")),
     *refused("configurations are those of Hugging Face, or in a GGUF file", text("config_format", "auto", "hf")),
-    *refused(
-        "weights are read from safetensors or GGUF files, as the model has them",
-        text("load_format", "auto", "hf", "safetensors", "gguf", "fastsafetensors", "runai_streamer"),
+    same(
+        text("load_format"),
+        "`dummy`: random weights of the shapes in a folder's config.json ([models](models.md#random-weights)); `hf`, "
+        "`safetensors`, `gguf`, `fastsafetensors`, `runai_streamer` are `auto`, which reads safetensors or GGUF files "
+        "as the model has them; others are refused",
+        values.load_format_of,
     ),
     *accepted(
         "safetensors files are mapped into memory",

@@ -17,6 +17,7 @@ _MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M"
 _RUNNERS = {"auto": None, "none": None, "generate": "generate", "embed": "pooling", "embedding": "pooling",
             "score": "pooling"}
 _ATTENTION = {"TRITON_ATTN": "auto"}  # Triton's on a GPU; on a CPU vLLM, too, has kernels of its own
+_READ_FORMATS = ("hf", "safetensors", "gguf", "fastsafetensors", "runai_streamer")
 _NO_GRAPHS = ("NONE", "none", 0)   # `cudagraph_mode`; None is the default
 _DTYPES = {"half": "float16", "float": "float32"}
 _MOST_GIB = 1024        # a number up to here is GiB, as in vLLM; no swap space has so few bytes
@@ -158,6 +159,16 @@ def swap_bytes(given: object, _shown: str) -> object:
 def model_impl_of(given: object, shown: str) -> Any:  # noqa: ANN401 (checked as an option's value)
     """Return the implementation of a model of vLLM's: its own is Quire's."""
     return "quire" if given == "vllm" else given
+
+
+def load_format_of(given: object, shown: str) -> Any:  # noqa: ANN401 (checked as an option's value)
+    """Return how weights are loaded; a format of vLLM's that is read is `auto`. ConfigError for another one."""
+    if isinstance(given, str) and given not in (*_READ_FORMATS, "auto", "dummy"):
+        raise ConfigError(
+            f"{shown} {given!r} is not supported: weights are read from safetensors or GGUF files, as the model has "
+            "them"
+        )
+    return "auto" if given in _READ_FORMATS else given
 
 
 def runner_of(given: object, shown: str) -> Any:  # noqa: ANN401 (a runner, or None for the default)

@@ -95,8 +95,8 @@ def _require_support(target: LoadedModel) -> None:
 
 
 def _load(options: EngineOptions, name: str, num_drafts: int, target: LoadedModel, tokenizer: Path) -> LoadedDraftModel:
-    folder = resolve_model(name)
-    source = read_source(folder)
+    folder = resolve_model(name, options.model_files)
+    source = read_source(folder, options.load_format)
     spec, back_end = source.spec, target.model.back_end
     if not spec.generates:
         raise ModelError("it has no output head over the vocabulary")

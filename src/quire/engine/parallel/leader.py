@@ -177,7 +177,7 @@ class RankSet:
         """Start the other ranks, which begin to load; return rank 0 and the number of positions of all."""
         check_shardable(spec, self._num_ranks, self._mode)
         self._watcher.start()
-        path = resolve_model(self._options.model, revision=self._options.revision)
+        path = resolve_model(self._options.model, self._options.model_files, self._options.revision)
         layout = MemoryLayout.of(spec, self._options.resolved_max_num_seqs, self._num_ranks)
         digest = model_digest(path)
         exchange = self._open_exchange(layout)

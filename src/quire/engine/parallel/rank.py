@@ -107,7 +107,7 @@ def start(channel: Channel, bring_up: Callable[[messages.Load], T], own: EngineO
     channel.silence_limit_s = load_command.options.stall_limit
     try:
         if own is not None:
-            folder = str(resolve_model(own.model, revision=own.revision))
+            folder = str(resolve_model(own.model, own.model_files, own.revision))
             options = replace(load_command.options, model=folder, swap_dir=own.swap_dir)
             load_command = structs.replace(load_command, options=options)
         return bring_up(load_command)

@@ -89,6 +89,7 @@ def check_options(options: EngineOptions) -> None:
         "capture_graphs": options.capture_graphs,
         "kv_cache_dtype": options.kv_cache_dtype != "auto",
         "runner": options.runner == "pooling",
+        "load_format": options.load_format == "dummy",
         "speculative_config with a draft model": (
             options.speculation is not None and options.speculation.method == "draft_model"
         ),

@@ -1,0 +1,1 @@
+"""Random weights of a config's shapes, for measurements. An optional package; `source` is its entry."""

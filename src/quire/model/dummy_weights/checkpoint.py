@@ -1,0 +1,102 @@
+"""Checkpoint of random numbers: the tensors of a spec, made while they are read.
+
+All tensors are pieces of one periodic sequence of numbers, from a place that their name gives: 7 billion numbers take
+seconds, whatever rows of a tensor are read they are the same, and no more memory is needed than for the rows. The
+period is a prime, so that the rows of a tensor differ.
+"""
+
+import zlib
+from collections.abc import Collection, Iterator
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, SinksShape, layer_shapes
+from quire.model.spec import DecoderSpec
+
+PERIOD = (1 << 22) - 3  # a prime; 16 MiB
+_WIDEST = 3**0.5        # of uniform numbers with variance 1
+
+
+class _Entry(NamedTuple):
+    shape: tuple[int, ...]
+    is_ones: bool = False
+
+
+class DummyCheckpoint:
+    """A `Checkpoint` of a spec's tensors, as a folder in Hugging Face format has them; a tied head has none.
+
+    Numbers are uniform, of mean 0 and variance 1 / (the last dimension), so that products of unit scale remain of unit
+    scale; weights of norms are 1. They depend on names and shapes alone.
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._entries = dict(_entries(spec))
+        generator = torch.Generator().manual_seed(0)
+        self._numbers = torch.empty(PERIOD).uniform_(-_WIDEST, _WIDEST, generator=generator)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._entries.keys()
+
+    def location(self, name: str | None = None) -> str:
+        """Return what errors call a tensor's place."""
+        return "random weights"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of all tensors."""
+        return "F32"
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a tensor."""
+        shape, is_ones = self._entries[name]
+        rows = torch.empty(stop - start, *shape[1:])
+        if is_ones:
+            return rows.fill_(1)
+        flat, num_made, place = rows.view(-1), 0, zlib.crc32(name.encode()) + start * prod(shape[1:])
+        while num_made < len(flat):
+            piece = self._numbers[(place + num_made) % PERIOD :][: len(flat) - num_made]
+            torch.mul(piece, shape[-1] ** -0.5, out=flat[num_made : num_made + len(piece)])
+            num_made += len(piece)
+        return rows
+
+
+def _entries(spec: DecoderSpec) -> Iterator[tuple[str, _Entry]]:
+    """Yield the tensors of a model by name."""
+    shapes, names = DecoderShapes.of(spec), spec.weights
+    unprefixed = {shapes.classifier, shapes.classifier_norm}
+    placed: list[tuple[Shape | None, str]] = [
+        (shape, "" if shape in unprefixed else names.prefixes[0]) for shape in shapes[:-1]
+    ]
+    for index, layer in enumerate(spec.layers):
+        prefix = names.prefixes[0] + names.layer.format(layer=index)
+        placed += [(shape, prefix) for shape in layer_shapes(spec, layer)]
+    for shape, prefix in placed:
+        yield from _tensors(shape, prefix, is_transposed=names.is_transposed)
+    if spec.has_head and not spec.is_head_tied:
+        yield from _tensors(shapes.head, "", is_transposed=False)
+
+
+def _tensors(shape: Shape | None, prefix: str, *, is_transposed: bool) -> Iterator[tuple[str, _Entry]]:
+    if shape is None:
+        return
+    if isinstance(shape, NormShape):
+        for name, size in shape.tensors.items():
+            yield prefix + name, _Entry(size, is_ones=name.endswith(".weight"))
+    elif isinstance(shape, SinksShape):
+        yield prefix + shape.name, _Entry((shape.num_heads,))
+    elif isinstance(shape, LinearShape):
+        num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)
+        for module, rows in zip(shape.modules, num_rows, strict=True):
+            yield f"{prefix}{module}.weight", _Entry((shape.width, rows) if is_transposed else (rows, shape.width))
+            if shape.has_bias:
+                yield f"{prefix}{module}.bias", _Entry((rows,))
+    else:
+        yield f"{prefix}{shape.module}.weight", _Entry((shape.num_rows, shape.width))
