@@ -36,6 +36,8 @@ from quire.kernels.sampling import choose_tokens
 from quire.kernels.token_masks import mask_logits
 from quire.kernels.triton import experts as triton_experts
 from quire.kernels.triton import linear as triton_linear
+from quire.kernels.triton import low_rank as triton_low_rank
+from quire.kernels.triton.products import PackedWeight
 from quire.model.decoder import Decoder
 from quire.model.sharding import Shard
 from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
@@ -190,6 +192,17 @@ def _add_in_order(
     return out.to(dtype)
 
 
+def _grouped_product(
+    x: Tensor, weight: PackedWeight, *, dtype: torch.dtype, is_exact: bool, groups: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Multiply each row with its own group's part of a stacked weight. A new result has NaN for rows of no group."""
+    result = torch.full((len(x), weight.out_features), torch.nan, dtype=dtype, device=x.device) if out is None else out
+    for group, part in enumerate(weight.elements.unflatten(0, (-1, weight.out_features))):
+        rows = (groups == group).nonzero()[:, 0]
+        result[rows] = (x[rows].float() @ part.float().T).to(dtype)
+    return result
+
+
 class Graphs:
     """Stands in for `CudaGraphCapture`: what was captured runs again, and leaves its result where it did at first."""
 
@@ -251,6 +264,11 @@ def turn_on(
     replace_by(triton_experts, "choose", _choose)
     replace_by(triton_experts, "group_rows", lambda chosen, num_experts, height: chosen)
     replace_by(triton_experts, "add_in_order", _add_in_order)
+    make_slots = torch.inference_mode()(triton_low_rank.TritonSlots.__init__)  # steps take views, of wrappers
+    replace_by(triton_low_rank.TritonSlots, "__init__", make_slots)
+    replace_by(triton_low_rank, "product", _grouped_product)
+    replace_by(triton_low_rank, "group_rows", lambda of_row, num_groups, height: of_row)
+    replace_by(triton_low_rank, "add_in_order", lambda parts, dtype: parts.sum(dim=1).to(dtype))
     replace_by(worker, "CudaGraphCapture", Graphs)
     replace_by(cuda_device, "SWAP_BYTES", SWAP_BYTES)
     replace_by(cuda_device, "available_kv_bytes", lambda model, *sizes: available_kv_bytes(model, 2, 4, *sizes[2:]))

@@ -11,14 +11,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, LoRARequest, RequestOutput, SamplingParams
 from support.faults import raising
 
 TESTS = Path(__file__).parents[1]
 
 
+Fault = Literal["", "kill", "rank 1", "rank 0"]
+
+
 class Case(msgspec.Struct):
-    """Settings of an engine, prompts, and sampling parameters for all of them.
+    """Settings of an engine, prompts, and sampling parameters for all of them; folders of adapters, "" for none.
 
     `fault`, at the end: a rank is killed, rank 1 gets an unknown command, or rank 0's part of a step fails.
     """
@@ -27,8 +30,9 @@ class Case(msgspec.Struct):
     settings: dict[str, Any]
     prompts: list[list[int]]
     params: dict[str, Any]
+    adapters: list[str] = []
     num_turns: int = 1   # the same prompts, one after the other
-    fault: Literal["", "kill", "rank 1", "rank 0"] = ""
+    fault: Fault = ""
 
 
 class Answers(msgspec.Struct):
@@ -39,16 +43,18 @@ class Answers(msgspec.Struct):
     num_blocks: int = 0
     weight_bytes: int = 0
     preemptions: dict[str, int] = {}
-    graphs: list[tuple[int, int]] = []   # rows and tokens
+    graphs: list[tuple[int, int, bool]] = []   # rows and tokens, and whether there are adapters
     error: str = ""
 
 
 def answer(llm: LLM, case: Case) -> Answers:
     """Return the answers of an engine."""
     found = Answers()
+    adapters = [LoRARequest("own", number, each) if each else None for number, each in enumerate(case.adapters, 1)]
     for _ in range(case.num_turns):
         params = SamplingParams(**case.params)
-        outputs = llm.generate([list(each) for each in case.prompts], params, use_tqdm=False)
+        prompts = [list(each) for each in case.prompts]
+        outputs = llm.generate(prompts, params, lora_request=adapters or None, use_tqdm=False)
         found.token_ids.append([list(each.outputs[0].token_ids) for each in outputs])
         found.prompt_logprobs.append([prompt_logprobs(each) for each in outputs])
     stats, ready = llm.kv_stats(), llm._engine.ready
@@ -56,7 +62,7 @@ def answer(llm: LLM, case: Case) -> Answers:
     found.weight_bytes = ready.weights_bytes
     worker: Any = getattr(llm._engine.engine._executor, "worker", None)
     if getattr(worker, "_graphs", None) is not None:
-        found.graphs = [size[:2] for size, graph in worker._graphs._graphs.items() if graph is not None]
+        found.graphs = [size[:3] for size, graph in worker._graphs._graphs.items() if graph is not None]
     return found
 
 

@@ -173,12 +173,12 @@ def build_engine(
     if grammars is not None and tokenizer is None:
         grammars.load()
     limits = loaded.limits if draft_model is None else draft_model.limits(loaded.limits, options.block_size)
-    slots, device = _adapter_slots(options, loaded.model), loaded.device
+    slots, device = _adapter_slots(options, loaded.model, ranks), loaded.device
     step = StepLimits(
         options.resolved_max_num_seqs, options.resolved_max_num_batched_tokens, limits.max_position_embeddings,
         options.block_size,
     )  # fmt: skip
-    kv_bytes = device.kv_bytes(loaded.model, step, slots) if ranks is None else ranks.kv_bytes(device, step)
+    kv_bytes = device.kv_bytes(loaded.model, step, slots) if ranks is None else ranks.kv_bytes(device, step, slots)
     cache, scheduling = size_engine(options, limits, kv_bytes, device.kv_share, device.default_swap_bytes())
     if ranks is not None:
         ranks.allocate(cache, scheduling)
@@ -262,13 +262,16 @@ def _build(
     return Engine(scheduler, executor, grammars, adapters)
 
 
-def _adapter_slots(options: EngineOptions, model: LanguageModel) -> AdapterSlots | None:
+def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet | None") -> AdapterSlots | None:
     """Return memory for adapters on the model's device; None if they are off, or computed where they are loaded."""
     if not options.enable_lora:
         return None
     with _needs_room("enable_lora", "quire.engine.adapters"):
         from quire.engine.adapters.store import make_slots  # noqa: PLC0415
-    return make_slots(options, model)
+    if ranks is None:
+        return make_slots(options, model)
+    assert ranks.own_model is not None, "ranks that have not joined"
+    return make_slots(options, ranks.own_model, ranks.exchange.shard)
 
 
 def _adapters(
@@ -289,10 +292,10 @@ def _adapters(
 
 def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "tuple[RankAdapters, AdapterRows]":
     """Return the adapters of a rank other than 0, and those of its rows. Rank 0 has refused where there are none."""
-    from quire.engine.adapters.store import AdapterRows, make_rank_adapters  # noqa: PLC0415
+    from quire.engine.adapters.store import AdapterRows, make_rank_adapters, make_slots  # noqa: PLC0415
 
     adapters = make_rank_adapters(options, model, shard)
-    return adapters, AdapterRows(adapters)
+    return adapters, AdapterRows(adapters, make_slots(options, model, shard))
 
 
 def _ready(

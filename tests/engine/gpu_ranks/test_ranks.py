@@ -22,7 +22,8 @@ from quire.model.weight_formats.sizes import PLAIN_PACKING
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
 from quire.sim.planning import plan_memory
-from support.imitated_ranks import Answers, Case, answer, run_imitated
+from support.imitated_ranks import Answers, Case, Fault, answer, run_imitated
+from support.peft_folders import write_adapter
 from support.random_folder import MIXTURE, write_random_folder
 from support.random_model import write_random_model
 
@@ -44,10 +45,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram"},
     },
     "experts": ENOUGH | {"dtype": "float32"},
+    "adapters": ENOUGH | {"dtype": "float32", "enable_lora": True, "max_loras": 2},
 }  # fmt: skip
-FAULTS = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0"}  # at the end of an engine
+FAULTS: dict[str, Fault] = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0"}  # at the end of an engine
 OTHERS: dict[str, dict[str, Any]] = {
     "swap again": SWAP,
+    "adapters, exact": ENOUGH | {"dtype": "float32", "exact": True, "enable_lora": True, "capture_graphs": True},
     "experts, exact": ENOUGH | {"dtype": "float32", "exact": True},
     "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2,
                 "cudagraph_capture_sizes": [1, 2, 16]},
@@ -57,7 +60,10 @@ LIMITS = {"4 ranks": 0.2, "8 bits": 0.1}  # of the differences of logprobs
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model"))
+    folder = write_random_model(tmp_path_factory.mktemp("model"))
+    write_adapter(folder / "a", folder, 1)
+    write_adapter(folder / "b", folder, 2, targets=("k_proj", "up_proj"), rank=3, lora_alpha=7)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -85,33 +91,39 @@ def more_answers(models: dict[str, Path]) -> dict[str, Answers]:
 def run_cases(models: dict[str, Path], settings: dict[str, dict[str, Any]]) -> dict[str, Answers]:
     pytest.importorskip("triton", reason="Triton is not installed")
     cases = [
-        Case(str(models[name]), {"tensor_parallel_size": 2} | own, PROMPTS, PARAMS, 2, FAULTS.get(name, ""))  # type: ignore[arg-type]
+        case_of(name, models[name], {"tensor_parallel_size": 2} | own, FAULTS.get(name, ""))
         for name, own in settings.items()
     ]
     return dict(zip(settings, run_imitated(cases), strict=True))
 
 
+def case_of(name: str, model: Path, settings: dict[str, Any], fault: Fault = "") -> Case:
+    """Return a case of two turns, its first and last prompt with adapters if it has some."""
+    adapters = [str(model / "a"), "", str(model / "b")] if name.startswith("adapters") else []
+    return Case(str(model), settings, PROMPTS, PARAMS, adapters, 2, fault)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_answers_are_near_those_of_cpus(name: str, models: dict[str, Path], answers: dict[str, Answers]) -> None:
     """With partial sums where GPUs have them, and the outputs of all ranks where they are exact."""
-    check_near_those_of_cpus(models[name], SETTINGS[name], answers[name], LIMITS.get(name))
+    check_near_those_of_cpus(case_of(name, models[name], SETTINGS[name]), answers[name], LIMITS.get(name))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["4 ranks", "experts, exact"])
+@pytest.mark.parametrize("name", ["4 ranks", "experts, exact", "adapters, exact"])
 def test_more_answers_are_near_those_of_cpus(
     name: str, models: dict[str, Path], more_answers: dict[str, Answers]
 ) -> None:
-    check_near_those_of_cpus(models[name], OTHERS[name], more_answers[name], LIMITS.get(name))
+    check_near_those_of_cpus(case_of(name, models[name], OTHERS[name]), more_answers[name], LIMITS.get(name))
 
 
-def check_near_those_of_cpus(folder: Path, settings: dict[str, Any], found: Answers, limit: float | None) -> None:
+def check_near_those_of_cpus(case: Case, found: Answers, limit: float | None) -> None:
     """With a limit, ranks on CPUs, which round their parts, too; else one CPU, without processes of its own."""
-    of_cpus = {name: each for name, each in settings.items() if name not in ("exact", "capture_graphs")}
+    of_cpus = {name: each for name, each in case.settings.items() if name not in ("exact", "capture_graphs")}
     if limit is not None:
         of_cpus = {"tensor_parallel_size": 2, "tensor_parallel_mode": "reduce"} | of_cpus
-    with LLM(folder, device="cpu", **of_cpus) as llm:
-        expected = answer(llm, Case("", {}, PROMPTS, PARAMS, num_turns=2))
+    with LLM(case.model, device="cpu", **of_cpus) as llm:
+        expected = answer(llm, case)
     assert len(found.prompt_logprobs) == 2
     for turn, others in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
         assert [len(each) for each in turn] == [len(each) - 1 for each in PROMPTS]
@@ -133,11 +145,13 @@ def test_preempted_sequences_are_swapped(answers: dict[str, Answers]) -> None:
 
 def test_ranks_capture_the_graphs_of_steps_together(answers: dict[str, Answers]) -> None:
     assert answers["swap"].graphs, "none was requested often enough"
+    assert {has_adapters for *_, has_adapters in answers["adapters"].graphs} == {True}
 
 
 @pytest.mark.matrix
 def test_ranks_capture_all_graphs_together_at_start(more_answers: dict[str, Answers]) -> None:
-    assert set(more_answers["4 ranks"].graphs) == {(1, 1), (2, 2), (8, 16)}
+    assert set(more_answers["4 ranks"].graphs) == {(1, 1, False), (2, 2, False), (8, 16, False)}
+    assert {has_adapters for *_, has_adapters in more_answers["adapters, exact"].graphs} == {False, True}
 
 
 @pytest.mark.parametrize("name", ["swap", "exact", "experts"])
@@ -171,7 +185,6 @@ def test_fault_of_a_rank_ends_the_engine(name: str, message: str, answers: dict[
     [
         ({"nnodes": 2, "master_addr": "127.0.0.1"}, "nnodes 2"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend 'ray'"),
-        ({"enable_lora": True}, "enable_lora True"),
         ({"attention_backend": "cuda"}, "attention_backend 'cuda'"),
         ({"attention_backend": "flashinfer"}, "attention_backend 'flashinfer'"),
         ({"exact": True, "tensor_parallel_mode": "reduce"}, "exact True with tensor_parallel_mode 'reduce'"),

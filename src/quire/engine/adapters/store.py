@@ -58,14 +58,14 @@ def make_store(
     return AdapterStore(_reader(options, model, shard), *limits, copies)
 
 
-def make_slots(options: EngineOptions, model: LanguageModel) -> AdapterSlots | None:
+def make_slots(options: EngineOptions, model: LanguageModel, shard: Shard = WHOLE) -> AdapterSlots | None:
     """Return memory for `max_loras` adapters on the model's device; None if it computes them where they are loaded.
 
-    ConfigError if the device has less.
+    `shard`: of the model, which is a rank's part. ConfigError if the device has less.
     """
     if model.back_end.adapter_slots is None or not isinstance(model, Decoder):
         return None
-    sizes = ModelTargets(model.spec, model.back_end, model.dtype, WHOLE, {}).factor_sizes()
+    sizes = ModelTargets(model.spec, model.back_end, model.dtype, shard, model.summed_inputs).factor_sizes()
     num_slots, rank = options.resolved_max_loras, options.max_lora_rank
     try:
         return model.back_end.adapter_slots(sizes, num_slots, rank, model.dtype, model.device)

@@ -27,6 +27,7 @@ from quire.execution.cuda.graphs import GraphSize, graph_sizes
 from quire.execution.cuda.memory import pinned_bytes
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.low_rank import AdapterSlots
 from quire.model.kv_geometry import KVGeometry
 from quire.model.sharding import Shard
 
@@ -46,7 +47,6 @@ def check_gpu_ranks(options: EngineOptions, num_gpus: int) -> None:
     refused = {
         f"nnodes {options.nnodes}": options.nnodes > 1,
         "distributed_executor_backend 'ray'": options.distributed_executor_backend == "ray",
-        "enable_lora True": options.enable_lora,
         f"attention_backend {attention!r}": attention not in ("auto", "triton"),
         "exact True with tensor_parallel_mode 'reduce'": options.exact is True and mode == "reduce",
         f"{BLOCKING_WAIT} in the environment, which graphs cannot contain,": _is_set(BLOCKING_WAIT),
@@ -92,11 +92,11 @@ class GpuRankSet(RankSet):
         torch.cuda.set_device(0)
         self._worker: LeadingWorker | None = None
 
-    def kv_bytes(self, device: Device, limits: StepLimits) -> int:
+    def kv_bytes(self, device: Device, limits: StepLimits, slots: AdapterSlots | None) -> int:
         """Return the bytes for the KV cache of the GPU that has the least; all of them run the largest step."""
         assert self.own_model is not None, "ranks that have not joined"
         self.tell(messages.Measure((*limits,)))
-        own = device.kv_bytes(self.own_model, limits, None)
+        own = device.kv_bytes(self.own_model, limits, slots)
         return min(own, *(self._receive(peer, messages.Measured).kv_bytes for peer in self.peers))
 
     def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
@@ -126,7 +126,7 @@ class GpuRankSet(RankSet):
 
     def capture_graph(self, size: GraphSize) -> None:
         """Let the ranks capture the graph of a size."""
-        self.tell(messages.Capture(size.num_rows, size.num_tokens))
+        self.tell(messages.Capture(size.num_rows, size.num_tokens, size.has_adapters))
 
     def have_captured(self) -> bool:
         """Wait for all of them; return whether each has the graph."""
@@ -135,7 +135,7 @@ class GpuRankSet(RankSet):
 
     def drop_graph(self, size: GraphSize) -> None:
         """Let the ranks drop the graph of a size."""
-        self.tell(messages.DropGraph(size.num_rows, size.num_tokens))
+        self.tell(messages.DropGraph(size.num_rows, size.num_tokens, size.has_adapters))
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import logging
 import os
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -13,11 +13,14 @@ from quire.engine.gpu_ranks.exchange import GpuRanks
 from quire.engine.gpu_ranks.worker import FollowingWorker
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
-from quire.engine.parallel.rank import MAX_REASON_CHARS, expect, load_part, start
+from quire.engine.parallel.rank import MAX_REASON_CHARS, adapters_of, expect, load_part, next_command, start
 from quire.execution.batch import PersistentBatch
 from quire.execution.cuda.graphs import GraphSize, graph_sizes
 from quire.execution.device import StepLimits, WorkerParts
 from quire.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from quire.engine.adapters.store import RankAdapters
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +30,9 @@ def serve(channel: Channel, descriptor: int) -> NoReturn:
 
     `descriptor`: of the file of NCCL's address book.
     """
-    worker = start(channel, partial(_start, channel, descriptor))
+    worker, adapters = start(channel, partial(_start, channel, descriptor))
     try:
-        run(channel, worker)
+        run(channel, worker, adapters)
     except EOFError:
         raise
     except Exception as error:  # the other ranks wait for this one on their devices: the run is over
@@ -38,32 +41,36 @@ def serve(channel: Channel, descriptor: int) -> NoReturn:
         os._exit(1)  # what is left on the device may never end
 
 
-def run(channel: Channel, worker: FollowingWorker) -> NoReturn:
+def run(channel: Channel, worker: FollowingWorker, adapters: "RankAdapters | None") -> NoReturn:
     """Launch what rank 0 commands, in its order."""
     while True:
-        command = channel.receive()
+        command = next_command(channel, adapters)
         match command:
             case messages.Step(plan):
                 worker.prepare(decode_plan(plan))
             case messages.Compute(kind, num_rows):
                 worker.compute(kind, num_rows)
-            case messages.Capture(num_rows, num_tokens):
-                channel.send(messages.Captured(worker.capture(GraphSize(num_rows, num_tokens))))
-            case messages.DropGraph(num_rows, num_tokens):
-                worker.drop(GraphSize(num_rows, num_tokens))
+            case messages.Capture(num_rows, num_tokens, has_adapters):
+                channel.send(messages.Captured(worker.capture(GraphSize(num_rows, num_tokens, has_adapters))))
+            case messages.DropGraph(num_rows, num_tokens, has_adapters):
+                worker.drop(GraphSize(num_rows, num_tokens, has_adapters))
             case _:
                 raise AssertionError(f"command {command}")
 
 
-def _start(channel: Channel, descriptor: int, command: messages.Load) -> FollowingWorker:
+def _start(
+    channel: Channel, descriptor: int, command: messages.Load
+) -> "tuple[FollowingWorker, RankAdapters | None]":
     """Load, measure and allocate."""
     torch.cuda.set_device(command.rank)
     ranks = GpuRanks(command.shard, torch.device("cuda", command.rank), descriptor)
     loaded, block_size = load_part(channel, command, ranks), command.options.block_size
     model, device = loaded.model, loaded.device
     assert isinstance(model, Decoder)
+    adapters, rows = adapters_of(model, command.options, command.shard)
+    slots = None if rows is None else rows.slots
     limits = StepLimits(*expect(channel, messages.Measure).limits)
-    channel.send(messages.Measured(device.kv_bytes(model, limits, None)))
+    channel.send(messages.Measured(device.kv_bytes(model, limits, slots)))
     sizes = expect(channel, messages.Allocate)
     cache = device.allocate_cache(model.kv_geometry, sizes.num_blocks, block_size, model.back_end)
     batch = PersistentBatch(sizes.max_num_seqs, sizes.max_model_len, block_size, model.vocab_size)
@@ -71,7 +78,7 @@ def _start(channel: Channel, descriptor: int, command: messages.Load) -> Followi
     if sizes.num_swap_blocks:
         swapper = device.swapper(cache, model.kv_geometry, sizes.num_swap_blocks, model.back_end, None)
     worker = FollowingWorker(
-        ranks, model, WorkerParts(model, cache, batch, swapper), graph_sizes(command.options)
+        ranks, model, WorkerParts(model, cache, batch, swapper, adapters=rows), graph_sizes(command.options)
     )
     channel.send(messages.Allocated())
-    return worker
+    return worker, adapters

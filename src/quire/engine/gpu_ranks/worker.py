@@ -50,7 +50,8 @@ class RankGraphs(CudaGraphRunner):
 
         The pass before the capture contains exchanges: an error of it is raised, since the other ranks wait.
         """
-        self._forward(dummy_batch(size.num_rows, size.num_tokens, self._max_blocks, self._device))
+        slots = self._slots if size.has_adapters else None
+        self._forward(dummy_batch(size.num_rows, size.num_tokens, self._max_blocks, self._device, slots))
         CudaGraphRunner._capture_size(self, size)
         return self._graphs[size] is not None
 

@@ -40,6 +40,7 @@ from quire.execution.executor import Executor, LocalExecutor, StepWorker
 from quire.execution.worker import Worker
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.low_rank import AdapterSlots
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.footprint import num_parameters
@@ -219,10 +220,10 @@ class RankSet:
         for peer in self.peers:
             self._receive(peer, messages.Allocated)
 
-    def kv_bytes(self, device: Device, limits: StepLimits) -> int:
+    def kv_bytes(self, device: Device, limits: StepLimits, slots: AdapterSlots | None) -> int:
         """Return the bytes for the KV cache, by the machine of a rank with the least free memory."""
         assert self.own_model is not None, "ranks that have not joined"
-        return min(device.kv_bytes(self.own_model, limits, None), self.free_bytes)
+        return min(device.kv_bytes(self.own_model, limits, slots), self.free_bytes)
 
     def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> Executor:
         """Return the executor of all ranks; rank 0's worker is of these parts."""

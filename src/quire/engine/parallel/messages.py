@@ -60,6 +60,7 @@ class Capture(msgspec.Struct, tag="capture", array_like=True, frozen=True):
 
     num_rows: int
     num_tokens: int
+    has_adapters: bool
 
 
 class DropGraph(msgspec.Struct, tag="drop graph", array_like=True, frozen=True):
@@ -67,6 +68,7 @@ class DropGraph(msgspec.Struct, tag="drop graph", array_like=True, frozen=True):
 
     num_rows: int
     num_tokens: int
+    has_adapters: bool
 
 
 class Resume(msgspec.Struct, tag="resume", array_like=True, frozen=True):

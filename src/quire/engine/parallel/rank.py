@@ -39,7 +39,7 @@ from quire.model.resolve import resolve_model
 from quire.model.sharding import Shard
 
 if TYPE_CHECKING:
-    from quire.engine.adapters.store import RankAdapters
+    from quire.engine.adapters.store import AdapterRows, RankAdapters
 
 log = logging.getLogger(__name__)
 
@@ -139,22 +139,31 @@ def _start(
     ranks = open_ranks(command)
     loaded = load_part(channel, command, ranks)
     worker = allocate(loaded, command, expect(channel, messages.Allocate), Link(ranks))
-    worker = _with_adapters(worker, command.options, ranks.shard)
+    adapters, rows = adapters_of(worker.model, command.options, ranks.shard)
+    worker = replace(worker, adapters=adapters, adapter_rows=rows)
     channel.send(messages.Allocated())
     return ranks, worker
 
 
 def expect(channel: Channel, kind: type[CommandT], adapters: "RankAdapters | None" = None) -> CommandT:
-    """Wait for a command of this kind; follow those about adapters that come before. EOFError if rank 0 has ended."""
-    while isinstance(command := channel.receive(), messages.LoadAdapter | messages.DropAdapter):
+    """Wait for a command of this kind, as `next_command`."""
+    command = next_command(channel, adapters)
+    assert isinstance(command, kind), f"expected {kind.__name__}, got {command}"
+    return command
+
+
+def next_command(channel: Channel, adapters: "RankAdapters | None") -> messages.Command:
+    """Wait for a command; follow those about adapters that come before. EOFError if rank 0 has ended."""
+    while True:
+        command: messages.Command = channel.receive()
+        if not isinstance(command, messages.LoadAdapter | messages.DropAdapter):
+            return command
         assert adapters is not None, f"{command} for a rank without adapters"
         if isinstance(command, messages.LoadAdapter):
             read = adapters.load(Adapter(command.digest, command.folder))
             read.add_done_callback(partial(_report_read, channel, command.digest))
         else:
             adapters.drop(command.digest)
-    assert isinstance(command, kind), f"expected {kind.__name__}, got {command}"
-    return command
 
 
 def _report_read(channel: Channel, digest: str, read: Future[AdapterWeights]) -> None:
@@ -180,14 +189,16 @@ def allocate(loaded: LoadedModel, load: messages.Load, sizes: messages.Allocate,
     return RankWorker(model, cache, batch, swapper, link)
 
 
-def _with_adapters(worker: RankWorker, options: EngineOptions, shard: Shard) -> RankWorker:
+def adapters_of(
+    model: Decoder, options: EngineOptions, shard: Shard
+) -> "tuple[RankAdapters, AdapterRows] | tuple[None, None]":
+    """Return the adapters of a rank, and those of its rows; None if they are off."""
     if not options.enable_lora:
-        return worker
+        return None, None
     # The one place that knows the room of adapters; it loads what only engines with a scheduler need otherwise.
     from quire.engine.assembly import rank_adapters  # noqa: PLC0415
 
-    adapters, rows = rank_adapters(options, worker.model, shard)
-    return replace(worker, adapters=adapters, adapter_rows=rows)
+    return rank_adapters(options, model, shard)
 
 
 def run(channel: Channel, ranks: RankExchange, worker: RankWorker) -> NoReturn:
