@@ -22,8 +22,8 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Return the processes that run with this mark in their environment, in order of their numbers."""
-    return [pid for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if _has_mark(pid, mark)]
+    """Return the processes that run with this mark in their environment."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has_mark(pid, mark)]
 
 
 def _has_mark(pid: int, mark: str) -> bool:
@@ -48,7 +48,7 @@ class NodeCommand:
 
     def pids(self) -> list[int]:
         """Return its processes that run, the command's own first."""
-        return marked_pids(self.mark)
+        return sorted(marked_pids(self.mark), key=lambda pid: pid != self.process.pid)
 
     def wait(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """Wait for the end; return the status and the output."""
