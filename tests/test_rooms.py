@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import structure
 from quire import LLM, BeamSearchParams
@@ -166,13 +167,15 @@ def test_gpu_without_its_room_is_refused_by_name_and_auto_is_the_host(monkeypatc
     assert isinstance(devices.open_device(EngineOptions(device="auto")), HostDevice)
 
 
+@pytest.mark.parametrize(("room", "num_nodes"), [("quire.engine.gpu_ranks", 1), ("quire.engine.gpu_nodes", 2)])
 def test_ranks_on_gpus_that_need_an_absent_room_are_refused_by_name(
-    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, room: str, num_nodes: int
 ) -> None:
     monkeypatch.setattr(assembly, "uses_gpu", lambda options: True)
-    monkeypatch.setitem(sys.modules, ROOMS["quire.engine.gpu_ranks"], None)
-    with pytest.raises(ConfigError, match=r"on device cuda needs the package quire\.engine\.gpu_ranks, which is not"):
-        LLM(demo_model, tensor_parallel_size=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, ROOMS[room], None)
+    with pytest.raises(ConfigError, match=f"on device cuda needs the package {room}, which is not"):
+        LLM(demo_model, tensor_parallel_size=2, nnodes=num_nodes)
 
 
 def test_beam_search_that_needs_an_absent_room_is_refused_by_name(

@@ -4,8 +4,11 @@ Reads cases as JSON from standard input, and prints what the engine of each answ
 """
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +16,7 @@ import msgspec
 
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams
 from support.faults import raising
+from support.nodes import NodeCommand, as_flags, free_port, node
 
 TESTS = Path(__file__).parents[1]
 
@@ -45,6 +49,7 @@ class Answers(msgspec.Struct):
     preemptions: dict[str, int] = {}
     graphs: list[tuple[int, int, bool]] = []   # rows and tokens, and whether there are adapters
     error: str = ""
+    node: tuple[int, str] = (0, "")      # how the command of the other node has ended, if there is one
 
 
 def answer(llm: LLM, case: Case) -> Answers:
@@ -72,12 +77,14 @@ def prompt_logprobs(output: RequestOutput) -> list[float]:
     return [entry[token].logprob for token, entry in entries if entry]
 
 
-def break_ranks(llm: LLM, case: Case) -> str:
+def break_ranks(llm: LLM, case: Case, other: NodeCommand | None) -> str:
     """Bring a fault about; return the error of the next step."""
     from quire.engine.parallel import messages
 
     ranks: Any = llm._engine.ranks
-    if case.fault == "kill":
+    if case.fault == "kill" and other is not None:
+        os.kill(other.pids()[1], signal.SIGKILL)
+    elif case.fault == "kill":
         ranks.peers[0].process.kill()
     elif case.fault == "rank 1":
         ranks.tell(messages.Compute(7, 1))
@@ -102,19 +109,37 @@ def run_imitated(cases: list[Case]) -> list[Answers]:
     return msgspec.json.decode(ran.stdout.splitlines()[-1], type=list[Answers])
 
 
+@contextmanager
+def other_node(case: Case) -> Iterator[NodeCommand | None]:
+    """Run the second node of a case that has two."""
+    if case.settings.get("nnodes", 1) == 1:
+        yield None
+        return
+    from support import imitated_member
+
+    case.settings["master_port"] = free_port(case.settings["master_addr"])
+    flags = *as_flags(case.settings | {"device": "cuda"}), "--node-rank", "1"
+    with node(case.model, *flags, first=imitated_member.START) as command:
+        yield command
+
+
 def main() -> None:
     """Answer the cases of standard input."""
     cases, found = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case]), list[Answers]()
     from quire.engine.gpu_ranks import leader
-    from support import imitated_gpu
+    from support import imitated_gpu, imitated_member
 
     imitated_gpu.turn_on(num_cards=4, is_noisy=False)
     leader.GpuRankSet.rank_module = "support.imitated_rank"
+    imitated_member.use()
     for case in cases:
-        with LLM(case.model, device="cuda", **case.settings) as llm:
-            found.append(answer(llm, case))
-            if case.fault:
-                found[-1].error = break_ranks(llm, case)
+        with other_node(case) as other:
+            with LLM(case.model, device="cuda", **case.settings) as llm:
+                found.append(answer(llm, case))
+                if case.fault:
+                    found[-1].error = break_ranks(llm, case, other)
+            if other is not None:
+                found[-1].node = other.wait()
     print(msgspec.json.encode(found).decode())
 
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from support.server import is_running
 
@@ -34,13 +35,17 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 
 class NodeCommand:
-    """`quire serve` as a node other than 0, whose processes can be told from all others of the machine."""
+    """`quire serve` as a node other than 0, whose processes can be told from all others of the machine.
+
+    `first`: what its process runs before.
+    """
 
     def __init__(
-        self, *flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: Path | None = None
-    ) -> None:
+        self, *flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: Path | None = None,
+        first: str = "",
+    ) -> None:  # fmt: skip
         self.mark = uuid.uuid4().hex
-        command = [*within, sys.executable, "-c", START, "serve", *flags]
+        command = [*within, sys.executable, "-c", first + START, "serve", *flags]
         own = {**os.environ, **(env or {}), "NODE_MARK": self.mark}
         self.process = subprocess.Popen(
             command, env=own, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -65,12 +70,19 @@ class NodeCommand:
             self.process.stdout.close()
 
 
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Return the flags of `quire serve` for settings of `LLM`."""
+    flags = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    return [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
+
+
 @contextmanager
 def node(
-    *flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> Iterator[NodeCommand]:
+    *flags: str, within: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: Path | None = None,
+    first: str = "",
+) -> Iterator[NodeCommand]:  # fmt: skip
     """Run a node; it is killed at the end, if it still runs."""
-    command = NodeCommand(*flags, within=within, env=env, cwd=cwd)
+    command = NodeCommand(*flags, within=within, env=env, cwd=cwd, first=first)
     try:
         yield command
     finally:

@@ -15,7 +15,7 @@ from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks, creat
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.leader import Peer, RankSet
-from quire.engine.parallel.rank import serve
+from quire.engine.parallel.rank import bring_up, start
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.sharding import Mode, Shard
@@ -125,7 +125,7 @@ class RankThread:
         beating = threading.Thread(target=self._beat, args=(has_ended,))
         beating.start()
         with suppress(EOFError, ConnectionError):
-            serve(self._channel, self._open)
+            start(self._channel, lambda load: bring_up(self._channel, self._open(load), load))()
         self._channel.close()
         beating.join()
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from msgspec import structs
 
 from quire.core.config import CacheConfig, SchedulerConfig
@@ -107,14 +108,18 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
         from quire.engine.parallel.leader import RankSet  # noqa: PLC0415 (a room: it can be absent, as all below)
     if uses_gpu(options):
         with _needs_room(f"{setting} on device cuda", "quire.engine.gpu_ranks", "quire.execution.cuda"):
-            from quire.engine.gpu_ranks.leader import GpuRankSet  # noqa: PLC0415
-        return GpuRankSet(options)
+            from quire.engine.gpu_ranks.leader import GpuRankSet, check_gpu_ranks  # noqa: PLC0415
+        check_gpu_ranks(options, torch.cuda.device_count())
+        return GpuRankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=True)
     if options.distributed_executor_backend == "ray":
         with _needs_room("distributed_executor_backend 'ray'", "ray", "quire.engine.ray_ranks", "quire.engine.nodes"):
             from quire.engine.ray_ranks.leader import RayRankSet  # noqa: PLC0415 (imports Ray, for a second)
         return RayRankSet(options)
-    if options.nnodes == 1:
-        return RankSet(options)
+    return RankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=False)
+
+
+def _ranks_of_nodes(options: EngineOptions, *, is_on_gpu: bool) -> "RankSet":
+    """Return the other ranks of a run whose nodes are started by hand."""
     with _needs_room(f"nnodes {options.nnodes}", "quire.engine.nodes"):
         from quire.engine.nodes.leader import NodeRankSet  # noqa: PLC0415
     if options.node_rank:
@@ -122,7 +127,11 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
             f"node_rank {options.node_rank}: node 0 has the engine; start the other nodes by `quire serve` with the "
             "same settings"
         )
-    return NodeRankSet(options)
+    if not is_on_gpu:
+        return NodeRankSet(options)
+    with _needs_room(f"nnodes {options.nnodes} on device cuda", "quire.engine.gpu_nodes"):
+        from quire.engine.gpu_nodes.leader import GpuNodeRankSet  # noqa: PLC0415
+    return GpuNodeRankSet(options)
 
 
 def _load(options: EngineOptions, folder: Path) -> LoadedModel:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.engine.gpu_ranks import exchange
-from quire.engine.gpu_ranks.exchange import COLLECTIVE_TIMEOUT, GpuRanks, open_group
+from quire.engine.gpu_ranks.exchange import COLLECTIVE_TIMEOUT, GpuRanks, file_store, open_group
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import make_linear
@@ -33,7 +33,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GpuRanks]]:
     """Return three ranks that are connected by gloo."""
     monkeypatch.setattr(exchange, "open_group", gloo_group)
     book = os.memfd_create("book")
-    found = [GpuRanks(Shard(rank, 3, "reduce"), HOST, book) for rank in range(3)]
+    found = [GpuRanks(Shard(rank, 3, "reduce"), HOST, file_store(book, 3)) for rank in range(3)]
     os.close(book)
     run(found, GpuRanks.reset)
     yield found
@@ -124,7 +124,7 @@ def test_exchanges_can_be_captured() -> None:
     """On tensors without values, with collectives in the stream of their caller."""
     group: Any = Group()
     book = os.memfd_create("book")
-    ranks, cut = GpuRanks(Shard(0, 2), torch.device("meta"), book), Cut((0, 5, 8))
+    ranks, cut = GpuRanks(Shard(0, 2), torch.device("meta"), file_store(book, 2)), Cut((0, 5, 8))
     os.close(book)
     ranks._group = group
     own = torch.empty(3, 8, device="meta", dtype=torch.bfloat16)
@@ -179,7 +179,7 @@ def test_rank_that_waits_for_the_others_can_be_interrupted(monkeypatch: pytest.M
 
     monkeypatch.setattr(exchange, "open_group", wait)
     book = os.memfd_create("book")
-    ranks = GpuRanks(Shard(0, 2), HOST, book)
+    ranks = GpuRanks(Shard(0, 2), HOST, file_store(book, 2))
     os.close(book)
     with ThreadPoolExecutor(1) as threads:
         connecting = threads.submit(ranks.reset)
@@ -197,5 +197,5 @@ def test_error_of_connecting_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "open_group", fail)
     book = os.memfd_create("book")
     with pytest.raises(RuntimeError, match="NCCL error"):
-        GpuRanks(Shard(0, 2), HOST, book).reset()
+        GpuRanks(Shard(0, 2), HOST, file_store(book, 2)).reset()
     os.close(book)

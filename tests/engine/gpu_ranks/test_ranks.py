@@ -45,12 +45,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram"},
     },
     "experts": ENOUGH | {"dtype": "float32"},
+    "nodes": ENOUGH | {"dtype": "float32", "nnodes": 2, "master_addr": "127.0.0.2", "enable_lora": True},
     "adapters": ENOUGH | {"dtype": "float32", "enable_lora": True, "max_loras": 2},
 }  # fmt: skip
-FAULTS: dict[str, Fault] = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0"}  # at the end of an engine
+# At the end of an engine
+FAULTS: dict[str, Fault] = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0", "nodes": "kill"}
 OTHERS: dict[str, dict[str, Any]] = {
     "swap again": SWAP,
     "adapters, exact": ENOUGH | {"dtype": "float32", "exact": True, "enable_lora": True, "capture_graphs": True},
+    "adapters, 2 nodes of 2": ENOUGH | {
+        "tensor_parallel_size": 4, "nnodes": 2, "master_addr": "127.0.0.2", "dtype": "float32", "enable_lora": True,
+        "max_loras": 2,
+    },
     "experts, exact": ENOUGH | {"dtype": "float32", "exact": True},
     "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2,
                 "cudagraph_capture_sizes": [1, 2, 16]},
@@ -110,7 +116,7 @@ def test_answers_are_near_those_of_cpus(name: str, models: dict[str, Path], answ
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["4 ranks", "experts, exact", "adapters, exact"])
+@pytest.mark.parametrize("name", ["4 ranks", "experts, exact", "adapters, exact", "adapters, 2 nodes of 2"])
 def test_more_answers_are_near_those_of_cpus(
     name: str, models: dict[str, Path], more_answers: dict[str, Answers]
 ) -> None:
@@ -119,7 +125,8 @@ def test_more_answers_are_near_those_of_cpus(
 
 def check_near_those_of_cpus(case: Case, found: Answers, limit: float | None) -> None:
     """With a limit, ranks on CPUs, which round their parts, too; else one CPU, without processes of its own."""
-    of_cpus = {name: each for name, each in case.settings.items() if name not in ("exact", "capture_graphs")}
+    of_gpus = "exact", "capture_graphs", "nnodes", "master_addr"
+    of_cpus = {name: each for name, each in case.settings.items() if name not in of_gpus}
     if limit is not None:
         of_cpus = {"tensor_parallel_size": 2, "tensor_parallel_mode": "reduce"} | of_cpus
     with LLM(case.model, device="cpu", **of_cpus) as llm:
@@ -173,6 +180,7 @@ def test_gpus_hold_what_is_planned(name: str, models: dict[str, Path], answers: 
         ("swap", r"RankLostError: rank 1 \(process \d+\) has ended"),
         ("exact", r"EngineError: rank 1: a step has failed: AssertionError\('command 7'\)"),
         ("8 bits", r"RankLostError: rank 0: a step has failed: ArithmeticError\("),
+        ("nodes", r"RankLostError: rank 1 \(127.0.0.1\) has ended"),
     ],
 )
 def test_fault_of_a_rank_ends_the_engine(name: str, message: str, answers: dict[str, Answers]) -> None:
@@ -180,10 +188,20 @@ def test_fault_of_a_rank_ends_the_engine(name: str, message: str, answers: dict[
         raise ValueError(answers[name].error)
 
 
+def test_command_of_the_other_node_ends_with_the_reason(answers: dict[str, Answers]) -> None:
+    status, output = answers["nodes"].node
+    assert (status, output.splitlines()[-1]) == (1, "quire: the process of rank 1 has ended")
+
+
+@pytest.mark.matrix
+def test_command_of_the_other_node_ends_with_rank_0(more_answers: dict[str, Answers]) -> None:
+    status, output = more_answers["adapters, 2 nodes of 2"].node
+    assert (status, output.splitlines()[-1]) == (1, "quire: rank 0 was closed")
+
+
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"nnodes": 2, "master_addr": "127.0.0.1"}, "nnodes 2"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend 'ray'"),
         ({"attention_backend": "cuda"}, "attention_backend 'cuda'"),
         ({"attention_backend": "flashinfer"}, "attention_backend 'flashinfer'"),
@@ -218,8 +236,12 @@ def test_waiting_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_more_ranks_than_gpus_are_refused_with_both_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "uses_gpu", lambda options: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(ConfigError, match="tensor_parallel_size 4 needs 4 GPUs, one for each rank, but torch sees 3"):
+    message = "tensor_parallel_size 4 needs 4 GPUs of a machine, one for each rank, but torch sees 3"
+    with pytest.raises(ConfigError, match=message):
         LLM(folder, device="cuda", tensor_parallel_size=4)
+    message = "tensor_parallel_size 8 over 2 nodes needs 4 GPUs of a machine, one for each rank, but torch sees 3"
+    with pytest.raises(ConfigError, match=message):
+        LLM(folder, device="cuda", tensor_parallel_size=8, nnodes=2)
 
 
 def test_mode_of_gpus_is_reduce_unless_answers_are_exact() -> None:

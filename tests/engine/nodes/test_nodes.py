@@ -16,7 +16,7 @@ from quire.engine.nodes.exchange import ADDED_BYTES
 from quire.engine.parallel.leader import RankedModel
 from quire.kernels.cpp.back_end import usable_isas
 from support.faults import raising
-from support.nodes import NodeCommand, free_port, node
+from support.nodes import NodeCommand, as_flags, free_port, node
 from support.peft_folders import write_adapter
 from support.random_folder import MIXTURE, write_random_folder
 from support.random_model import write_random_model
@@ -42,11 +42,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(outputs: list[RequestOutput]) -> list[object]:
     return [(o.prompt_logprobs, [(c.token_ids, c.logprobs) for c in o.outputs]) for o in outputs]
-
-
-def as_flags(settings: dict[str, Any]) -> list[str]:
-    flags = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
-    return [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
 
 
 @contextmanager

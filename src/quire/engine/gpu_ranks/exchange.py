@@ -1,13 +1,15 @@
-"""Exchange of activations between the GPUs of a machine, by NCCL.
+"""Exchange of activations between GPUs, by NCCL.
 
 Collectives run in the stream that computes, and no host waits for them, so a step with them is captured as a graph like
 any other. For that they ask for `asyncOp` False (else torch runs them in a stream of its own), the group is connected
 before the first of them, and each process has one GPU. The group's address book is a file in memory that the processes
-inherit. NCCL's algorithm, and so the order of a sum, follows from the number of ranks and of elements.
+of a machine inherit, or of several machines a store of torch.distributed on the first. NCCL's algorithm, and so the
+order of a sum, follows from the number of ranks and of elements, and from how they are connected.
 """
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, FileStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # documented, not listed
 
 from quire.engine.exchange.columns import as_bytes, joined, padded, widest
 from quire.kernels.cpp.gather import InterruptedExchangeError
@@ -49,15 +51,41 @@ def open_group(store: Store, shard: Shard, device: torch.device) -> ProcessGroup
     return group
 
 
+def file_store(descriptor: int, num_ranks: int) -> Callable[[], Store]:
+    """Return what opens the address book of one machine, in the file of a descriptor, which may be closed then."""
+    own = os.dup(descriptor)  # for the process's life: threads of the group may read it after `close`
+    return lambda: FileStore(f"/proc/self/fd/{own}", num_ranks)
+
+
+def open_network_store(address: str, num_ranks: int) -> tuple[Store, int]:
+    """Open the address book of several machines, at an IP address of this one; return it and its port.
+
+    It asks for no secret, as NCCL's own connections do not.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        address, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def network_store(place: str, num_ranks: int) -> Store:
+    """Return the address book that another machine has at a place, "ADDRESS PORT"; RuntimeError if nothing is there."""
+    address, port = place.split()
+    return TCPStore(address, int(port), num_ranks, wait_for_workers=False)
+
+
 class GpuRanks:
-    """A `RankExchange` of GPUs. `descriptor`: of the file of the group's address book; it may be closed then.
+    """A `RankExchange` of GPUs. `open_store`: opens the group's address book, and may wait for it.
 
     It is connected once: after an interruption the run is over.
     """
 
-    def __init__(self, shard: Shard, device: torch.device, descriptor: int) -> None:
+    def __init__(self, shard: Shard, device: torch.device, open_store: Callable[[], Store]) -> None:
         self.shard, self.device = shard, device
-        self._descriptor = os.dup(descriptor)  # for the process's life: threads of the group may read it after `close`
+        self._open_store = open_store
         self._group: ProcessGroup | None = None
         self._is_interrupted = threading.Event()
 
@@ -113,8 +141,7 @@ class GpuRanks:
 
         def connect() -> None:
             try:
-                store = FileStore(f"/proc/self/fd/{self._descriptor}", self.shard.num_ranks)
-                found.put(open_group(store, self.shard, self.device))
+                found.put(open_group(self._open_store(), self.shard, self.device))
             except Exception as error:
                 found.put(error)
 

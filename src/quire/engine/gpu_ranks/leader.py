@@ -1,4 +1,4 @@
-"""Rank 0 of tensor parallelism on the GPUs of one machine: the door of this room.
+"""Rank 0 of tensor parallelism on GPUs: the door of this room.
 
 As on CPUs rank 0 is in the engine's process, and the others are processes that it watches. What all ranks run at once
 cannot fail on one of them alone, since a device waits for the others: such an error ends the run.
@@ -6,18 +6,19 @@ cannot fail on one of them alone, since a device waits for the others: such an e
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
 from quire.core.host_memory import free_memory_bytes
 from quire.engine.exchange.link import Link, RankExchange
 from quire.engine.exchange.shared_memory import MemoryLayout
-from quire.engine.gpu_ranks.exchange import GpuRanks
+from quire.engine.gpu_ranks.exchange import GpuRanks, file_store
 from quire.engine.gpu_ranks.worker import LeadingWorker
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
@@ -39,13 +40,14 @@ POLL_S = 0.05
 def check_gpu_ranks(options: EngineOptions, num_gpus: int) -> None:
     """Raise ConfigError for what ranks on GPUs do not serve."""
     num_ranks, mode, attention = options.tensor_parallel_size, options.tensor_parallel_mode, options.attention_backend
-    if num_ranks > num_gpus:
+    num_local = num_ranks // options.nnodes
+    if num_local > num_gpus:
+        over = f" over {options.nnodes} nodes" if options.nnodes > 1 else ""
         raise ConfigError(
-            f"tensor_parallel_size {num_ranks} needs {num_ranks} GPUs, one for each rank, but torch sees {num_gpus}; "
-            "lower it, or use device cpu"
+            f"tensor_parallel_size {num_ranks}{over} needs {num_local} GPUs of a machine, one for each rank, but torch "
+            f"sees {num_gpus}; lower it, or use device cpu"
         )
     refused = {
-        f"nnodes {options.nnodes}": options.nnodes > 1,
         "distributed_executor_backend 'ray'": options.distributed_executor_backend == "ray",
         f"attention_backend {attention!r}": attention not in ("auto", "triton"),
         "exact True with tensor_parallel_mode 'reduce'": options.exact is True and mode == "reduce",
@@ -57,7 +59,7 @@ def check_gpu_ranks(options: EngineOptions, num_gpus: int) -> None:
 
 
 def check_swap_space(geometry: KVGeometry, cache: CacheConfig, num_ranks: int) -> None:
-    """Raise ConfigError if the swap spaces of all ranks are beyond the host's free memory; `geometry`: of rank 0."""
+    """Raise ConfigError if the swap spaces of a machine's ranks are beyond its free memory; `geometry`: of rank 0."""
     swap_bytes = num_ranks * pinned_bytes(geometry.tensor_bytes(cache.num_swap_blocks * cache.block_size))
     if swap_bytes > (free_bytes := free_memory_bytes()):
         raise ConfigError(
@@ -87,7 +89,6 @@ class GpuRankSet(RankSet):
     rank_module = "quire.engine.gpu_ranks.process"
 
     def __init__(self, options: EngineOptions) -> None:
-        check_gpu_ranks(options, torch.cuda.device_count())
         super().__init__(options)
         torch.cuda.set_device(0)
         self._worker: LeadingWorker | None = None
@@ -100,9 +101,9 @@ class GpuRankSet(RankSet):
         return min(own, *(self._receive(peer, messages.Measured).kv_bytes for peer in self.peers))
 
     def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
-        """Let all ranks allocate. ConfigError if their swap spaces together are beyond the host's free memory."""
+        """Let all ranks allocate. ConfigError if the swap spaces of this machine are beyond its free memory."""
         assert self.own_model is not None, "ranks that have not joined"
-        check_swap_space(self.own_model.kv_geometry, cache, self._num_ranks)
+        check_swap_space(self.own_model.kv_geometry, cache, self._num_ranks // self._options.nnodes)
         super().allocate(cache, scheduling)
 
     def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
@@ -169,11 +170,15 @@ class GpuRankSet(RankSet):
         """Start the processes of the ranks, and return rank 0's exchanges with them."""
         book = os.memfd_create("quire-address-book")
         try:
-            self._exchange = GpuRanks(Shard(0, self._num_ranks, self._mode), torch.device("cuda", 0), book)
+            self._exchange = self._ranks_by(file_store(book, self._num_ranks))
             self._start_processes(range(1, self._num_ranks), book)
         finally:
             os.close(book)
         return self._exchange
+
+    def _ranks_by(self, open_store: Callable[[], Store]) -> GpuRanks:
+        """Return rank 0's exchanges, by an address book."""
+        return GpuRanks(Shard(0, self._num_ranks, self._mode), torch.device("cuda", 0), open_store)
 
     def _ranked_model(self, weight_bytes: int) -> RankedModel:
         return GpuRankedModel(self, weight_bytes)

@@ -16,9 +16,12 @@ def main() -> None:
 
 def serve_rank(channel: Channel) -> None:
     """Serve rank 0."""
-    from quire.engine.gpu_ranks.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
+    from quire.engine.gpu_ranks.exchange import file_store  # noqa: PLC0415 (loads torch, for seconds)
+    from quire.engine.gpu_ranks.rank import bring_up  # noqa: PLC0415
+    from quire.engine.parallel.rank import start  # noqa: PLC0415
 
-    serve(channel, int(sys.argv[2]))
+    book = int(sys.argv[2])
+    start(channel, lambda load: bring_up(channel, file_store(book, load.num_ranks), load))()
 
 
 if __name__ == "__main__":

@@ -2,18 +2,20 @@
 
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch._C._distributed_c10d import Store
 
-from quire.core.errors import EngineError
+from quire.core.errors import ConfigError, EngineError
 from quire.core.plan_codec import decode_plan
 from quire.engine.gpu_ranks.exchange import GpuRanks
 from quire.engine.gpu_ranks.worker import FollowingWorker
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
-from quire.engine.parallel.rank import MAX_REASON_CHARS, adapters_of, expect, load_part, next_command, start
+from quire.engine.parallel.rank import MAX_REASON_CHARS, adapters_of, expect, load_part, next_command
 from quire.execution.batch import PersistentBatch
 from quire.execution.cuda.graphs import GraphSize, graph_sizes
 from quire.execution.device import StepLimits, WorkerParts
@@ -25,12 +27,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def serve(channel: Channel, descriptor: int) -> NoReturn:
-    """Load a part of the model, then run plans. Errors are reported and raised; EOFError at the end.
+def bring_up(
+    channel: Channel, open_store: Callable[[], Store], command: messages.Load
+) -> Callable[[], NoReturn]:
+    """Load a part of the model, and allocate; return what runs plans until the end, which raises EOFError.
 
-    `descriptor`: of the file of NCCL's address book.
+    `open_store` as of `GpuRanks`.
     """
-    worker, adapters = start(channel, partial(_start, channel, descriptor))
+    worker, adapters = _start(channel, open_store, command)
+    return partial(_run_or_end, channel, worker, adapters)
+
+
+def _run_or_end(channel: Channel, worker: FollowingWorker, adapters: "RankAdapters | None") -> NoReturn:
     try:
         run(channel, worker, adapters)
     except EOFError:
@@ -59,11 +67,14 @@ def run(channel: Channel, worker: FollowingWorker, adapters: "RankAdapters | Non
 
 
 def _start(
-    channel: Channel, descriptor: int, command: messages.Load
+    channel: Channel, open_store: Callable[[], Store], command: messages.Load
 ) -> "tuple[FollowingWorker, RankAdapters | None]":
     """Load, measure and allocate."""
-    torch.cuda.set_device(command.rank)
-    ranks = GpuRanks(command.shard, torch.device("cuda", command.rank), descriptor)
+    card, num_cards = command.rank % (command.num_ranks // command.options.nnodes), torch.cuda.device_count()
+    if card >= num_cards:
+        raise ConfigError(f"rank {command.rank} needs GPU {card} of its machine, but torch sees {num_cards} there")
+    torch.cuda.set_device(card)
+    ranks = GpuRanks(command.shard, torch.device("cuda", card), open_store)
     loaded, block_size = load_part(channel, command, ranks), command.options.block_size
     model, device = loaded.model, loaded.device
     assert isinstance(model, Decoder)

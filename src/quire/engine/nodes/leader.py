@@ -61,8 +61,12 @@ class NodeRankSet(RankSet):
         with listener:
             self._start_members(listener.getsockname()[1])
             self._accept_ranks(listener)
-        self._exchange = NetworkRanks(Shard(0, self._num_ranks, self._mode), address, self._book)
+        self._exchange = self._own_exchange()
         return self._exchange
+
+    def _own_exchange(self) -> RankExchange:
+        """Return rank 0's exchanges with the others, once all have joined."""
+        return NetworkRanks(Shard(0, self._num_ranks, self._mode), self._run_address.address, self._book)
 
     def _start_members(self, port: int) -> None:
         """Start the ranks of this machine."""

@@ -9,9 +9,12 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
 
 from quire.core.errors import ConfigError, EngineError
+from quire.core.optional_package import needs_package
 from quire.engine.messages import failed
 from quire.engine.nodes.address_book import AddressBook
 from quire.engine.nodes.handshake import answer
@@ -19,9 +22,6 @@ from quire.engine.nodes.messages import Ended, Join, Joined, decode_join
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.process import beat
-
-if TYPE_CHECKING:
-    from quire.engine.nodes.exchange import NetworkRanks
 
 CONNECT_SHARE = 0.8         # of the start timeout, for node 0 to listen: before it gives up
 CONNECT_PAUSE_S = 0.2
@@ -38,7 +38,7 @@ class Member:
         self._book = AddressBook(self._channel.send)
 
     def run(self) -> NoReturn:
-        """Join the run, and serve it. Errors as of `quire.engine.parallel.rank.serve`."""
+        """Join the run, and serve it. Errors as of `quire.engine.parallel.rank.start`."""
         join, channel = self._join, self._channel
         channel.silence_limit_s = join.options.stall_limit
         silence = f"rank 0 at {join.address} gave no sign for {join.options.stall_limit:g} s (stall_limit)"
@@ -46,19 +46,26 @@ class Member:
             threading.Thread(target=beat, args=(to, on_silence), name="beat", daemon=True).start()
         self._agent.send(Joined())
         channel.start(lambda: self.end(self._reason), self._handles)
-        from quire.engine.parallel.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
+        from quire.engine.parallel.rank import start  # noqa: PLC0415 (loads torch, for seconds)
 
-        serve(channel, self._open_ranks, join.options)
+        start(channel, self._bring_up, join.options)()
 
     def end(self, reason: str) -> NoReturn:
         """End the process, with a reason for the command of the node."""
         self._agent.offer(Ended("EngineError", reason))
         os._exit(1)
 
-    def _open_ranks(self, load: messages.Load) -> "NetworkRanks":
+    def _bring_up(self, load: messages.Load) -> Callable[[], NoReturn]:
+        """Load the rank's part, on the kind of device that rank 0 has."""
+        if load.options.device == "cuda":
+            with needs_package("nnodes above 1 on device cuda", "quire.engine.gpu_ranks", error=ConfigError):
+                from quire.engine.gpu_ranks.exchange import network_store  # noqa: PLC0415 (loads torch)
+                from quire.engine.gpu_ranks.rank import bring_up as bring_up_on_gpu  # noqa: PLC0415
+            return bring_up_on_gpu(self._channel, partial(network_store, load.host, load.num_ranks), load)
         from quire.engine.nodes.exchange import NetworkRanks  # noqa: PLC0415 (loads torch)
+        from quire.engine.parallel.rank import bring_up  # noqa: PLC0415
 
-        return NetworkRanks(load.shard, load.host, self._book)
+        return bring_up(self._channel, NetworkRanks(load.shard, load.host, self._book), load)
 
     def _handles(self, command: messages.Command) -> bool:
         if isinstance(command, messages.End):

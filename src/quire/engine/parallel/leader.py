@@ -335,7 +335,7 @@ class RankSet:
             raise ConfigError(f"rank {peer.rank} runs Quire {hello.version}, rank 0 runs {__version__}")
 
     def _host_of(self, peer: Peer) -> str:
-        """Return the address for exchanges over a network; empty: they go through shared memory."""
+        """Return the place for exchanges over a network, as `messages.Load` has it; empty: there is one machine."""
         return ""
 
     def _common_isa(self, hellos: list[messages.Hello]) -> CpuIsa:

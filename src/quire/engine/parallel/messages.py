@@ -19,7 +19,7 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
     num_positions: int              # of rotary tables
     layout: tuple[int, int, int]    # a `MemoryLayout`
     digest: str                     # of the model's files
-    host: str = ""                  # of exchanges over a network: the address of the rank's machine
+    host: str = ""                  # of exchanges over a network: the rank's address; of GPUs "ADDRESS PORT" of rank 0
 
     @property
     def shard(self) -> Shard:

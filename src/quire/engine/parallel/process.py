@@ -44,9 +44,10 @@ def main() -> None:
 
 def _serve(channel: Channel) -> None:
     from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks  # noqa: PLC0415
-    from quire.engine.parallel.rank import serve  # noqa: PLC0415 (loads torch, for seconds)
+    from quire.engine.parallel.rank import bring_up, start  # noqa: PLC0415 (loads torch, for seconds)
 
-    serve(channel, lambda load: SharedRanks(load.shard, MemoryLayout(*load.layout), int(sys.argv[2])))
+    memory = int(sys.argv[2])
+    start(channel, lambda load: bring_up(channel, SharedRanks(load.shard, MemoryLayout(*load.layout), memory), load))()
 
 
 if __name__ == "__main__":

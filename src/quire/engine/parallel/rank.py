@@ -86,21 +86,13 @@ class RankWorker:
                 self.model.head_sums(self.link.rows(count, self.model.spec.hidden_size, self.model.dtype))
 
 
-def serve(
-    channel: Channel, open_ranks: Callable[[messages.Load], RankExchange], own: EngineOptions | None = None
-) -> NoReturn:
-    """Load a part of the model, then run plans. Errors of the start are reported and raised; EOFError at the end.
+def start(
+    channel: Channel, load: Callable[[messages.Load], Callable[[], NoReturn]], own: EngineOptions | None = None
+) -> Callable[[], NoReturn]:
+    """Wait for what to load; return what `load` makes of it, which runs plans. Errors are reported and raised.
 
-    `own`: the options of a rank's own command on another machine, where folders have other names.
-    """
-    ranks, worker = start(channel, partial(_start, channel, open_ranks), own)
-    run(channel, ranks, worker)
-
-
-def start(channel: Channel, bring_up: Callable[[messages.Load], T], own: EngineOptions | None = None) -> T:
-    """Wait for what to load; return what `bring_up` makes of it. Errors are reported and raised. `own` as of `serve`.
-
-    Raises EOFError if rank 0 has ended.
+    `own`: the options of a rank's own command on another machine, where folders have other names. Raises EOFError if
+    rank 0 has ended.
     """
     channel.send(messages.Hello(__version__, usable_isas(), own))
     load_command = expect(channel, messages.Load)
@@ -110,7 +102,7 @@ def start(channel: Channel, bring_up: Callable[[messages.Load], T], own: EngineO
             folder = str(resolve_model(own.model, own.model_files, own.revision))
             options = replace(load_command.options, model=folder, swap_dir=own.swap_dir)
             load_command = structs.replace(load_command, options=options)
-        return bring_up(load_command)
+        return load(load_command)
     except (EOFError, OSError):
         raise
     except Exception as error:
@@ -132,17 +124,14 @@ def load_part(channel: Channel, command: messages.Load, ranks: RankExchange) -> 
     return loaded
 
 
-def _start(
-    channel: Channel, open_ranks: Callable[[messages.Load], RankExchange], command: messages.Load
-) -> tuple[RankExchange, RankWorker]:
-    """Load and allocate."""
-    ranks = open_ranks(command)
+def bring_up(channel: Channel, ranks: RankExchange, command: messages.Load) -> Callable[[], NoReturn]:
+    """Load a part of the model, and allocate; return what runs plans until the end, which raises EOFError."""
     loaded = load_part(channel, command, ranks)
     worker = allocate(loaded, command, expect(channel, messages.Allocate), Link(ranks))
     adapters, rows = adapters_of(worker.model, command.options, ranks.shard)
     worker = replace(worker, adapters=adapters, adapter_rows=rows)
     channel.send(messages.Allocated())
-    return ranks, worker
+    return partial(run, channel, ranks, worker)
 
 
 def expect(channel: Channel, kind: type[CommandT], adapters: "RankAdapters | None" = None) -> CommandT:
