@@ -33,9 +33,9 @@ from quire.model.batch import ForwardBatch
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import spec_from_config
 from quire.model.dummy_weights.checkpoint import DummyCheckpoint
-from quire.model.footprint import expert_reads
 from quire.model.kv_cache import KVCache
 from quire.model.loader import build_decoder
+from quire.model.weight_counts import expert_reads
 from quire.model.weight_formats.format import ModuleRows
 
 WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN = 2048, 768, 128, 8

@@ -8,10 +8,10 @@ import pytest
 from quire.core.config import CacheConfig
 from quire.core.kv_dtypes import ELEMENT_BYTES
 from quire.engine.schedulers import make_cache
-from quire.model.footprint import kv_bytes_per_token
 from quire.model.sharding import Shard
 from quire.model.spec import DecoderSpec
 from quire.sim.datasets import DATASETS
+from quire.sim.footprint import kv_bytes_per_token
 from quire.sim.models import read_model
 from quire.sim.workloads import read_columns, read_lengths
 from support.zero_model import spec_of

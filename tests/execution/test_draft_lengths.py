@@ -14,7 +14,7 @@ from quire.execution.drafting.lengths import MIN_GAIN, PAUSES, AdaptiveLength
 from quire.execution.drafting.lookup import LookupDrafter
 from quire.execution.drafting.ngram import NgramLookup
 from quire.execution.drafting.step_cost import PRODUCTS_PER_BYTE, StepCost
-from quire.model.footprint import ExpertReads
+from quire.model.weight_counts import ExpertReads
 
 MAX_DRAFTS = 8
 COST = StepCost.of("avx512_bf16", 2.0)

@@ -6,11 +6,11 @@ import torch
 from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH
 from quire.model.config import spec_from_config
-from quire.model.footprint import kv_bytes_per_token
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.spec import DecoderSpec
+from quire.sim.footprint import kv_bytes_per_token
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,10 +12,10 @@ from torch import Tensor
 from quire.kernels.back_end import BackEnd, choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.decoder import Decoder
-from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.ranks import Ranks
 from quire.model.source import read_folder
+from quire.sim.footprint import weight_bytes
 from support.random_parameters import randomize
 from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks
 

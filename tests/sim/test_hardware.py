@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError, ModelError
-from quire.model.footprint import kv_bytes_per_token, num_parameters
+from quire.model.weight_counts import num_parameters
+from quire.sim.footprint import kv_bytes_per_token
 from quire.sim.hardware import HARDWARE, CurvePoint, Hardware, read_hardware, write_hardware
 from quire.sim.models import SET_UPS, read_model, set_up
 

@@ -33,11 +33,11 @@ from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError
 from quire.model.decoder import Decoder
-from quire.model.footprint import expert_reads
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.model.sharding import Shard
+from quire.model.weight_counts import expert_reads
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from quire.core.model_files import read_json_object
 from quire.model.architectures import ABSENT, ENCODER_ARCHITECTURES, FAMILIES, MODEL_TYPES, REFUSED
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.spec import DecoderSpec, SpecError
-from quire.model.weight_formats.sizes import DTYPE_BYTES
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 EOS_KEY = "eos_token_id"
+DTYPES = "float32", "bfloat16", "float16"
 BASE_MODEL, WITH_HEAD = "Model", "ForCausalLM"  # ends of names of architectures
 
 
@@ -48,7 +48,7 @@ def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) ->
 
 def dtype_name(asked: str, config: Mapping[str, object], source: str = CONFIG_FILE) -> str:
     """Return the dtype asked for, or the checkpoint's own (key dtype, in older files torch_dtype), or float32."""
-    names = {name: name for name in DTYPE_BYTES}
+    names = {name: name for name in DTYPES}
     if asked != "auto":
         if asked not in names:
             raise ConfigError(f"dtype must be auto, {', '.join(names)}, got {asked!r}")

@@ -12,7 +12,6 @@ from quire.kernels.program import LayerInputs
 from quire.kernels.special_ops import SummedLinear
 from quire.kernels.support import require, require_attention, require_kv_dtype, require_ops
 from quire.model.batch import ForwardBatch
-from quire.model.footprint import num_layer_weights
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
@@ -21,6 +20,7 @@ from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.spec import DecoderSpec, Rotary
 from quire.model.text_cache import TextCache
+from quire.model.weight_counts import num_layer_weights
 from quire.model.weights import WeightReader
 
 

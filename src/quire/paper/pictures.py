@@ -7,11 +7,11 @@ from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.engine.schedulers import make_cache
-from quire.model.footprint import kv_bytes_per_token
 from quire.paper.figures import Comparison, Result, Row, Settings, figure
 from quire.paper.plots import Bars, Blocks, Grid, Histogram, Lines, Panel
 from quire.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS
 from quire.sim.datasets import workload
+from quire.sim.footprint import kv_bytes_per_token
 from quire.sim.models import read_model, set_up
 
 GB = 1e9

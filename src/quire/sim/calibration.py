@@ -10,10 +10,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.model.footprint import num_layer_weights, stored_kv_bytes_per_token
 from quire.model.spec import DecoderSpec
-from quire.model.weight_formats.sizes import CPU_PACKING
+from quire.model.weight_counts import num_layer_weights
+from quire.sim.footprint import stored_kv_bytes_per_token
 from quire.sim.hardware import CurvePoint, Hardware
+from quire.sim.packing import CPU_PACKING
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)          # sequences of a step, one token each
 PREFILLS = (64, 128, 256, 512, 1024, 2048)  # tokens of a prompt

@@ -11,12 +11,13 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from quire.core.plan import MeasuredRates, StepPlan
-from quire.model.footprint import num_layer_weights, stored_kv_bytes_per_token
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.sharding import ADDED_BYTES, Mode, head_ranges
 from quire.model.spec import DecoderSpec
-from quire.model.weight_formats.sizes import DTYPE_BYTES, scheme_bits
+from quire.model.weight_counts import num_layer_weights
+from quire.sim.footprint import stored_kv_bytes_per_token
 from quire.sim.hardware import CurvePoint, Hardware
+from quire.sim.packing import DTYPE_BYTES, scheme_bits
 
 # Kwon et al. 2023, section 7.1: the paged attention kernel takes 20 to 26 % longer than one over contiguous memory.
 PAGED_ATTENTION_FACTOR = 1.23

@@ -18,15 +18,16 @@ from quire.core.kv_dtypes import QUANTIZED
 from quire.core.model_files import file_inside, is_gguf
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
-from quire.model.footprint import expert_reads, num_parameters, stored_kv_bytes_per_token, weight_bytes
 from quire.model.pooler import find_pooler
 from quire.model.quantization import UNQUANTIZED
 from quire.model.sharding import Mode, Shard, check_shardable
 from quire.model.spec import widest_window
-from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
+from quire.model.weight_counts import expert_reads, num_parameters
 from quire.sim.cost import ExchangeMode, Exchanges, exchange_mode
+from quire.sim.footprint import stored_kv_bytes_per_token, weight_bytes
 from quire.sim.hardware import Hardware
 from quire.sim.models import Model
+from quire.sim.packing import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
 
 MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

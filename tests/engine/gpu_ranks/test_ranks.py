@@ -15,12 +15,12 @@ from quire.engine.gpu_ranks.leader import BLOCKING_WAIT, check_gpu_ranks
 from quire.engine.options import EngineOptions
 from quire.execution.cuda.memory import pinned_bytes
 from quire.kernels.cpp.back_end import usable_isas
-from quire.model.footprint import weight_bytes
 from quire.model.kv_geometry import KVGeometry
 from quire.model.sharding import Shard
-from quire.model.weight_formats.sizes import PLAIN_PACKING
+from quire.sim.footprint import weight_bytes
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
+from quire.sim.packing import PLAIN_PACKING
 from quire.sim.planning import plan_memory
 from support.imitated_ranks import Answers, Case, Fault, answer, run_imitated
 from support.peft_folders import write_adapter

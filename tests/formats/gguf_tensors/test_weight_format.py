@@ -23,11 +23,11 @@ from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.decoder import Decoder
-from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from quire.model.ranks import Ranks
 from quire.model.weight_formats.format import ModuleRows
+from quire.sim.footprint import weight_bytes
 from support.gguf_blocks import random_blocks, random_rows
 from support.gguf_files import as_is, convert, converted, dequantized, write_gguf
 from support.random_folder import write_random_folder

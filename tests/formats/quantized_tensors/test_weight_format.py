@@ -16,10 +16,10 @@ from quire.engine.formats import read_source
 from quire.kernels.back_end import TORCH, BackEnd
 from quire.kernels.linear import reference
 from quire.model.decoder import Decoder
-from quire.model.footprint import weight_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from quire.model.ranks import Ranks
+from quire.sim.footprint import weight_bytes
 from support.pairwise import covering
 from support.quantized_folder import (
     INNER,

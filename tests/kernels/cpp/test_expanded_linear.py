@@ -14,7 +14,7 @@ from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.quantization import WHOLE_ROW, WeightScheme
-from quire.model.weight_formats.sizes import CPU_PACKING, packed_bytes
+from quire.sim.packing import CPU_PACKING, packed_bytes
 
 WHOLE = 1 << 20  # a group longer than any row
 NUM_ROWS = (1, 2, 3, 5, 6, 15, 17, 33, 64, 65, 97, 200)

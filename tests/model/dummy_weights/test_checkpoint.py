@@ -10,8 +10,8 @@ from quire.kernels.back_end import choose_back_end
 from quire.model.config import spec_from_config
 from quire.model.dummy_weights.checkpoint import PERIOD, DummyCheckpoint
 from quire.model.dummy_weights.source import read_dummy
-from quire.model.footprint import num_parameters
 from quire.model.loader import load_model
+from quire.model.weight_counts import num_parameters
 from support.random_folder import MIXTURE
 from support.zero_model import FAMILIES, LLAMA, config_of, spec_of
 

@@ -43,11 +43,11 @@ from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.low_rank import AdapterSlots
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
-from quire.model.footprint import num_parameters
 from quire.model.kv_cache import KVCache
 from quire.model.resolve import resolve_model
 from quire.model.sharding import Shard, check_shardable
 from quire.model.spec import DecoderSpec
+from quire.model.weight_counts import num_parameters
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from quire.execution.drafting.ngram import NgramLookup
 from quire.execution.drafting.step_cost import StepCost
 from quire.execution.drafting.suffix import RULES, ScopedLookup, SuffixTexts
 from quire.kernels.cpp.back_end import usable_isas
-from quire.model.footprint import ExpertReads
+from quire.model.weight_counts import ExpertReads
 
 
 def make_drafter(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.model.footprint import ExpertReads
+from quire.model.weight_counts import ExpertReads
 
 # Products that take as long as reading one byte: of floats, of integers of 8 bits, and of 4. One thread of a Zen 4 for
 # all but amx and cuda: docs/speculation.md has its step times, docs/kernels.md its rates. More cores on one memory have

@@ -1,73 +1,18 @@
-"""Footprint: parameters, bytes of weights and bytes of keys and values, from a spec alone. No torch, no file.
+"""Footprint: bytes of weights and of keys and values, from a spec alone. No torch, no file.
 
 `weight_bytes` equals the bytes that `WeightReader` tallies; those of linear weights depend on their scheme
-(`weight_formats.sizes`).
+(`packing.py`).
 """
 
 from fractions import Fraction
-from math import prod
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
-from quire.model.shapes import (
-    DecoderShapes,
-    LayerShapes,
-    LinearShape,
-    NormShape,
-    Shape,
-    SinksShape,
-    TableShape,
-    layer_shapes,
-)
+from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, Shape, SinksShape, TableShape, layer_shapes
 from quire.model.sharding import Range, Shard
-from quire.model.spec import DecoderSpec, Experts, LayerSpec
-from quire.model.weight_formats.sizes import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
-
-
-def num_layer_weights(spec: DecoderSpec) -> int:
-    """Return the elements that a token is multiplied with: those of linear layers, without the head."""
-    around = DecoderShapes.of(spec)
-    shapes = (*_shapes_of_layers(spec), around.project_in, around.project_out)
-    linear = (shape for shape in shapes if isinstance(shape, LinearShape))
-    return int(sum(shape.num_weights * shape.share_of_tokens for shape in linear))
-
-
-class ExpertReads(NamedTuple):
-    """Experts as a step reads them: their number, those of one token, and their share of its `num_weights`."""
-
-    num_experts: int
-    num_active: int
-    share: float
-    num_weights: int  # of linear layers and the head, that a step of one token reads
-
-    def weights(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the weights that numbers of tokens read, divided by those of one, if experts are chosen by chance."""
-        unused = (1 - self.num_active / self.num_experts) ** num_tokens
-        return np.asarray(1 - self.share + self.share * (1 - unused) * self.num_experts / self.num_active)
-
-
-def expert_reads(spec: DecoderSpec) -> ExpertReads | None:
-    """Return the experts of a model, alike in all layers that have them; None if no layer has."""
-    mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, Experts)]
-    if not mixtures:
-        return None
-    linear = [shape for shape in _shapes_of_layers(spec) if isinstance(shape, LinearShape)]
-    in_experts = sum(shape.num_weights * shape.share_of_tokens for shape in linear if shape.share_of_tokens < 1)
-    num_weights = num_layer_weights(spec) + spec.vocab_size * spec.embedding_size
-    share = float(in_experts / num_weights)
-    return ExpertReads(mixtures[0].num_experts, mixtures[0].num_active, share, num_weights)
-
-
-def num_parameters(spec: DecoderSpec) -> int:
-    """Return the parameters of a model, a tied head counted once."""
-    *around, head = DecoderShapes.of(spec)
-    num_tied = head.num_weights if spec.is_head_tied else 0
-    num_head = _num_elements(head) - num_tied if spec.has_head else 0
-    return sum(map(_num_elements, (*around, *_shapes_of_layers(spec)))) + num_head
+from quire.model.spec import DecoderSpec, LayerSpec
+from quire.model.weight_counts import num_elements
+from quire.sim.packing import CPU_PACKING, DTYPE_BYTES, Packing, packed_bytes
 
 
 def weight_bytes(
@@ -126,10 +71,6 @@ def stored_kv_bytes_per_token(spec: DecoderSpec, kv_cache_dtype: str) -> int:
     return kv_bytes_per_token(spec, ELEMENT_BYTES[stored.element], stored.scale_bytes)
 
 
-def _shapes_of_layers(spec: DecoderSpec) -> list[Shape | None]:
-    return [shape for layer in spec.layers for shape in layer_shapes(spec, layer)]
-
-
 def _shapes_of_shard(
     spec: DecoderSpec, layer: LayerSpec, shard: Shard, quantization: Quantization, stem: str
 ) -> list[Shape | None]:
@@ -175,21 +116,9 @@ def _own_part(shape: LinearShape, ranges: list[Range]) -> LinearShape:
 def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, scheme: WeightScheme) -> int:
     itemsize = DTYPE_BYTES["float32" if isinstance(shape, SinksShape) else dtype]
     if not isinstance(shape, LinearShape):
-        return _num_elements(shape) * itemsize
+        return num_elements(shape) * itemsize
     num_rows, width = sum(shape.num_rows), shape.width
     num_biases = num_rows if shape.has_bias else 0
     num_layers = 2 if (shape.activation or "").endswith("_and_mul") else 1  # gates and ups are packed each by itself
     layer_bytes = packed_bytes(scheme, num_rows // num_layers, width, dtype, packing)
     return num_layers * layer_bytes + num_biases * itemsize
-
-
-def _num_elements(shape: Shape | None) -> int:
-    if shape is None:
-        return 0
-    if isinstance(shape, NormShape):
-        return sum(map(prod, shape.tensors.values()))
-    if isinstance(shape, TableShape):
-        return shape.num_rows * shape.width
-    if isinstance(shape, SinksShape):
-        return shape.num_heads
-    return shape.num_weights + (sum(shape.num_rows) if shape.has_bias else 0)

@@ -10,12 +10,6 @@ import torch
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import choose_back_end
 from quire.model.config import spec_from_config
-from quire.model.footprint import (
-    expert_reads,
-    num_layer_weights,
-    num_parameters,
-    weight_bytes,
-)
 from quire.model.loader import load_model
 from quire.model.quantization import (
     ONLINE_METHODS,
@@ -27,7 +21,9 @@ from quire.model.quantization import (
     resolve,
 )
 from quire.model.sharding import Mode, Shard
-from quire.model.weight_formats.sizes import CPU_PACKING, PLAIN_PACKING
+from quire.model.weight_counts import expert_reads, num_layer_weights, num_parameters
+from quire.sim.footprint import weight_bytes
+from quire.sim.packing import CPU_PACKING, PLAIN_PACKING
 from support.zero_model import FAMILIES, spec_of, write_zero_model
 
 
