@@ -27,7 +27,7 @@ ABOVE = ("quire.cli", "quire.cluster", "quire.sim", "quire.paper")  # nothing re
 # These and ABOVE put together what is there.
 ASSEMBLIES = (
     "quire.engine.assembly", "quire.engine.devices", "quire.engine.formats", "quire.engine.schedulers", "quire.llm",
-    "quire.model.architectures", "quire.server.app", "quire.server.ops.lifecycle", "quire.text.template_worker",
+    "quire.model.architectures", "quire.server.app", "quire.server.ops.lifecycle", "quire.server.template_worker",
 )  # fmt: skip
 
 # Module sitecustomize: every process that a test starts refuses to import the rooms that the environment names.

@@ -20,7 +20,7 @@ from quire.server import sandbox, template_renderer
 from quire.server.errors import ApiError, as_api_error
 from quire.server.options import DEFAULT_LIMITS
 from quire.server.template_renderer import TemplateRenderer
-from quire.text.template_worker import RENDER_LIMIT_S
+from quire.server.template_worker import RENDER_LIMIT_S
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_level, save
 
@@ -419,7 +419,7 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from quire.server.template_renderer import TemplateRenderer
-from quire.text.template_worker import RENDER_LIMIT_S
+from quire.server.template_worker import RENDER_LIMIT_S
 from quire.text.tokenizer import Tokenizer
 
 async def main():

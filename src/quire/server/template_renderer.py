@@ -13,13 +13,13 @@ import msgspec
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
+from quire.server import template_worker as worker
 from quire.server.errors import overloaded
 from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.server.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
-from quire.text import template_worker as worker
+from quire.server.template_worker import LoadTemplate, Render, Rendered, RenderRefused
 from quire.text.chat_template import MAX_RENDERED_CHARS
 from quire.text.conversation import Message
-from quire.text.template_worker import LoadTemplate, Render, Rendered, RenderRefused
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool, ToolLimits
 

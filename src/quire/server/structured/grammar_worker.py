@@ -1,4 +1,4 @@
-"""The grammar process: `python -m quire.server.structured.grammar_worker FD`, a sandbox (`quire.core.sandbox`).
+"""The grammar process: `python -m quire.server.structured.grammar_worker FD`, a sandbox (`server/sandbox_worker.py`).
 
 Grammars, schemas and regexes are programs for a parser, and some take hours or gigabytes. A constraint that passes here
 has been compiled, and the first masks were computed, over the 256 bytes as a vocabulary.
@@ -13,12 +13,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
-from quire.core.sandbox import serve_jobs
 from quire.core.schema_limits import check_json_bytes, check_schema
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
 from quire.grammar_writing.limits import GRAMMAR_LIMITS
 from quire.grammar_writing.texts import schema_fault
 from quire.grammar_writing.writer import grammar_of
+from quire.server.sandbox_worker import serve_jobs
 from quire.server.structured.jobs import (
     CHECK_LIMIT_S,
     Checked,

@@ -1,8 +1,8 @@
-"""The template process: `python -m quire.text.template_worker FD`, started by `quire.server.template_renderer`.
+"""The template process: `python -m quire.server.template_worker FD`, started by `quire.server.template_renderer`.
 
 A chat template is a program of the model's authors, and its input is part of a request. Jinja's sandbox restricts what
-it can reach, but neither its run time nor its memory; the limits of a process do (`quire.core.sandbox`). The worker
-renders one conversation after the other.
+it can reach, but neither its run time nor its memory; the limits of a process do (`quire.server.sandbox_worker`). The
+worker renders one conversation after the other.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import msgspec
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
-from quire.core.sandbox import serve_jobs
+from quire.server.sandbox_worker import serve_jobs
 from quire.text.chat_template import ChatTemplate
 from quire.text.tools import DEFAULT_TOOL_LIMITS, ToolLimits, parameters_of
 
