@@ -21,7 +21,7 @@ bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-#ifdef IMITATE  // imitated_intrinsics.hpp
+#ifdef IMITATE  // tests/support/imitated_intrinsics.hpp
 
 bool has_avx512() { return has_avx2(); }
 bool has_avx512_vnni() { return has_avx2(); }
