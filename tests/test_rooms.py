@@ -102,6 +102,9 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
     words = shutil.copytree(tmp_path / "floats", tmp_path / "words")
     (words / "tokenizer.json").unlink(missing_ok=True)
     (words / "tokenizer.model").touch()
+    base = shutil.copytree(tmp_path / "floats", tmp_path / "base")
+    config = (base / "config.json").read_text()
+    (base / "config.json").write_text(config.replace("ForCausalLM", "Model"))
     needs = {
         "quire.formats.gguf": (file, f"{file}: a GGUF file"),
         "quire.formats.gguf_architectures": (file, f"{file}: a GGUF file"),
@@ -109,6 +112,7 @@ def test_model_that_needs_an_absent_room_is_refused_by_name(environment: dict[st
         "quire.formats.gguf_tokenizer": (file, f"{file}: reading the tokenizer of a GGUF file"),
         "quire.formats.quantized": (folder, f"{folder}: quantized weights"),
         "quire.formats.quantized_tensors": (folder, f"{folder}: reading awq weights"),
+        "quire.formats.sentence_transformers": (base, f"{base}: pooling"),
         "quire.text.tokenizer_formats": (words, f"{words}: the tokenizer in tokenizer.model"),
     }
     assert set(needs) == {room for room in ROOMS if room.startswith(("quire.formats.", "quire.text."))}

@@ -9,8 +9,8 @@ from quire.cli.bench import report
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
 from quire.core.host_memory import free_memory_bytes
 from quire.core.options import SIZE, parse_bytes
+from quire.engine.formats import find_pooler
 from quire.engine.options import EngineOptions
-from quire.model.pooler import find_pooler
 from quire.model.quantization import CHECKPOINT_METHODS
 from quire.server.ops.startup_banner import format_bytes
 from quire.sim.hardware import Hardware, read_hardware

@@ -9,6 +9,7 @@ from quire.core.checks import check_bool, check_int, refuse
 
 PoolingKind = Literal["last", "mean", "cls"]  # the hidden state of the last token, their mean, that of the first token
 PoolingTask = Literal["embed", "score"]
+Runner = Literal["auto", "generate", "pooling"]  # what a model gives; auto: as its folder says
 TASKS: tuple[PoolingTask, ...] = ("embed", "score")
 
 
@@ -44,6 +45,18 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
             return "scores of pairs, by the logits of two tokens"
         end = ", normalized" if self.normalizes else ""
         return f"{self.kind} of {self.num_dimensions} dimensions{end}"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPooler:
+    """The pooling of a model; or None, with the reason, as an error continues it.
+
+    `max_seq_length`: tokens of the longest text that the folder names, in place of the model's positions.
+    """
+
+    config: PoolerConfig | None
+    reason: str = ""
+    max_seq_length: int | None = None
 
 
 class Pool(msgspec.Struct, tag="pool", array_like=True, frozen=True):

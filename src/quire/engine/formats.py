@@ -12,8 +12,10 @@ from typing import Literal
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import is_gguf, read_json_object
 from quire.core.optional_package import needs_package
+from quire.core.pooling import FoundPooler, Runner
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.source import ModelSource, is_quantized, read_folder
+from quire.model.spec import DecoderSpec
 from quire.text.text_settings import read_text_settings
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import TOKENIZER_FILE, missing_tokenizer, tokenizer_file, warn_missing_tokenizer
@@ -49,6 +51,22 @@ def read_source(path: Path, load_format: str = "auto") -> ModelSource:
         return read_folder(path)
     with needs_package(f"{path}: {found.name}", *found.packages):
         return found.read(path)
+
+
+def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = "") -> FoundPooler:
+    """Return the pooling of the model in a folder or file. `overrides`: keys of its config.json, as JSON.
+
+    ModelError for a model that is not pooled here, or names the package that is missing; where the model generates and
+    `runner` does not ask for vectors, that is the reason for none. ConfigError for overrides that are not supported.
+    """
+    try:
+        with needs_package(f"{path}: pooling", "quire.formats.sentence_transformers"):
+            from quire.formats.sentence_transformers import pooler  # noqa: PLC0415 (a room: it can be absent)
+        return pooler.find_pooler(runner, path, spec, overrides)
+    except ModelError as error:
+        if runner == "pooling" or not spec.generates:
+            raise
+        return FoundPooler(None, str(error))
 
 
 TokenizerUse = Literal["required", "optional", "skipped"]

@@ -10,7 +10,7 @@ import torch
 from quire.core.errors import ConfigError, ModelError
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
-from quire.engine.formats import read_source
+from quire.engine.formats import find_pooler, read_source
 from quire.engine.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.options import EngineOptions
 from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -22,7 +22,6 @@ from quire.kernels.support import require_kv_dtype
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
-from quire.model.pooler import find_pooler
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.ranks import Ranks
 from quire.model.sharding import Shard, check_shardable

@@ -20,8 +20,8 @@ from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.lora import DEFAULT_MAX_LORAS, DEFAULT_MAX_RANK, MAX_ADAPTERS, MAX_RANK
 from quire.core.options import SIZE, check_options, option, parse_bytes
+from quire.core.pooling import Runner
 from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
-from quire.model.pooler import Runner, parse_overrides
 from quire.model.quantization import (
     DEFAULT_GROUP_SIZE,
     WHOLE_ROW,
@@ -438,7 +438,6 @@ class EngineOptions:
             )
         self._check_override()
         _ = self.quantization_options, self.given_chat_template
-        parse_overrides(self.hf_overrides)
 
     @property
     def model_files(self) -> tuple[str, ...]:

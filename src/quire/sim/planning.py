@@ -16,9 +16,9 @@ from quire.core.draft_scratch import ScratchBlocks
 from quire.core.errors import ConfigError, ModelError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.core.model_files import file_inside, is_gguf
+from quire.engine.formats import find_pooler
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
-from quire.model.pooler import find_pooler
 from quire.model.quantization import UNQUANTIZED
 from quire.model.sharding import Mode, Shard, check_shardable
 from quire.model.spec import widest_window

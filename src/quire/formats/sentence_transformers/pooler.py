@@ -5,20 +5,17 @@ A folder with modules.json or 1_Pooling is an embedder, or with 1_LogitScore a r
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import structs
 
 from quire.core.checks import shown
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json, read_json_object
-from quire.core.pooling import PoolerConfig, PoolingKind
+from quire.core.pooling import FoundPooler, PoolerConfig, PoolingKind, Runner
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.spec import DecoderSpec
-
-Runner = Literal["auto", "generate", "pooling"]
 
 MODULES_FILE, POOLING_FOLDER = "modules.json", "1_Pooling"
 TEXT_FILES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "xlm-roberta"))
@@ -36,40 +33,17 @@ _KINDS: dict[str, PoolingKind] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class FoundPooler:
-    """The pooling of a model; or None, with the reason, as an error continues it.
-
-    `max_seq_length`: tokens of the longest text that the folder names, in place of the model's positions.
-    """
-
-    config: PoolerConfig | None
-    reason: str = ""
-    max_seq_length: int | None = None
-
-
 def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = "") -> FoundPooler:
     """Return the pooling of the model in a folder or file. `overrides`: JSON, as of `parse_overrides`.
 
-    ModelError or ConfigError with the runner `pooling` for a model that is not pooled here; with `auto` that is the
-    reason.
+    ModelError or ConfigError names what is not supported; ModelError also for a model that is not pooled here.
     """
+    parsed = parse_overrides(overrides)
     if runner == "generate":
         return FoundPooler(None, "it runs with --runner generate")
-    if runner == "pooling":
-        return _found(path, spec, overrides)
-    try:
-        if spec.generates and not (overrides or _has_modules(path)):
-            return FoundPooler(None, f"its folder has no {POOLING_FOLDER}/config.json; --runner pooling makes it pool")
-        return _found(path, spec, overrides)
-    except ModelError as error:
-        if not spec.generates:
-            raise
-        return FoundPooler(None, str(error))
-
-
-def _found(path: Path, spec: DecoderSpec, overrides: str) -> FoundPooler:
-    pooler, texts = _pooler(path, spec, parse_overrides(overrides)), _text_config(path)
+    if runner == "auto" and spec.generates and not (parsed or _has_modules(path)):
+        return FoundPooler(None, f"its folder has no {POOLING_FOLDER}/config.json; --runner pooling makes it pool")
+    pooler, texts = _pooler(path, spec, parsed), _text_config(path)
     length = min(texts.size("max_seq_length"), spec.default_positions) if texts.has("max_seq_length") else None
     return FoundPooler(structs.replace(pooler, lowers_case=texts.flag("do_lower_case", False)), max_seq_length=length)
 

@@ -1,0 +1,1 @@
+"""Pooling of folders as sentence-transformers describes it. Loads no torch."""
