@@ -30,12 +30,13 @@ from support.random_model import write_random_model
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
 PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
-PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 24, "prompt_logprobs": 1, "ignore_eos": True}
+PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 16, "prompt_logprobs": 1, "ignore_eos": True}
 FEW_BLOCKS = {
     "num_kv_blocks": 14, "block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 24, "dtype": "float32",
     "max_num_seqs": 4,
 }  # fmt: skip
 ENOUGH = {"num_kv_blocks": 64, "max_num_seqs": 4}
+NODES = ENOUGH | {"dtype": "float32", "nnodes": 2, "master_addr": "127.0.0.2"}
 SWAP = FEW_BLOCKS | {"preemption_mode": "swap", "num_swap_blocks": 24}
 SETTINGS: dict[str, dict[str, Any]] = {
     "swap": SWAP,
@@ -45,18 +46,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram"},
     },
     "experts": ENOUGH | {"dtype": "float32"},
-    "nodes": ENOUGH | {"dtype": "float32", "nnodes": 2, "master_addr": "127.0.0.2", "enable_lora": True},
-    "adapters": ENOUGH | {"dtype": "float32", "enable_lora": True, "max_loras": 2},
+    "adapters, 2 nodes": NODES | {"enable_lora": True, "max_loras": 2},
 }  # fmt: skip
 # At the end of an engine
-FAULTS: dict[str, Fault] = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0", "nodes": "kill"}
+FAULTS: dict[str, Fault] = {"swap": "kill", "exact": "rank 1", "8 bits": "rank 0", "adapters, 2 nodes": "kill"}
 OTHERS: dict[str, dict[str, Any]] = {
     "swap again": SWAP,
     "adapters, exact": ENOUGH | {"dtype": "float32", "exact": True, "enable_lora": True, "capture_graphs": True},
-    "adapters, 2 nodes of 2": ENOUGH | {
-        "tensor_parallel_size": 4, "nnodes": 2, "master_addr": "127.0.0.2", "dtype": "float32", "enable_lora": True,
-        "max_loras": 2,
-    },
+    "adapters, 2 nodes of 2": NODES | {"tensor_parallel_size": 4, "enable_lora": True},
     "experts, exact": ENOUGH | {"dtype": "float32", "exact": True},
     "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2,
                 "cudagraph_capture_sizes": [1, 2, 16]},
@@ -152,7 +149,7 @@ def test_preempted_sequences_are_swapped(answers: dict[str, Answers]) -> None:
 
 def test_ranks_capture_the_graphs_of_steps_together(answers: dict[str, Answers]) -> None:
     assert answers["swap"].graphs, "none was requested often enough"
-    assert {has_adapters for *_, has_adapters in answers["adapters"].graphs} == {True}
+    assert {has_adapters for *_, has_adapters in answers["adapters, 2 nodes"].graphs} == {True}
 
 
 @pytest.mark.matrix
@@ -180,7 +177,7 @@ def test_gpus_hold_what_is_planned(name: str, models: dict[str, Path], answers: 
         ("swap", r"RankLostError: rank 1 \(process \d+\) has ended"),
         ("exact", r"EngineError: rank 1: a step has failed: AssertionError\('command 7'\)"),
         ("8 bits", r"RankLostError: rank 0: a step has failed: ArithmeticError\("),
-        ("nodes", r"RankLostError: rank 1 \(127.0.0.1\) has ended"),
+        ("adapters, 2 nodes", r"RankLostError: rank 1 \(127.0.0.1\) has ended"),
     ],
 )
 def test_fault_of_a_rank_ends_the_engine(name: str, message: str, answers: dict[str, Answers]) -> None:
@@ -189,7 +186,7 @@ def test_fault_of_a_rank_ends_the_engine(name: str, message: str, answers: dict[
 
 
 def test_command_of_the_other_node_ends_with_the_reason(answers: dict[str, Answers]) -> None:
-    status, output = answers["nodes"].node
+    status, output = answers["adapters, 2 nodes"].node
     assert (status, output.splitlines()[-1]) == (1, "quire: the process of rank 1 has ended")
 
 
