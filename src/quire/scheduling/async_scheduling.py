@@ -46,11 +46,14 @@ def schedule_next(
         chunks = found
     if num_met > budget or num_met + _num_blocks(chunks, cache) > cache.num_free_blocks:
         return None
-    for request, sequence in drawn:
+    decodes = list[tuple[Request, Sequence]]()
+    for each in drawn:
+        request, sequence = each
         if must_see_tokens(request):
-            ahead.resting.append((request, sequence))
+            ahead.resting.append(each)
         elif sequence.num_output_tokens + 1 < request.max_tokens:
-            _advance(ahead, cache, request, sequence, sequence.num_tokens)
+            decodes.append(each)
+    _decode(ahead, cache, decodes)
     for request, sequence in rested:
         if sequence.is_computed:
             ahead.resting.append((request, sequence))  # a beam that waits for the other beams
@@ -116,6 +119,14 @@ def _num_blocks(chunks: Iterable[Chunk], cache: KVCacheManager) -> int:
 
 def _num_missing(sequence: Sequence) -> int:
     return sequence.num_tokens - sequence.num_computed_tokens
+
+
+def _decode(ahead: PlanBuilder, cache: KVCacheManager, decodes: list[tuple[Request, Sequence]]) -> None:
+    """Compute the token that the running step samples for each of these, and draw the next."""
+    sequences = [sequence for _, sequence in decodes]
+    full = cache.append_where_room([sequence.seq_id for sequence in sequences])
+    updates = {place: cache.append(sequences[place].seq_id, 1, can_be_awaited=False) for place in full}
+    ahead.decode(decodes, [sequence.num_tokens for sequence in sequences], updates)
 
 
 def _advance(

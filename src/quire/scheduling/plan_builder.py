@@ -113,22 +113,22 @@ class PlanBuilder:
         self.num_tokens += num_drafts
 
     def decode(
-        self, requests: list[Request], sequences: list[Sequence], updates: dict[int, TableUpdate | None]
+        self, owners: list[tuple[Request, Sequence]], starts: list[int], updates: dict[int, TableUpdate | None]
     ) -> None:
-        """Compute the last known token of each sequence, and draw the next; `updates` by the places of sequences.
+        """Compute one token of each sequence, at its position in `starts`, and draw the next; `updates` by their places.
 
         `advance` and `sample` for many at once: lists are made as wholes, for this is most of what plans have.
         """
         plan, first_entry = self.plan, len(self.planned)
-        rows = [sequence.row for sequence in sequences]
+        rows = [sequence.row for _, sequence in owners]
         plan.rows.extend(rows)
-        plan.starts.extend([sequence.num_computed_tokens for sequence in sequences])
+        plan.starts.extend(starts)
         plan.counts.extend([1] * len(rows))
         plan.sample_rows.extend(rows)
         plan.sample_tokens.extend(range(self.num_tokens, self.num_tokens + len(rows)))
         self.num_tokens += len(rows)
-        self.planned += sequences
-        self.sampled += zip(requests, sequences, strict=True)
+        self.planned += [sequence for _, sequence in owners]
+        self.sampled += owners
         for place, update in updates.items():
             if update is not None:
                 self._change_table(first_entry + place, update)

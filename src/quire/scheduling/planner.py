@@ -108,7 +108,8 @@ class Planner:
             pass            # as in `plan_running`; the sequences before it are planned below
         finally:
             del sequences[len(running) - index :]
-            step.decode(running[index : index + len(sequences)], sequences, updates)
+            owners = list(zip(running[index : index + len(sequences)], sequences, strict=True))
+            step.decode(owners, [sequence.num_computed_tokens for sequence in sequences], updates)
         return len(sequences)
 
     def _advance_share(self, step: PlanBuilder, request: Request, budget: int) -> int:
