@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
 from quire.decoding.sampler import sample_on_device
 from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.graphs import CudaGraphRunner, Draws
-from quire.execution.cuda.worker import CudaWorker
+from quire.execution.cuda.graphs import CudaGraphRunner, Graph, GraphSize
+from quire.execution.cuda.worker import CudaWorker, StepInFlight
 from quire.execution.device import Device, WorkerParts
 from quire.kernels.sampling import unpack_settings
 from quire.kernels.sampling_ops import SamplingOps
@@ -84,11 +86,16 @@ def replaying(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: result.copy_(call())
 
 
-class DecodeGraphs(CudaGraphRunner):
-    """Graphs of decodes alone: the CPU's kernels refuse padding tokens that belong to no row."""
+class UnpaddingWorker(CudaWorker):
+    """A worker that computes no padding of a graph: the CPU's kernels refuse tokens that belong to no row."""
 
-    def run(self, batch: ForwardBatch) -> Tensor | None:
-        return super().run(batch) if len(batch.token_ids) == len(batch.context_lens) else None
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        num_rows = int((batch.context_lens > 0).sum())
+        num_tokens = int(batch.query_starts[num_rows])
+        of_tokens = (tensor[:num_tokens] for tensor in (batch.token_ids, batch.positions, batch.slot_mapping))
+        of_rows = batch.query_starts[: num_rows + 1], batch.context_lens[:num_rows], batch.block_tables[:num_rows]
+        hidden = super().forward(ForwardBatch(*of_tokens, *of_rows))
+        return torch.cat([hidden, hidden.new_zeros(len(batch.token_ids) - num_tokens, hidden.shape[1])])
 
 
 @pytest.mark.parametrize("budget", [1, 4])
@@ -103,9 +110,9 @@ def test_prompt_logprobs_are_those_of_their_step_when_a_graph_is_replayed_meanwh
     workers: list[CudaWorker] = []
 
     def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
-        worker = CudaWorker(*parts)
+        worker = UnpaddingWorker(*parts)
         num_rows, max_blocks = worker._batch.block_tables.shape
-        worker._graphs = DecodeGraphs(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
+        worker._graphs = CudaGraphRunner(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
         workers.append(worker)
         return AsyncCudaExecutor(worker)
 
@@ -133,23 +140,27 @@ OTHERS = [
 ]
 
 
+@pytest.mark.parametrize("budget", [512, 8])
 @pytest.mark.parametrize("other", [None, *OTHERS], ids=["plain", "penalty", "logprobs", "bias", "min_tokens"])
 def test_draws_of_graphs_are_those_of_single_steps(
-    other: SamplingParams | None, model: Path, monkeypatch: pytest.MonkeyPatch
+    other: SamplingParams | None, budget: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, with the input token of a row from the graph before, and with steps between that draw otherwise."""
-    params = [*DRAWN, *([] if other is None else [other])]
-    prompts, drawn, draw = PROMPTS[: len(params)], list[int](), CudaGraphRunner.draw
+    """To the bit, with the input token of a row from the graph before, and with steps between that draw otherwise.
 
-    def noting(self: CudaGraphRunner, batch: ForwardBatch, draws: Draws) -> Tensor | None:
-        sampled = draw(self, batch, draws)
-        drawn.extend([] if sampled is None else [len(draws.rows)])
-        return sampled
+    With a small budget prompts are computed in chunks beside decodes.
+    """
+    params = [*DRAWN, *([] if other is None else [other])]
+    prompts, drawn, find = PROMPTS[: len(params)], list[GraphSize](), CudaGraphRunner.find
+
+    def noting(self: CudaGraphRunner, step: GraphSize) -> Graph | None:
+        graph = find(self, step)
+        drawn.extend([step] if graph is not None and graph.draws is not None else [])
+        return graph
 
     def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
-        worker = CudaWorker(*parts)
+        worker = UnpaddingWorker(*parts)
         num_rows, max_blocks = worker._batch.block_tables.shape
-        worker._graphs = DecodeGraphs(
+        worker._graphs = CudaGraphRunner(
             worker.forward, max_blocks, worker._model.device, replaying, num_rows, draw=worker.draw, idle_row=num_rows
         )
         return AsyncCudaExecutor(worker)
@@ -163,13 +174,70 @@ def test_draws_of_graphs_are_those_of_single_steps(
             monkeypatch.setattr("quire.execution.cuda.graphs.WANTED_BEFORE_CAPTURE", 1)
             monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
             monkeypatch.setattr("quire.execution.cuda.worker.sample_on_device", sample)
-            monkeypatch.setattr(CudaGraphRunner, "draw", noting)
-        with LLM(model, num_kv_blocks=80) as llm:
+            monkeypatch.setattr(CudaGraphRunner, "find", noting)
+        with LLM(model, num_kv_blocks=80, max_num_batched_tokens=budget, max_num_seqs=8) as llm:
             outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
         found.append([[(each.token_ids, each.finish_reason) for each in output.outputs] for output in outputs])
     assert found[0] == found[1]
     assert len(drawn) > 10
-    assert len(set(drawn)) > 1, "rows end before others"
+    assert len({size.num_rows for size in drawn}) > 1, "rows end before others"
+    assert any(size.is_mixed for size in drawn) == (budget == 8)
+
+
+class Launches(TorchDispatchMode):
+    """Notes the ops that would be launches on a GPU: not views, allocations and what makes NumPy's arrays."""
+
+    FREE = frozenset({"empty", "view", "slice", "select", "detach", "narrow", "lift_fresh", "to"})
+    FREE |= {"resolve_conj", "resolve_neg"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted = list[str]()
+
+    def __torch_dispatch__(
+        self, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        name = op.overloadpacket.__name__
+        self.noted.extend([] if name in self.FREE else [name])
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_step_with_a_graph_is_few_launches(chunk: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs, the gather of tables, the replay, its tokens; where tables change, the changes and their write."""
+    launch, seen = CudaWorker.launch, list[list[str]]()
+
+    def noting(self: CudaWorker, plan: StepPlan) -> StepInFlight:
+        with Launches() as launches:
+            step = launch(self, plan)
+        if len(plan.rows) == 4 and max(plan.counts) == max(1, chunk):
+            seen.append(launches.noted)
+        return step
+
+    def captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        result = call()
+        return lambda: result
+
+    def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+        worker = UnpaddingWorker(*parts)
+        num_rows, max_blocks = worker._batch.block_tables.shape
+        worker._graphs = CudaGraphRunner(
+            worker.forward, max_blocks, worker._model.device, captured, num_rows,
+            draw=lambda batch, draws: torch.ones(2, len(draws.rows), dtype=torch.int64), idle_row=num_rows,
+        )  # fmt: skip
+        worker._graphs.capture_all(64)
+        return AsyncCudaExecutor(worker)
+
+    monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
+    monkeypatch.setattr(CudaWorker, "launch", noting)
+    params = [SamplingParams(temperature=1.0, seed=3, top_p=0.9, max_tokens=40, ignore_eos=True)] * 4
+    prompts = [[5], [6], [7], [9] * (100 if chunk else 1)]
+    with LLM(model, num_kv_blocks=80, max_num_batched_tokens=3 + max(1, chunk), max_num_seqs=4) as llm:
+        llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+    steady, writes = ["copy_", "index_select", "clone"], ["index_copy_"]
+    assert len(seen) > 10
+    assert {*map(tuple, seen)} <= {(*steady,), (*writes, *steady)}
+    assert steady in seen
 
 
 @pytest.mark.parametrize("kind", ["last", "mean", "cls"])
@@ -189,10 +257,10 @@ def test_vectors_are_the_same_with_two_steps_in_flight(
             ahead.append(plan)
 
     def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
-        worker = CudaWorker(*parts)
+        worker = UnpaddingWorker(*parts)
         if has_graphs:
             num_rows, max_blocks = worker._batch.block_tables.shape
-            worker._graphs = DecodeGraphs(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
+            worker._graphs = CudaGraphRunner(worker.forward, max_blocks, worker._model.device, replaying, num_rows)
         return AsyncCudaExecutor(worker)
 
     found = []

@@ -4,24 +4,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
+from quire.execution.batch import StepInputs
 from quire.execution.cuda.graphs import (
     MIXED_ROWS,
     MIXED_TOKENS,
     SIZES,
     WANTED_BEFORE_CAPTURE,
     CudaGraphRunner,
-    Draws,
     GraphSize,
     GraphSizes,
     graph_sizes,
 )
+from quire.execution.cuda.inputs import Draws
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
+from quire.kernels.sampling import SETTINGS
 from quire.model.batch import ForwardBatch
 
 MAX_BLOCKS = 5
@@ -66,9 +70,44 @@ def graphs(recorder: Recorder) -> CudaGraphRunner:
     return CudaGraphRunner(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture)
 
 
+def inputs_of(batch: ForwardBatch, num_samples: int = 0) -> StepInputs:
+    """Return a step of this batch, with samples behind its last tokens, for the rows from 30 on."""
+    num_rows, num_tokens = len(batch.context_lens), len(batch.token_ids)
+    starts, stops = np.zeros(num_rows, np.int64), batch.context_lens.numpy().astype(np.int64)
+    samples = np.arange(num_samples)
+    tokens = num_tokens - num_samples + samples
+    return StepInputs(batch, np.arange(num_rows), starts, stops, samples + 30, samples, tokens, [], [])
+
+
+def run(graphs: CudaGraphRunner, batch: ForwardBatch) -> Tensor | None:
+    """Run a batch by a graph as a worker does."""
+    num_rows, num_tokens = len(batch.context_lens), len(batch.token_ids)
+    graph = graphs.find(GraphSize(num_rows, num_tokens, batch.adapters is not None))
+    if graph is None:
+        return None
+    graph.fill(inputs_of(batch), None, 0)
+    graph.inputs.block_tables[:num_rows, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+    result = graphs.run(graph.inputs)
+    return None if result is None else result[:num_tokens]
+
+
+def settings_of(num_rows: int) -> NDArray[np.float64]:
+    """Return made-up settings, all different."""
+    return np.arange(4.0 * num_rows).reshape(num_rows, 4)
+
+
+def draw_by(graphs: CudaGraphRunner, num_rows: int, counts: int = 1) -> Tensor | None:
+    """Draw behind the last tokens of a step by a graph, as a worker does."""
+    graph = graphs.find(GraphSize(num_rows, num_rows * counts, draws=True))
+    if graph is None:
+        return None
+    graph.fill(inputs_of(batch_of(num_rows, counts), num_rows), settings_of(num_rows), 99)
+    return graph.replay()
+
+
 def want(graphs: CudaGraphRunner, num_rows: int) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE):
-        assert graphs.run(batch_of(num_rows)) is None
+        assert run(graphs, batch_of(num_rows)) is None
         graphs.capture_one()
     graphs.capture_one()  # the first of all was the largest
 
@@ -76,32 +115,32 @@ def want(graphs: CudaGraphRunner, num_rows: int) -> None:
 def test_largest_size_is_captured_first(recorder: Recorder) -> None:
     graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture, max_rows=20)
     for _ in range(WANTED_BEFORE_CAPTURE):
-        assert graphs.run(batch_of(3)) is None
+        assert run(graphs, batch_of(3)) is None
     graphs.capture_one()
-    assert graphs.run(batch_of(17)) is not None
+    assert run(graphs, batch_of(17)) is not None
     assert len(recorder.seen[-1].context_lens) == 32
     graphs.capture_one()
-    assert graphs.run(batch_of(3)) is not None
+    assert run(graphs, batch_of(3)) is not None
     assert len(recorder.seen[-1].context_lens) == 4
 
 
 def test_size_is_captured_once_it_has_been_wanted_often(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE - 1):
-        assert graphs.run(batch_of(3)) is None
+        assert run(graphs, batch_of(3)) is None
         graphs.capture_one()
     assert recorder.num_captured == 0
-    assert graphs.run(batch_of(4)) is None  # the same size
+    assert run(graphs, batch_of(4)) is None  # the same size
     graphs.capture_one()
     graphs.capture_one()
     assert recorder.num_captured == 2, "the largest, and this one"
-    assert graphs.run(batch_of(5)) is None  # another
-    assert graphs.run(batch_of(3)) is not None
+    assert run(graphs, batch_of(5)) is None  # another
+    assert run(graphs, batch_of(3)) is not None
 
 
 def test_one_size_is_captured_at_a_time(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     for num_rows in (1, 2, 200):
         for _ in range(WANTED_BEFORE_CAPTURE):
-            graphs.run(batch_of(num_rows))
+            run(graphs, batch_of(num_rows))
     for expected in (1, 2, 3, 4, 4):  # the largest is made, too
         graphs.capture_one()
         assert recorder.num_captured == expected
@@ -111,7 +150,7 @@ def test_batch_is_padded_with_rows_of_no_sequence(graphs: CudaGraphRunner, recor
     want(graphs, 7)
     for num_rows in (8, 6):  # what the larger batch left is covered
         batch = batch_of(num_rows)
-        hidden = graphs.run(batch)
+        hidden = run(graphs, batch)
         assert hidden is not None
         assert torch.equal(hidden, (batch.token_ids + batch.positions)[:, None].float())
     seen = recorder.seen[-1]
@@ -123,13 +162,13 @@ def test_batch_is_padded_with_rows_of_no_sequence(graphs: CudaGraphRunner, recor
 
 def test_step_with_chunks_is_padded_with_rows_without_tokens(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE):
-        assert graphs.run(batch_of(3, counts=6)) is None
+        assert run(graphs, batch_of(3, counts=6)) is None
         graphs.capture_one()
     assert recorder.num_captured == 1, "the largest of its kind"
     graphs.capture_one()
     for num_rows in (5, 4):  # what the larger step left is covered
         batch = batch_of(num_rows, counts=5)
-        hidden = graphs.run(batch)
+        hidden = run(graphs, batch)
         assert hidden is not None
         assert torch.equal(hidden, (batch.token_ids + batch.positions)[:, None].float())
     seen = recorder.seen[-1]
@@ -150,16 +189,11 @@ def test_steps_with_adapters_have_graphs_of_their_own_and_pad_with_rows_without_
     graphs = CudaGraphRunner(forward, MAX_BLOCKS, device, lambda call: call, max_rows=8, slots=slots)
     graphs.capture_all(max_tokens=16)
     of_row = torch.tensor([1, -1, 0], dtype=torch.int32)
-    assert graphs.run(replace(batch_of(3), adapters=RowAdapters((), of_row, slots))) is not None
+    assert run(graphs, replace(batch_of(3), adapters=RowAdapters((), of_row, slots))) is not None
     assert seen[-1].adapters is not None
     assert seen[-1].adapters.of_row.tolist() == [1, -1, 0, -1]
-    assert graphs.run(batch_of(3)) is not None
+    assert run(graphs, batch_of(3)) is not None
     assert seen[-1].adapters is None
-
-
-def draws_of(num_rows: int) -> Draws:
-    """Made-up draws, all different."""
-    return Draws(torch.arange(4.0 * num_rows, dtype=torch.float64).view(num_rows, 4), torch.arange(num_rows) + 30)
 
 
 def test_decodes_that_draw_have_graphs_of_their_own_and_idle_rows_write_to_no_row(recorder: Recorder) -> None:
@@ -172,20 +206,40 @@ def test_decodes_that_draw_have_graphs_of_their_own_and_idle_rows_write_to_no_ro
     device = torch.device("cpu")
     graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, 8, draw=draw, idle_row=99)
     for _ in range(WANTED_BEFORE_CAPTURE):
-        assert graphs.draw(batch_of(7), draws_of(7)) is None
+        assert draw_by(graphs, 7) is None
         graphs.capture_one()
     assert list(graphs._graphs) == [GraphSize(8, 8, draws=True)]
     for num_rows in (8, 5):
-        sampled = graphs.draw(batch_of(num_rows), draws_of(num_rows))
+        sampled = draw_by(graphs, num_rows)
         assert sampled is not None
         assert sampled[:, :num_rows].tolist() == [[7 + i for i in range(num_rows)], [8 + i for i in range(num_rows)]]
     assert seen[-1].rows.tolist() == [30, 31, 32, 33, 34, 99, 99, 99]
-    assert torch.equal(seen[-1].settings[:5], draws_of(5).settings)
-    assert graphs.run(batch_of(5)) is None, "a step that draws otherwise has another graph"
+    assert seen[-1].settings[:5].tolist() == settings_of(5).tolist()
+    assert seen[-1].settings[5:].numpy().view(SETTINGS)["top_ks"].tolist() == [[1]] * 3
+    assert run(graphs, batch_of(5)) is None, "a step that draws otherwise has another graph"
     graphs.capture_all(max_tokens=16)
-    assert graphs.run(batch_of(5)) is not None
-    assert graphs.draw(batch_of(1), draws_of(1)) is not None
-    assert not any(size.is_mixed and size.draws for size in graphs._graphs)
+    assert run(graphs, batch_of(5)) is not None
+    assert draw_by(graphs, 1) is not None
+
+
+def test_steps_with_chunks_draw_behind_tokens_of_their_rows(recorder: Recorder) -> None:
+    seen = list[Draws]()
+
+    def draw(batch: ForwardBatch, draws: Draws) -> Tensor:
+        seen.append(Draws(*(x.clone() for x in draws)))
+        return torch.stack([batch.token_ids[draws.logit_rows], draws.rows])
+
+    device = torch.device("cpu")
+    graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, 8, draw=draw, idle_row=99)
+    graphs.capture_all(max_tokens=32)
+    for num_rows in (8, 3):  # what the larger step left is covered
+        sampled = draw_by(graphs, num_rows, counts=3)
+        assert sampled is not None
+        assert sampled[0, :num_rows].tolist() == [7 + 2 * num_rows + i for i in range(num_rows)], "the last tokens"
+        assert sampled[1, :num_rows].tolist() == [*range(30, 30 + num_rows)]
+    assert seen[-1].rows.tolist() == [30, 31, 32, *[99] * 5]
+    assert seen[-1].logit_rows.tolist() == [6, 7, 8, *[0] * 5]
+    assert seen[-1].settings[:3].tolist() == settings_of(3).tolist()
 
 
 def test_graph_of_a_step_with_chunks_has_more_tokens_than_rows() -> None:
@@ -208,9 +262,9 @@ def test_every_size_of_an_engine_is_captured_at_start(recorder: Recorder) -> Non
     captured = recorder.num_captured
     assert graphs._wanted == {}
     for num_rows in range(1, 21):
-        assert graphs.run(batch_of(num_rows)) is not None
+        assert run(graphs, batch_of(num_rows)) is not None
         for counts in range(2, 100 // num_rows + 1):
-            assert graphs.run(batch_of(num_rows, counts)) is not None
+            assert run(graphs, batch_of(num_rows, counts)) is not None
     graphs.capture_one()
     assert recorder.num_captured == captured
 
@@ -229,17 +283,17 @@ def test_sizes_that_are_asked_for_are_those_of_decodes_and_of_steps_with_chunks(
         GraphSize(256, 300), GraphSize(32, 300), GraphSize(8, 300), GraphSize(32, 40), GraphSize(8, 40)
     }  # fmt: skip
     for _ in range(WANTED_BEFORE_CAPTURE):
-        assert graphs.run(batch_of(5)) is None
+        assert run(graphs, batch_of(5)) is None
         graphs.capture_one()
     graphs.capture_one()
     assert [*graphs._graphs] == [GraphSize(300, 300), GraphSize(6, 6)], "the largest first"
     graphs.capture_all(max_tokens=100)
     assert {*graphs._graphs} == {*sizes.descending(50, 100)}
     for num_rows, counts, expected in ((7, 1, (40, 40)), (41, 1, (300, 300)), (3, 4, (8, 40)), (20, 5, (32, 300))):
-        assert graphs.run(batch_of(num_rows, counts)) is not None
+        assert run(graphs, batch_of(num_rows, counts)) is not None
         assert (len(recorder.seen[-1].context_lens), len(recorder.seen[-1].token_ids)) == expected
-    assert graphs.run(batch_of(3, counts=101)) is None
-    assert not graphs.may_draw(3, has_adapters=False)
+    assert run(graphs, batch_of(3, counts=101)) is None
+    assert not graphs.may_draw(3, 3, has_adapters=False)
 
 
 def test_small_sizes_have_no_graphs_of_steps_with_chunks(recorder: Recorder) -> None:
@@ -249,8 +303,8 @@ def test_small_sizes_have_no_graphs_of_steps_with_chunks(recorder: Recorder) -> 
     graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, max_rows=50, sizes=sizes)
     graphs.capture_all(max_tokens=100)
     assert [*graphs._graphs] == [GraphSize(size, size) for size in (8, 4, 2, 1)]
-    assert graphs.run(batch_of(2, counts=2)) is None
-    assert graphs.run(batch_of(9)) is None
+    assert run(graphs, batch_of(2, counts=2)) is None
+    assert run(graphs, batch_of(9)) is None
 
 
 def test_sizes_beyond_the_token_budget_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -308,20 +362,20 @@ def test_graphs_share_their_block_tables(recorder: Recorder) -> None:
     """Tables of 131,072 tokens take 32 KiB a row: 240 MB, if each of the usual graphs had its own."""
     graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, torch.device("cpu"), recorder.capture)
     graphs.capture_all(max_tokens=512)
-    tables = [graph[0].block_tables for graph in graphs._graphs.values() if graph is not None]
+    tables = [graph.inputs.block_tables for graph in graphs._graphs.values() if graph is not None]
     assert len(tables) == recorder.num_captured > 40
     assert len({each.untyped_storage().data_ptr() for each in tables}) == 1
     assert tables[0].untyped_storage().nbytes() == 256 * MAX_BLOCKS * 4
     for num_rows, counts in ((9, 1), (200, 1), (3, 4), (2, 1)):
         batch = batch_of(num_rows, counts)
-        assert graphs.run(batch) is not None
+        assert run(graphs, batch) is not None
         assert torch.equal(recorder.seen[-1].block_tables[:num_rows, :2], batch.block_tables)
 
 
 def test_batches_above_the_last_size_run_as_they_are(graphs: CudaGraphRunner, recorder: Recorder) -> None:
     for _ in range(WANTED_BEFORE_CAPTURE + 1):
-        assert graphs.run(batch_of(3, counts=171)) is None
-        assert graphs.run(batch_of(SIZES[-1] + 1)) is None
+        assert run(graphs, batch_of(3, counts=171)) is None
+        assert run(graphs, batch_of(SIZES[-1] + 1)) is None
         graphs.capture_one()
     assert recorder.num_captured == 0
 
@@ -350,15 +404,15 @@ def test_decodes_draw_outside_of_their_graph_where_one_with_draws_cannot_be_capt
 
     device = torch.device("cpu")
     graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, capture, 8, draw=draw, idle_row=99)
-    assert graphs.may_draw(7, has_adapters=False)
-    assert not graphs.may_draw(SIZES[-1] + 1, has_adapters=False)
+    assert graphs.may_draw(7, 7, has_adapters=False)
+    assert not graphs.may_draw(SIZES[-1] + 1, SIZES[-1] + 1, has_adapters=False)
     for _ in range(WANTED_BEFORE_CAPTURE):
-        assert graphs.draw(batch_of(7), draws_of(7)) is None
+        assert draw_by(graphs, 7) is None
     graphs.capture_one()
-    assert not graphs.may_draw(8, has_adapters=False)
-    assert graphs.may_draw(4, has_adapters=False), "a smaller one may fit"
-    assert graphs.may_draw(8, has_adapters=True)
+    assert not graphs.may_draw(8, 8, has_adapters=False)
+    assert graphs.may_draw(4, 4, has_adapters=False), "a smaller one may fit"
+    assert graphs.may_draw(8, 8, has_adapters=True)
     want(graphs, 7)
-    assert graphs.run(batch_of(7)) is not None
+    assert run(graphs, batch_of(7)) is not None
     without = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture)
-    assert not without.may_draw(7, has_adapters=False)
+    assert not without.may_draw(7, 7, has_adapters=False)

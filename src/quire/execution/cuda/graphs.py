@@ -5,7 +5,7 @@ from these sizes. One kind has a token for each row, for decodes; the other has 
 chunks of prompts or drafts. A smaller step is padded: rows without a sequence, of context length 0, and tokens of slot
 -1, which read and write nothing. A size is captured after it was requested a few times, between two steps, one at a
 time, so that start-up does not wait, or, with `capture_all`, at start. Steps with adapters have graphs of their own,
-and so have decodes with plain sampling parameters: theirs draw, too. Of each kind the largest size comes first: its
+and so have steps with plain sampling parameters: theirs draw, too. Of each kind the largest size comes first: its
 memory in the graphs' pool serves the smaller ones, too. The sizes can be chosen: `graph_sizes`.
 """
 
@@ -17,10 +17,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.execution.batch import StepInputs
+from quire.execution.cuda.inputs import IDLE, Draws, InputLayout
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
-from quire.kernels.sampling import SETTINGS
 from quire.model.batch import ForwardBatch
 
 log = logging.getLogger(__name__)
@@ -53,11 +55,19 @@ class GraphSize(NamedTuple):
         return self.is_mixed, self.has_adapters, self.draws
 
 
-class Draws(NamedTuple):
-    """The draws of a step of decodes: settings float64 [num_rows, 4] of `pack_settings`, rows int64 [num_rows]."""
+class Graph(NamedTuple):
+    """A captured step, and the memory that it reads its inputs from."""
 
-    settings: Tensor
-    rows: Tensor  # of the last tokens of all rows, where the drawn ones are written
+    layout: InputLayout
+    memory: Tensor       # uint8 [layout.num_bytes]
+    inputs: ForwardBatch  # in `memory`, but for the block tables
+    rows: Tensor         # of the block tables
+    draws: Draws | None
+    replay: Replay       # returns the hidden states [num_tokens, hidden_size], or the draws int64 [2, num_rows]
+
+    def fill(self, inputs: StepInputs, settings: NDArray[np.float64] | None, idle_row: int) -> None:
+        """Replace the inputs, but for the block tables, by those of a step, behind what was launched so far."""
+        self.memory.copy_(self.layout.pack(inputs, settings, idle_row, self.memory.device), non_blocking=True)
 
 
 class GraphSizes(NamedTuple):
@@ -143,8 +153,8 @@ def graph_sizes(options: GraphOptions) -> GraphSizes:
 class CudaGraphRunner:
     """The graphs of one model and cache. `forward` computes a batch; `capture` captures a call as a graph.
 
-    `draw` computes a batch of decodes and draws from its logits, int64 [2, num_rows]; None: no graph draws. `idle_row`
-    is the row of `Draws` for tokens of no sequence.
+    `draw` computes a batch and draws from its logits, int64 [2, num_rows]; None: no graph draws. `idle_row` is the row
+    of `Draws` for tokens of no sequence.
     """
 
     def __init__(
@@ -163,45 +173,40 @@ class CudaGraphRunner:
         self._largest = {size.is_mixed: size for size in sizes.largest(max_rows)}
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
         self._slots, self._draw, self._idle_row = slots, draw, idle_row
-        self._graphs: dict[GraphSize, tuple[ForwardBatch, Draws | None, Replay] | None] = {}  # None: the capture failed
+        self._graphs: dict[GraphSize, Graph | None] = {}  # None: the capture failed
         self._wanted: Counter[GraphSize] = Counter()
         self._tables: Tensor | None = None  # of all graphs: of 131,072 tokens those of each would take 32 KiB a row
 
-    def run(self, batch: ForwardBatch) -> Tensor | None:
-        """Return the hidden states [num_tokens, hidden_size] of a step, valid until the next; None without a graph."""
-        result = self._run(batch, None)
-        return None if result is None else result[: len(batch.token_ids)]
-
-    def may_draw(self, num_rows: int, *, has_adapters: bool) -> bool:
-        """Return whether a step of so many decodes has a graph that draws, or gets one once it is requested."""
-        size = None if self._draw is None else self._sizes.size_of(num_rows, num_rows)
+    def may_draw(self, num_rows: int, num_tokens: int, *, has_adapters: bool) -> bool:
+        """Return whether a step of this size has a graph that draws, or gets one once it is requested."""
+        size = None if self._draw is None else self._sizes.size_of(num_rows, num_tokens)
         if size is None:
             return False
         size = size._replace(has_adapters=has_adapters, draws=True)
         return size not in self._graphs or self._graphs[size] is not None
 
-    def draw(self, batch: ForwardBatch, draws: Draws) -> Tensor | None:
-        """Return what `draw` computes for a step of decodes, int64 [2, num_rows or more], until the next; or None."""
-        return self._run(batch, draws)
-
-    def _run(self, batch: ForwardBatch, draws: Draws | None) -> Tensor | None:
-        size = self._sizes.size_of(len(batch.context_lens), len(batch.token_ids))
+    def find(self, step: GraphSize) -> Graph | None:
+        """Return the graph for a step of this size, to be filled with its inputs; None without one."""
+        size = self._sizes.size_of(step.num_rows, step.num_tokens)
         if size is None:
             return None
-        size = size._replace(has_adapters=batch.adapters is not None, draws=draws is not None)
+        size = size._replace(has_adapters=step.has_adapters, draws=step.draws)
         if size not in self._graphs:
             self._wanted[size] += 1
-        graph = self._graphs.get(size)
+        return self._graphs.get(size)
+
+    def run(self, batch: ForwardBatch) -> Tensor | None:
+        """Return the hidden states [num_tokens, hidden_size] of a batch, valid until the next; None without a graph.
+
+        The batch has the inputs of a graph of `find`, or others in the place of some of them.
+        """
+        graph = self._graphs.get(GraphSize(len(batch.context_lens), len(batch.token_ids), batch.adapters is not None))
         if graph is None:
             return None
-        inputs, own, replay = graph
-        _fill(inputs, batch)
-        if own is not None and draws is not None:
-            num_rows = len(draws.rows)
-            own.settings[:num_rows].copy_(draws.settings)
-            own.rows[:num_rows].copy_(draws.rows)
-            own.rows[num_rows:].fill_(self._idle_row)  # their settings draw nothing, or what an earlier row drew
-        return replay()
+        for own, given in zip(graph.inputs.tensors, batch.tensors, strict=True):
+            if own is not given:
+                own.copy_(given)
+        return graph.replay()
 
     def capture_one(self) -> None:
         """Capture the size that was requested most, if often enough. To be called between steps."""
@@ -217,7 +222,7 @@ class CudaGraphRunner:
         """Capture every size that a step of up to `max_tokens` tokens can need, the largest first."""
         for has_adapters in (False,) if self._slots is None else (False, True):
             for size in self._sizes.descending(self._max_rows, max_tokens):
-                for draws in (False, True) if self._draw is not None and not size.is_mixed else (False,):
+                for draws in (False,) if self._draw is None else (False, True):
                     if (own := size._replace(has_adapters=has_adapters, draws=draws)) not in self._graphs:
                         self._capture_size(own)
 
@@ -225,19 +230,27 @@ class CudaGraphRunner:
         """Capture a size. If that fails, mostly for lack of memory, its steps run without a graph."""
         self._wanted.pop(size, None)
         self._graphs[size] = None
-        num_rows, num_tokens, has_adapters, has_draws = size
-        slots = self._slots if has_adapters else None
         if self._tables is None:
             max_rows = max(each.num_rows for each in self._largest.values())
             self._tables = torch.zeros(max_rows, self._max_blocks, dtype=torch.int32, device=self._device)
-        inputs, draws = dummy_batch(num_rows, num_tokens, self._max_blocks, self._device, slots), None
-        inputs = replace(inputs, block_tables=self._tables[:num_rows])
-        if has_draws:
-            draws = dummy_draws(num_rows, self._idle_row, self._device)
+        layout = InputLayout(*size)
+        memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._device)
+        slots = self._slots if size.has_adapters else None
+        idle = dummy_batch(size.num_rows, size.num_tokens, 0, self._device, slots)
+        forward, rows, draws = layout.inputs(memory, idle.adapters)
+        inputs = replace(forward, block_tables=self._tables[: size.num_rows])
+        for own, values in zip(forward.tensors, idle.tensors, strict=True):
+            own.copy_(values)
+        if forward.adapters is not None:
+            forward.adapters.of_row.fill_(-1)
+        if draws is not None:
+            draws.settings.copy_(dummy_settings(size.num_rows, self._device))
+            draws.rows.fill_(self._idle_row)
         try:
-            self._graphs[size] = inputs, draws, self._capture(lambda: self._compute(inputs, draws))
+            replay = self._capture(lambda: self._compute(inputs, draws))
+            self._graphs[size] = Graph(layout, memory, inputs, rows, draws, replay)
         except RuntimeError:
-            log.exception("steps of %d rows and %d tokens run without a graph", num_rows, num_tokens)
+            log.exception("steps of %d rows and %d tokens run without a graph", size.num_rows, size.num_tokens)
 
     def _compute(self, inputs: ForwardBatch, draws: Draws | None) -> Tensor:
         if draws is None:
@@ -267,32 +280,9 @@ def dummy_batch(
     )
 
 
-def dummy_draws(num_rows: int, idle_row: int, device: torch.device) -> Draws:
-    """Return draws of rows without a sequence: the highest logit, to no row."""
-    settings = np.zeros(num_rows, SETTINGS)
-    settings["top_ks"] = settings["top_ps"] = 1
-    table = torch.from_numpy(settings.view(np.float64).reshape(-1, 4)).to(device)
-    return Draws(table, torch.full((num_rows,), idle_row, dtype=torch.int64, device=device))
-
-
-def _fill(inputs: ForwardBatch, batch: ForwardBatch) -> None:
-    """Copy a step into the first rows and tokens of a graph's inputs; pad the rest.
-
-    In a graph of decodes each row without a sequence has a token, in the others none.
-    """
-    num_rows, num_tokens = len(batch.context_lens), len(batch.token_ids)
-    inputs.slot_mapping[num_tokens:].fill_(-1)
-    inputs.context_lens[num_rows:].zero_()
-    if inputs.adapters is not None and batch.adapters is not None:
-        inputs.adapters.of_row[num_tokens:].fill_(-1)
-        inputs.adapters.of_row[:num_tokens].copy_(batch.adapters.of_row)
-    if len(inputs.token_ids) > len(inputs.context_lens):
-        inputs.query_starts[: num_rows + 1].copy_(batch.query_starts)
-        inputs.query_starts[num_rows + 1 :].fill_(num_tokens)
-    for name in ("token_ids", "positions", "slot_mapping"):
-        getattr(inputs, name)[:num_tokens].copy_(getattr(batch, name))
-    inputs.context_lens[:num_rows].copy_(batch.context_lens)
-    inputs.block_tables[:num_rows, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+def dummy_settings(num_rows: int, device: torch.device) -> Tensor:
+    """Return the settings of `Draws` of rows without a sequence."""
+    return torch.from_numpy(np.full(num_rows, IDLE).view(np.float64).reshape(-1, 4)).to(device)
 
 
 class CudaGraphCapture:

@@ -1,13 +1,11 @@
-"""Memory of a GPU and pinned memory of its host: allocation of caches, and upload of a step's inputs."""
+"""Memory of a GPU and pinned memory of its host, for caches."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import ALIGNMENT
 
 
@@ -75,28 +73,3 @@ def use_exact_products() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
-def upload_step(
-    forward: ForwardBatch, others: Sequence[Tensor], device: torch.device
-) -> tuple[ForwardBatch, list[Tensor]]:
-    """Copy a step's inputs from the host's memory to `device` in one transfer, from one pinned buffer, without waiting.
-
-    Returns them in the order of the arguments.
-
-    torch keeps the buffer from being handed out again before the transfer is over.
-    """
-    tensors = [*forward.tensors, *others]
-    stops = list(accumulate(tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors))
-    buffer = torch.empty(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    memory = buffer.numpy()
-    for start, tensor in zip([0, *stops], tensors, strict=False):
-        values = tensor.numpy().reshape(-1)
-        memory[start : start + values.nbytes].view(values.dtype)[:] = values
-    there = buffer.to(device, non_blocking=True)
-    whole, arrived = {dtype: there.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}, list[Tensor]()
-    for start, tensor in zip([0, *stops], tensors, strict=False):
-        place = whole[tensor.dtype].narrow(0, start // tensor.itemsize, tensor.numel())
-        arrived.append(place if tensor.dim() == 1 else place.view(tensor.shape))
-    num_fields = len(forward.tensors)
-    return ForwardBatch(*arrived[:num_fields]), arrived[num_fields:]

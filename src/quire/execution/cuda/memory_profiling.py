@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.execution.cuda.graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_draws
+from quire.execution.cuda.graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_settings
 from quire.execution.cuda.memory import device_allocator
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.sampling import SamplingInputs
@@ -79,8 +79,7 @@ def available_kv_bytes(
     held_bytes = meter.reset_peak()
     for size in sizes.largest(num_seqs):  # graphs share their memory
         hidden = model.forward(dummy_batch(size.num_rows, size.num_tokens, max_blocks, model.device, slots), cache)
-        if not size.is_mixed:
-            _draw_as_graphs_do(model, hidden)
+        _draw_as_graphs_do(model, hidden[: size.num_rows])
         del hidden
     peak_bytes += meter.peak_bytes() - held_bytes
     _compile_other_kernels(model, cache, num_seqs, num_tokens, max_blocks, slots)
@@ -99,7 +98,7 @@ def _draw_as_graphs_do(model: LanguageModel, hidden: Tensor) -> None:
     """Draw a token for each row of hidden states [num_rows, hidden_size], by settings on the device."""
     logits = model.logits(hidden)
     if len(logits):  # else of a rank that does not sample
-        model.back_end.sampling.choose_tokens(logits, dummy_draws(len(logits), 0, model.device).settings)
+        model.back_end.sampling.choose_tokens(logits, dummy_settings(len(logits), model.device))
 
 
 def _compile_other_kernels(

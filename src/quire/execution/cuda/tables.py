@@ -44,6 +44,7 @@ class DeviceTables:
         if len(places):
             self._entries.index_copy_(0, places, blocks)
 
-    def gather(self, rows: Tensor, num_columns: int) -> Tensor:
-        """Return the first columns of some rows, [len(rows), num_columns]."""
-        return self._tables[:, :num_columns].index_select(0, rows)
+    def gather(self, rows: Tensor, num_columns: int, whole: Tensor | None = None) -> Tensor:
+        """Return the first columns of some rows, [len(rows), num_columns]; they become those of `whole`, if given."""
+        out = None if whole is None else whole[:, :num_columns]
+        return torch.index_select(self._tables[:, :num_columns], 0, rows, out=out)

@@ -21,8 +21,8 @@ from quire.decoding.row_grammars import RowGrammars
 from quire.decoding.sampler import SampledTokens, device_settings, sample_async, sample_on_device, to_sampled_tokens
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.cuda.graphs import USUAL_SIZES, CudaGraphCapture, CudaGraphRunner, Draws, GraphSizes
-from quire.execution.cuda.memory import upload_step
+from quire.execution.cuda.graphs import USUAL_SIZES, CudaGraphCapture, CudaGraphRunner, Graph, GraphSize, GraphSizes
+from quire.execution.cuda.inputs import Draws, InputLayout, upload
 from quire.execution.cuda.tables import DeviceTables, table_edits
 from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
@@ -60,6 +60,7 @@ class CudaWorker(Worker):
         super().__init__(model, cache, batch, swapper, grammars, drafter, adapters)
         num_rows, max_blocks = batch.block_tables.shape
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)  # by row, and of no row
+        self._idle_row = num_rows
         self._no_hidden = torch.empty(0, device=model.device)
         self._tables = DeviceTables(batch.block_tables.shape, model.device)
         self._completed_s = 0.0
@@ -71,7 +72,7 @@ class CudaWorker(Worker):
 
     def _make_graphs(self, *parts: Any) -> CudaGraphRunner:  # noqa: ANN401 (of `CudaGraphRunner`)
         make: Callable[..., CudaGraphRunner] = CudaGraphRunner
-        return make(*parts, draw=self.draw, idle_row=len(self._last_tokens) - 1)
+        return make(*parts, draw=self.draw, idle_row=self._idle_row)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_batched_tokens: int) -> None:
@@ -85,12 +86,13 @@ class CudaWorker(Worker):
         started_s = time.perf_counter()
         inputs, swap_s = self._prepare(plan)
         settings = self._settings_of_graph(inputs)
-        forward, logit_rows, sample_rows, *uploaded = self._upload(plan, inputs, settings)
+        forward, samples, graph = self._upload(plan, inputs, settings)
         hidden = self._no_hidden
-        sampled: SampledTokens | Tensor | None = None
-        if self._graphs is not None and uploaded:
-            sampled = self._graphs.draw(forward, Draws(uploaded[0], sample_rows))
-        if sampled is None:
+        sampled: SampledTokens | Tensor
+        if graph is not None and graph.draws is not None:
+            sampled = graph.replay()
+        else:
+            logit_rows, sample_rows = samples
             forward = self._resolved(forward)
             hidden = self._hidden(forward) if settings is None else self.forward(forward)
             if inputs.pooled or self._has_prompt_logprobs(inputs):
@@ -98,8 +100,9 @@ class CudaWorker(Worker):
             if inputs.grammars is not None:
                 inputs.grammars.finish_masks(self._is_computed())
             sampled = self._start_sampling(inputs, hidden, logit_rows)
-            ids = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids, device=hidden.device)
-            self._last_tokens.index_copy_(0, sample_rows, ids)
+            if len(sample_rows):
+                ids = sampled[0] if isinstance(sampled, Tensor) else torch.tensor(sampled.token_ids)
+                self._last_tokens.index_copy_(0, sample_rows, ids.to(hidden.device))
         event = None
         if isinstance(sampled, Tensor):
             sampled, event = _to_host(sampled)
@@ -121,43 +124,52 @@ class CudaWorker(Worker):
         return self.forward(batch) if hidden is None else hidden
 
     def draw(self, batch: ForwardBatch, draws: Draws) -> Tensor:
-        """Compute a batch of decodes and draw each row's next token, as `sample_async` does; all on the device."""
-        logits = self._model.logits(self.forward(self._resolved(batch)))
-        sampled = sample_on_device(draws.settings, logits, self._model.back_end.sampling)
+        """Compute a batch and draw the next token of its rows, as `sample_async` does; all on the device."""
+        hidden = self.forward(self._resolved(batch))
+        if len(hidden) > len(draws.rows):
+            hidden = hidden.index_select(0, draws.logit_rows)
+        sampled = sample_on_device(draws.settings, self._model.logits(hidden), self._model.back_end.sampling)
         self._last_tokens.index_copy_(0, draws.rows, sampled[0])
         return sampled
 
     def _settings_of_graph(self, inputs: StepInputs) -> NDArray[np.float64] | None:
-        """Return the settings of draws that can be part of the step's graph: one for each row, by plain parameters."""
-        num_rows, has_adapters = len(inputs.rows), inputs.forward.adapters is not None
-        if self._graphs is None or num_rows != len(inputs.logit_rows):
+        """Return the settings of draws that can be part of the step's graph: plain ones, at most one for each row."""
+        num_rows, num_tokens, num_samples = len(inputs.rows), len(inputs.forward.token_ids), len(inputs.logit_rows)
+        if self._graphs is None or not 0 < num_samples <= num_rows:
             return None
-        if not self._graphs.may_draw(num_rows, has_adapters=has_adapters):
+        if not self._graphs.may_draw(num_rows, num_tokens, has_adapters=inputs.forward.adapters is not None):
             return None
         is_plain = inputs.grammars is None and not inputs.pooled and not self._has_prompt_logprobs(inputs)
-        if not is_plain or not np.array_equal(inputs.logit_rows, np.arange(len(inputs.forward.token_ids))):
+        is_of_rows = num_tokens > num_rows or np.array_equal(inputs.logit_rows, np.arange(num_rows))
+        if not is_plain or not is_of_rows:
             return None
         return device_settings(self._samples(inputs, slice(None)), self._model.back_end.sampling)
 
     def _upload(
         self, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.float64] | None = None
-    ) -> tuple[ForwardBatch, Tensor, Tensor, *tuple[Tensor, ...]]:
-        """Return a step's inputs on the device, `logit_rows`, `sample_rows`, and `settings` if there are any.
+    ) -> tuple[ForwardBatch, list[Tensor], Graph | None]:
+        """Return a step's inputs on the device, padded to its graph if there is one, with block tables as of the plan.
 
-        Changes the block tables there.
+        Then `logit_rows` and `sample_rows`, unless the graph draws by `settings`, and the graph.
         """
-        edits = table_edits(plan, self._batch.block_tables)
-        arrays = inputs.logit_rows, inputs.sample_rows, inputs.rows, *edits, *([] if settings is None else [settings])
-        others, adapters = [torch.from_numpy(array) for array in arrays], inputs.forward.adapters
-        if adapters is not None:
-            others.append(adapters.of_row)
-        forward, (logit_rows, sample_rows, rows, *changes) = upload_step(inputs.forward, others, self._model.device)
-        if adapters is not None:
-            adapters = adapters._replace(of_row=changes.pop())
-        self._tables.edit(*changes[:2])
+        batch, device = inputs.forward, self._model.device
+        size = GraphSize(len(inputs.rows), len(batch.token_ids), batch.adapters is not None, settings is not None)
+        graph = None if self._graphs is None else self._graphs.find(size)
+        draws = graph is not None and graph.draws is not None
+        edits, samples = table_edits(plan, self._batch.block_tables), list[Tensor]()
+        if not draws or len(edits.places):
+            arrays: tuple[NDArray[Any], ...] = () if draws else (inputs.logit_rows, inputs.sample_rows)
+            places, blocks, *samples = upload([*edits, *arrays], device)
+            self._tables.edit(places, blocks)
         max_blocks = -(-int(inputs.stops.max()) // self._batch.block_size)
-        tables = self._tables.gather(rows, max_blocks)
-        return replace(forward, block_tables=tables, adapters=adapters), logit_rows, sample_rows, *changes[2:]
+        if graph is not None:
+            graph.fill(inputs, settings, self._idle_row)
+            self._tables.gather(graph.rows, max_blocks, graph.inputs.block_tables)
+            return graph.inputs, samples, graph
+        layout = InputLayout(*size[:2], size.has_adapters)
+        packed = layout.pack(inputs, None, self._idle_row, device)
+        forward, rows, _ = layout.inputs(packed.to(device, non_blocking=True), batch.adapters)
+        return replace(forward, block_tables=self._tables.gather(rows, max_blocks)), samples, None
 
     @torch.inference_mode()
     def complete(self, step: StepInFlight) -> StepResult:
@@ -187,6 +199,8 @@ class CudaWorker(Worker):
 
     def _start_sampling(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens | Tensor:
         """Sample without waiting, unless a row asks for logprobs or the samples have to be drawn one by one."""
+        if not len(inputs.sample_rows):
+            return SampledTokens([], None)
         if (self._batch.sampling.features[inputs.sample_rows] & LOGPROBS).any():
             return self._sample(inputs, hidden, logit_rows)
         try:
