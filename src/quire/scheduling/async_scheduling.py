@@ -49,9 +49,9 @@ def schedule_next(
     decodes = list[tuple[Request, Sequence]]()
     for each in drawn:
         request, sequence = each
-        if must_see_tokens(request):
+        if request.must_see_tokens:
             ahead.resting.append(each)
-        elif sequence.num_output_tokens + 1 < request.max_tokens:
+        elif len(sequence.token_ids.output) + 1 < request.max_tokens:
             decodes.append(each)
     _decode(ahead, cache, decodes)
     for request, sequence in rested:

@@ -115,7 +115,7 @@ class PlanBuilder:
     def decode(
         self, owners: list[tuple[Request, Sequence]], starts: list[int], updates: dict[int, TableUpdate | None]
     ) -> None:
-        """Compute one token of each sequence, at its position in `starts`, and draw the next; `updates` by their places.
+        """Compute the token at `starts[i]` of each sequence, and draw the next one; `updates` by places of `owners`.
 
         `advance` and `sample` for many at once: lists are made as wholes, for this is most of what plans have.
         """

@@ -25,7 +25,7 @@ from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.core.task import BeamSearch, Pin
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
-from quire.scheduling.async_scheduling import schedule_next
+from quire.scheduling.async_scheduling import must_see_tokens, schedule_next
 from quire.scheduling.limits import AdmissionLimits, check_pinnable, check_pinned, num_pinned_blocks
 from quire.scheduling.parts import SchedulerParts, Searches
 from quire.scheduling.plan_builder import PlanBuilder
@@ -158,6 +158,7 @@ class Scheduler:
             )
             for index in range(request.params.n)
         ]
+        request.must_see_tokens = must_see_tokens(request)
         self.admission.check_admissible(request)
         self.queues.add(request)
         if searches is not None:
