@@ -22,8 +22,8 @@ from quire import LLM, SamplingParams
 from quire.core.plan import StepPlan
 from quire.engine.engine import Engine
 from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.graphs import MIXED_TOKENS, CudaGraphRunner
 from quire.execution.cuda.worker import CudaWorker
+from quire.execution.cuda_graphs.graphs import MIXED_TOKENS, CudaGraphRunner
 from quire.execution.device import Device, WorkerParts
 from quire.model.decoder import Decoder
 

@@ -84,7 +84,7 @@ class Request:
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
     prompt_scores: bytearray = field(default_factory=bytearray)  # of the tokens that params name, as far as computed
     queue_key: QueueKey = (0, 0)      # sort key of the queues, set by the scheduler: ids are not in order of arrival
-    must_see_tokens: bool = False     # before the next draw: set by the scheduler, see quire.scheduling.async_scheduling
+    must_see_tokens: bool = False     # before the next draw, by the scheduler: see quire.scheduling.async_scheduling
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # of the prompt, found in the cache at its first admission
     waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.wait_reasons

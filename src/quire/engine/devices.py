@@ -36,7 +36,7 @@ def _open_gpu(options: EngineOptions) -> Device:
     missing = _what_cuda_lacks()
     if missing is not None:
         raise ConfigError(f"device cuda: {missing}; use cpu or auto")
-    with needs_package("device cuda", "quire.execution.cuda", error=ConfigError):
+    with needs_package("device cuda", "quire.execution.cuda", "quire.execution.cuda_graphs", error=ConfigError):
         from quire.execution.cuda.device import CudaDevice  # noqa: PLC0415 (a room: it can be absent)
     return CudaDevice(options.gpu_memory_utilization, options)
 

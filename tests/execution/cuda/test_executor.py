@@ -13,8 +13,8 @@ from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
 from quire.decoding.sampler import sample_on_device
 from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.graphs import CudaGraphRunner, Graph, GraphSize
 from quire.execution.cuda.worker import CudaWorker, StepInFlight
+from quire.execution.cuda_graphs.graphs import CudaGraphRunner, Graph, GraphSize
 from quire.execution.device import Device, WorkerParts
 from quire.kernels.sampling import unpack_settings
 from quire.kernels.sampling_ops import SamplingOps
@@ -171,7 +171,7 @@ def test_draws_of_graphs_are_those_of_single_steps(
     found = []
     for has_graphs in (False, True):
         if has_graphs:
-            monkeypatch.setattr("quire.execution.cuda.graphs.WANTED_BEFORE_CAPTURE", 1)
+            monkeypatch.setattr("quire.execution.cuda_graphs.graphs.WANTED_BEFORE_CAPTURE", 1)
             monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
             monkeypatch.setattr("quire.execution.cuda.worker.sample_on_device", sample)
             monkeypatch.setattr(CudaGraphRunner, "find", noting)

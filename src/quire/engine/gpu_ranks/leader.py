@@ -24,8 +24,8 @@ from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.leader import RankedModel, RankSet
 from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.graphs import GraphSize, graph_sizes
 from quire.execution.cuda.memory import pinned_bytes
+from quire.execution.cuda_graphs.graphs import GraphSize, graph_sizes
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.low_rank import AdapterSlots

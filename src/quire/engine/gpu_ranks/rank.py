@@ -17,7 +17,7 @@ from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.rank import MAX_REASON_CHARS, adapters_of, expect, load_part, next_command
 from quire.execution.batch import PersistentBatch
-from quire.execution.cuda.graphs import GraphSize, graph_sizes
+from quire.execution.cuda_graphs.graphs import GraphSize, graph_sizes
 from quire.execution.device import StepLimits, WorkerParts
 from quire.model.decoder import Decoder
 

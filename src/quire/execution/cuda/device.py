@@ -7,7 +7,6 @@ import torch
 from quire.core.errors import ConfigError
 from quire.core.host_memory import free_memory_bytes
 from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.graphs import GraphOptions, graph_sizes
 from quire.execution.cuda.memory import (
     PinnedMemory,
     device_allocator,
@@ -18,6 +17,7 @@ from quire.execution.cuda.memory import (
 from quire.execution.cuda.memory_profiling import CudaMemoryMeter, available_kv_bytes
 from quire.execution.cuda.swapper import CudaSwapper
 from quire.execution.cuda.worker import CudaWorker
+from quire.execution.cuda_graphs.graphs import GraphOptions, graph_sizes
 from quire.execution.device import StepLimits, WorkerParts
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots

@@ -21,9 +21,16 @@ from quire.decoding.row_grammars import RowGrammars
 from quire.decoding.sampler import SampledTokens, device_settings, sample_async, sample_on_device, to_sampled_tokens
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.cuda.graphs import USUAL_SIZES, CudaGraphCapture, CudaGraphRunner, Graph, GraphSize, GraphSizes
-from quire.execution.cuda.inputs import Draws, InputLayout, upload
 from quire.execution.cuda.tables import DeviceTables, table_edits
+from quire.execution.cuda_graphs.graphs import (
+    USUAL_SIZES,
+    CudaGraphCapture,
+    CudaGraphRunner,
+    Graph,
+    GraphSize,
+    GraphSizes,
+)
+from quire.execution.cuda_graphs.inputs import Draws, InputLayout, upload
 from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
 from quire.execution.worker import StepAdapters, Worker

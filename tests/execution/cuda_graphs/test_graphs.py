@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
 from quire.execution.batch import StepInputs
-from quire.execution.cuda.graphs import (
+from quire.execution.cuda_graphs.graphs import (
     MIXED_ROWS,
     MIXED_TOKENS,
     SIZES,
@@ -23,7 +23,7 @@ from quire.execution.cuda.graphs import (
     GraphSizes,
     graph_sizes,
 )
-from quire.execution.cuda.inputs import Draws
+from quire.execution.cuda_graphs.inputs import Draws
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.kernels.sampling import SETTINGS
 from quire.model.batch import ForwardBatch
