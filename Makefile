@@ -93,7 +93,7 @@ fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed 
 matrix: $(STAMP) ## run products of settings, and kernels with faults that tests must catch
 	$(BIN)/python -m pytest -m matrix --timeout 0 $(ARGS)
 
-ray: $(STAMP) ## scale, upgrade and kill replicas on a Ray cluster of this machine, under load
+ray: $(STAMP) ## scale, upgrade and kill replicas on a Ray cluster of this machine, under load; kill and stop ranks in each phase
 	$(BIN)/python -m pytest -m ray --timeout 0 $(ARGS)
 
 imitated: $(STAMP) ## run the kernels' tests on every x86 instruction set, those that the CPU lacks imitated on AVX2 (slow)

@@ -6,12 +6,9 @@ a server that starts the whole set again after each of its processes was killed,
 
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,9 +19,9 @@ from ray.cluster_utils import Cluster
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.core.errors import EngineError, RankLostError
+from support.ray_cluster import LIMIT_S, cluster
 from support.server import ServerProcess, is_running, running_server, wait_until
 
-LIMIT_S = 120.0
 MEMBER = "quire.engine.nodes.member"
 PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
 SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True, n=2)
@@ -34,29 +31,6 @@ ON_RAY: dict[str, Any] = {
     "tensor_parallel_size": 2, "distributed_executor_backend": "ray",
     "stall_limit": 120.0,  # what is killed is noticed at once; what a busy machine slows down is not lost
 }  # fmt: skip
-
-
-@contextmanager
-def cluster(num_nodes: int) -> Iterator[Cluster]:
-    """Run nodes of one CPU each; nothing is left of them.
-
-    All of them start here: Ray waits 30 s for one, too short while ranks load on the same CPUs.
-    """
-    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")       # short: sockets are in it
-    os.environ["RAY_TMPDIR"] = folder
-    node = {"num_cpus": 1, "object_store_memory": 78 << 20}
-    nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    for _ in range(num_nodes - 1):
-        nodes.add_node(**node)
-    nodes.wait_for_nodes(LIMIT_S)
-    os.environ["RAY_ADDRESS"] = nodes.address
-    try:
-        yield nodes
-    finally:
-        nodes.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=LIMIT_S)
-    assert not alive, f"left behind: {alive}"
 
 
 def members() -> list[psutil.Process]:

@@ -13,20 +13,15 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
 from support.faults import raising
+from support.ray_cluster import SETTINGS, TESTS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-TESTS = Path(__file__).parents[2]
 
 
 def lines_of(mode: str, model: Path) -> list[str]:
     """Return what `tests/ray_ranks.py` says to hold."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
-    settings = {
-        "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",
-        "RAY_worker_niceness": "0",  # else 15: ranks that get no CPU on a busy machine, and runs that time out
-    }  # fmt: skip
     run = subprocess.run(
-        [sys.executable, TESTS / "ray_ranks.py", mode, model], env=os.environ | settings | {"PYTHONPATH": paths},
+        [sys.executable, TESTS / "ray_ranks.py", mode, model], env=os.environ | SETTINGS,
         capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
