@@ -33,6 +33,8 @@ from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+SILENCE_SHARES = 0.9, 0.1   # of the limit: two looks, since this process may have been stopped, and has to read first
+
 
 class Observer(Protocol):
     """Callbacks of a client. Called on the event loop; must be quick."""
@@ -239,11 +241,14 @@ class EngineClient(SingleEngine):
 
     async def _receive(self) -> Report:
         """Wait for the next report. EngineDeadError if an engine that sends heartbeats has sent none for too long."""
-        limit_s = self._silence_limit_s
-        try:
-            return await asyncio.wait_for(self._connection.receive(), limit_s)
-        except TimeoutError as error:
-            raise EngineDeadError(f"the engine process gave no sign for {limit_s:g} s (stall_limit)") from error
+        if (limit_s := self._silence_limit_s) is None:
+            return await self._connection.receive()
+        receiving = asyncio.ensure_future(self._connection.receive())
+        for share in SILENCE_SHARES:
+            if (await asyncio.wait([receiving], timeout=share * limit_s))[0]:
+                return receiving.result()
+        receiving.cancel()
+        raise EngineDeadError(f"the engine process gave no sign for {limit_s:g} s (stall_limit)")
 
     def _handle_report(self, report: Report) -> None:
         if isinstance(report, messages.Beat):

@@ -1,11 +1,16 @@
 """Engines of several ranks behind one server: restarted after the death of a rank, alone and as one of two engines."""
 
+import json
 import os
 import signal
+import time
 from pathlib import Path
 
+import httpx
+
 from support.metrics_page import read_metrics
-from support.server import ServerProcess, engine_pids, is_running, running_server, wait_until
+from support.server import ANSWER_LIMIT_S, ServerProcess, engine_pids, is_running, running_server, wait_until
+from support.stopping import stopped
 
 SIZES = "--num-kv-blocks", "512", "--max-model-len", "256"
 BODY = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -57,3 +62,15 @@ def test_killed_rank_ends_its_engine_alone() -> None:
         assert is_running(second)
         assert is_running(ranks[1])
         assert token_ids(server) == expected
+
+
+def test_server_that_was_stopped_does_not_miss_its_engine() -> None:
+    with running_server("-tp", "2", "--stall-limit", "10", "--num-kv-blocks", "512") as server:
+        body = BODY | {"max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as response:
+            events = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+            next(events)
+            with stopped(server.pid):
+                time.sleep(12)
+            *_, last, done = events
+        assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
