@@ -39,7 +39,7 @@ from quire.decoding.sampling_state import (
     SAMPLED,
     SCALED,
 )
-from quire.kernels.sampling import SamplingInputs, pack_settings
+from quire.kernels.sampling import SamplingInputs
 from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
 
 CANDIDATES_AT_ONCE = 1 << 20  # in arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
@@ -107,9 +107,13 @@ def sample_on_device(settings: Tensor, logits: Tensor, ops: SamplingOps) -> Tens
     return _with_soundness(ops.choose_tokens(logits, settings), logits)
 
 
-def device_settings(samples: SamplingBatch, ops: SamplingOps) -> NDArray[np.float64] | None:
-    """Return the settings [num_samples, 4] of samples; None if any needs more than a draw or the highest logit."""
-    return None if samples.wanted & ~SAMPLED else pack_settings(_sampling_inputs(samples, ops))
+def device_settings(samples: SamplingBatch, ops: SamplingOps) -> NDArray[np.void] | None:
+    """Return the settings of samples, SETTINGS [num_samples]; None if one needs more than a draw or an argmax."""
+    if samples.wanted & ~SAMPLED:
+        return None
+    draws = samples.state.draws[samples.rows]
+    draws["uniforms"] = _uniforms(samples, samples.settings(), ops)
+    return draws
 
 
 def _with_soundness(choice: Tokens, logits: Tensor) -> Tensor:
@@ -120,7 +124,8 @@ def _with_soundness(choice: Tokens, logits: Tensor) -> Tensor:
 def to_sampled_tokens(drawn: Tensor) -> SampledTokens:
     """Return the result of `sample` from that of `sample_async`."""
     token_ids, is_sound = drawn.tolist()
-    return SampledTokens(token_ids, None, {i: NOT_FINITE for i, sound in enumerate(is_sound) if not sound})
+    failures = {} if all(is_sound) else {i: NOT_FINITE for i, sound in enumerate(is_sound) if not sound}
+    return SampledTokens(token_ids, None, failures)
 
 
 def join(parts: Sequence[SampledTokens]) -> SampledTokens:
@@ -237,5 +242,9 @@ def _choose(samples: SamplingBatch, logits: Tensor, wanted: int, ops: SamplingOp
 def _sampling_inputs(samples: SamplingBatch, ops: SamplingOps) -> SamplingInputs:
     settings = samples.settings()
     temperatures = np.where(samples.features & SAMPLED, settings["temperature"], np.float32(0))
-    uniforms = ops.uniforms(settings["seed"], samples.num_tokens - settings["num_prompt_tokens"])
+    uniforms = _uniforms(samples, settings, ops)
     return SamplingInputs(temperatures, settings["log_min_p"], settings["top_k"], settings["top_p"], uniforms)
+
+
+def _uniforms(samples: SamplingBatch, settings: NDArray[np.void], ops: SamplingOps) -> NDArray[np.float64]:
+    return ops.uniforms(settings["seed"], samples.num_tokens - settings["num_prompt_tokens"])

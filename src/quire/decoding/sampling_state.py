@@ -14,6 +14,7 @@ from quire.core.beam_search_params import num_candidates
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.bad_words import BadWords
+from quire.kernels.sampling import SETTINGS
 
 # Features of a row beyond the highest logit: the bits of `SamplingState.features`.
 SAMPLED = 1 << 0
@@ -80,14 +81,15 @@ class TokenLists:
 class SamplingState:
     """Parameters of all rows.
 
-    features: uint32 [max_rows], the flags above. settings: ROW_DTYPE [max_rows]. lists: per row, None if a row
-    names no tokens.
+    features: uint32 [max_rows], the flags above. settings: ROW_DTYPE [max_rows]. draws: SETTINGS [max_rows], what a
+    device is sent, but for the uniform numbers. lists: per row, None if a row names no tokens.
     """
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.features = np.zeros(max_rows, dtype=np.uint32)
         self.settings = np.zeros(max_rows, dtype=ROW_DTYPE)
+        self.draws = np.zeros(max_rows, dtype=SETTINGS)
         self.lists: list[TokenLists | None] = [None] * max_rows
         self._words: tuple[tuple[int, ...], ...] = ()  # of the latest row: the branches of a request come in sequence
         self._bad_words = BadWords(self._words)
@@ -97,6 +99,9 @@ class SamplingState:
         features = _features(new)
         self.features[new.row] = features
         self.settings[new.row] = _settings(new, self.vocab_size)
+        own = self.settings[new.row]
+        temperature = own["temperature"] if features & SAMPLED else 0
+        self.draws[new.row] = own["top_p"], 0, temperature, own["log_min_p"], own["top_k"]
         has_lists = features & (TOKEN_LISTS | NAMED_LOGPROBS)
         self.lists[new.row] = TokenLists.of(new, self._bad_words_of(new)) if has_lists else None
 

@@ -107,9 +107,10 @@ class PersistentBatch:
         rows, starts, counts = np.array(plan.rows), np.array(plan.starts), np.array(plan.counts)
         stops = starts + counts
         query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_starts[1:])
-        token_rows = np.repeat(rows, counts)                                                    # [T]
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts)  # [T]
+        query_starts[1:] = counts.cumsum()
+        entries = np.arange(len(rows)).repeat(counts)                                    # [T]
+        token_rows = rows[entries]                                                       # [T]
+        positions = np.arange(len(entries)) + (starts - query_starts[:-1])[entries]      # [T]
         blocks = self.block_tables[token_rows, positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + positions % self.block_size
         if plan.stored_entries:
@@ -150,11 +151,11 @@ class PersistentBatch:
 
     def write_placeholders(self, inputs: StepInputs) -> IntArray:
         """Write -1 - row for each token that is being sampled; return the rows' owners, for `record`."""
-        self.record(inputs, (-1 - inputs.sample_rows).tolist())
+        self.record(inputs, -1 - inputs.sample_rows)
         owners: IntArray = self._owners[inputs.sample_rows]
         return owners
 
-    def record(self, inputs: StepInputs, sampled: list[int], owners: IntArray | None = None) -> None:
+    def record(self, inputs: StepInputs, sampled: list[int] | IntArray, owners: IntArray | None = None) -> None:
         """Write the sampled tokens at their positions. A sequence of the maximum length has no position for one more.
 
         With `owners`, rows that have another owner by now are skipped.

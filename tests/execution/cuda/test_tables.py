@@ -22,7 +22,7 @@ def test_rows_of_every_step_are_those_of_the_host(tmp_path: Path, monkeypatch: p
     num_checked, upload_inputs = 0, CudaWorker._upload
 
     def checking(
-        self: CudaWorker, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.float64] | None = None
+        self: CudaWorker, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.void] | None = None
     ) -> tuple[ForwardBatch, list[Tensor], Graph | None]:
         nonlocal num_checked
         found = upload_inputs(self, plan, inputs, settings)

@@ -91,9 +91,9 @@ def run(graphs: CudaGraphRunner, batch: ForwardBatch) -> Tensor | None:
     return None if result is None else result[:num_tokens]
 
 
-def settings_of(num_rows: int) -> NDArray[np.float64]:
+def settings_of(num_rows: int) -> NDArray[np.void]:
     """Return made-up settings, all different."""
-    return np.arange(4.0 * num_rows).reshape(num_rows, 4)
+    return np.arange(4.0 * num_rows).view(SETTINGS)
 
 
 def draw_by(graphs: CudaGraphRunner, num_rows: int, counts: int = 1) -> Tensor | None:
@@ -214,7 +214,7 @@ def test_decodes_that_draw_have_graphs_of_their_own_and_idle_rows_write_to_no_ro
         assert sampled is not None
         assert sampled[:, :num_rows].tolist() == [[7 + i for i in range(num_rows)], [8 + i for i in range(num_rows)]]
     assert seen[-1].rows.tolist() == [30, 31, 32, 33, 34, 99, 99, 99]
-    assert seen[-1].settings[:5].tolist() == settings_of(5).tolist()
+    assert seen[-1].settings[:5].flatten().tolist() == settings_of(5).view(np.float64).tolist()
     assert seen[-1].settings[5:].numpy().view(SETTINGS)["top_ks"].tolist() == [[1]] * 3
     assert run(graphs, batch_of(5)) is None, "a step that draws otherwise has another graph"
     graphs.capture_all(max_tokens=16)
@@ -239,7 +239,7 @@ def test_steps_with_chunks_draw_behind_tokens_of_their_rows(recorder: Recorder) 
         assert sampled[1, :num_rows].tolist() == [*range(30, 30 + num_rows)]
     assert seen[-1].rows.tolist() == [30, 31, 32, *[99] * 5]
     assert seen[-1].logit_rows.tolist() == [6, 7, 8, *[0] * 5]
-    assert seen[-1].settings[:3].tolist() == settings_of(3).tolist()
+    assert seen[-1].settings[:3].flatten().tolist() == settings_of(3).view(np.float64).tolist()
 
 
 def test_graph_of_a_step_with_chunks_has_more_tokens_than_rows() -> None:

@@ -30,10 +30,6 @@ def step_of(counts: list[int], adapters: RowAdapters | None = None) -> StepInput
     return StepInputs(batch, samples + 20, samples, samples, samples + 30, samples, ends - 1, [], [])
 
 
-def settings_of(num_rows: int) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
-    return np.arange(4.0 * num_rows).reshape(num_rows, 4)
-
-
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [5, 1, 3]], ids=str)
 def test_step_of_its_own_size_arrives_as_it_was(counts: list[int]) -> None:
     step = step_of(counts)
@@ -52,7 +48,8 @@ def test_step_is_padded_with_what_reads_and_writes_nothing(num_tokens: int) -> N
     of_row = torch.tensor([1, 0, 5], dtype=torch.int32)
     step = step_of([1, 1, 1], RowAdapters((), of_row, None))
     layout = InputLayout(4, num_tokens, has_adapters=True, draws=True)
-    batch, rows, draws = layout.inputs(layout.pack(step, settings_of(3), 99, CPU), step.forward.adapters)
+    settings = np.arange(12.0)
+    batch, rows, draws = layout.inputs(layout.pack(step, settings.view(SETTINGS), 99, CPU), step.forward.adapters)
     assert batch.token_ids.tolist() == [7, 8, 9, *[0] * (num_tokens - 3)]
     assert batch.slot_mapping.tolist() == [0, 2, 4, *[-1] * (num_tokens - 3)]
     assert batch.query_starts.tolist() == [0, 1, 2, 3, 4 if num_tokens == 4 else 3]
@@ -61,7 +58,7 @@ def test_step_is_padded_with_what_reads_and_writes_nothing(num_tokens: int) -> N
     assert batch.adapters is not None
     assert batch.adapters.of_row.tolist() == [1, 0, 5, *[-1] * (num_tokens - 3)]
     assert draws is not None
-    assert draws.settings[:3].tolist() == settings_of(3).tolist()
+    assert draws.settings[:3].flatten().tolist() == settings.tolist()
     [[idle]] = draws.settings[3:].numpy().view(SETTINGS)
     assert (idle["temperatures"], idle["top_ks"], idle["top_ps"]) == (0, 1, 1), "the highest logit"
     assert draws.rows.tolist() == [30, 31, 32, 99]

@@ -139,7 +139,7 @@ class CudaWorker(Worker):
         self._last_tokens.index_copy_(0, draws.rows, sampled[0])
         return sampled
 
-    def _settings_of_graph(self, inputs: StepInputs) -> NDArray[np.float64] | None:
+    def _settings_of_graph(self, inputs: StepInputs) -> NDArray[np.void] | None:
         """Return the settings of draws that can be part of the step's graph: plain ones, at most one for each row."""
         num_rows, num_tokens, num_samples = len(inputs.rows), len(inputs.forward.token_ids), len(inputs.logit_rows)
         if self._graphs is None or not 0 < num_samples <= num_rows:
@@ -153,7 +153,7 @@ class CudaWorker(Worker):
         return device_settings(self._samples(inputs, slice(None)), self._model.back_end.sampling)
 
     def _upload(
-        self, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.float64] | None = None
+        self, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.void] | None = None
     ) -> tuple[ForwardBatch, list[Tensor], Graph | None]:
         """Return a step's inputs on the device, padded to its graph if there is one, with block tables as of the plan.
 
@@ -201,8 +201,10 @@ class CudaWorker(Worker):
         return event.query
 
     def _has_prompt_logprobs(self, inputs: StepInputs) -> bool:
-        is_prompt = inputs.starts < self._batch.num_prompt_tokens[inputs.rows] - 1
-        return bool((is_prompt & self._batch.scores_prompt[inputs.rows]).any())
+        asks = self._batch.scores_prompt[inputs.rows]
+        if not asks.any():
+            return False
+        return bool((asks & (inputs.starts < self._batch.num_prompt_tokens[inputs.rows] - 1)).any())
 
     def _start_sampling(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens | Tensor:
         """Sample without waiting, unless a row asks for logprobs or the samples have to be drawn one by one."""

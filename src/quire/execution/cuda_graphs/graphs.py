@@ -65,7 +65,7 @@ class Graph(NamedTuple):
     draws: Draws | None
     replay: Replay       # returns the hidden states [num_tokens, hidden_size], or the draws int64 [2, num_rows]
 
-    def fill(self, inputs: StepInputs, settings: NDArray[np.float64] | None, idle_row: int) -> None:
+    def fill(self, inputs: StepInputs, settings: NDArray[np.void] | None, idle_row: int) -> None:
         """Replace the inputs, but for the block tables, by those of a step, behind what was launched so far."""
         self.memory.copy_(self.layout.pack(inputs, settings, idle_row, self.memory.device), non_blocking=True)
 

@@ -23,7 +23,7 @@ IDLE = np.array((1, 0, 0, 0, 1), SETTINGS)  # of a row without a sequence: its h
 
 
 class Draws(NamedTuple):
-    """The draws of a graph: settings float64 [num_rows, 4] of `pack_settings`, the others int64 [num_rows]."""
+    """The draws of a graph: settings float64 [num_rows, 4], SETTINGS a row, the others int64 [num_rows]."""
 
     settings: Tensor
     rows: Tensor        # of the last tokens of all rows, where the drawn ones are written
@@ -77,7 +77,7 @@ class InputLayout:
         self.num_bytes = self._places.num_bytes
 
     def pack(
-        self, inputs: StepInputs, settings: NDArray[np.float64] | None, idle_row: int, device: torch.device
+        self, inputs: StepInputs, settings: NDArray[np.void] | None, idle_row: int, device: torch.device
     ) -> Tensor:
         """Return a step of at most this size in host memory, with the settings of its draws, if it has any.
 
@@ -98,7 +98,7 @@ class InputLayout:
         if batch.adapters is not None:
             arrays.append((batch.adapters.of_row.numpy(), -1))
         if settings is not None:
-            arrays += [(settings.view(SETTINGS)[:, 0], IDLE), (inputs.sample_rows, idle_row), (inputs.logit_rows, 0)]
+            arrays += [(settings, IDLE), (inputs.sample_rows, idle_row), (inputs.logit_rows, 0)]
         return self._places.write(arrays, device)
 
     def inputs(self, buffer: Tensor, adapters: RowAdapters | None) -> DeviceInputs:
