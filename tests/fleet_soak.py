@@ -156,7 +156,7 @@ def main(num_requests: int, every_s: float) -> int:
         ends = f"{tally.num_answered} answered, {tally.num_lost} lost, {tally.num_kills} kills"
         print(f"{seconds:6.0f} s: {ends}", flush=True)
 
-    with running_server(*FLAGS) as server:
+    with running_server(*FLAGS, is_new=True) as server:
 
         async def kill(tally: Tally) -> None:
             while True:

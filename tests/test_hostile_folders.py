@@ -151,7 +151,7 @@ def test_what_a_file_has_wrong_is_told(
 def test_server_refuses_before_it_serves(whole_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole_folder, tmp_path / "model"))
     end_outside_of_the_vocabulary(folder)
-    server = ServerProcess(str(folder), "--port", "0", "--num-kv-blocks", "16")
+    server = ServerProcess(str(folder), "--port", "0", "--num-kv-blocks", "16", is_forked=True)
     try:
         assert server.wait() == 1
         assert server.out == ""

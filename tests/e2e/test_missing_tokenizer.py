@@ -22,7 +22,7 @@ def mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_server_refuses_to_start_unless_tokenizers_are_skipped(mute: Path) -> None:
-    with closing(ServerProcess(str(mute), "--num-kv-blocks", "16")) as server:
+    with closing(ServerProcess(str(mute), "--num-kv-blocks", "16", is_forked=True)) as server:
         assert server.process.wait(timeout=120) == 1
         assert f"{mute} has no tokenizer" in server.log
         assert "--skip-tokenizer-init serves token ids alone" in server.log

@@ -62,7 +62,8 @@ def watched_server(tmp_path: Path, *flags: str) -> Iterator[Watched]:
     mark = f"e2e-{uuid.uuid4().hex}"
     env = {"TMPDIR": str(tmp_path), "E2E_MARK": mark}
     patience = ("--stall-limit", "600", "--shutdown-timeout", "600")
-    with running_server("--num-kv-blocks", "8192", "--swap-space", "4MiB", *patience, *flags, env=env) as server:
+    size = "--num-kv-blocks", "8192", "--swap-space", "4MiB"
+    with running_server(*size, *patience, *flags, env=env, is_new=True) as server:
         found = Watched(server, mark, tmp_path)
         assert len(found.remains()) >= 3  # server, engine, port: the test can see them
         yield found

@@ -11,7 +11,8 @@ from support.server import ServerProcess
 
 def test_socket_is_served_and_removed_at_the_end(demo_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
-    with closing(ServerProcess(str(demo_model), "--uds", str(path), "--num-kv-blocks", "16")) as server:
+    flags = "--uds", str(path), "--num-kv-blocks", "16"
+    with closing(ServerProcess(str(demo_model), *flags, is_forked=True)) as server:
         server.wait_ready()
         assert server.url == f"unix:{path}"
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://quire", timeout=60) as client:

@@ -1,10 +1,11 @@
-"""Processes of engines and of ranks, forked from one that has loaded torch, for tests that look at what they do.
+"""Processes of engines, ranks and servers, forked from one that has loaded torch, for tests that look at what they do.
 
 A new process spends nearly 2 CPU seconds on imports, a fork almost none; from then on both run the same code.
 `EngineProcess.spawn` is for tests of the start itself. All forks of a test process have one parent, which ends with it.
 
-The parent's protocol: a message with a module, its folder and environment, and with descriptors (the write end of a
-pipe for the exit status, stdout, stderr, and the module's own, its socket first) is answered with the process id.
+The parent's protocol: a message with a module, its folder, environment and further arguments, and with descriptors (the
+write end of a pipe for the exit status, stdout, stderr, and the module's own, its socket first) is answered with the
+process id.
 """
 
 import atexit
@@ -64,9 +65,13 @@ class ForkedProcess:
             raise subprocess.TimeoutExpired(["a forked process"], timeout or 0)
         with self._reading:
             if self.returncode is None:
-                self.returncode, seconds = END.unpack(os.read(self._end, END.size))
-                cpu_seconds.REPORTED.append(seconds)
+                self.returncode = self._status()
             return self.returncode
+
+    def _status(self) -> int:
+        status, seconds = END.unpack(os.read(self._end, END.size))
+        cpu_seconds.REPORTED.append(seconds)
+        return int(status)
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -79,6 +84,16 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+class ForkedChild(ForkedProcess):
+    """A fork of this process."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(pid, os.pidfd_open(pid))
+
+    def _status(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 class Parent:
     """The process that forks, as the test process sees it."""
 
@@ -89,25 +104,36 @@ class Parent:
         with theirs, block_stop_signals():
             command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
-            )
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # of a file, sys.stdout would seek in what a fork has in its place
+            )  # fmt: skip
         self._asking = threading.Lock()
         atexit.register(self.close)
 
-    def fork(self, module: str, environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedProcess:
-        """Return a new process of a module, whose arguments are the numbers of its descriptors."""
+    def fork(
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        arguments: Sequence[str] = (),
+        streams: tuple[int, int] = (1, 2),
+    ) -> ForkedProcess:
+        """Return a new process of a module. Its arguments are the numbers of its descriptors, and then those given.
+
+        `streams`: its stdout and stderr.
+        """
         ours, theirs = os.pipe()
-        message = json.dumps([module, os.getcwd(), dict(environment)]).encode()
+        message = json.dumps([module, os.getcwd(), dict(environment), list(arguments)]).encode()
         with self._asking:
-            socket.send_fds(self._socket, [message], [theirs, 1, 2, *descriptors])
+            socket.send_fds(self._socket, [message], [theirs, *streams, *descriptors])
             pid = int(self._socket.recv(MAX_MESSAGE_BYTES))
         os.close(theirs)
         return ForkedProcess(pid, ours)
 
     def close(self) -> None:
         """End the process."""
-        self._socket.close()
-        self._process.wait()
+        with self._process:
+            self._socket.close()
 
 
 parent = cache(Parent)
@@ -120,6 +146,18 @@ def fork_module(
     ours, theirs = socket.socketpair()
     with theirs:
         return parent().fork(module, env, [theirs.fileno(), *descriptors]), ours
+
+
+def fork_child(
+    module: str, *, env: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> tuple[ForkedChild, socket.socket]:
+    """Do what `start_module` does, by a fork of this process, which has imported what the module needs."""
+    ours, theirs = socket.socketpair()
+    with theirs, block_stop_signals():
+        if (pid := os.fork()) == 0:
+            signal.set_wakeup_fd(-1)  # that of an event loop, whose descriptors are closed
+            _run(module, os.getcwd(), dict(env), [], 1, 2, theirs.fileno(), *descriptors)
+    return ForkedChild(pid), ours
 
 
 def fork_engine(options: EngineOptions) -> EngineProcess:
@@ -146,9 +184,12 @@ def main() -> None:
                 message, descriptors, *_ = socket.recv_fds(asked, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
                 if not message:
                     return
-                if (pid := os.fork()) == 0:
-                    _run(*json.loads(message), *descriptors)
+                module, *settings = json.loads(message)
+                import_module(module)  # what it needs is loaded once
                 end, *others = descriptors
+                if (pid := os.fork()) == 0:
+                    os.close(end)
+                    _run(module, *settings, *others)
                 for each in others:
                     os.close(each)
                 watched = os.pidfd_open(pid)
@@ -165,12 +206,12 @@ def _report_end(watched: int, pid: int, end: int) -> None:
 
 
 def _run(
-    module: str, folder: str, environment: dict[str, str], end: int, out: int, err: int, *own: int
+    module: str, folder: str, environment: dict[str, str], arguments: list[str], out: int, err: int, *own: int
 ) -> NoReturn:
     """Be a process of the module, with the descriptors that a new one would have."""
     status = 1
     try:
-        os.close(end)
+        Path("/proc/self/comm").write_text(module)  # of which 15 characters are kept
         os.dup2(out, 1)
         os.dup2(err, 2)
         bounds = [2, *sorted(own), os.sysconf("SC_OPEN_MAX")]
@@ -179,7 +220,7 @@ def _run(
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv[1:] = map(str, own)  # of this process alone
+        sys.argv[1:] = [*map(str, own), *arguments]  # of this process alone
         import_module(module).main()
         status = 0
     except SystemExit as error:
@@ -187,6 +228,8 @@ def _run(
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(status)
 
 

@@ -19,6 +19,8 @@ from typing import IO, Any
 
 import httpx
 
+from support.forked_engines import ForkedProcess, parent
+
 SOURCES = Path(__file__).parents[2] / "src"
 ENTRY = "from quire.cli.main import main; main()"
 START_LIMIT_S = ANSWER_LIMIT_S = 120.0  # against hangs: no machine is that slow
@@ -27,21 +29,38 @@ READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>(?:https?://
 
 
 class ServerProcess:
-    """`quire serve` and what it has printed. `url` is known once it is ready. `command` runs `entry`, its code."""
+    """`quire serve` and what it has printed. `url` is known once it is ready.
+
+    A new process, of `entry`, code that `command` runs; or with `is_forked` a fork (support/forked_engines.py).
+    """
 
     def __init__(
-        self, *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = (), entry: str = ENTRY
+        self,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        command: tuple[str, ...] = (),
+        entry: str = ENTRY,
+        is_forked: bool = False,
     ) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close; a pipe that nobody reads would fill up)
         self.out = ""
         self.url = self.name = ""
-        self.process = subprocess.Popen(
-            [*command, sys.executable, "-c", entry, "serve", *arguments],
-            env=_environment() | (env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        reader, writer = os.pipe()
+        self.stdout = open(reader, "rb")  # noqa: SIM115 (closed by wait)
+        environment = _environment() | (env or {})
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if is_forked:
+            streams = writer, self._log.fileno()
+            self.process = parent().fork("support.forked_server", environment, [], ["serve", *arguments], streams)
+        else:
+            self.process = subprocess.Popen(
+                [*command, sys.executable, "-c", entry, "serve", *arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=writer,
+                stderr=self._log,
+            )
+        os.close(writer)
 
     @property
     def pid(self) -> int:
@@ -79,13 +98,11 @@ class ServerProcess:
     def wait_ready(self) -> None:
         """Wait for the ready line. Fails with what the server said if it ends before."""
         deadline_s = time.monotonic() + START_LIMIT_S
-        stdout = self.process.stdout
-        assert stdout is not None
         while not (ready := READY_LINE.search(self.out)):
             remaining_s = deadline_s - time.monotonic()
             assert remaining_s > 0, f"not ready in {START_LIMIT_S} s: {self.out}{self.log}"
-            if select.select([stdout], [], [], remaining_s)[0]:
-                text = os.read(stdout.fileno(), 65536).decode()
+            if select.select([self.stdout], [], [], remaining_s)[0]:
+                text = os.read(self.stdout.fileno(), 65536).decode()
                 assert text, f"ended with {self.process.wait()} before it was ready: {self.out}{self.log}"
                 self.out += text
         self.name, self.url = ready["name"], ready["url"]
@@ -97,9 +114,9 @@ class ServerProcess:
     def wait(self, timeout_s: float = END_LIMIT_S) -> int:
         """Wait for the end; return the exit status."""
         status = self.process.wait(timeout_s)
-        if self.process.stdout is not None and not self.process.stdout.closed:
-            self.out += self.process.stdout.read().decode()
-            self.process.stdout.close()
+        if not self.stdout.closed:
+            self.out += self.stdout.read().decode()
+            self.stdout.close()
         return status
 
     def stop(self) -> int:
@@ -121,15 +138,23 @@ class ServerProcess:
 
 def engine_pids(server: ServerProcess) -> list[int]:
     """Return the processes of a server's engines, in order of their start."""
-    return sorted(pid for pid in server.child_pids() if b"quire.engine.process" in _command_line(pid))
+    return sorted(pid for pid in server.child_pids() if _is_engine(pid))
 
 
 @contextmanager
 def running_server(
-    *arguments: str, env: dict[str, str] | None = None, command: tuple[str, ...] = (), entry: str = ENTRY
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    command: tuple[str, ...] = (),
+    entry: str = ENTRY,
+    is_new: bool = False,
 ) -> Iterator[ServerProcess]:
-    """Start `quire serve --port 0` with more arguments, wait until it is ready, and end it afterwards."""
-    server = ServerProcess("--port", "0", *arguments, env=env, command=command, entry=entry)
+    """Start `quire serve --port 0` with more arguments, wait until it is ready, and end it afterwards.
+
+    It is a fork, unless it `is_new`, or has a command or code of its own.
+    """
+    is_forked = not (is_new or command or entry != ENTRY)
+    server = ServerProcess("--port", "0", *arguments, env=env, command=command, entry=entry, is_forked=is_forked)
     try:
         server.wait_ready()
         yield server
@@ -167,11 +192,14 @@ def _parent(pid: int) -> int | None:
         return None
 
 
-def _command_line(pid: int) -> bytes:
+def _is_engine(pid: int) -> bool:
+    """Return whether a process is an engine: by its command line, or, as a fork, by its name."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        name = Path(f"/proc/{pid}/comm").read_text()
     except OSError:
-        return b""
+        return False
+    return b"quire.engine.process" in command or name == "quire.engine.pr\n"
 
 
 def _kill(pid: int) -> None:

@@ -118,7 +118,7 @@ def test_files_that_cannot_be_used_end_the_start(
 
 def test_command_serves_https(files: dict[str, str], demo_model: Path) -> None:
     flags = ("--ssl-certfile", files["cert"], "--ssl-keyfile", files["key"], "--port", "0", "--num-kv-blocks", "16")
-    server = ServerProcess(str(demo_model), *flags)
+    server = ServerProcess(str(demo_model), *flags, is_forked=True)
     try:
         server.wait_ready()
         assert server.url.startswith("https://")

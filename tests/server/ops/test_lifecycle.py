@@ -45,7 +45,7 @@ def assert_gone(pids: list[int]) -> None:
 
 
 def test_server_says_what_it_has_and_ends_when_told() -> None:
-    with running_server(*SMALL, "--served-model-name", "one", "--served-model-name", "two") as server:
+    with running_server(*SMALL, "--served-model-name", "one", "--served-model-name", "two", is_new=True) as server:
         *table, line = server.out.splitlines()
         assert re.fullmatch(r"Quire is serving one on http://127\.0\.0\.1:\d+", line)
         assert {"weights", "KV", "swap", "longest"} <= {row.split()[0] for row in table}
@@ -171,9 +171,9 @@ def test_closed_standard_streams_do_not_disturb() -> None:
         assert server.stop() == 0
 
 
-def failed_start(*arguments: str) -> tuple[int, str]:
+def failed_start(*arguments: str, is_forked: bool = False) -> tuple[int, str]:
     """Return the exit status and what a server that cannot start says on stderr."""
-    server = ServerProcess(*arguments)
+    server = ServerProcess(*arguments, is_forked=is_forked)
     try:
         status = server.wait()
         assert server.out == ""
@@ -191,7 +191,7 @@ def failed_start(*arguments: str) -> tuple[int, str]:
     ],
 )
 def test_what_cannot_work_is_told_in_one_line(arguments: tuple[str, ...], words: list[str]) -> None:
-    status, log = failed_start(*arguments)
+    status, log = failed_start(*arguments, is_forked=True)
     assert (status, log.count("\n")) == (1, 1)
     assert [word for word in words if word not in log] == []
 
@@ -206,7 +206,7 @@ def test_taken_port_is_told_before_anything_is_loaded() -> None:
 
 
 def test_nothing_but_the_port_listens() -> None:
-    with running_server(*SMALL) as server:
+    with running_server(*SMALL, is_new=True) as server:
         inodes = set[str]()
         for pid in [server.pid, *server.child_pids()]:
             inodes |= {target[8:-1] for target in open_files(pid) if target.startswith("socket:[")}

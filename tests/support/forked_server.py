@@ -1,0 +1,17 @@
+"""`quire serve` in a forked process (support/forked_engines.py), whose engines and ranks are forks of it in turn."""
+
+import signal
+import sys
+
+from quire.cli.main import main as run
+from quire.engine import launcher
+from quire.engine.parallel import leader
+from quire.server.ops import lifecycle  # noqa: F401 (which `serve` loads while the engine starts)
+from support.forked_engines import fork_child
+
+
+def main() -> None:
+    """Run the command line, without the mask of signals that an engine has."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, launcher.STOP_SIGNALS)
+    launcher.start_module = leader.start_module = fork_child  # type: ignore[assignment]  # what is used of `Popen`
+    run(sys.argv[1:])
