@@ -10,6 +10,7 @@ from quire.kernels import activation
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
+from support.pairwise import covering
 
 dense = LinearWeight.dense
 
@@ -25,10 +26,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return activated(gate_up, "silu_and_mul")
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("width", [1, 15, 16, 172, 520])
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "relu"])
+@covering(
+    {
+        "name": ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "relu"],
+        "width": [1, 15, 16, 172, 520],
+        "has_bias": [False, True],
+        ("dtype", "tol"): DTYPES,
+    },
+)
 def test_layer_matches_the_plain_op(
     name: Activation, width: int, has_bias: bool, dtype: torch.dtype, tol: float
 ) -> None:

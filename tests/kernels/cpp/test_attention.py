@@ -56,9 +56,7 @@ def capped(back_end: BackEnd, softcap: float) -> BackEnd:
     return replace(back_end, paged_attention=partial(back_end.paged_attention, softcap=softcap))
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(4, 2, 24), (14, 2, 64)], ids=str)
-@pytest.mark.parametrize("softcap", [0.3, 50.0])
+@covering({"softcap": [0.3, 50.0], "heads": [(4, 2, 24), (14, 2, 64)], ("dtype", "tol"): DTYPES})
 def test_capped_scores_match_the_reference(
     softcap: float, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
 ) -> None:
@@ -83,9 +81,13 @@ def random_sinks(num_heads: int) -> Tensor:
     return sinks
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES[:2], ids=str)
-@pytest.mark.parametrize("heads", [(4, 2, 24), (40, 1, 16)], ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (50, 0.0), (None, 2.0)])
+@covering(
+    {
+        ("window", "softcap"): [(None, 0.0), (50, 0.0), (None, 2.0)],
+        "heads": [(4, 2, 24), (40, 1, 16)],
+        ("dtype", "tol"): DTYPES[:2],
+    },
+)
 def test_sinks_match_the_reference(
     window: int | None, softcap: float, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
 ) -> None:
@@ -107,9 +109,7 @@ def both_ways(back_end: BackEnd) -> BackEnd:
     return replace(back_end, paged_attention=partial(back_end.paged_attention, is_causal=False))
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES[:2], ids=str)
-@pytest.mark.parametrize("heads", [(4, 4, 8), (14, 2, 64)], ids=str)
-@pytest.mark.parametrize("window", [None, 1, 50])
+@covering({"window": [None, 1, 50], "heads": [(4, 4, 8), (14, 2, 64)], ("dtype", "tol"): DTYPES[:2]})
 def test_attention_in_both_directions_matches_the_reference_and_has_the_bits_of_texts_alone(
     window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
 ) -> None:
@@ -123,9 +123,7 @@ def test_attention_in_both_directions_matches_the_reference_and_has_the_bits_of_
             assert torch.equal(attend([part], window=window, back_end=both_ways(back_end))[0], result)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
-@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
-@pytest.mark.parametrize("back_end", [CPP, TORCH], ids=lambda each: each.name)
+@covering({"back_end": [CPP, TORCH], "dtype": EXACT_DTYPES, "num_threads": [1, 2]}, indirect=["num_threads"])
 def test_sinks_keep_the_bits_of_rows_alone_chunked_and_among_others(
     back_end: BackEnd, dtype: torch.dtype, num_threads: int
 ) -> None:

@@ -5,12 +5,18 @@ import torch
 
 from quire.kernels import embedding
 from quire.kernels.cpp.embedding import embed
+from support.pairwise import covering
 
 
-@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [1, 16, 50, 896])
-@pytest.mark.parametrize("num_tokens", [0, 1, 200])
+@covering(
+    {
+        "num_tokens": [0, 1, 200],
+        "width": [1, 16, 50, 896],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "num_threads": [1, 2],
+    },
+    indirect=["num_threads"],
+)
 def test_lookup_equals_the_plain_one(num_tokens: int, width: int, dtype: torch.dtype, num_threads: int) -> None:
     generator = torch.Generator().manual_seed(width)
     tokens, learned = (torch.randn(count, width, generator=generator).to(dtype) for count in (300, 64))

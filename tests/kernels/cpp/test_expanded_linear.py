@@ -15,6 +15,7 @@ from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.quantization import WHOLE_ROW, WeightScheme
 from quire.sim.packing import CPU_PACKING, packed_bytes
+from support.pairwise import covering
 
 WHOLE = 1 << 20  # a group longer than any row
 NUM_ROWS = (1, 2, 3, 5, 6, 15, 17, 33, 64, 65, 97, 200)
@@ -90,9 +91,14 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
     return bool((both_nan | (found.view(as_bits) == expected.view(as_bits))).all())
 
 
-@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
-@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
-@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, cycle(DTYPES), strict=False)], ids=str)
+@covering(
+    {
+        ("shape", "dtype"): [*zip(SHAPES, cycle(DTYPES), strict=False)],
+        "kind": KINDS,
+        "num_threads": [1, 2],
+    },
+    indirect=["num_threads"],
+)
 def test_layer_has_the_bits_of_the_dense_one_for_any_number_of_rows(
     shape: tuple[int, int, int], dtype: torch.dtype, kind: tuple[str, str], num_threads: int
 ) -> None:
@@ -156,9 +162,7 @@ def test_scale_that_is_not_finite_makes_its_output_nan(kind: tuple[str, str], bi
     assert found[:, :3].isfinite().all()
 
 
-@pytest.mark.parametrize("num_rows", [1, 23])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-@pytest.mark.parametrize("activation", get_args(Activation))
+@covering({"activation": get_args(Activation), "dtype": [*DTYPES, torch.float16], "num_rows": [1, 23]})
 def test_sums_are_finished_as_those_of_a_dense_layer(activation: Activation, dtype: torch.dtype, num_rows: int) -> None:
     for kind in KINDS:
         weight = random_weight((86, 130, 32), kind, dtype)
@@ -172,9 +176,13 @@ def test_sums_are_finished_as_those_of_a_dense_layer(activation: Activation, dty
         assert same_bits(layer(x, addend), expected(x, addend))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
-@pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
-@pytest.mark.parametrize("counts", [(96,), (48, 16, 32), (33, 33), (7, 9, 13, 3), (0, 32)], ids=str)
+@covering(
+    {
+        "counts": [(96,), (48, 16, 32), (33, 33), (7, 9, 13, 3), (0, 32)],
+        "activation": ["none", "silu_and_mul"],
+        "kind": KINDS,
+    },
+)
 def test_packing_in_parts_gives_the_bytes_of_the_whole(
     counts: tuple[int, ...], activation: Activation, kind: tuple[str, str]
 ) -> None:

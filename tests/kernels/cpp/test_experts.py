@@ -13,6 +13,7 @@ from quire.kernels.experts import Expert, ExpertSplit, Routing, TorchExperts
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, INT8, LinearWeight
 from quire.kernels.quantized import round_to_nearest
+from support.pairwise import covering
 from support.thread_ranks import in_threads, make_ranks
 
 WIDTH = 80
@@ -63,9 +64,13 @@ def mixture(
     return layer(WIDTH, len(sizes), (DENSE, A16), dtype, has_bias=has_bias, is_float=True), experts
 
 
-@pytest.mark.parametrize("make", [CppExperts, TorchExperts])
-@pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True)], ids=str)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@covering(
+    {
+        "num_ranks": [2, 3],
+        "routing": [Routing(2, True), Routing(3, False, True)],
+        "make": [CppExperts, TorchExperts],
+    },
+)
 def test_ranks_have_columns_of_the_whole(num_ranks: int, routing: Routing, make: type[CppExperts]) -> None:
     sizes, (router, _) = [72] * 6 + [104] * routing.has_shared, mixture(routing)
     weights = [(torch.randn(2, size, WIDTH) / 9, torch.randn(WIDTH, size) / 9) for size in sizes]
@@ -103,9 +108,13 @@ def test_ranks_have_columns_of_the_whole(num_ranks: int, routing: Routing, make:
         assert torch.equal(found[1], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True)], ids=str)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@covering(
+    {
+        "num_ranks": [2, 3],
+        "routing": [Routing(2, True), Routing(3, False, True)],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+    },
+)
 def test_ranks_that_have_inputs_of_second_layers_add_up_their_results(
     num_ranks: int, routing: Routing, dtype: torch.dtype
 ) -> None:
@@ -172,9 +181,14 @@ def test_biases_of_pieces_are_those_of_their_outputs(
     torch.testing.assert_close(CppExperts(router, experts, routing)(x), expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", [(DENSE, A16), (INT4, A8), (FP8, A16)], ids=str)
+@covering(
+    {
+        "kind": [(DENSE, A16), (INT4, A8), (FP8, A16)],
+        "dtype": [torch.float32, torch.bfloat16],
+        "num_threads": [1, 2, 3],
+    },
+    indirect=["num_threads"],
+)
 def test_rows_have_the_same_bits_among_any_others(kind: tuple[str, str], dtype: torch.dtype, num_threads: int) -> None:
     routing = Routing(2, False, True)
     compute = CppExperts(*mixture(routing, kind, dtype), routing)

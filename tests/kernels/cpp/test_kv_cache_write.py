@@ -1,6 +1,5 @@
 """Writing keys and values into their slots in C++, alone and fused with rotary."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.cpp.kv_cache_write import write_kv
 from quire.kernels.kv_cache_write import apply_rotary, rotary_table
 from support.packed_cache import pack, unpack
+from support.pairwise import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_BLOCKS = 12
@@ -37,10 +37,15 @@ def plain_caches(block_size: int, head_dim: int, dtype: torch.dtype) -> list[Ten
     return [torch.full((NUM_BLOCKS, block_size, 3, head_dim), 7.0, dtype=dtype) for _ in range(2)]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [8, 16, 128])
-@pytest.mark.parametrize("num_tokens", [0, 1, 5, 60])
+@covering(
+    {
+        "num_tokens": [0, 1, 5, 60],
+        "block_size": [8, 16, 128],
+        "dtype": DTYPES,
+        "num_threads": [1, 2],
+    },
+    indirect=["num_threads"],
+)
 def test_tokens_land_in_their_slots_and_nowhere_else(
     num_tokens: int, block_size: int, dtype: torch.dtype, num_threads: int
 ) -> None:
@@ -53,10 +58,15 @@ def test_tokens_land_in_their_slots_and_nowhere_else(
     assert all(map(torch.equal, ours, pack(*plain)))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (64, 64), (80, 24), (128, 128)])
-@pytest.mark.parametrize("is_interleaved", [False, True])
+@covering(
+    {
+        "is_interleaved": [False, True],
+        ("head_dim", "rotary_dim"): [(8, 8), (64, 64), (80, 24), (128, 128)],
+        "dtype": [torch.float32, torch.bfloat16],
+        "num_threads": [1, 2],
+    },
+    indirect=["num_threads"],
+)
 def test_keys_and_queries_are_turned_to_the_bit_as_the_rotary_op_turns_them(
     is_interleaved: bool, head_dim: int, rotary_dim: int, dtype: torch.dtype, num_threads: int, isa: str
 ) -> None:

@@ -12,6 +12,7 @@ from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.linear import Activation, reference
 from quire.kernels.linear_weight import LinearWeight
+from support.pairwise import covering
 
 dense = LinearWeight.dense
 
@@ -37,9 +38,7 @@ def random_case(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
     return torch.randn(70, shape[1], generator=generator).to(dtype), weight.to(dtype), torch.randn(shape[0]).to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@covering({"shape": SHAPES, "has_bias": [False, True], ("dtype", "tol"): DTYPES})
 def test_layer_matches_a_plain_product(
     shape: tuple[int, int], has_bias: bool, dtype: torch.dtype, tol: float
 ) -> None:
@@ -50,9 +49,14 @@ def test_layer_matches_a_plain_product(
     torch.testing.assert_close(result.float(), expected, rtol=tol, atol=tol)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[-6:], ids=str)
+@covering(
+    {
+        "shape": SHAPES[-6:],
+        "dtype": [torch.float32, torch.bfloat16],
+        "num_threads": [1, 2, 3],
+    },
+    indirect=["num_threads"],
+)
 def test_rows_have_the_same_bits_among_any_others(shape: tuple[int, int], dtype: torch.dtype, num_threads: int) -> None:
     rows, weight = revealing(max(NUM_ROWS), *shape, dtype)
     layer = CppLinear(dense(weight), dtype=torch.float32)
@@ -99,21 +103,28 @@ def test_padding_never_meets_infinity(dtype: torch.dtype) -> None:
     assert torch.equal(layer(wide[:, :33]), torch.full((3, 17), 33.0, dtype=dtype))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (18, 4867), (4867, 18)], ids=str)
+@covering(
+    {
+        "shape": [*SHAPES, (18, 4867), (4867, 18)],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "num_threads": [1, 2, 3],
+    },
+    indirect=["num_threads"],
+)
 def test_packing_keeps_every_bit(shape: tuple[int, int], dtype: torch.dtype, num_threads: int) -> None:
     """Row i of the unit matrix picks column i of the weight."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert torch.equal(CppLinear(dense(weight))(torch.eye(shape[1], dtype=dtype)).T, weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
-@pytest.mark.parametrize(
-    "counts",
-    [(48, 16, 32), (16, 16), (33, 33), (32, 15, 1), (7, 9, 13, 3), (96,), (5, 16, 27), (0, 32), (20, 12, 40, 24)],
-    ids=str,
+@covering(
+    {
+        "counts": [
+            (48, 16, 32), (16, 16), (33, 33), (32, 15, 1), (7, 9, 13, 3), (96,), (5, 16, 27), (0, 32), (20, 12, 40, 24),
+        ],
+        "activation": ["none", "silu_and_mul"],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+    },
 )
 def test_parts_give_the_bits_of_the_whole(
     counts: tuple[int, ...], activation: Activation, dtype: torch.dtype
@@ -139,9 +150,13 @@ def whole_numbers(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("activation", get_args(Activation))
-@pytest.mark.parametrize("shape", [(14, 13), (34, 33), (172, 64), (300, 257)], ids=str)
+@covering(
+    {
+        "shape": [(14, 13), (34, 33), (172, 64), (300, 257)],
+        "activation": get_args(Activation),
+        ("dtype", "tol"): DTYPES,
+    },
+)
 def test_addend_is_added_to_the_sums_before_bias_rounding_and_activation(
     shape: tuple[int, int], activation: Activation, dtype: torch.dtype, tol: float
 ) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.kernels import norm
 from quire.kernels.cpp.norm import CppNorm
+from support.pairwise import covering
 
 DTYPES = [(torch.float32, 4e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
 KINDS = ["rms", "layer", "layer without bias", "rms with weights in float32", "rms with 1 + weight"]
@@ -32,11 +33,15 @@ def rows(num_rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor
     return (torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5).to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 3, 70])
-@pytest.mark.parametrize("width", [1, 8, 17, 64, 896])
-@pytest.mark.parametrize("kind", KINDS)
+@covering(
+    {
+        "kind": KINDS,
+        "width": [1, 8, 17, 64, 896],
+        "num_rows": [1, 3, 70],
+        "has_residual": [False, True],
+        ("dtype", "tol"): DTYPES,
+    },
+)
 def test_kernel_matches_the_plain_op(
     kind: str, width: int, num_rows: int, has_residual: bool, dtype: torch.dtype, tol: float
 ) -> None:

@@ -14,6 +14,7 @@ from quire.kernels.kv_cache_write import apply_rotary, rotary_table
 from quire.kernels.kv_quantization import KVScales
 from support.packed_cache import CPP, pack
 from support.paged_cache import Paging, Part, Tokens, attend
+from support.pairwise import covering
 
 KV = list(QUANTIZED)
 SCALED_AND_NOT = ["int8_per_token_head", "fp8"]  # each part of the code at least once
@@ -35,9 +36,13 @@ def hostile_heads(num_tokens: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     return heads.to(dtype)
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("block_size", "head_dim"), [(8, 24), (16, 64), (128, 8), (16, 512)])
+@covering(
+    {
+        ("block_size", "head_dim"): [(8, 24), (16, 64), (128, 8), (16, 512)],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "kv": KV,
+    },
+)
 def test_stored_bytes_are_the_reference_s(block_size: int, head_dim: int, dtype: torch.dtype, kv: str) -> None:
     stored, heads = QUANTIZED[kv], hostile_heads(60, head_dim, dtype)
     query, key, value = heads[:, :6], heads[:, 6:9], heads[:, 9:]
@@ -73,10 +78,7 @@ def test_rotated_keys_are_quantized_as_they_would_be_stored(kv: str, dtype: torc
         assert torch.equal(cache.view(torch.int8), expected.view(torch.int8))
 
 
-@pytest.mark.parametrize(("dtype", "tol"), DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("kv", KV)
+@covering({"kv": KV, "window": [None, 50], "heads": HEADS, ("dtype", "tol"): DTYPES})
 def test_kernel_matches_reference(
     kv: str, window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
 ) -> None:
@@ -143,10 +145,15 @@ def test_chunking_never_changes_a_bit(dtype: torch.dtype, window: int | None, kv
         assert torch.equal(chunked, whole[begin:]), f"chunks of {chunk}"
 
 
-@pytest.mark.parametrize("num_threads", [2], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("kv", SCALED_AND_NOT)
+@covering(
+    {
+        "kv": SCALED_AND_NOT,
+        "window": [None, 70],
+        "dtype": [torch.float32, torch.bfloat16],
+        "num_threads": [2],
+    },
+    indirect=["num_threads"],
+)
 def test_neighbours_threads_and_blocks_never_change_a_bit(
     dtype: torch.dtype, window: int | None, kv: str, num_threads: int
 ) -> None:

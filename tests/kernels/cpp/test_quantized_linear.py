@@ -16,6 +16,7 @@ from quire.kernels.linear_weight import INTEGER_FORMATS, LinearWeight
 from quire.kernels.quantized import a8_sums, exact_product, round_to_nearest
 from quire.model.quantization import WHOLE_ROW, WeightScheme
 from quire.sim.packing import CPU_PACKING, packed_bytes
+from support.pairwise import covering
 
 NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 11, 16, 17, 31, 64, 65, 97, 200)
 KINDS = ("zero point", "zero points", "minimums")
@@ -83,9 +84,7 @@ def case(shape: tuple[int, int, int, int], weight_format: str, kind: str, dtype:
     return x, expected_of(x, random_weight(shape, weight_format, kind, dtype))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weight_format", INTEGER_FORMATS)
-@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+@covering({("shape", "dtype"): CASES, "weight_format": INTEGER_FORMATS, "kind": KINDS})
 def test_layer_has_the_bits_of_the_sums_for_any_number_of_rows_and_threads(
     shape: tuple[int, int, int, int], dtype: torch.dtype, weight_format: str, kind: str
 ) -> None:
@@ -139,10 +138,14 @@ def test_smallest_and_largest_activations(dtype: torch.dtype) -> None:
     assert torch.equal(CppLinear(weight)(x), expected_of(x, weight))
 
 
-@pytest.mark.parametrize("num_rows", [1, 23])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("activation", get_args(Activation))
-@pytest.mark.parametrize("weight_format", INTEGER_FORMATS)
+@covering(
+    {
+        "weight_format": INTEGER_FORMATS,
+        "activation": get_args(Activation),
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "num_rows": [1, 23],
+    },
+)
 def test_sums_are_finished_as_those_of_a_dense_layer(
     weight_format: str, activation: Activation, dtype: torch.dtype, num_rows: int
 ) -> None:
@@ -168,10 +171,14 @@ def test_logits_of_a_bfloat16_model_come_as_float32_sums(weight_format: str) -> 
     assert torch.equal(logits, a8_sums(x, weight, exact_product))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weight_format", INTEGER_FORMATS)
-@pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
-@pytest.mark.parametrize("counts", [(96,), (48, 16, 32), (33, 33), (32, 15, 1), (7, 9, 13, 3), (0, 32)], ids=str)
+@covering(
+    {
+        "counts": [(96,), (48, 16, 32), (33, 33), (32, 15, 1), (7, 9, 13, 3), (0, 32)],
+        "activation": ["none", "silu_and_mul"],
+        "weight_format": INTEGER_FORMATS,
+        "kind": KINDS,
+    },
+)
 def test_packing_in_parts_gives_the_bytes_of_the_whole(
     counts: tuple[int, ...], activation: Activation, weight_format: str, kind: str
 ) -> None:
