@@ -25,6 +25,9 @@ generate: export QUIRE_TEMPERATURE ?= 0.7
 # Bytecode is kept: else each of the hundreds of processes that tests start compiles the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# A process runs whole files, in the order of tests/conftest.py.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .PHONY: help set-up test test-quick clients fuzz matrix ray imitated triton-3.6 soak fleet-soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
@@ -73,10 +76,10 @@ $(TRITON)/.set-up: $(STAMP)
 	@touch $@
 
 test: $(STAMP) ## run the tests in JOBS=2 processes (20 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not fuzz and not matrix and not ray" -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not fuzz and not matrix and not ray" -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
-	$(BIN)/python -m pytest @tests/quick.txt -m "not fuzz and not matrix and not ray" -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest @tests/quick.txt -m "not fuzz and not matrix and not ray" -n $(JOBS) $(BY_FILE) $(ARGS)
 
 clients: $(CLIENTS)/.set-up ## run the tests of client libraries in an environment of their own: agents, langchain, llama-index...
 	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_agents.py tests/e2e/test_clients_embeddings.py \
