@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from quire.model.loader import load_model
 from quire.model.ranks import Ranks
 from quire.model.source import read_folder
 from quire.sim.footprint import weight_bytes
+from support.pairwise import covering
 from support.random_parameters import randomize
 from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks
 
@@ -25,6 +27,7 @@ transformers = pytest.importorskip("transformers")
 VOCAB_SIZE = 160
 PROMPT_LEN = 40
 NUM_FORCED = 64
+NUM_GREEDY = 24          # every position is compared with forced tokens
 NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
     name: f"{name}ForConditionalGeneration" for name in ("Gemma3", "Mistral3")
 }  # of classes that are not called as the rest
@@ -371,6 +374,22 @@ def make_reference(family: str, config: dict[str, object], seed: int = 7) -> "tr
     return model
 
 
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Return a function that returns the folder of a case's reference, made once. A reference itself keeps a state."""
+
+    @cache
+    def write(case: str) -> Path:
+        folder = tmp_path_factory.mktemp("reference")
+        make_reference(*CASES[case]).save_pretrained(folder)
+        return folder
+
+    return write
+
+
 def logprobs_of(model: "transformers.PreTrainedModel", tokens: list[int]) -> Tensor:
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
@@ -382,13 +401,12 @@ def random_tokens(count: int) -> list[int]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logprobs_and_greedy_tokens_equal_transformers(
-    case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+    case: str, checkpoint: Checkpoint, back_end: BackEnd, paged_runner: Callable
 ) -> None:
     if back_end.name == "cpp" and CASES[case][1].get("head_dim", 8) % 8:
         pytest.skip("the stand-in serves these")
-    reference = make_reference(*CASES[case])
-    reference.save_pretrained(tmp_path)
-    runner = paged_runner(load_model(tmp_path, back_end=back_end, max_positions=PROMPT_LEN + NUM_FORCED))
+    reference, folder = make_reference(*CASES[case]), checkpoint(case)
+    runner = paged_runner(load_model(folder, back_end=back_end, max_positions=PROMPT_LEN + NUM_FORCED))
 
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
     expected = logprobs_of(reference, tokens)
@@ -398,7 +416,7 @@ def test_logprobs_and_greedy_tokens_equal_transformers(
 
     greedy = tokens[:PROMPT_LEN]
     logits = runner.run("greedy", greedy, CHUNKS)
-    for _ in range(NUM_FORCED):
+    for _ in range(NUM_GREEDY):
         greedy.append(int(logits[-1].argmax()))
         logits = runner.step({"greedy": greedy[-1:]})["greedy"]
     chosen = logprobs_of(reference, greedy)[PROMPT_LEN - 1 : -1].argmax(dim=-1)
@@ -442,18 +460,33 @@ def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
 MIXTURES = ["mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss"]
 
 
+Mixture = Callable[[str, int], tuple[Path, Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    """Return a function that returns a bfloat16 case's folder, and the logprobs of transformers, rounded and exact."""
+
+    @cache
+    def write(case: str, seed: int) -> tuple[Path, Tensor, Tensor]:
+        reference, folder = make_reference(*CASES[case], seed).bfloat16(), tmp_path_factory.mktemp("mixture")
+        reference.save_pretrained(folder)
+        tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
+        return folder, logprobs_of(reference, tokens), logprobs_of(reference.float(), tokens)
+
+    return write
+
+
 @pytest.mark.parametrize("case", MIXTURES)
 def test_bfloat16_error_of_ten_mixtures_is_at_most_1_2_times_that_of_transformers(
-    case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+    case: str, mixture: Mixture, back_end: BackEnd, paged_runner: Callable
 ) -> None:
     """Another choice of an expert decides the error of a small model, so that of ten models is taken together."""
     ours, theirs, tokens = 0.0, 0.0, random_tokens(PROMPT_LEN + NUM_FORCED)
     for seed in range(10):
-        reference = make_reference(*CASES[case], seed).bfloat16()
-        reference.save_pretrained(tmp_path / str(seed))
-        decoder = load_model(tmp_path / str(seed), back_end=back_end, max_positions=len(tokens))
+        folder, rounded, exact = mixture(case, seed)
+        decoder = load_model(folder, back_end=back_end, max_positions=len(tokens))
         found = paged_runner(decoder).run("a", tokens, CHUNKS).log_softmax(dim=-1)
-        rounded, exact = logprobs_of(reference, tokens), logprobs_of(reference.float(), tokens)
         ours += (found - exact).square().mean().item()
         theirs += (rounded - exact).square().mean().item()
     assert ours**0.5 <= 1.2 * theirs**0.5
@@ -475,13 +508,18 @@ def test_stacked_experts_load_like_single_ones(
     assert "not used" not in caplog.text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [*NEWER, *MIXTURES, "qwen2 moe, every option"])
+@covering(
+    {
+        "case": [*NEWER, *MIXTURES, "qwen2 moe, every option"],
+        "dtype": ["float32", "bfloat16"],
+        "back_end": ["torch", "cpp"],
+    },
+    indirect=["back_end"],
+)
 def test_rows_have_the_same_bits_alone_batched_chunked_and_computed_again(
-    case: str, dtype: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+    case: str, dtype: str, checkpoint: Checkpoint, back_end: BackEnd, paged_runner: Callable
 ) -> None:
-    make_reference(*CASES[case]).save_pretrained(tmp_path)
-    runner = paged_runner(load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=80))
+    runner = paged_runner(load_model(checkpoint(case), dtype=dtype, back_end=back_end, max_positions=80))
     tokens, other = random_tokens(60), random_tokens(80)[60:]
     alone = runner.run("alone", tokens, [1] * 60)
     assert torch.equal(runner.run("chunked", tokens, [7, 13, 1, 29, 10]), alone)
@@ -529,32 +567,32 @@ def test_windows_change_what_is_computed(tmp_path: Path, back_end: BackEnd, page
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
 def test_layers_in_one_call_have_the_bits_of_single_ops(
-    case: str, dtype: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
+    case: str, dtype: str, checkpoint: Checkpoint, back_end: BackEnd, paged_runner: Callable
 ) -> None:
     if back_end.name != "cpp" or CASES[case][1].get("head_dim", 8) % 8:
         pytest.skip("composed of single ops only")
-    make_reference(*CASES[case]).save_pretrained(tmp_path)
+    folder = checkpoint(case)
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
-    decoder = load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=len(tokens))
+    decoder = load_model(folder, dtype=dtype, back_end=back_end, max_positions=len(tokens))
     fused = paged_runner(decoder).run("forced", tokens, CHUNKS)
     kinds = [type(op).__name__ for op in decoder._program.ops]
     assert kinds == ["FusedOps"], "not all in one call"
     single_ops = replace(back_end, fuse=lambda program: program)
-    decoder = load_model(tmp_path, dtype=dtype, back_end=single_ops, max_positions=len(tokens))
+    decoder = load_model(folder, dtype=dtype, back_end=single_ops, max_positions=len(tokens))
     assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_have_the_bits_of_one(case: str, dtype: str, tmp_path: Path, paged_runner: Callable) -> None:
+def test_ranks_have_the_bits_of_one(case: str, dtype: str, checkpoint: Checkpoint, paged_runner: Callable) -> None:
     if CASES[case][1].get("head_dim", 8) % 8:
         pytest.skip("the kernels do not serve these heads")
-    make_reference(*CASES[case]).save_pretrained(tmp_path)
+    folder = checkpoint(case)
     tokens, back_end = random_tokens(PROMPT_LEN), choose_back_end(torch.device("cpu"), "cpp")
 
     def load(ranks: Ranks | None) -> Decoder:
-        decoder = load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
+        decoder = load_model(folder, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
         shard = None if ranks is None else ranks.shard
         assert decoder.weight_bytes == weight_bytes(decoder.spec, dtype, shard=shard)
         return decoder
@@ -562,7 +600,7 @@ def test_ranks_have_the_bits_of_one(case: str, dtype: str, tmp_path: Path, paged
     def use(decoder: Decoder) -> Tensor:
         return paged_runner(decoder).run("a", tokens, [7, 1, 28])
 
-    assert_ranks_have_the_bits_of_one(read_folder(tmp_path).spec, load, use)
+    assert_ranks_have_the_bits_of_one(read_folder(folder).spec, load, use)
 
 
 SUMMED = [
@@ -576,18 +614,17 @@ SUMMED = [
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", SUMMED)
 def test_ranks_that_add_partial_sums_agree_with_transformers(
-    case: str, num_ranks: int, tmp_path: Path, paged_runner: Callable
+    case: str, num_ranks: int, checkpoint: Checkpoint, paged_runner: Callable
 ) -> None:
     """Of 6 heads and 2 KV heads, and 3 heads; fused or by single ops they have the same bits, and again."""
-    reference = make_reference(*CASES[case])
-    reference.save_pretrained(tmp_path)
-    tokens, spec = random_tokens(PROMPT_LEN), read_folder(tmp_path).spec
+    reference, folder = make_reference(*CASES[case]), checkpoint(case)
+    tokens, spec = random_tokens(PROMPT_LEN), read_folder(folder).spec
     num_ranks = min(num_ranks, spec.num_heads)
     cpp = choose_back_end(torch.device("cpu"), "cpp")
 
     def run(back_end: BackEnd, dtype: str) -> Tensor:
         def load(ranks: Ranks) -> Decoder:
-            decoder = load_model(tmp_path, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
+            decoder = load_model(folder, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
             assert decoder.weight_bytes == weight_bytes(spec, dtype, shard=ranks.shard)
             return decoder
 
