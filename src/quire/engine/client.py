@@ -244,10 +244,12 @@ class EngineClient(SingleEngine):
         if (limit_s := self._silence_limit_s) is None:
             return await self._connection.receive()
         receiving = asyncio.ensure_future(self._connection.receive())
-        for share in SILENCE_SHARES:
-            if (await asyncio.wait([receiving], timeout=share * limit_s))[0]:
-                return receiving.result()
-        receiving.cancel()
+        try:
+            for share in SILENCE_SHARES:
+                if (await asyncio.wait([receiving], timeout=share * limit_s))[0]:
+                    return receiving.result()
+        finally:
+            receiving.cancel()  # also where this call is cancelled, which leaves what it waits for
         raise EngineDeadError(f"the engine process gave no sign for {limit_s:g} s (stall_limit)")
 
     def _handle_report(self, report: Report) -> None:
