@@ -481,15 +481,3 @@ def test_engine_at_rest_uses_no_processor(client: EngineClient, runner: asyncio.
     runner.run(until(lambda: is_at_rest(client)))
     wait_until(lambda: is_quiet(client._connection.engine.process.pid))
     assert client.is_alive
-
-
-def test_client_that_misses_signs_leaves_no_task_behind(demo_model: Path) -> None:
-    async def run() -> None:
-        client = await connect(EngineOptions(str(demo_model), max_num_seqs=MAX_NUM_SEQS))
-        client._silence_limit_s = TIMEOUT_S  # as of an engine of several ranks
-        await answer(client, PROMPTS[0], GREEDY)
-        await client.close()
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
