@@ -151,9 +151,10 @@ def running_server(
 ) -> Iterator[ServerProcess]:
     """Start `quire serve --port 0` with more arguments, wait until it is ready, and end it afterwards.
 
-    It is a fork, unless it `is_new`, or has a command or code of its own.
+    It is a fork, unless it `is_new`, or has a command or code of its own, or restarts its engine: tests look at what it
+    does until the new one is ready, and a fork is ready at once.
     """
-    is_forked = not (is_new or command or entry != ENTRY)
+    is_forked = not (is_new or command or entry != ENTRY or "--restart-engine" in arguments)
     server = ServerProcess("--port", "0", *arguments, env=env, command=command, entry=entry, is_forked=is_forked)
     try:
         server.wait_ready()
