@@ -35,8 +35,11 @@ def covering(
 ) -> pytest.MarkDecorator:
     """Parametrize a test with the product of its axes: rows of a covering table, and for `make matrix` all others.
 
-    An axis is an argument, or a tuple of arguments whose values are tuples. `indirect`: as of pytest.
+    An axis is an argument, or a tuple of arguments whose values are tuples. `indirect`: as of pytest. Values are part
+    of the cases' names, so they must look the same in every process.
     """
+    unnamed = [value for values in axes.values() for value in values if " at 0x" in str(value)]
+    assert not unnamed, f"values whose names are addresses: {unnamed}"
     kept = set(pairwise([range(len(values)) for values in axes.values()]))
     cases = [
         pytest.param(
