@@ -182,6 +182,7 @@ def test_model_that_a_paged_cache_cannot_serve_is_refused_by_name(
         ({"enable_lora": True}, "enable_lora True"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype 'int8_per_token_head'"),
         ({"runner": "pooling"}, "runner 'pooling'"),
+        ({"hf_overrides": '{"is_matryoshka": true}'}, "hf_overrides '{"),
         ({"speculative_config": json.dumps({"model": "x"})}, "with a draft model"),
     ],
 )
