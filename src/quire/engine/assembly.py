@@ -52,6 +52,7 @@ except ModuleNotFoundError as error:
         raise
     ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
 
+_GPU_ROOMS = "quire.engine.gpu_ranks", "quire.execution.cuda", "quire.execution.cuda_graphs"
 _needs_room = partial(needs_package, error=ConfigError)  # of settings: each imports its room where it asks for one
 
 
@@ -107,7 +108,7 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
     with _needs_room(setting, "quire.engine.parallel", "quire.kernels.cpp._kernels"):
         from quire.engine.parallel.leader import RankSet  # noqa: PLC0415 (a room: it can be absent, as all below)
     if uses_gpu(options):
-        with _needs_room(f"{setting} on device cuda", "quire.engine.gpu_ranks", "quire.execution.cuda"):
+        with _needs_room(f"{setting} on device cuda", *_GPU_ROOMS):
             from quire.engine.gpu_ranks.leader import GpuRankSet, check_gpu_ranks  # noqa: PLC0415
         check_gpu_ranks(options, torch.cuda.device_count())
         return GpuRankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=True)

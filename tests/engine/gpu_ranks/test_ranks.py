@@ -12,7 +12,9 @@ from quire.core.errors import ConfigError
 from quire.engine import assembly
 from quire.engine.gpu_ranks import leader
 from quire.engine.gpu_ranks.leader import BLOCKING_WAIT, check_gpu_ranks
+from quire.engine.gpu_ranks.rank import bring_up
 from quire.engine.options import EngineOptions
+from quire.engine.parallel import messages
 from quire.execution.cuda.memory import pinned_bytes
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_geometry import KVGeometry
@@ -239,6 +241,14 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers(folder: Path, monkey
     message = "tensor_parallel_size 8 over 2 nodes needs 4 GPUs of a machine, one for each rank, but torch sees 3"
     with pytest.raises(ConfigError, match=message):
         LLM(folder, device="cuda", tensor_parallel_size=8, nnodes=2)
+
+
+def test_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    load = messages.Load(EngineOptions(tensor_parallel_size=4, nnodes=2), 3, 4, 0, 8, (0, 0, 0), "")
+    unused: Any = None
+    with pytest.raises(ConfigError, match="rank 3 needs GPU 1 of its machine, but torch sees 1 there"):
+        bring_up(unused, unused, load)
 
 
 def test_mode_of_gpus_is_reduce_unless_answers_are_exact() -> None:

@@ -30,11 +30,32 @@ log = logging.getLogger(__name__)
 def bring_up(
     channel: Channel, open_store: Callable[[], Store], command: messages.Load
 ) -> Callable[[], NoReturn]:
-    """Load a part of the model, and allocate; return what runs plans until the end, which raises EOFError.
+    """Load a part of the model, measure, and allocate; return what runs plans until the end, which raises EOFError.
 
     `open_store` as of `GpuRanks`.
     """
-    worker, adapters = _start(channel, open_store, command)
+    card, num_cards = command.rank % (command.num_ranks // command.options.nnodes), torch.cuda.device_count()
+    if card >= num_cards:
+        raise ConfigError(f"rank {command.rank} needs GPU {card} of its machine, but torch sees {num_cards} there")
+    torch.cuda.set_device(card)
+    ranks = GpuRanks(command.shard, torch.device("cuda", card), open_store)
+    loaded, block_size = load_part(channel, command, ranks), command.options.block_size
+    model, device = loaded.model, loaded.device
+    assert isinstance(model, Decoder)
+    adapters, rows = adapters_of(model, command.options, command.shard)
+    slots = None if rows is None else rows.slots
+    limits = StepLimits(*expect(channel, messages.Measure).limits)
+    channel.send(messages.Measured(device.kv_bytes(model, limits, slots)))
+    sizes = expect(channel, messages.Allocate)
+    cache = device.allocate_cache(model.kv_geometry, sizes.num_blocks, block_size, model.back_end)
+    batch = PersistentBatch(sizes.max_num_seqs, sizes.max_model_len, block_size, model.vocab_size)
+    swapper = None
+    if sizes.num_swap_blocks:
+        swapper = device.swapper(cache, model.kv_geometry, sizes.num_swap_blocks, model.back_end, None)
+    worker = FollowingWorker(
+        ranks, model, WorkerParts(model, cache, batch, swapper, adapters=rows), graph_sizes(command.options)
+    )
+    channel.send(messages.Allocated())
     return partial(_run_or_end, channel, worker, adapters)
 
 
@@ -64,32 +85,3 @@ def run(channel: Channel, worker: FollowingWorker, adapters: "RankAdapters | Non
                 worker.drop(GraphSize(num_rows, num_tokens, has_adapters))
             case _:
                 raise AssertionError(f"command {command}")
-
-
-def _start(
-    channel: Channel, open_store: Callable[[], Store], command: messages.Load
-) -> "tuple[FollowingWorker, RankAdapters | None]":
-    """Load, measure and allocate."""
-    card, num_cards = command.rank % (command.num_ranks // command.options.nnodes), torch.cuda.device_count()
-    if card >= num_cards:
-        raise ConfigError(f"rank {command.rank} needs GPU {card} of its machine, but torch sees {num_cards} there")
-    torch.cuda.set_device(card)
-    ranks = GpuRanks(command.shard, torch.device("cuda", card), open_store)
-    loaded, block_size = load_part(channel, command, ranks), command.options.block_size
-    model, device = loaded.model, loaded.device
-    assert isinstance(model, Decoder)
-    adapters, rows = adapters_of(model, command.options, command.shard)
-    slots = None if rows is None else rows.slots
-    limits = StepLimits(*expect(channel, messages.Measure).limits)
-    channel.send(messages.Measured(device.kv_bytes(model, limits, slots)))
-    sizes = expect(channel, messages.Allocate)
-    cache = device.allocate_cache(model.kv_geometry, sizes.num_blocks, block_size, model.back_end)
-    batch = PersistentBatch(sizes.max_num_seqs, sizes.max_model_len, block_size, model.vocab_size)
-    swapper = None
-    if sizes.num_swap_blocks:
-        swapper = device.swapper(cache, model.kv_geometry, sizes.num_swap_blocks, model.back_end, None)
-    worker = FollowingWorker(
-        ranks, model, WorkerParts(model, cache, batch, swapper, adapters=rows), graph_sizes(command.options)
-    )
-    channel.send(messages.Allocated())
-    return worker, adapters

@@ -58,7 +58,8 @@ class Member:
     def _bring_up(self, load: messages.Load) -> Callable[[], NoReturn]:
         """Load the rank's part, on the kind of device that rank 0 has."""
         if load.options.device == "cuda":
-            with needs_package("nnodes above 1 on device cuda", "quire.engine.gpu_ranks", error=ConfigError):
+            rooms = "quire.engine.gpu_ranks", "quire.execution.cuda", "quire.execution.cuda_graphs"
+            with needs_package("nnodes above 1 on device cuda", *rooms, error=ConfigError):
                 from quire.engine.gpu_ranks.exchange import network_store  # noqa: PLC0415 (loads torch)
                 from quire.engine.gpu_ranks.rank import bring_up as bring_up_on_gpu  # noqa: PLC0415
             return bring_up_on_gpu(self._channel, partial(network_store, load.host, load.num_ranks), load)
