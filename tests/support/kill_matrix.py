@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ PROMPT = {"prompt": [5, 6, 7] * 20, "temperature": 0, "ignore_eos": True}
 LONG = {"prompt": [8, 9] * 450}
 
 
-class Run:
+class Run(ABC):
     """A server with `FLAGS` and more, at a socket in a file; its processes have a mark. `within` runs its command."""
 
     def __init__(
@@ -54,9 +55,9 @@ class Run:
         """Start all processes."""
         self.start_server()
 
+    @abstractmethod
     def complete(self) -> None:
         """Let a run go on that waits for what is not there yet."""
-        raise NotImplementedError
 
     def client(self) -> httpx.Client:
         return httpx.Client(transport=httpx.HTTPTransport(uds=str(self._socket)), base_url="http://node", timeout=120)

@@ -3,6 +3,7 @@
 The checks at construction, the flags of the command line and the tables of docs/reference.md are made from them.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from quire.core.checks import shown
 from quire.core.errors import ConfigError
 
 SIZE = "SIZE"  # metavar of bytes, which may be given as text such as "4MiB"
@@ -120,6 +122,17 @@ def _span(declared: Option) -> str:
     if declared.is_low_excluded:
         return f" above {low}" + ("" if math.isinf(declared.high) else f", at most {high}")
     return f" of at least {low}" if math.isinf(declared.high) else f" from {low} to {high}"
+
+
+def parse_json_object(text: str, name: str) -> dict[str, Any]:
+    """Return the keys of a JSON object, none for an empty text. ConfigError names `name`."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} must be a JSON object, got {shown(text)}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {shown(text)}")
+    return found
 
 
 def parse_bytes(value: int | str, name: str, low: int = 1) -> int:

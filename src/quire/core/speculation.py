@@ -3,12 +3,12 @@
 The keys and their meanings are those of vLLM's `speculative_config`.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from quire.core.checks import shown
 from quire.core.errors import ConfigError
+from quire.core.options import parse_json_object
 
 SpeculationMethod = Literal["ngram", "suffix", "draft_model"]
 METHODS: tuple[str, ...] = get_args(SpeculationMethod)
@@ -53,12 +53,7 @@ def parse_speculation(
 
 def _json_object(text: str) -> dict[str, Any]:
     """Return the keys of a JSON object that have a value."""
-    try:
-        keys = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"speculative_config must be a JSON object, got {shown(text)}: {error}") from error
-    if not isinstance(keys, dict):
-        raise ConfigError(f"speculative_config must be a JSON object, got {shown(text)}")
+    keys = parse_json_object(text, "speculative_config")
     return {key: value for key, value in keys.items() if value is not None}
 
 

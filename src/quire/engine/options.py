@@ -1,6 +1,5 @@
 """EngineOptions: every setting of an engine under its public name, checked before anything is loaded."""
 
-import json
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
@@ -19,7 +18,7 @@ from quire.core.config import (
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.lora import DEFAULT_MAX_LORAS, DEFAULT_MAX_RANK, MAX_ADAPTERS, MAX_RANK
-from quire.core.options import SIZE, check_options, option, parse_bytes
+from quire.core.options import SIZE, check_options, option, parse_bytes, parse_json_object
 from quire.core.pooling import Runner
 from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
 from quire.model.quantization import (
@@ -548,9 +547,4 @@ class EngineOptions:
     def _check_override(self) -> None:
         if not self.generation_config:
             raise ConfigError("generation_config must be auto, vllm, a folder or a hub id, got ''")
-        try:
-            override = json.loads(self.override_generation_config or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{OVERRIDE} must be a JSON object: {error}") from error
-        if not isinstance(override, dict):
-            raise ConfigError(f"{OVERRIDE} must be a JSON object, got {self.override_generation_config[:80]!r}")
+        parse_json_object(self.override_generation_config, OVERRIDE)

@@ -13,7 +13,15 @@ from functools import partial
 from typing import Any
 
 from quire.core.errors import ConfigError
-from quire.core.options import SIZE, check_options, declared_options, option, parse_bytes, same_option
+from quire.core.options import (
+    SIZE,
+    check_options,
+    declared_options,
+    option,
+    parse_bytes,
+    parse_json_object,
+    same_option,
+)
 from quire.core.owner_labels import MAX_LABELS
 from quire.core.structured_outputs_config import StructuredOutputsConfig, parse_config
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
@@ -484,13 +492,7 @@ class ServerOptions(Limits):
     @property
     def template_variables(self) -> dict[str, Any]:
         """The default_chat_template_kwargs, parsed. ConfigError if they are no JSON object."""
-        try:
-            variables = json.loads(self.default_chat_template_kwargs or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"default_chat_template_kwargs must be a JSON object: {error}") from error
-        if not isinstance(variables, dict):
-            raise ConfigError(f"default_chat_template_kwargs must be a JSON object, got {variables!r:.80}")
-        return variables
+        return parse_json_object(self.default_chat_template_kwargs, "default_chat_template_kwargs")
 
     def with_engine_settings(self, engine: EngineOptions) -> EngineOptions:
         """Return an engine's options with the settings that are flags of a server."""

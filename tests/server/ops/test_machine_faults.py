@@ -52,7 +52,7 @@ def cpu_ticks(pid: int) -> int:
 )
 def test_log_that_cannot_be_written_disturbs_nobody(demo_model: Path, redirection: str) -> None:
     with running_server(*SMALL, command=("bash", "-c", f'exec "$@" {redirection}', "bash")) as running:
-        running.stdout.close()  # nobody reads what is printed either
+        running.stdout.close()  # what is printed is not read either
         for _ in range(3):
             assert text_of(running)
         assert running.get("/nothing").status_code == 404

@@ -67,7 +67,7 @@ def test_markers_of_reasoning_may_be_named(tmp_path: Path, config: str) -> None:
         ("qwen3", '{"reasoning_start_str": 1}', "reasoning_start_str must be '<think>'"),
         ("qwen3", '{"start": "<think>"}', "'start' is unknown; the keys are reasoning_start_str, reasoning_end_str"),
         ("qwen3", '["<think>"]', "must be a JSON object, got"),
-        ("qwen3", "<think>", "must be a JSON object: "),
+        ("qwen3", "<think>", "must be a JSON object, got '<think>': "),
         ("none", MARKERS, "the outputs of this model have no reasoning (see reasoning_parser)"),
     ],
 )  # fmt: skip

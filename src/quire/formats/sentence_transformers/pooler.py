@@ -3,7 +3,6 @@
 A folder with modules.json or 1_Pooling is an embedder, or with 1_LogitScore a reranker. Loads no torch.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from msgspec import structs
 from quire.core.checks import shown
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json, read_json_object
+from quire.core.options import parse_json_object
 from quire.core.pooling import FoundPooler, PoolerConfig, PoolingKind, Runner
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.spec import DecoderSpec
@@ -57,12 +57,7 @@ def _text_config(path: Path) -> ConfigReader:
 
 def parse_overrides(text: str) -> dict[str, Any]:
     """Return the keys of config.json that a JSON object overrides. ConfigError for one that is not supported."""
-    try:
-        overrides = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"hf_overrides must be a JSON object, got {shown(text)}: {error}") from error
-    if not isinstance(overrides, dict):
-        raise ConfigError(f"hf_overrides must be a JSON object, got {shown(text)}")
+    overrides = parse_json_object(text, "hf_overrides")
     for key in overrides:
         if key not in OVERRIDES:
             raise ConfigError(f"hf_overrides can have {', '.join(OVERRIDES)}, got {shown(key)}")

@@ -1,12 +1,12 @@
 """Formats of the served model: by its chat template or by name, and how they are applied to a call."""
 
-import json
 import logging
 import secrets
 import string
 from functools import partial
 
 from quire.core.errors import ConfigError
+from quire.core.options import parse_json_object
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.grammar_writing.texts import after_reasoning, either
 from quire.grammar_writing.writer import grammar_of
@@ -135,12 +135,7 @@ def served_formats(tokenizer: Tokenizer | None, options: ServerOptions) -> Serve
 
 def _check_markers(config: str, reasoning: ReasoningFormat | None) -> None:
     """Raise ConfigError unless a reasoning_config, as JSON, names no markers but those of the format."""
-    try:
-        given = json.loads(config or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"reasoning_config must be a JSON object: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"reasoning_config must be a JSON object, got {config:.80}")
+    given = parse_json_object(config, "reasoning_config")
     if not given:
         return
     if reasoning is None:
