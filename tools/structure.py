@@ -21,7 +21,6 @@ READING_GUIDE = ROOT / "docs/reading-guide.md"
 
 ENGINE_PACKAGES = ("core", "cache", "scheduling", "execution", "decoding", "model", "engine", "text", "formats")
 BUDGETS = {"one request's way": 3_000, "core to engine": 12_000, "kernels and csrc": 10_000}
-ROOM_BUDGET = 1_000
 MAX_ATTRIBUTES = 15
 
 PERSONS = re.compile(r"\b(?:who|whom|whose|somebody|nobody)\b", re.IGNORECASE)
@@ -80,8 +79,7 @@ def line_counts() -> dict[str, tuple[int, int]]:
     engine = [path for name in ENGINE_PACKAGES for path in package_files(f"quire.{name}") if path not in apart]
     kernels = [*package_files("quire.kernels"), *sorted((ROOT / "csrc").glob("*.[ch]pp"))]
     parts = {"one request's way": way_of_a_request(), "core to engine": engine, "kernels and csrc": kernels}
-    counts = {name: (count_lines(files), BUDGETS[name]) for name, files in parts.items()}
-    return counts | {f"room {room}": (count_lines(package_files(room)), ROOM_BUDGET) for room in rooms()}
+    return {name: (count_lines(files), BUDGETS[name]) for name, files in parts.items()}
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
