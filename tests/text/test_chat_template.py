@@ -117,6 +117,27 @@ def test_text_parts_become_one_text() -> None:
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
 
 
+@pytest.mark.parametrize(
+    ("parts", "content", "reasoning"),
+    [
+        (["a", {"type": "input_text", "text": "b"}, {"type": "output_text", "text": "c"}], "a\nb\nc", ""),
+        ([{"type": "refusal", "refusal": "no"}], "no", ""),
+        ([{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "a"}], "a", "hm"),
+        ([{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "a"], "a", "hm"),
+        ([{"type": "reasoning", "text": "1"}, "a", {"type": "reasoning_text", "text": "2"}], "a", "1\n2"),
+        ([{"type": "redacted_thinking", "data": "x"}, "a"], "a", ""),
+    ],
+)
+def test_parts_of_all_apis_are_text_or_reasoning(parts: list[Any], content: str, reasoning: str) -> None:
+    shown = "{{ messages[0].content }}|{{ messages[0].reasoning }}"
+    assert render(shown, [{"role": "assistant", "content": parts}]) == f"{content}|{reasoning}"
+
+
+def test_a_messages_own_reasoning_wins_over_that_of_its_parts() -> None:
+    message = {"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}], "reasoning_content": "a"}
+    assert render("{{ messages[0].reasoning }}", [message]) == "a"
+
+
 def test_null_content_renders_as_empty() -> None:
     for message in ({"content": None}, {"tool_calls": []}):
         assert render("[{{ messages[0].content }}]", [{"role": "assistant"} | message]) == "[]"
@@ -236,9 +257,10 @@ def test_real_templates_continue_as_in_transformers() -> None:
         ([{"role": 1, "content": "hi"}], "role"),
         ([{"role": "user", "content": None}], "content must be a string or a list of parts, got null"),
         ([{"role": "user", "content": 5}], "content must be"),
-        ([{"role": "user", "content": ["hi"]}], "parts of the form"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "parts of the form"),
-        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "parts of the form"),
+        ([{"role": "user", "content": [5]}], "content[0] must be a text or a part of text"),
+        ([{"role": "user", "content": ["a", {"type": "image_url", "image_url": {}}]}], "[1] must be a text or a part"),
+        ([{"role": "user", "content": [{"type": "thinking", "thinking": "hm"}]}], "got the type 'thinking'"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "a part of text"),
         ([{"role": "user", "content": "hi", "extra": object()}], "plain JSON"),
     ],
 )

@@ -9,13 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
 from quire.core.schema_limits import check_json_bytes
+from quire.text.parts import TEXT_TYPES, part_reasoning, part_text, part_type
 from quire.text.tools import ToolLimits
 
 _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")  # vLLM's, DeepSeek's and Qwen's, gpt-oss's
 
 _SPEAKERS = ("user", "system", "developer")  # null is no content of theirs; an assistant's message may have calls alone
+_LISTENED_TO = (*_SPEAKERS, "tool")  # messages of these roles have no reasoning
 
 Message = Mapping[str, Any]
 
@@ -45,7 +48,12 @@ def _checked(index: int, message: object, names: dict[object, str], limits: Tool
         checked["tool_calls"] = _tool_calls(where, calls, names, limits)
     elif "content" in message and message["content"] is None and checked["role"] in _SPEAKERS:
         refuse(f"{where}.content must be a string or a list of parts, got null")
-    checked["content"] = content_text(where, message.get("content"))
+    content = message.get("content")
+    if checked["role"] not in _LISTENED_TO:
+        content, thought = split_reasoning(content)
+        if thought and not any(isinstance(checked.get(name), str) for name in _REASONING_NAMES):
+            checked[_REASONING_NAMES[0]] = thought
+    checked["content"] = content_text(where, content)
     if checked["role"] == "tool" and (name := names.get(_hashable(checked.get("tool_call_id")))):
         checked.setdefault("name", name)
     reasoning = next((text for name in _REASONING_NAMES if isinstance(text := checked.get(name), str)), None)
@@ -60,15 +68,25 @@ def content_text(where: str, content: object) -> str:
         return content or ""
     if not isinstance(content, list | tuple):
         refuse(f"{where}.content must be a string, a list of parts or null, got {type(content).__name__}")
-    return "\n".join(_part_text(where, part) for part in content)
+    texts = []
+    for index, part in enumerate(content):
+        text = part_text(part)
+        if text is None:
+            refuse(
+                f'{where}.content[{index}] must be a text or a part of text ({", ".join(TEXT_TYPES)}), '
+                f"got the type {shown(part_type(part))}"
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
-def _part_text(where: str, part: object) -> str:
-    """Return the text of a part; that of a refusal is text of the model like any other."""
-    text = part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
-    if not isinstance(text, str):
-        refuse(f'{where}.content must have parts of the form {{"type": "text", "text": "..."}} only')
-    return text
+def split_reasoning(content: object) -> tuple[object, str]:
+    """Return a content without its parts of reasoning, and their text."""
+    if not isinstance(content, list | tuple):
+        return content, ""
+    thoughts = [part_reasoning(part) for part in content]
+    rest = [part for part, thought in zip(content, thoughts, strict=True) if thought is None]
+    return rest, "\n".join(filter(None, thoughts))
 
 
 def _tool_calls(where: str, calls: object, names: dict[object, str], limits: ToolLimits) -> list[dict[str, Any]]:

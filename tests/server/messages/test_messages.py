@@ -205,6 +205,40 @@ def test_billing_header_is_no_part_of_the_prompt(client: Anthropic) -> None:
     assert marked == plain
 
 
+KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+BETA_BODY: dict[str, Any] = {"context_management": KEEPS_ALL, "thread": {"type": "create"}, "fallbacks": "default"}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_answers_tell_that_no_edit_of_the_context_was_applied(client: Anthropic, *, is_streamed: bool) -> None:
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    if is_streamed:
+        with client.beta.messages.stream(**asked, extra_body=BETA_BODY) as stream:
+            managed = next(event.context_management for event in stream if event.type == "message_delta")
+    else:
+        managed = client.beta.messages.create(**asked, extra_body=BETA_BODY).context_management
+    assert managed is not None
+    assert managed.applied_edits == []
+    del asked["max_tokens"]
+    plain = client.beta.messages.count_tokens(**asked)
+    assert client.beta.messages.count_tokens(**asked, context_management=KEEPS_ALL) == plain  # type: ignore[arg-type]
+
+
+def test_reasoning_that_is_to_be_omitted_is_left_out(client: Anthropic, model: CallingModel) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+    message = answer(client, messages=model.messages["reasoning"], tools=TOOLS, thinking=thinking)
+    assert [block.type for block in message.content] == ["text", "tool_use"]
+
+
+def test_form_of_an_answer_by_its_name_in_the_first_beta(client: Anthropic) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    given = {"output_format": {"type": "json_schema", "schema": schema}, "temperature": 0}
+    messages: Any = [{"role": "user", "content": "hi"}]
+    (block,) = client.messages.create(model=NAME, max_tokens=100, messages=messages, extra_body=given).content
+    assert block.type == "text"
+    assert json.loads(block.text) == {"a": 1}
+
+
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
@@ -280,12 +314,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema must be the schema of an o"),
     ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type must be one of auto, any, tool, none, got 'some'"),
-    ({"thinking": {"type": "deep"}}, "thinking.type must be one of enabled, adaptive, disabled, got 'deep'"),
+    ({"thinking": {"type": "deep"}}, "thinking.type must be one of enabled, adaptive, between_tools, disabled"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort must be one of"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must be"),
     ({"cache_control": {"type": "forever"}}, "cache_control must be"),
     ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control must be"),
     ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers"),
+    ({"extra_body": {"context_management": {"edits": "all"}}}, "context_management.edits must be a list of objects"),
+    ({"extra_body": {"compaction": {"type": "compaction"}}}, "compaction is not supported"),
+    ({"extra_body": {"thread": {"type": "continue", "previous_message_id": "m"}}}, "thread is not supported"),
+    ({"extra_body": {"output_format": {"type": "xml"}}}, "output_format must be"),
+    ({"messages": [{"role": "user", "content": []}]}, "at least one message"),
     ({"extra_body": {"top_p": 9}}, "top_p must be"),
 ]
 

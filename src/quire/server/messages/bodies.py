@@ -59,27 +59,35 @@ _FORMAT: Schema = {
 }
 
 
+class Effort(Strict):
+    """How much work the answer is worth."""
+
+    effort: str | None = None
+
+
 class InputMessage(Strict):
-    """One turn of a conversation."""
+    """One turn of a conversation. Only messages of the system have the last two fields, or may have no content."""
 
     role: str
-    content: Annotated[Any, documented_as(_STRING, _BLOCKS)]
+    content: Annotated[Any, documented_as(_STRING, _BLOCKS)] = None
+    clear_at: str | None = None
+    output_config: Effort | None = None
 
 
-class OutputConfig(Strict):
+class OutputConfig(Effort):
     """Form of the answer, and how much work it is worth."""
 
     format: Annotated[dict[str, Any] | None, documented_as(_FORMAT)] = None
-    effort: str | None = None
 
 
 class ConversationBody(Body):
     """What both routes take: all that stands in the prompt."""
 
     OTHERS: ClassVar[OtherFields] = OtherFields(
-        unsupported={"container": (), "mcp_servers": ([],), "context_management": (), "fallbacks": ()},
+        unsupported={"compaction": (), "container": (), "mcp_servers": ([],), "thread": ({"type": "create"},)},
         without_effect=(
-            "betas", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id",
+            "betas", "billing_policy", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "metadata",
+            "service_tier", "speed", "user_profile_id", "workspace_id",
         ),
     )  # fmt: skip
 
@@ -89,7 +97,9 @@ class ConversationBody(Body):
     tool_choice: Annotated[dict[str, Any] | None, documented_as(_CHOICE)] = None
     thinking: Annotated[dict[str, Any] | None, documented_as(_OBJECT)] = None
     output_config: OutputConfig | None = None
+    output_format: Annotated[dict[str, Any] | None, documented_as(_FORMAT)] = None     # its name in an earlier beta
     cache_control: Annotated[dict[str, Any] | None, documented_as(_MARK)] = None
+    context_management: Annotated[dict[str, Any] | None, documented_as(_OBJECT)] = None
 
 
 class MessagesBody(ConversationBody):

@@ -1,6 +1,6 @@
 """Conversion of the Messages API's conversation to that of all chats: blocks become messages and tool calls.
 
-A message of the user may have results of tools and text: each run of texts becomes one message, each result another.
+A message may have results of tools and text: each run of texts becomes one message, each result another.
 Turns of one role that follow each other are one turn, as in Anthropic's API: templates demand that roles alternate.
 """
 
@@ -10,7 +10,9 @@ from typing import Any
 
 from quire.core.checks import check_optional_int, shown
 from quire.server.errors import invalid, unsupported
+from quire.server.messages.blocks import CALLS, RESULT, SILENT, block_text, server_result_text
 from quire.server.messages.bodies import ConversationBody, InputMessage
+from quire.text.parts import part_reasoning
 
 log = logging.getLogger(__name__)
 
@@ -20,18 +22,17 @@ Json = dict[str, Any]
 # would be found behind it.
 _BILLING = "x-anthropic-billing-header:"
 _ROLES = ("user", "assistant", "system")
+_THINKING = ("enabled", "adaptive", "between_tools")
+_KEEP_ALL = ("all", {"type": "all"})
 _MAX_NAMES_LOGGED = 8
 
 
 def text_blocks(where: str, content: object) -> list[Json]:
     """Return the text blocks of a content that may be one text."""
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    blocks = [_block(f"{where}[{index}]", block) for index, block in enumerate(_list(where, content))]
-    for index, block in enumerate(blocks):
-        if block["type"] != "text":
-            unsupported(f"{where}[{index}].type", block["type"])
-    return blocks
+        return [_text_part(content)]
+    texts = [_text(f"{where}[{index}]", block) for index, block in enumerate(_list(where, content))]
+    return [_text_part(text) for text in texts]
 
 
 def system_blocks(system: object) -> list[Json]:
@@ -45,11 +46,14 @@ def openai_messages(system: Sequence[Json], messages: Sequence[InputMessage]) ->
     """Return the conversation in OpenAI's form. ApiError 400 names an invalid block."""
     converted: list[Json] = []
     if system:
-        converted.append({"role": "system", "content": [_text_part(block) for block in system]})
+        converted.append({"role": "system", "content": list(system)})
+    last_of_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if message.role not in _ROLES:
             invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(message.role)}", param="messages")
+        if _is_over(message, index, last_of_user):
+            continue
         for turn in _turns(f"{where}.content", message):
             if converted and turn["role"] != "tool" and converted[-1]["role"] == turn["role"]:
                 _join(converted[-1], turn)
@@ -58,65 +62,60 @@ def openai_messages(system: Sequence[Json], messages: Sequence[InputMessage]) ->
     return converted
 
 
+def _is_over(message: InputMessage, index: int, last_of_user: int) -> bool:
+    """Return whether a message of the system says nothing (any more): it changes the effort, or was for one turn."""
+    if message.role != "system":
+        return False
+    if message.content is None and message.output_config is not None:
+        return True
+    return message.clear_at == "next_user_message" and index < last_of_user
+
+
 def continues(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether an answer continues the last message, which is the start of an assistant's text."""
-    return messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    return bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
 
 
 def _turns(where: str, message: InputMessage) -> Iterator[Json]:
-    """Yield the messages of OpenAI's form that one message becomes."""
-    if isinstance(message.content, str):
-        yield {"role": message.role, "content": [{"type": "text", "text": message.content}]}
-        return
-    blocks = [_block(f"{where}[{index}]", block) for index, block in enumerate(_list(where, message.content))]
-    if message.role == "assistant":
-        yield _assistant(where, blocks)
-        return
-    texts: list[Json] = []
-    for index, block in enumerate(blocks):
-        match block["type"]:
-            case "text":
-                texts.append(_text_part(block))
-            case "tool_result":
-                if texts:
-                    yield {"role": message.role, "content": texts}
-                    texts = []
-                yield _tool_message(f"{where}[{index}]", block)
-            case other:
-                unsupported(f"{where}[{index}].type", other)
-    if texts:
-        yield {"role": message.role, "content": texts}
+    """Yield the messages of OpenAI's form that one message becomes.
 
-
-def _assistant(where: str, blocks: Sequence[Json]) -> Json:
-    texts, reasoning, calls = list[Json](), list[str](), list[Json]()
-    for index, block in enumerate(blocks):
+    Each run of texts, reasoning and calls is one, and each result of a tool, also of one that a server ran.
+    """
+    content = [message.content] if isinstance(message.content, str) else _list(where, message.content)
+    turn: Json = {}
+    for index, block in enumerate(content):
         place = f"{where}[{index}]"
-        match block["type"]:
-            case "text":
-                texts.append(_text_part(block))
-            case "thinking":
-                reasoning.append(_string(place, block, "thinking"))
-            case "redacted_thinking":
-                continue
-            case "tool_use":
-                name, id_, given = _string(place, block, "name"), _string(place, block, "id"), block.get("input")
-                if not isinstance(given, dict):
-                    invalid(f"{place}.input must be an object, got {shown(given)}", param="messages")
-                calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": given}})
-            case other:
-                unsupported(f"{place}.type", other)
-    turn: Json = {"role": "assistant", "content": texts}
-    if reasoning:
-        turn["reasoning_content"] = "\n".join(reasoning)
-    if calls:
-        turn["tool_calls"] = calls
-    return turn
+        kind = _type(place, block)
+        if kind is not None and kind.endswith(RESULT):
+            if turn:
+                yield turn
+                turn = {}
+            yield _tool_message(place, block)
+            continue
+        turn = turn or {"role": message.role, "content": []}
+        if message.role == "assistant" and (thought := part_reasoning(block)) is not None:
+            turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+        elif message.role == "assistant" and kind in CALLS:
+            turn.setdefault("tool_calls", []).append(_call(place, block))
+        elif kind not in SILENT:
+            turn["content"].append(_text_part(_text(place, block)))
+    if turn:
+        yield turn
+
+
+def _call(where: str, block: Mapping[str, Any]) -> Json:
+    name, id_, given = _string(where, block, "name"), _string(where, block, "id"), block.get("input")
+    if not isinstance(given, dict):
+        invalid(f"{where}.input must be an object, got {shown(given)}", param="messages")
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
 
 
 def _tool_message(where: str, block: Mapping[str, Any]) -> Json:
     content = block.get("content")
-    texts = [] if content is None else [_text_part(part) for part in text_blocks(f"{where}.content", content)]
+    if block["type"] != RESULT:
+        texts = [_text_part(server_result_text(content))]
+    else:
+        texts = [] if content is None else text_blocks(f"{where}.content", content)
     return {"role": "tool", "tool_call_id": _string(where, block, "tool_use_id"), "content": texts}
 
 
@@ -130,8 +129,8 @@ def _join(turn: Json, other: Mapping[str, Any]) -> None:
         turn["reasoning_content"] = "\n".join(filter(None, (earlier, other["reasoning_content"])))
 
 
-def _text_part(block: Mapping[str, Any]) -> Json:
-    return {"type": "text", "text": block["text"]}
+def _text_part(text: str) -> Json:
+    return {"type": "text", "text": text}
 
 
 def _list(where: str, value: object) -> list[Any]:
@@ -140,12 +139,24 @@ def _list(where: str, value: object) -> list[Any]:
     return value
 
 
-def _block(where: str, block: object) -> Json:
-    if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+def _type(where: str, block: object) -> str | None:
+    """Return the type of a block; None for a plain text."""
+    if isinstance(block, str):
+        return None
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
         invalid(f"{where} must be an object with a type that is a string", param=where.partition("[")[0])
-    if block["type"] == "text" and not isinstance(block.get("text"), str):
+    return kind
+
+
+def _text(where: str, block: object) -> str:
+    """Return the text of a block. ApiError 400 names the type of a block that is no text."""
+    kind, text = _type(where, block), block_text(block)
+    if text is None and kind == "text" and isinstance(block, dict):
         invalid(f"{where}.text must be a string, got {shown(block.get('text'))}", param=where.partition("[")[0])
-    return block
+    if text is None:
+        unsupported(f"{where}.type", kind)
+    return text
 
 
 def _string(where: str, block: Mapping[str, Any], name: str) -> str:
@@ -195,16 +206,28 @@ def openai_tool_choice(choice: Mapping[str, Any] | None) -> tuple[str | Json | N
 
 
 def thinking_effort(body: ConversationBody) -> str | None:
-    """Return the effort of reasoning that a body asks for: none, a level, or None for the model's own habit."""
+    """Return the effort of reasoning that a body asks for: none, a level, or None for the model's own habit.
+
+    The last message of the system with an effort wins over the body's.
+    """
     effort = None if body.output_config is None else body.output_config.effort
+    for message in body.messages:
+        if message.role == "system" and message.output_config is not None:
+            effort = message.output_config.effort or effort
     if body.thinking is None:
         return effort
     kind = body.thinking.get("type")
     if kind == "disabled":
         return "none"
-    if kind not in ("enabled", "adaptive"):
-        invalid(f"thinking.type must be one of enabled, adaptive, disabled, got {shown(kind)}", param="thinking")
+    if kind not in _THINKING:
+        expected = ", ".join((*_THINKING, "disabled"))
+        invalid(f"thinking.type must be one of {expected}, got {shown(kind)}", param="thinking")
     return effort or "medium"
+
+
+def shows_thinking(body: ConversationBody) -> bool:
+    """Return whether the answer has the text of the reasoning."""
+    return body.thinking is None or body.thinking.get("display") != "omitted"
 
 
 def thinking_budget(body: ConversationBody) -> int | None:
@@ -212,3 +235,19 @@ def thinking_budget(body: ConversationBody) -> int | None:
     if body.thinking is None or body.thinking.get("type") != "enabled":
         return None
     return check_optional_int("thinking.budget_tokens", body.thinking.get("budget_tokens"), 1)
+
+
+def check_context_edits(body: ConversationBody) -> None:
+    """Warn of edits of the context that would remove something: all of the conversation is kept.
+
+    They save tokens of Anthropic's servers; what a conversation has too much is a matter of its client's. ApiError 400
+    for what are no edits.
+    """
+    edits = (body.context_management or {}).get("edits") or []
+    if not isinstance(edits, list) or not all(isinstance(edit, dict) and "type" in edit for edit in edits):
+        expected = "a list of objects, each with a type"
+        invalid(f"context_management.edits must be {expected}, got {shown(edits)}", param="context_management")
+    left_out = [shown(edit["type"]) for edit in edits if edit.get("keep") not in _KEEP_ALL]
+    if left_out:
+        names = ", ".join(left_out[:_MAX_NAMES_LOGGED])
+        log.warning("%d edits of context_management are left out, all is kept: %s", len(left_out), names)

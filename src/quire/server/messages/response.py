@@ -32,6 +32,7 @@ class MessagesRequest(ApiRequest):
     """A call of /v1/messages."""
 
     cache: CacheUse | None = None       # of the prefix that cache_control marks, if it is pinned
+    manages_context: bool = False       # the body has context_management, of which no edit is applied
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -65,7 +66,7 @@ class MessageBuilder:
         """Yield the whole message."""
         for _ in self._events(outputs[0]):
             yield b""
-        message = self._message(usage.num_cached_tokens) | {"content": self._blocks} | self._ending
+        message = self._message(usage.num_cached_tokens) | {"content": self._blocks} | self._ending | self._edits()
         message["usage"]["output_tokens"] = usage.num_output_tokens
         yield encode(message)
 
@@ -88,7 +89,7 @@ class MessageBuilder:
     def last_chunk(self, usage: TokenUsage) -> bytes:
         """Return the end of a stream."""
         written = self._usage(usage.num_cached_tokens) | {"output_tokens": usage.num_output_tokens}
-        return _frame("message_delta", delta=self._ending, usage=written) + _frame("message_stop")
+        return _frame("message_delta", delta=self._ending, usage=written, **self._edits()) + _frame("message_stop")
 
     def error_chunk(self, error: ApiError) -> bytes:
         """Return the end of a stream that failed."""
@@ -99,6 +100,10 @@ class MessageBuilder:
             "id": self.request.id, "type": "message", "role": "assistant", "model": self.request.model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": self._usage(num_cached_tokens),
         }  # fmt: skip
+
+    def _edits(self) -> Json:
+        """Return the field that says which edits of the context were applied, for bodies that ask for some."""
+        return {"context_management": {"applied_edits": []}} if self.request.manages_context else {}
 
     def _usage(self, num_cached_tokens: int) -> Json:
         """Return the tokens of the prompt by what the cache did with them, and no token of output."""
@@ -136,7 +141,8 @@ class MessageBuilder:
             case Content(text):
                 yield from self._add_text("text", text)
             case Reasoning(text):
-                yield from self._add_text("thinking", text)
+                if self.request.reading is not None and self.request.reading.shows_reasoning:
+                    yield from self._add_text("thinking", text)
             case CallBegan(index, name):
                 assert self.request.reading is not None, "only outputs that are read have calls"
                 yield from self._close()

@@ -26,10 +26,12 @@ from quire.server.http.request_log import record_of
 from quire.server.messages.bodies import ConversationBody, MessagesBody
 from quire.server.messages.cache_control import CachedPrefixes, cut_conversation, last_mark
 from quire.server.messages.conversion import (
+    check_context_edits,
     continues,
     openai_messages,
     openai_tool_choice,
     openai_tools,
+    shows_thinking,
     system_blocks,
     thinking_budget,
     thinking_effort,
@@ -65,6 +67,7 @@ async def create_message(request: Request) -> Response:
     record.request_id, record.model = f"msg_{uuid.uuid4().hex}", service.check_model(body.model)
     record.stream, record.num_prompts = bool(body.stream), 1
     mark = last_mark(body)
+    check_context_edits(body)
     with _anthropic_names():
         call = MessagesRequest(
             id=record.request_id, model=record.model, created=int(time.time()),
@@ -72,11 +75,12 @@ async def create_message(request: Request) -> Response:
             stream=record.stream, hides_output=body.max_tokens == 0, key_number=key_number_of(request),
             client_id=client_id_of(request.scope), tools=_tool_use(body, service), cuts_max_tokens=True,
             max_reasoning_tokens=_max_reasoning_tokens(body, service),
+            manages_context=body.context_management is not None,
         )  # fmt: skip
         with service.admit(1, param="messages", client_id=call.client_id) as reservation:
             call = await constrained(service, call, _constraints(body))
             conversation = await _conversation(body, service, call.tools, call.client_id)
-            call = await prepare_chat(service, call, conversation)
+            call = await prepare_chat(service, call, conversation, shows_reasoning=shows_thinking(body))
             if mark is not None and service.options.max_pinned_prefixes:
                 cut = await service.threads.run(
                     len(body.messages), partial(cut_conversation, body, mark, conversation), call.client_id
@@ -96,6 +100,7 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, ConversationBody)
     service.check_model(body.model)
     last_mark(body)
+    check_context_edits(body)
     with _anthropic_names():
         conversation = await _conversation(body, service, _tool_use(body, service), client_id)
         text = await rendered(service, conversation, client_id)
@@ -126,12 +131,14 @@ def _sampling(body: MessagesBody, service: Service) -> dict[str, object]:
 
 def _constraints(body: MessagesBody) -> dict[str, object]:
     """Return the constraint that the form of the answer is."""
-    given = None if body.output_config is None else body.output_config.format
+    field, given = "output_config.format", None if body.output_config is None else body.output_config.format
+    if given is None:
+        field, given = "output_format", body.output_format
     if given is None:
         return {}
     if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
         expected = '{"type": "json_schema", "schema": {...}}'
-        invalid(f"output_config.format must be {expected}", param="output_config.format")
+        invalid(f"{field} must be {expected}", param=field)
     named = {"name": "output", "schema": given["schema"], "strict": True}
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 

@@ -17,7 +17,7 @@ from quire.server.openai.response_builder import (
     OpenAIRequest,
     OpenAIResponseBuilder,
 )
-from quire.text.conversation import content_text
+from quire.text.conversation import content_text, split_reasoning
 from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
@@ -168,7 +168,8 @@ def _echo(body: ChatBody | CompletionBody) -> str:
     """Return the text that messages begin with: with `echo`, the last message if it is the assistant's."""
     if not isinstance(body, ChatBody) or not body.echo or body.messages[-1].role != ROLE:
         return ""
-    return content_text("messages[-1]", body.messages[-1].content)
+    content, _ = split_reasoning(body.messages[-1].content)
+    return content_text("messages[-1]", content)
 
 
 def _chunk(index: int, delta: Json) -> Json:

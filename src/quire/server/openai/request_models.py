@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.core.beam_search_params import MAX_LENGTH_PENALTY
-from quire.core.checks import MAX_INT
+from quire.core.checks import MAX_INT, shown
 from quire.core.prompt_scores import PADDING
 from quire.core.sampling_params import (
     MAX_PENALTY,
@@ -22,6 +22,7 @@ from quire.engine.input_processor import MAX_PRIORITY
 from quire.server.api.bodies import MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
 from quire.server.chat.conversation import EFFORTS
 from quire.server.openai.field_support import OTHER_FIELDS
+from quire.text.parts import PART_FIELDS, TEXT_TYPES, part_reasoning, part_text, part_type
 from quire.text.tools import NAME_PATTERN
 
 MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more
@@ -49,29 +50,29 @@ _SCORED_TOKEN: Schema = {"type": "integer", "minimum": PADDING, "maximum": MAX_I
 
 
 def _checked_content(content: object) -> object:
-    """Return valid content of a message: text, parts of text and refusals, or null."""
+    """Return valid content of a message: text, parts of text or reasoning, or null."""
     if content is None or isinstance(content, str):
         return content
-    if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        return content
-    raise PydanticCustomError("content", "Input should be a string, a list of text parts or null")
+    if not isinstance(content, list):
+        raise PydanticCustomError("content", "Input should be a string, a list of text parts or null")
+    for index, part in enumerate(content):
+        if part_text(part) is None and part_reasoning(part) is None:
+            problem = "part {index} must be a text or a part of text ({types}), got the type {kind}"
+            facts = {"index": index, "types": ", ".join(TEXT_TYPES), "kind": shown(part_type(part))}
+            raise PydanticCustomError("content_part", problem, facts)
+    return content
 
 
-def _is_text_part(part: object) -> bool:
-    has_text = isinstance(part, dict) and part.get("type") in ("text", "refusal")
-    return has_text and isinstance(part.get(part["type"]), str)  # type: ignore[attr-defined, index]
+def _part(kind: str, field: str) -> Schema:
+    """Return the schema of a part with a text."""
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, field: {"type": "string"}},
+        "required": ["type", field],
+    }
 
 
-_PART: Schema = {
-    "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"const": kind}, kind: {"type": "string"}},
-            "required": ["type", kind],
-        }
-        for kind in ("text", "refusal")
-    ]
-}
+_PART: Schema = {"anyOf": [{"type": "string"}, *(_part(kind, field) for kind, field in PART_FIELDS.items())]}
 _BIAS: Schema = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
