@@ -19,7 +19,8 @@ needs_extension = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels 
 def test_auto_is_the_extension_with_the_best_instruction_set() -> None:
     assert choose_back_end(CPU).name == "cpp"
     auto, best = choose_back_end(CPU), choose_back_end(CPU, "cpp", isa=usable_isas()[0])
-    assert dataclasses.replace(auto, linear=best.linear) == best, "the same, but each packs into memory of its own"
+    own = dataclasses.replace(auto, linear=best.linear, head=best.head)
+    assert own == best, "the same, but each packs into memory of its own"
 
 
 @needs_extension

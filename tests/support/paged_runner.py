@@ -37,7 +37,7 @@ class PagedRunner:
             context_lens=torch.tensor([self._lengths[name] for name in pieces], dtype=torch.int32),
             block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
         )
-        logits = self.decoder.logits(self.decoder.forward(batch, self.cache))
+        logits = self.decoder.logits(self.decoder.forward(batch, self.cache)).clone()
         return dict(zip(pieces, logits.split([len(tokens) for tokens in pieces.values()]), strict=True))
 
     def run(self, name: str, tokens: Sequence[int], chunks: Sequence[int]) -> Tensor:

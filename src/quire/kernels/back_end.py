@@ -9,6 +9,7 @@ each op. A further back end is one more `BackEnd` here.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -29,6 +30,8 @@ from quire.kernels import (
 from quire.kernels import norm as norms
 from quire.kernels.cpp.back_end import cpp_ops, usable_isas
 from quire.kernels.cpp.limits import MAX_HEAD_DIM, serves_head_dim
+from quire.kernels.linear import Linear
+from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.program import Program
 
@@ -39,16 +42,17 @@ log = logging.getLogger(__name__)
 class BackEnd:
     """One implementation of every op; each field has the signature of the function of its name in the op's module.
 
-    `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `low_rank_up` makes B of an adapter's
-    module from its weight, as `low_rank.TorchUp` is one; `adapter_slots` makes `low_rank.AdapterSlots` where adapters
-    are computed on a device of their own memory; `experts` makes a mixture of layers, as
-    `experts.TorchExperts` is one; `norm` makes one from its parameters, as `norm.TorchNorm` does. `fuse` replaces
-    those stretches of a layer program that the back end runs in one call. `attention` is what --attention-backend
-    chose for a GPU in place of Triton's kernels, if anything.
+    `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `head` makes one to float32 logits,
+    which are defined until its next call; `low_rank_up` makes B of an adapter's module from its weight, as
+    `low_rank.TorchUp` is one; `adapter_slots` makes `low_rank.AdapterSlots` where adapters are computed on a device of
+    their own memory; `experts` makes a mixture of layers, as `experts.TorchExperts` is one; `norm` makes one from its
+    parameters, as `norm.TorchNorm` does. `fuse` replaces those stretches of a layer program that the back end runs in
+    one call. `attention` is what --attention-backend chose for a GPU in place of Triton's kernels, if anything.
     """
 
     name: str
-    linear: Callable[..., linear.Linear]
+    linear: Callable[..., Linear]
+    head: Callable[[LinearWeight, Tensor | None], Linear]
     low_rank_up: Callable[..., low_rank.Up]
     experts: Callable[..., experts.ExpertLayer]
     fuse: Callable[[Program], Program]
@@ -72,6 +76,7 @@ class BackEnd:
 TORCH = BackEnd(
     name="torch",
     linear=linear.make_linear,
+    head=partial(linear.make_linear, dtype=torch.float32),
     low_rank_up=low_rank.TorchUp,
     experts=experts.TorchExperts,
     fuse=lambda program: program,

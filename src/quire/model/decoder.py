@@ -101,7 +101,10 @@ class Decoder:
         return self._program.run(self._embedding(batch.token_ids, batch.positions, batch.token_types), inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [num_rows, vocab_size or labels] of hidden states [num_rows, hidden_size]."""
+        """Return float32 logits [num_rows, vocab_size or labels] of hidden states [num_rows, hidden_size].
+
+        They are defined until the next call, which may write over them; the caller may change them.
+        """
         if self._classifier is not None:
             hidden = self._classified(hidden)
         logits = self.head_sums(hidden)

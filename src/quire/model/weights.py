@@ -177,7 +177,7 @@ class WeightReader:
         tied = embedding[slice(*module.rows)] if is_tied else None
         weight = self._format.read_head(self._tensors, module, shape.width, tied)
         bias = self._read_biases([module]) if shape.has_bias else None
-        layer = self.back_end.linear(weight, bias, dtype=torch.float32)
+        layer = self.back_end.head(weight, bias)
         is_counted = len(self._tensors.names_read) > num_read
         self._tally_layer(layer, (module.stop - module.start) * shape.width if is_counted else 0)
         return layer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels.cpp.huge_pages import PackedMemory
-from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.linear import CppHead, CppLinear
 from quire.kernels.linear import Activation, reference
 from quire.kernels.linear_weight import LinearWeight
 from support.pairwise import covering
@@ -213,3 +213,21 @@ def test_weight_of_an_unknown_format_is_refused_by_name() -> None:
     weight = LinearWeight("q4_K", (torch.zeros(32, 144, dtype=torch.uint8),), 32, 256)
     with pytest.raises(ConfigError, match="do not support weight format q4_K yet; they serve dense"):
         CppLinear(weight)
+
+
+def test_head_returns_the_rows_of_a_layer_in_one_buffer_that_it_keeps() -> None:
+    x, weight, bias = random_case((300, 257), torch.bfloat16)
+    head, layer = CppHead(dense(weight), bias), CppLinear(dense(weight), bias, dtype=torch.float32)
+    largest = head(x[:40]).data_ptr()
+    for num_rows in (1, 40, 17, 0, 80):
+        result = head(x[:num_rows])
+        assert torch.equal(result, layer(x[:num_rows]))
+        assert result.is_contiguous()
+        assert num_rows == 0 or result.data_ptr() == largest, "twice the rows of the first call fit"
+
+
+def test_head_grows_its_buffer_for_more_rows() -> None:
+    x, weight, bias = random_case((300, 257), torch.float32)
+    head = CppHead(dense(weight), bias)
+    head(x[:3])
+    assert torch.equal(head(x), CppLinear(dense(weight), bias)(x))

@@ -36,8 +36,10 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     )
 
     _kernels.use_isa(isa)
+    memory = huge_pages.PackedMemory()
     return {
-        "linear": partial(linear.CppLinear, memory=huge_pages.PackedMemory()),
+        "linear": partial(linear.CppLinear, memory=memory),
+        "head": partial(linear.CppHead, memory=memory),
         "low_rank_up": low_rank.CppUp,
         "experts": experts.CppExperts,
         "fuse": program.fuse,

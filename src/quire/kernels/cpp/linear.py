@@ -7,7 +7,7 @@ from quire.core.errors import ConfigError
 from quire.kernels import linear
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
-from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.huge_pages import PackedMemory, huge_pages
 from quire.kernels.cpp.packing import kernel_format, pack
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
@@ -109,6 +109,27 @@ class CppLinear:
             0,
         )
         return out if self._sum_dtype == self._out_dtype else out.to(self._out_dtype)
+
+
+class CppHead(CppLinear):
+    """A layer to float32 logits, which are kept in one buffer: each call returns the first rows of it.
+
+    A fresh result above 32 MiB, 55 rows of a vocabulary of 152,000, would be mapped anew by each step, and each of its
+    pages faulted. The buffer has twice the rows when it must grow; pages that were never written to take no memory.
+    """
+
+    def __init__(self, weight: LinearWeight, bias: Tensor | None = None, *, memory: PackedMemory | None = None) -> None:
+        super().__init__(weight, bias, dtype=torch.float32, memory=memory)
+        self._logits = torch.empty(0)  # float32, at least the most rows so far x out_features
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /, out: Tensor | None = None) -> Tensor:
+        """Multiply all rows as `CppLinear` does; without `out` the result is defined until the next call."""
+        if out is None:
+            size = len(x) * self._out_features
+            if size > len(self._logits):
+                self._logits = huge_pages(2 * size, torch.float32)
+            out = self._logits[:size].view(len(x), self._out_features)
+        return super().__call__(x, addend, out=out)
 
 
 def all_finite(weight: Tensor) -> bool:

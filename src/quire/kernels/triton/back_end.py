@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Any
 
+import torch
+
 from quire.kernels import cache_layout, philox
 from quire.kernels.sampling_ops import SamplingOps
 from quire.kernels.triton import (
@@ -24,6 +26,7 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
     """Return the ops of a back end by field. `is_exact`: a row's result does not depend on the other rows."""
     return {
         "linear": partial(linear.CudaLinear, is_exact=is_exact),
+        "head": partial(linear.CudaLinear, dtype=torch.float32, is_exact=is_exact),
         "fuse": few_rows.fuse,
         "low_rank_up": low_rank.KeptUp,
         "adapter_slots": partial(low_rank.TritonSlots, is_exact=is_exact),
