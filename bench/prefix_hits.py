@@ -1,6 +1,6 @@
 """Hit rates of the prefix cache, beside the most that can be found, for caches of several sizes.
 
-    python bench/prefix_hits.py --data ../shared/data --output prefix_hits.md
+    python bench/prefix_hits.py --output prefix_hits.md
 
 Chats and traces run through the real scheduler and the real cache. The model is missing, and time with it: requests
 come in the file's order, the next one as soon as one of `--max-open` is over.
@@ -35,11 +35,11 @@ import typer
 from quire.cli.bench.machine import client_facts
 from quire.core.config import CacheConfig
 from quire.core.sequence import Request
+from quire.sim.datasets import DATA_FOLDER
 from quire.sim.traces import HASH_SPAN, TraceRow, read_trace
 from quire.sim.workloads import open_text
 from without_model import OUTPUT_TOKEN, Clients, InOrder, engine_without_model, request_of, run_all
 
-DATA = Path(__file__).parents[1] / "../shared/data"
 CHATS = "sharegpt_sample_turns.csv.gz"
 TRACES = {"conversation": "mooncake_conversation.jsonl.gz", "synthetic": "mooncake_synthetic.jsonl.gz"}
 CHAT_POOLS_GIB, TRACE_POOLS_GIB = (0.5, 1.0, 1.5, 2.0), (4.0, 16.0, 64.0)
@@ -309,7 +309,7 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="folder with the chats and traces")] = DATA,
+    data: Annotated[Path, typer.Option(help="folder with the chats and traces")] = DATA_FOLDER,
     only: Annotated[str, typer.Option(help="chat, conversation, synthetic")] = "chat,conversation,synthetic",
     pool_gib: Annotated[list[float] | None, typer.Option(help="KV caches; 0 is one that holds everything")] = None,
     kv_bytes_per_token: Annotated[int, typer.Option(min=1, help="what a GiB holds; of Qwen2.5-0.5B")] = QWEN_KV_BYTES,

@@ -1,6 +1,6 @@
 """Routing rules of several engines: prefix hits and balance, beside one engine with the same total cache.
 
-    python bench/replicas.py --data ../shared/data --output replicas.md --plot replicas.svg
+    python bench/replicas.py --output replicas.md --plot replicas.svg
 
 * chats: engines with the demo model serve sharegpt_sample_turns.csv.gz. Every answer is a request with all that was
   said before as its prompt, earlier answers as the engine gave them; `--chats` conversations are open at a time.
@@ -33,6 +33,7 @@ from quire.engine.launcher import spawn_engines
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.sim.cost import CostModel
+from quire.sim.datasets import DATA_FOLDER
 from quire.sim.fleet import FleetSimulation
 from quire.sim.hardware import HARDWARE, Hardware
 from quire.sim.models import read_model
@@ -40,7 +41,6 @@ from quire.sim.planning import plan_memory
 from quire.sim.traces import TraceSlice, trace_workload
 from quire.sim.workloads import WorkItem, open_text
 
-DATA = Path(__file__).parents[1] / "../shared/data"
 CHATS, TRACE = "sharegpt_sample_turns.csv.gz", "mooncake_conversation.jsonl.gz"
 MODEL, HARDWARE_NAME, LONGEST = "Llama-3.1-8B", "H100", 131_072
 RULES = get_args(Routing)
@@ -198,7 +198,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="folder of the data sets")] = DATA,
+    data: Annotated[Path, typer.Option(help="folder of the data sets")] = DATA_FOLDER,
     engines: Annotated[int, typer.Option(help="engines that serve chats")] = 3,
     conversations: Annotated[int, typer.Option(help="chats in all; 0: none")] = 120,
     chats: Annotated[int, typer.Option(help="chats at a time")] = 24,

@@ -1,6 +1,6 @@
 """Savings by sharing: blocks of parallel samples and of beams over those without sharing (the paper's figure 15).
 
-    python bench/sharing.py --data ../shared/data --output sharing.md          # and sharing.json, sharing.svg
+    python bench/sharing.py --output sharing.md          # and sharing.json, sharing.svg
 
 Requests have the lengths of Alpaca and of ShareGPT's first turns (at most 2,048 tokens), and one token more, the BOS of
 the paper's OPT. Saved is the sum over all steps of the blocks that sharing spares, over the sum of the blocks that the

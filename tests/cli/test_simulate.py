@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 Run = Callable[..., Any]
-MODEL = ("OPT-13B", "--hardware", "A100-40GB", "--data", "/no/such/folder")
+MODEL = ("OPT-13B", "--hardware", "A100-40GB")
+FITS = ("--data", "/no/such/folder")
 
 
-def simulated(run: Run, tmp_path: Path, *arguments: object) -> dict[str, Any]:
+def simulated(run: Run, tmp_path: Path, *arguments: object, data: tuple[str, ...] = FITS) -> dict[str, Any]:
     path = tmp_path / "simulated.json"
-    ran = run("simulate", *MODEL, "--json", path, *arguments)
+    ran = run("simulate", *MODEL, *data, "--json", path, *arguments)
     assert ran.code == 0, ran.err
     record = json.loads(path.read_text())
     assert record["verdict"] in " ".join(ran.out.split())
+    assert record["title"] in " ".join(ran.out.split())
     return record
 
 
@@ -32,10 +34,37 @@ def test_light_load_is_fine(run: Run, tmp_path: Path) -> None:
 
 def test_overload_names_what_binds(run: Run, tmp_path: Path) -> None:
     record = simulated(run, tmp_path, "--num-prompts", 150, "--rate", 20, "--ttft-limit-ms", 500)
-    assert record["verdict"].startswith("KV cache full")
+    assert record["verdict"].startswith("KV cache full, the queue grows: the rate is above what fits")
+    assert record["queue"]["grows"]
     assert record["kv_cache"]["num_preemptions"] > 0
     assert record["requests"]["met_limits"] < 150
     assert record["rates"]["goodput_rps"] < record["rates"]["requests_per_s"]
+
+
+@pytest.mark.parametrize("rate", [None, 300])
+def test_rate_above_what_fits_is_told(run: Run, tmp_path: Path, rate: float | None) -> None:
+    arguments = ("--workload", "alpaca", "--num-prompts", 300, "--max-num-seqs", 16)
+    record = simulated(run, tmp_path, *arguments, *(() if rate is None else ("--rate", rate)))
+    assert record["verdict"].startswith("Queueing, the queue grows: the rate is above what fits")
+    assert record["queue"]["grows"]
+    assert record["workload"]["arrivals"] == ("all at once" if rate is None else "Poisson, 300/s")
+
+
+def test_fits_are_told_and_arrive_at_the_traces_rate(run: Run, tmp_path: Path) -> None:
+    record = simulated(run, tmp_path, "--workload", "azure-conv", "--num-prompts", 40)
+    fit = "log-normal fit (no azure_llm_2023_conv.csv.gz in /no/such/folder)"
+    assert record["title"] == f"OPT-13B on 1 x A100-40GB, azure-conv, lengths: {fit}, seconds"
+    assert record["workload"] == {
+        "name": "azure-conv", "num_requests": 40, "lengths": fit, "arrivals": "Poisson at the trace's rate"
+    }
+    assert record["rates"]["duration_s"] > 38 / 5.53
+
+
+def test_data_of_the_package_needs_no_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = simulated(run, tmp_path, "--workload", "azure-conv", "--num-prompts", 5, data=())
+    assert record["title"] == "OPT-13B on 1 x A100-40GB, azure-conv, seconds"
+    assert (record["workload"]["lengths"], record["workload"]["arrivals"]) == ("data", "the trace's")
 
 
 def test_replicas_share_the_requests_by_a_rule(run: Run, tmp_path: Path) -> None:

@@ -6,17 +6,16 @@ import pytest
 
 from quire import LLM
 from quire.cli.bench.passes import watched_pass
+from quire.sim.datasets import DATA_FOLDER
 from quire.sim.workloads import length_workload
 
-LENGTHS = Path(__file__).parents[2] / "../shared/data/sharegpt_sample_turns.csv.gz"
+LENGTHS = DATA_FOLDER / "sharegpt_sample_turns.csv.gz"
 BLOCK_SIZE = 16
 
 
 @pytest.mark.timeout(900)
 def test_real_lengths_waste_less_than_a_block_per_sequence(demo_model: Path) -> None:
     """A few short requests here; `quire bench throughput` prints the same figures for any number of them."""
-    if not LENGTHS.exists():
-        pytest.skip("../shared/data is not here")
     workload = length_workload(LENGTHS, num_prompts=16, max_total_len=300, vocab_size=4000, seed=0)
     with LLM(str(demo_model), block_size=BLOCK_SIZE) as llm:
         use = watched_pass(llm, workload)

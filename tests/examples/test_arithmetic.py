@@ -1,6 +1,5 @@
 """What memory costs: bytes per token, requests that fit, and how much of a block's slots tokens fill over time."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from quire.core.kv_dtypes import ELEMENT_BYTES
 from quire.engine.schedulers import make_cache
 from quire.model.sharding import Shard
 from quire.model.spec import DecoderSpec
-from quire.sim.datasets import DATASETS
+from quire.sim.datasets import DATA_FOLDER, DATASETS
 from quire.sim.footprint import kv_bytes_per_token
 from quire.sim.models import read_model
 from quire.sim.workloads import read_columns, read_lengths
@@ -18,7 +17,6 @@ from support.zero_model import spec_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 FP16, FP8 = ELEMENT_BYTES["float16"], ELEMENT_BYTES["float8_e4m3fn"]
-SHARED = Path(__file__).parents[2] / "../shared/data"
 
 
 def heads(layers: int, kv_heads: int, head_dim: int = 128, query_heads: int | None = None) -> DecoderSpec:
@@ -79,12 +77,11 @@ def share_of_slots(lengths: list[tuple[int, int]], block_size: int) -> float:
     return float(100 * num_tokens.sum() / (num_blocks.sum() * block_size))
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
 def test_share_of_slots_that_hold_tokens_over_decode_time() -> None:
     """The pairs of ShareGPT are those that fit OPT; by which rule the example chose is not said: 0.35 are allowed."""
     sizes = 8, 16, 32, 64, 128
-    alpaca = read_columns(SHARED / "alpaca_lengths.csv.gz", prompt_plain_tokens=int, output_tokens=int)
+    alpaca = read_columns(DATA_FOLDER / "alpaca_lengths.csv.gz", prompt_plain_tokens=int, output_tokens=int)
     assert [share_of_slots(alpaca, size) for size in sizes] == pytest.approx([95.6, 91.0, 83.3, 70.2, 50.7], abs=0.06)
     limit = DATASETS["sharegpt"].max_total_len
-    pairs = [pair for pair in read_lengths(SHARED / "sharegpt_sample_turns.csv.gz") if sum(pair) <= limit]
+    pairs = [pair for pair in read_lengths(DATA_FOLDER / "sharegpt_sample_turns.csv.gz") if sum(pair) <= limit]
     assert [share_of_slots(pairs, size) for size in sizes] == pytest.approx([99.1, 98.1, 96.2, 92.5, 85.7], abs=0.35)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.sim.datasets import DATASETS, due_times, workload
+from quire.sim.datasets import DATA_FOLDER, DATASETS, due_times, fit_note, named_file, workload
 from quire.sim.workloads import WorkItem
 
-SHARED = Path(__file__).parents[2] / "../shared/data"
 NOWHERE = Path("/no/such/folder")
 
 
@@ -20,11 +19,9 @@ def means(items: list[WorkItem]) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("name", sorted(set(DATASETS) - {"mooncake"}))
-@pytest.mark.parametrize("data", [NOWHERE, pytest.param(SHARED, id="shared")])
+@pytest.mark.parametrize("name", sorted(set(DATASETS) - {"mooncake", "mooncake-synthetic"}))
+@pytest.mark.parametrize("data", [pytest.param(NOWHERE, id="fit"), pytest.param(DATA_FOLDER, id="data")])
 def test_lengths_are_as_their_source_says(name: str, data: Path) -> None:
-    if data is SHARED and not SHARED.is_dir():
-        pytest.skip("../shared/data is not here")
     dataset = DATASETS[name]
     items = workload(name, 1500, data=data)
     assert len(items) == 1500
@@ -54,6 +51,40 @@ def test_mix_draws_by_weight() -> None:
     items = workload("alpaca:3,creation:1", 2000, data=NOWHERE)
     assert sum(item.output_len > 400 for item in items) / 2000 == pytest.approx(0.25, abs=0.05)
     assert all(item.arrival_s is None for item in items)
+
+
+def test_mix_may_leave_a_trace_without_a_request() -> None:
+    assert len(workload("alpaca:1e9,azure-conv:1", 3)) == 3
+
+
+@pytest.mark.parametrize("name", sorted(DATASETS))
+def test_every_data_set_is_in_the_package(name: str) -> None:
+    assert fit_note([name], DATA_FOLDER) == ""
+    assert DATASETS[name].file in (DATA_FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(name for name, dataset in DATASETS.items() if dataset.rate is not None))
+def test_fit_of_a_trace_arrives_at_the_traces_rate(name: str) -> None:
+    due_s = due_times(workload(name, 50, data=NOWHERE), None, seed=0)
+    assert 49 / (due_s[-1] - due_s[0]) == pytest.approx(DATASETS[name].rate)
+
+
+def test_fits_are_told_with_the_files_that_are_missing(tmp_path: Path) -> None:
+    (tmp_path / DATASETS["alpaca"].file).touch()
+    assert fit_note(["alpaca"], tmp_path) == ""
+    told = "lengths: log-normal fit (no creation_lengths.csv.gz and no arxiv_summarization_lengths.csv.gz in"
+    assert fit_note(["alpaca,creation:2", "arxiv", "creation"], tmp_path) == f"{told} {tmp_path})"
+
+
+def test_package_files_are_workloads_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in {dataset.file for dataset in DATASETS.values()}:
+        assert named_file(file) == DATA_FOLDER / file
+        assert len(workload(file, 4)) == 4
+    own = Path("creation_lengths.csv.gz")
+    own.touch()
+    assert named_file(own.name) == own, "what lies here is meant first"
+    assert named_file("../data/README.md") is None
 
 
 def test_seed_decides() -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.sim.datasets import DATA_FOLDER
 from quire.sim.traces import TraceSlice, is_trace, trace_workload
 from quire.sim.workloads import WorkItem
-
-DATA = Path(__file__).parents[3] / "../shared/data"
-needs_shared = pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not here")
 
 AZURE = "arrival_s,prompt_tokens,output_tokens\n0.0,3,4\n1.5,5,1\n2.0,90,20\n2.0,0,5\n8.5,7,2\n"
 
@@ -104,10 +102,9 @@ def test_trace_that_is_not_gzip_is_refused(tmp_path: Path) -> None:
         trace_workload(path, TraceSlice(), vocab_size=50, seed=0)
 
 
-@needs_shared
 @pytest.mark.parametrize(("name", "num_rows", "rate"), [("code", 8819, 2.57), ("conv", 19366, 5.53)])
 def test_azure_traces_have_their_rate(name: str, num_rows: int, rate: float) -> None:
-    path = DATA / f"azure_llm_2023_{name}.csv.gz"
+    path = DATA_FOLDER / f"azure_llm_2023_{name}.csv.gz"
     assert is_trace(path)
     items = trace_workload(path, TraceSlice(max_total_len=1024, speed_up=4.0), vocab_size=2, seed=0)
     whole = trace_workload(path, TraceSlice(max_total_len=10**9, start_s=3000.0), vocab_size=2, seed=0)
@@ -115,9 +112,8 @@ def test_azure_traces_have_their_rate(name: str, num_rows: int, rate: float) -> 
     assert len(items) / (items[-1].arrival_s or 0.0) == pytest.approx(4 * rate * len(items) / num_rows, rel=0.05)
 
 
-@needs_shared
 @pytest.mark.parametrize("name", ["conversation", "synthetic"])
 def test_mooncake_traces_share_prefixes(name: str) -> None:
-    path = DATA / f"mooncake_{name}.jsonl.gz"
+    path = DATA_FOLDER / f"mooncake_{name}.jsonl.gz"
     items = trace_workload(path, TraceSlice(num_prompts=300, max_total_len=20_000), vocab_size=500, seed=0)
     assert len({tuple(item.prompt_token_ids[:512]) for item in items}) < len(items)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.sim.datasets import DATA_FOLDER
 from quire.sim.workloads import WorkItem, length_workload, random_workload, renewed, token_id_workload
 
-SHARED = Path(__file__).parents[3] / "../shared"
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not here")
+PEER_WORKLOADS = Path(__file__).parents[2] / "../shared/peers/workloads.json"
 
 TURNS = """conversation,turn,role,tokens
 0,0,gpt,100
@@ -144,16 +144,15 @@ def test_bad_json_is_refused(tmp_path: Path, content: str, name: str | None, mes
         token_id_workload(path, name, None)
 
 
-@needs_shared
 def test_sharegpt_turns_give_the_papers_workload() -> None:
-    items = length_workload(SHARED / "data/sharegpt_sample_turns.csv.gz", None, 2048, vocab_size=512, seed=0)
+    items = length_workload(DATA_FOLDER / "sharegpt_sample_turns.csv.gz", None, 2048, vocab_size=512, seed=0)
     pairs = lengths(items)
     assert len(pairs) == 631
     assert sum(prompt for prompt, _ in pairs) / 631 == pytest.approx(148.9, abs=0.05)
     assert sum(output for _, output in pairs) / 631 == pytest.approx(307.1, abs=0.05)
 
 
-@needs_shared
+@pytest.mark.skipif(not PEER_WORKLOADS.exists(), reason="../shared/peers is not here")
 @pytest.mark.parametrize(("name", "count"), [("decode1", 1), ("offline64", 64), ("chat32", 32), ("prefix", 32)])
 def test_peer_workloads_are_read(name: str, count: int) -> None:
-    assert len(token_id_workload(SHARED / "peers/workloads.json", name, None)) == count
+    assert len(token_id_workload(PEER_WORKLOADS, name, None)) == count

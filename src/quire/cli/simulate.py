@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from quire.cli.bench import report
-from quire.cli.bench.diagnosis import LatencyLimits, diagnose, observe
+from quire.cli.bench.diagnosis import LatencyLimits, Observation, diagnose, observe
 from quire.cli.bench.flags import LimitFlags
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
 from quire.cli.plan import DeviceFlags, print_refusals
@@ -15,7 +15,7 @@ from quire.core.errors import ConfigError
 from quire.core.optional_package import absent_package
 from quire.engine.options import EngineOptions
 from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel, exchange_mode
-from quire.sim.datasets import DATA_FOLDER, due_times, workload
+from quire.sim.datasets import DATA_FOLDER, DATASETS, due_times, fit_note, workload
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
 from quire.sim.planning import MemoryPlan
@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
         raise
     FleetSimulation = None  # type: ignore[assignment,misc]  # optional: without it one engine is simulated
 
+_NO_FACTS = ("title", "figures", "verdict", "not_servable_yet")  # of the record: printed in ways of their own
 Routing = Literal["prefix", "round-robin", "affinity"]
 
 _load = partial(flag_field, panel="Load")
@@ -42,18 +43,19 @@ class LoadFlags:
 
     workload: str = _load(
         "sharegpt", "a data set, a mix such as sharegpt:3,alpaca:1, a trace, or a file of lengths", metavar="NAME|FILE",
-        row="a data set: `alpaca`, `sharegpt`, `chat`, `translation-1-shot`, `translation-5-shot`, `azure-code`, "
-        "`azure-conv`, `mooncake`, `arxiv`, `creation`; a mix, `sharegpt:3,alpaca:1`; or a file: a trace, lengths, "
-        "token ids",
+        row=f"a data set: {', '.join(f'`{name}`' for name in DATASETS)}; a mix, `sharegpt:3,alpaca:1`; or a file: a "
+        "trace, lengths, token ids",
     )  # fmt: skip
     num_prompts: int = _load(1000, "requests", min=1)
     rate: float | None = _load(
         None, "requests per second, Poisson", show_default="a trace's own; of the rest all at once",
         row="Poisson arrivals, requests per second",
     )  # fmt: skip
-    data: Path = _load(
-        DATA_FOLDER, "where the files of data sets are; fits stand in", metavar="FOLDER",
-        row="folder with the data sets' files; a log-normal fit stands in for each that is not there",
+    data: Path | None = _load(
+        None, "with other files of the data sets' names; fits stand in for what it lacks", metavar="FOLDER",
+        show_default="the package's",
+        row="folder with files of the data sets' names, instead of the package's; a log-normal fit of the lengths "
+        "stands in for each that it lacks, with the rate of a trace, and the title and the JSON say so",
     )  # fmt: skip
     replicas: int = _load(
         1, "engines alike, each on devices of its own", min=1,
@@ -68,6 +70,29 @@ class LoadFlags:
         None, "of one device for an hour: what a million tokens cost", min=0.0,
         row="of one device for an hour: what a million output tokens cost",
     )  # fmt: skip
+
+    @property
+    def fit_note(self) -> str:
+        """`lengths: log-normal fit (no FILE in FOLDER)`, or nothing if all lengths are data."""
+        return fit_note([self.workload], self.data or DATA_FOLDER)
+
+    def requests(self, vocab_size: int, seed: int) -> tuple[list[WorkItem], list[float]]:
+        """Return the requests and the times at which they arrive, in seconds."""
+        data = self.data or DATA_FOLDER
+        items = workload(self.workload, self.num_prompts, seed=seed, data=data, vocab_size=vocab_size)
+        has_times = self.rate is not None or items[0].arrival_s is not None
+        return items, due_times(items, self.rate, seed) if has_times else [0.0] * len(items)
+
+    def told(self, items: list[WorkItem]) -> report.Record:
+        """Return what the requests are, for a reader of the figures."""
+        if self.rate is not None:
+            arrivals = f"Poisson, {self.rate:g}/s"
+        elif items[0].arrival_s is None:
+            arrivals = "all at once"
+        else:
+            arrivals = "Poisson at the trace's rate" if self.fit_note else "the trace's"
+        lengths = self.fit_note.removeprefix("lengths: ") or "data"
+        return {"name": self.workload, "num_requests": len(items), "lengths": lengths, "arrivals": arrivals}
 
 
 @with_config_file
@@ -91,10 +116,7 @@ def simulate(
         raise ConfigError("speculative decoding is not simulated; leave out speculative_config and spec_method")
     model, hardware = read_model(engine.model, engine.dtype, engine.quantization_options), device.machine
     found = device.plan(model, engine)
-    vocab_size, num_prompts = model.spec.vocab_size, load.num_prompts
-    items = workload(load.workload, num_prompts, seed=engine.seed, data=load.data, vocab_size=vocab_size)
-    has_times = load.rate is not None or items[0].arrival_s is not None
-    due_s = due_times(items, load.rate, engine.seed) if has_times else [0.0] * len(items)
+    items, due_s = load.requests(model.spec.vocab_size, engine.seed)
     is_measured = bool(hardware.curve)  # its attention, too
     cost = CostModel(
         model.spec,
@@ -117,17 +139,18 @@ def simulate(
     if not run.finished:
         longest = found.scheduler.max_model_len
         raise ConfigError(f"none of {len(items)} requests fits: the longest may have {longest} tokens")
-    record = _record(run, found, limits.limits) | _cost(run, found, hardware, load)
+    devices = f"{found.num_devices} x {found.hardware}"
+    devices = devices if load.replicas == 1 else f"{load.replicas} replicas of {devices}"
+    title = ", ".join(filter(None, (f"{found.model} on {devices}", load.workload, load.fit_note, "seconds")))
+    record: report.Record = {"title": title, "workload": load.told(items)}
+    record |= _record(run, found, limits.limits) | _cost(run, found, hardware, load)
     if fleet is not None:
         record["replicas"] = {
             "num_replicas": load.replicas, "routing": load.routing, "computed_tokens_max_over_mean": fleet.imbalance,
         }  # fmt: skip
     record["not_servable_yet"] = device.not_servable_yet(model, engine)
     record["simulator"] = {"sequence_steps": run.num_sequence_steps, "sequence_steps_per_cpu_s": per_s}
-    devices = f"{found.num_devices} x {found.hardware}"
-    devices = devices if load.replicas == 1 else f"{load.replicas} replicas of {devices}"
-    title = f"{found.model} on {devices}, {load.workload}, seconds"
-    facts = {name: values for name, values in record.items() if name not in ("figures", "verdict", "not_servable_yet")}
+    facts = {name: values for name, values in record.items() if name not in _NO_FACTS}
     report.print_tables(title, report.DISTRIBUTION_COLUMNS, record["figures"], facts)
     report.print_line(record["verdict"])
     print_refusals(record["not_servable_yet"])
@@ -147,15 +170,17 @@ def _record(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits) -> repo
     timelines = [run.timeline(answer) for answer in run.finished]
     gaps = {"itl_s, prefill beside": run.itl_s(beside_prefill=True), "itl_s, none": run.itl_s(beside_prefill=False)}
     figures = latencies(timelines) | {name: distribution(sample) for name, sample in gaps.items() if sample}
-    num_met = limits.num_met(timelines)
+    num_met, duration_s = limits.num_met(timelines), run.duration_s
+    seen = _observation(run, limits, timelines)
     return {
         "figures": {name: values._asdict() for name, values in figures.items()},
         "rates": {
             "tokens_per_s": run.tokens_per_s,
-            "requests_per_s": len(run.finished) / run.duration_s,
-            "goodput_rps": num_met / run.duration_s,
-            "duration_s": run.duration_s,
+            "requests_per_s": len(run.finished) / duration_s,
+            "goodput_rps": num_met / duration_s,
+            "duration_s": duration_s,
         },
+        "queue": {"grows": seen.is_queue_growing, "mean_s": run.mean_queue_s},
         "requests": {"finished": len(run.finished), "met_limits": num_met, "refused": run.num_refused},
         "kv_cache": {
             "num_blocks": found.cache.num_blocks,
@@ -165,7 +190,7 @@ def _record(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits) -> repo
             "num_preemptions": run.num_preemptions,
             "prefix_hit_rate": run.hit_rate,
         },
-        "verdict": _verdict(run, found, limits, timelines),
+        "verdict": diagnose(seen) + _memory_note(run, found),
     }
 
 
@@ -179,16 +204,20 @@ def _cost(run: SimulatedRun, found: MemoryPlan, hardware: Hardware, load: LoadFl
     return {"cost": {"per_million_output_tokens": per_token * 1e6, "price_per_hour": price * num_devices}}
 
 
-def _verdict(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits, timelines: list[Timeline]) -> str:
-    """Return where to look first, by the latencies, and what the memory says to it."""
+def _observation(run: SimulatedRun, limits: LatencyLimits, timelines: list[Timeline]) -> Observation:
+    prompt_lens = [len(answer.item.prompt_token_ids) for answer in run.finished]
+    reported = {
+        "queue_s": run.mean_queue_s, "num_preemptions": run.num_preemptions, "peak_kv_usage": run.peak_kv_usage
+    }
+    return observe(timelines, prompt_lens, limits, **reported)
+
+
+def _memory_note(run: SimulatedRun, found: MemoryPlan) -> str:
+    """Return what the memory adds to the verdict."""
     share = found.weight_bytes / found.memory_bytes
     memory = f" Weights take {share:.0%} of the memory: the model is large for this device." if share > 0.75 else ""
     if run.num_refused:
         memory += f" {run.num_refused} requests were refused, as longer than {found.scheduler.max_model_len} tokens."
     if run.num_preemptions > len(run.finished) / 10 and found.cache.block_size > 32:
         memory += f" Blocks of {found.cache.block_size} tokens waste much of the KV cache on short requests."
-    prompt_lens = [len(answer.item.prompt_token_ids) for answer in run.finished]
-    reported = {
-        "queue_s": run.mean_queue_s, "num_preemptions": run.num_preemptions, "peak_kv_usage": run.peak_kv_usage
-    }
-    return diagnose(observe(timelines, prompt_lens, limits, **reported)) + memory
+    return memory

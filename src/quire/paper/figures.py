@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from quire.core.errors import ConfigError
 from quire.paper.plots import Panel
-from quire.sim.datasets import DATA_FOLDER
+from quire.sim.datasets import DATA_FOLDER, fit_note
 
 Row = dict[str, str | float]
 Make = Callable[["Settings"], "Result"]
@@ -46,12 +46,13 @@ class Comparison(NamedTuple):
 
 @dataclass(slots=True)
 class Result:
-    """A figure that has been made."""
+    """A figure that has been made. `fit_note` says of which lengths there is no data, only a fit."""
 
     rows: list[Row]
     panels: Sequence[Panel]
     comparisons: list[Comparison] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    fit_note: str = ""
 
     @property
     def tables(self) -> list[tuple[tuple[str, ...], list[Row]]]:
@@ -60,24 +61,38 @@ class Result:
 
 
 class FigureSpec(NamedTuple):
-    """A figure that can be made."""
+    """A figure that can be made, and the data sets with the lengths of its requests."""
 
     number: str
     title: str
     make: Make
+    datasets: tuple[str, ...]
 
 
 FIGURES: dict[str, FigureSpec] = {}
 
 
-def figure(name: str, number: str, title: str) -> Callable[[Make], Make]:
-    """Make a function one of the figures, under a name, with the paper's number for it."""
+def figure(name: str, number: str, title: str, *datasets: str) -> Callable[[Make], Make]:
+    """Make a function one of the figures, under a name, with the paper's number for it and its data sets."""
 
     def register(make: Make) -> Make:
-        FIGURES[name] = FigureSpec(number, title, make)
+        FIGURES[name] = FigureSpec(number, title, make, datasets)
         return make
 
     return register
+
+
+def made(name: str, settings: Settings) -> Result:
+    """Return a figure, with a note where fits stand in for lengths."""
+    spec = FIGURES[name]
+    result = spec.make(settings)
+    result.fit_note = fit_note(spec.datasets, settings.data)
+    return result
+
+
+def title_of(name: str, result: Result) -> str:
+    """Return what a figure shows, and of which lengths there is only a fit."""
+    return FIGURES[name].title + (f"; {result.fit_note}" if result.fit_note else "")
 
 
 def chosen(names: Sequence[str]) -> list[str]:
@@ -92,9 +107,8 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 def as_json(name: str, result: Result) -> dict[str, Any]:
     """Return a figure's content as plain data."""
-    spec = FIGURES[name]
     compared = [each._asdict() | {"ratio": each.ratio} for each in result.comparisons]
     return {
-        "figure": name, "number": spec.number, "title": spec.title, "rows": result.rows, "paper": compared,
-        "notes": result.notes,
+        "figure": name, "number": FIGURES[name].number, "title": title_of(name, result), "rows": result.rows,
+        "paper": compared, "notes": result.notes, "lengths": result.fit_note.removeprefix("lengths: ") or "data",
     }  # fmt: skip

@@ -19,7 +19,7 @@ NUM_LENGTHS = 5000
 TABLES_NOTE = "Orange blocks have several owners. A2 is column 2 of A's block table."
 
 
-@figure("layout", "1", "Memory of an A100-40GB with OPT-13B, and how the KV cache fills")
+@figure("layout", "1", "Memory of an A100-40GB with OPT-13B, and how the KV cache fills", "sharegpt")
 def layout(settings: Settings) -> Result:
     """Parts of the device's memory; KV memory taken by ShareGPT requests that are half answered."""
     place, token_bytes = set_up("OPT-13B"), kv_bytes_per_token(read_model("OPT-13B").spec, 2)
@@ -117,7 +117,7 @@ def _walk(steps: list[Step]) -> Iterator[tuple[str, Grid]]:
         }
 
 
-@figure("lengths", "11", "Lengths of requests")
+@figure("lengths", "11", "Lengths of requests", "sharegpt", "alpaca")
 def lengths(settings: Settings) -> Result:
     """Tokens of prompts and answers."""
     paper = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}

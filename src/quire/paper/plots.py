@@ -6,6 +6,7 @@ matplotlib is an extra: it is loaded here, and nowhere else.
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import zip_longest
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.core.errors import ConfigError
@@ -129,8 +130,8 @@ class Blocks(NamedTuple):
 Panel = Lines | Bars | Histogram | Blocks
 
 
-def drawn(panels: Sequence[Panel]) -> "Figure":
-    """Return a plot of all panels, row by row. ConfigError where matplotlib is not installed."""
+def drawn(panels: Sequence[Panel], note: str = "") -> "Figure":
+    """Return a plot of all panels, row by row, with a note above. ConfigError where matplotlib is not installed."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 (an optional package)
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -146,6 +147,8 @@ def drawn(panels: Sequence[Panel]) -> "Figure":
             axes.remove()
         else:
             panel.draw(axes)
+    if note:
+        plot.suptitle(fill(note, 20 * columns + 30), fontsize=8)
     return plot
 
 

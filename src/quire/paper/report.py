@@ -9,7 +9,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import Markup
 
 from quire.core.version import __version__
-from quire.paper.figures import FIGURES, Result
+from quire.paper.figures import FIGURES, Result, title_of
 
 
 def html(results: Mapping[str, Result], plots: Mapping[str, bytes], how: str) -> str:
@@ -17,5 +17,7 @@ def html(results: Mapping[str, Result], plots: Mapping[str, bytes], how: str) ->
     environment = ImmutableSandboxedEnvironment(loader=PackageLoader("quire.paper"), autoescape=True)
     environment.filters["number"] = lambda value: f"{value:.4g}" if isinstance(value, float) else value
     made = f"{how}; Quire {__version__}, {datetime.now(UTC):%Y-%m-%d}, {platform.platform()}"
+    titles = {name: title_of(name, result) for name, result in results.items()}
     drawn = {name: Markup(plot[plot.index(b"<svg") :].decode()) for name, plot in plots.items()}  # noqa: S704 (our own)
-    return environment.get_template("report.html").render(figures=FIGURES, results=results, plots=drawn, made=made)
+    template = environment.get_template("report.html")
+    return template.render(figures=FIGURES, titles=titles, results=results, plots=drawn, made=made)

@@ -102,7 +102,7 @@ def sustained_rate(curve: Sequence[tuple[float, float]]) -> float:
     return curve[-1][0] if curve[-1][1] <= SUSTAINED_S else curve[0][0]
 
 
-@figure("latency", "12", "Normalized latency against request rate")
+@figure("latency", "12", "Normalized latency against request rate", "sharegpt", "alpaca")
 def latency(settings: Settings) -> Result:
     """Basic sampling: one answer for each request."""
     ratios = {(PAGED, ORACLE): (1.7, 2.7), (PAGED, MAX): (2.7, 8.0), (PAGED, FASTER_TRANSFORMER): (1.0, 22.0)}
@@ -118,7 +118,7 @@ def latency(settings: Settings) -> Result:
     return rate_figure(panels, [LATENCY_NOTE])
 
 
-@figure("decoding", "14", "Parallel sampling and beam search, OPT-13B, Alpaca")
+@figure("decoding", "14", "Parallel sampling and beam search, OPT-13B, Alpaca", "alpaca")
 def decoding(settings: Settings) -> Result:
     """Several answers for each request, which share the prompt, or beams, which share more."""
     point, pair = _point(settings, "OPT-13B", "alpaca", 50.0), (ORACLE, PAGED)
@@ -131,7 +131,7 @@ def decoding(settings: Settings) -> Result:
     return rate_figure(panels, [COMPUTE_NOTE])
 
 
-@figure("prefix", "16", "Shared prefix, LLaMA-13B, translation with examples")
+@figure("prefix", "16", "Shared prefix, LLaMA-13B, translation with examples", "translation-1-shot")
 def prefix(settings: Settings) -> Result:
     """Prompts that begin with the same instruction and examples, computed and stored once."""
     panels = [
@@ -142,7 +142,7 @@ def prefix(settings: Settings) -> Result:
     return rate_figure(panels, [COMPUTE_NOTE])
 
 
-@figure("chat", "17", "Chatbot, OPT-13B")
+@figure("chat", "17", "Chatbot, OPT-13B", "chat")
 def chat(settings: Settings) -> Result:
     """Long prompts: a whole conversation, cut to the last 1,024 tokens."""
     ratios = {(PAGED, orca): (2.0, 2.0) for orca in ORCAS}
@@ -150,7 +150,7 @@ def chat(settings: Settings) -> Result:
     return rate_figure([panel], [CHAT_NOTE])
 
 
-@figure("memory", "2", "What the KV cache's memory holds while requests wait, OPT-13B, ShareGPT")
+@figure("memory", "2", "What the KV cache's memory holds while requests wait, OPT-13B, ShareGPT", "sharegpt")
 def memory(settings: Settings) -> Result:
     """More requests than any of the systems can serve."""
     kinds = ("token states", "reserved", "internal", "external and other")
@@ -173,7 +173,7 @@ def memory(settings: Settings) -> Result:
     return Result(rows, [plot], comparisons, [MEMORY_NOTE])
 
 
-@figure("batched", "13", "Requests that run together, OPT-13B")
+@figure("batched", "13", "Requests that run together, OPT-13B", "sharegpt", "alpaca")
 def batched(settings: Settings) -> Result:
     """ShareGPT at 2 requests per second, Alpaca at 30."""
     paper = {("sharegpt", 2.0): (7.00, 9.81, 13.62, 30.42), ("alpaca", 30.0): (7.00, 43.24, 72.75, 132.44)}
@@ -195,7 +195,7 @@ def batched(settings: Settings) -> Result:
     return Result(rows, plots, comparisons, [BATCHED_NOTE])
 
 
-@figure("sharing", "15", "KV blocks that sharing saves, OPT-13B")
+@figure("sharing", "15", "KV blocks that sharing saves, OPT-13B", "alpaca", "sharegpt")
 def sharing(settings: Settings) -> Result:
     """Parallel samples and beams, over the blocks that they would hold each by itself."""
     paper = {
@@ -227,7 +227,7 @@ def sharing(settings: Settings) -> Result:
     return Result(rows, [plot], comparisons, [])
 
 
-@figure("block-size", "18b", "Latency by block size, OPT-13B")
+@figure("block-size", "18b", "Latency by block size, OPT-13B", "sharegpt", "alpaca")
 def block_size(settings: Settings) -> Result:
     """The same loads with small and large blocks: large ones waste what is left of each sequence's last."""
     loads = {"sharegpt": 2.0, "alpaca": 20.0}
@@ -237,7 +237,7 @@ def block_size(settings: Settings) -> Result:
     return Result(rows, plots, [], [BLOCKS_NOTE])
 
 
-@figure("swap", "19", "Swapping against recomputation by block size, OPT-13B, ShareGPT")
+@figure("swap", "19", "Swapping against recomputation by block size, OPT-13B, ShareGPT", "sharegpt")
 def swap(settings: Settings) -> Result:
     """Cost of one preempted sequence on top of steps that run anyway, and latency under many preemptions."""
     point = _point(settings, "OPT-13B", "sharegpt", 2.2)

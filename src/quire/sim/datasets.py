@@ -1,8 +1,9 @@
-"""Workloads by name: lengths of real data where its files are, log-normal fits of the same lengths where they are not.
+"""Workloads by name: lengths and arrivals of real data, of the package or of a folder with files of the same names.
 
-A fit has the mean and the standard deviation of the prompts and of the outputs, each by itself; that of ShareGPT and
-Alpaca the means that Kwon et al. 2023, section 6.1, give. Prompts are random tokens; those of a translation begin with
-the same instruction and examples. A mix draws each request from one of several: `sharegpt:3,alpaca:1`.
+Where a folder lacks a file, a log-normal fit of the lengths stands in, and the arrivals have the trace's rate. A fit
+has the mean and the standard deviation of the prompts and of the outputs, each by itself; that of ShareGPT and Alpaca
+the means that Kwon et al. 2023, section 6.1, give. Prompts are random tokens; those of a translation begin with the
+same instruction and examples. A mix draws each request from one of several: `sharegpt:3,alpaca:1`.
 """
 
 import math
@@ -28,7 +29,7 @@ from quire.sim.workloads import (
     with_random_prompts,
 )
 
-DATA_FOLDER = Path("../shared/data")  # beside the checkout; a fresh clone has none
+DATA_FOLDER = Path(__file__).with_name("data")  # README.md there has sources and licences
 VOCAB_SIZE = 32_000
 CHAT_PROMPT, CHAT_OUTPUT = 1024, 1024  # tokens; Kwon et al. 2023, section 6.5
 
@@ -78,14 +79,10 @@ def _chat_rounds(path: Path) -> list[Lengths]:
     return rounds
 
 
-def _translations(path: Path) -> list[Lengths]:
-    return read_columns(path, source_tokens=int, target_tokens=int)
-
-
 _CHAT = Dataset(
     "sharegpt_sample_turns.csv.gz", Fit(886.5, 0.670), Fit(324.2, 0.734), _chat_rounds, cut=(CHAT_PROMPT, CHAT_OUTPUT)
 )
-_WMT = Dataset("wmt16_en_de_lengths.csv.gz", Fit(26.8, 0.535), Fit(40.2, 0.544), _translations)
+_WMT = Dataset("wmt16_en_de_lengths.csv.gz", Fit(26.8, 0.535), Fit(40.2, 0.544))
 DATASETS = {
     "alpaca": Dataset("alpaca_lengths.csv.gz", Fit(19.31, 0.622), Fit(58.45, 0.828), _alpaca),
     "sharegpt": Dataset(
@@ -97,9 +94,37 @@ DATASETS = {
     "azure-code": Dataset("azure_llm_2023_code.csv.gz", Fit(2047.8, 0.811), Fit(27.9, 1.313), rate=2.57),
     "azure-conv": Dataset("azure_llm_2023_conv.csv.gz", Fit(1154.7, 0.808), Fit(211.1, 0.683), rate=5.53),
     "mooncake": Dataset("mooncake_conversation.jsonl.gz", Fit(13066.0, 0.997), Fit(346.1, 0.651), rate=3.14),
+    "mooncake-synthetic": Dataset(
+        "mooncake_synthetic.jsonl.gz", Fit(15325.5, 0.944), Fit(149.1, 0.942), rate=3.91
+    ),
     "arxiv": Dataset("arxiv_summarization_lengths.csv.gz", Fit(2588.1, 0.354), Fit(291.4, 1.209)),
     "creation": Dataset("creation_lengths.csv.gz", Fit(307.7, 0.294), Fit(1144.3, 0.371)),
 }
+
+
+def named_file(name: str) -> Path | None:
+    """Return the file at this path, or the package's of this name; None if there is neither."""
+    paths = [Path(name), *([DATA_FOLDER / name] if name == Path(name).name else [])]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def is_dataset(name: str) -> bool:
+    """Return whether the name is that of a data set, or of a mix of data sets."""
+    return all(part.strip().partition(":")[0] in DATASETS for part in name.split(","))
+
+
+def absent_files(name: str, data: Path) -> list[str]:
+    """Return the files of a workload's data sets that the folder lacks, so that fits stand in."""
+    if named_file(name) is not None:
+        return []
+    files = dict.fromkeys(DATASETS[part].file for part in _shares(name))
+    return [file for file in files if not (data / file).is_file()]
+
+
+def fit_note(names: Iterable[str], data: Path) -> str:
+    """Return `lengths: log-normal fit (no FILE in FOLDER)` if a fit stands in for one of the workloads, else ""."""
+    files = list(dict.fromkeys(file for name in names for file in absent_files(name, data)))
+    return f"lengths: log-normal fit (no {' and no '.join(files)} in {data})" if files else ""
 
 
 def workload(
@@ -113,20 +138,23 @@ def workload(
 ) -> list[WorkItem]:
     """Return `count` requests of a data set, a mix of several, or a file; those of a trace with their own times.
 
-    A data set without times may be drawn from several times over; a trace or a file may have fewer. Raises ConfigError
-    for an unknown name, or a file that does not fit.
+    A file is named by its path, or one of the package by its file name. A data set without times may be drawn from
+    several times over; a trace or a file may have fewer. Raises ConfigError for an unknown name, or a file that does
+    not fit.
     """
-    if Path(name).is_file():
-        return _of_file(Path(name), count, seed, vocab_size, max_total_len)
+    path = named_file(name)
+    if path is not None:
+        return _of_file(path, count, seed, vocab_size, max_total_len)
     shares = _shares(name)
     if len(shares) == 1:
         return _of_dataset(DATASETS[next(iter(shares))], count, seed, data, vocab_size, max_total_len)
     generator, weights = np.random.default_rng(seed), np.array(list(shares.values()))
     chosen = generator.choice(len(shares), size=count, p=weights / weights.sum())
-    parts = [
-        iter(_of_dataset(DATASETS[part], int((chosen == i).sum()), seed + i, data, vocab_size, max_total_len))
+    parts = {
+        i: iter(_of_dataset(DATASETS[part], int((chosen == i).sum()), seed + i, data, vocab_size, max_total_len))
         for i, part in enumerate(shares)
-    ]
+        if i in chosen
+    }
     drawn = (next(parts[i], None) for i in chosen)
     return [replace(item, arrival_s=None) for item in drawn if item is not None]
 
@@ -158,14 +186,19 @@ def _of_file(path: Path, count: int, seed: int, vocab_size: int, limit: int) -> 
 def _of_dataset(
     dataset: Dataset, count: int, seed: int, data: Path, vocab_size: int, limit: int
 ) -> list[WorkItem]:
+    """Return requests of one data set; those of a trace with its times, or for a fit Poisson arrivals at its rate."""
     path, limit = data / dataset.file, min(limit, dataset.max_total_len)
-    if dataset.rate is not None and path.is_file():
+    has_file = path.is_file()
+    if dataset.rate is not None and has_file:
         return trace_workload(path, TraceSlice(count, limit), vocab_size, seed)
-    lengths = dataset.read(path) if path.is_file() else _fitted(dataset, count, limit, seed)
+    lengths = dataset.read(path) if has_file else _fitted(dataset, count, limit, seed)
     if dataset.cut is not None:
         lengths = [(min(prompt, dataset.cut[0]), min(output, dataset.cut[1])) for prompt, output in lengths]
     lengths = _sample(lengths, count, limit - dataset.prefix_len, dataset.file, seed)
     items = with_random_prompts(lengths, vocab_size, seed)
+    if dataset.rate is not None:
+        times_s = poisson_arrivals(count, dataset.rate, 1.0, seed)
+        return [replace(item, arrival_s=time_s) for item, time_s in zip(items, times_s, strict=True)]
     if not dataset.prefix_len:
         return items
     prefix = np.random.default_rng(seed + 1).integers(vocab_size, size=dataset.prefix_len).tolist()

@@ -17,7 +17,9 @@ import numpy as np
 
 from quire.core.errors import ConfigError
 
-_LENGTH_COLUMNS = {"prompt_tokens", "output_tokens"}
+_LENGTH_COLUMNS = (  # of prompts and outputs; `_plain`: without a template around the prompt
+    ("prompt_tokens", "output_tokens"), ("prompt_plain_tokens", "output_tokens"), ("source_tokens", "target_tokens"),
+)  # fmt: skip
 _TURN_COLUMNS = {"conversation", "turn", "role", "tokens"}
 
 NO_LIMIT = 2**31  # tokens
@@ -74,8 +76,9 @@ def length_workload(
 ) -> list[WorkItem]:
     """Return random prompts with lengths from a CSV file (plain or .gz), a seeded sample of `num_prompts` of its rows.
 
-    Columns `prompt_tokens,output_tokens`, or `conversation,turn,role,tokens`: of each conversation that begins with a
-    human turn and its answer, these two. Rows with a length of 0 or above `max_total_len` in all are left out.
+    Columns `prompt_tokens,output_tokens` (or as `read_lengths` knows them), or `conversation,turn,role,tokens`: of each
+    conversation that begins with a human turn and its answer, these two. Rows with a length of 0 or above
+    `max_total_len` in all are left out.
     """
     lengths = fitting(read_lengths(path), path.name, max_total_len)
     if num_prompts is not None and num_prompts < len(lengths):
@@ -128,8 +131,9 @@ def read_lengths(path: Path) -> list[Lengths]:
     Raises ConfigError for other columns, and with the line for what is no number.
     """
     columns = read_header(path)
-    if columns >= _LENGTH_COLUMNS:
-        return read_columns(path, prompt_tokens=int, output_tokens=int)
+    for names in _LENGTH_COLUMNS:
+        if columns >= set(names):
+            return read_columns(path, **dict.fromkeys(names, int))
     if columns >= _TURN_COLUMNS:
         return list(_first_turns(read_columns(path, conversation=int, turn=int, tokens=int, role=str)))
     raise ConfigError(

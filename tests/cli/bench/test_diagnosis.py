@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.cli.bench.diagnosis import LatencyLimits, Observation, diagnose, observe
+from quire.cli.bench.diagnosis import LatencyLimits, Observation, diagnose, is_queue_growing, observe
 from quire.sim.statistics import Timeline
 
 LATE = Observation(num_prompt_tokens=200, ttft_s=0.9, itl_s=0.02)
@@ -46,6 +46,11 @@ def test_worked_examples_with_limits_500_and_50(
         (replace(HALTING, itl_s=0.01, is_too_long=True), "too long"),
         (replace(HALTING, itl_limit_s=0.1), "Fine"),
         (replace(LATE, num_failed=3), "3 requests failed"),
+        (replace(LATE, queue_s=0.3, mean_ttft_s=0.5), "at times more arrives than is served"),
+        (replace(LATE, is_queue_growing=True), "the queue grows: the rate is above what fits"),
+        (replace(LATE, num_prompt_tokens=8000, is_queue_growing=True), "the queue grows: the rate is above what fits"),
+        (replace(LATE, num_preemptions=4, is_queue_growing=True), "KV cache full, the queue grows: the rate is above"),
+        (replace(HALTING, num_preemptions=4, is_queue_growing=True), "KV cache full: look"),
     ],
 )
 def test_first_rule_that_fits_speaks(seen: Observation, word: str) -> None:
@@ -56,6 +61,30 @@ def test_sentence_tells_what_the_server_told() -> None:
     sentence = diagnose(replace(HALTING, num_preemptions=4, peak_kv_usage=0.97))
     assert "4 preemptions" in sentence
     assert "97%" in sentence
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "service_s", "batch", "grows"),
+    [
+        (0.5, 0.4, 1, False),
+        (0.5, 0.6, 1, True),
+        (0.5, 0.6, 5, True),     # the first 30 find room
+        (0.5, 0.6, 100, False),  # all of them
+        (0.0, 0.6, 1, True),
+        (0.0, 0.6, 100, False),  # computed together
+    ],
+)
+def test_queue_grows_where_more_arrives_than_is_served(gap_s: float, service_s: float, batch: int, grows: bool) -> None:
+    sent_s = [number * gap_s for number in range(100)]
+    begun_s = [max(sent, (number - batch) * service_s) for number, sent in enumerate(sent_s)]
+    timelines = [Timeline(sent, [begun + 0.7]) for sent, begun in zip(sent_s, begun_s, strict=True)]
+    assert is_queue_growing(timelines, 0.5) == grows
+    assert observe(timelines, [10] * 100, LatencyLimits(ttft_s=0.5)).is_queue_growing == grows
+
+
+@pytest.mark.parametrize(("count", "grows"), [(1, False), (9, False), (10, True)])
+def test_few_requests_are_no_queue(count: int, grows: bool) -> None:
+    assert is_queue_growing([Timeline(0.5 * number, [1.7 * (number + 1)]) for number in range(count)], 0.5) == grows
 
 
 def test_what_is_late_is_what_the_limits_are_on() -> None:

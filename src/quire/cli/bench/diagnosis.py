@@ -6,9 +6,11 @@ run; the first of these rules that fits gives it:
 2. TTFT and ITL are within their limits: fine, or the answers are too long for a limit on the whole.
 3. Requests were preempted, or the KV cache was full: there are too few blocks for what runs.
 4. Only ITL is over its limit: steps are long, as they decode many sequences or carry chunks of prompts.
-5. TTFT is over its limit, and requests waited in the queue for most of it: more arrives than is served. Where the
-   server does not report queue times, waiting requests show the same, if the prompts are short.
-6. TTFT is over its limit: a long prompt takes that long to compute or is admitted late; for a short one, steps are
+5. TTFT is over its limit and rises from the first requests to the last: the queue grows, as the rate is above what
+   fits. It is said of a full KV cache, too (rule 3).
+6. TTFT is over its limit, and requests waited in the queue for most of it: more arrives at times than is served. Where
+   the server does not report queue times, waiting requests show the same, if the prompts are short.
+7. TTFT is over its limit: a long prompt takes that long to compute or is admitted late; for a short one, steps are
    slow.
 """
 
@@ -25,6 +27,9 @@ ITL_LIMIT_S = 0.05   # and for a fluent one
 _LONG_PROMPT = 1024  # tokens
 _FULL = 0.95         # of the KV blocks
 _HALF_FULL = 0.5
+_FEWEST = 10         # requests
+_OVERLOAD = "the queue grows: the rate is above what fits"
+_GROWTH = 0.1        # seconds of TTFT per second of arrivals; some 10 % more arrives than is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,8 @@ class Observation:
     peak_kv_usage: float | None = None
     num_failed: int = 0
     is_too_long: bool = False  # over a limit on the whole request
+    mean_ttft_s: float | None = None  # what `queue_s`, a mean, is a part of; None: `ttft_s`
+    is_queue_growing: bool = False
 
 
 def observe(
@@ -85,10 +92,13 @@ def observe(
     `reported`: fields of the observation that the server, or the simulator, knows.
     """
     ttft_limit_s = limits.ttft_s or TTFT_LIMIT_S
+    ttft_s = distribution([timeline.ttft_s for timeline in timelines])
     late = [num for num, timeline in zip(prompt_lens, timelines, strict=True) if timeline.ttft_s > ttft_limit_s]
     return Observation(
         num_prompt_tokens=float(np.median(late or prompt_lens)),
-        ttft_s=distribution([timeline.ttft_s for timeline in timelines]).p95,
+        ttft_s=ttft_s.p95,
+        mean_ttft_s=ttft_s.mean,
+        is_queue_growing=is_queue_growing(timelines, ttft_limit_s),
         itl_s=_limited_gap_s(timelines, limits),
         ttft_limit_s=ttft_limit_s,
         itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
@@ -96,6 +106,23 @@ def observe(
         and distribution([timeline.e2e_s for timeline in timelines]).p95 > limits.e2e_s,
         **reported,
     )
+
+
+def is_queue_growing(timelines: Sequence[Timeline], ttft_limit_s: float) -> bool:
+    """Return whether more arrives than is served: TTFT rises by more than its limit over the later half of requests.
+
+    The first half fills the batch. The rise is that of the line fitted to TTFT by the time of sending, and counts if it
+    is above a tenth of the half's seconds. Of requests that were all sent at once it is from the lowest to the highest.
+    Few requests show no trend.
+    """
+    if len(timelines) < _FEWEST:
+        return False
+    sent_s, ttft_s = np.array(sorted((timeline.sent_s, timeline.ttft_s) for timeline in timelines)).T
+    later = slice(len(sent_s) // 2 if np.ptp(sent_s) else 0, None)
+    sent_s, ttft_s = sent_s[later] - sent_s[later][0], ttft_s[later]
+    span_s = float(sent_s[-1])
+    rise_s = float(np.polyfit(sent_s / span_s, ttft_s, 1)[0] if span_s else np.ptp(ttft_s))
+    return rise_s > max(ttft_limit_s, _GROWTH * span_s)
 
 
 def _limited_gap_s(timelines: Sequence[Timeline], limits: LatencyLimits) -> float:
@@ -117,18 +144,27 @@ def diagnose(seen: Observation) -> str:
 
 
 def _advice(seen: Observation) -> str:
-    is_late, is_long = seen.ttft_s > seen.ttft_limit_s, seen.num_prompt_tokens >= _LONG_PROMPT
+    is_late = seen.ttft_s > seen.ttft_limit_s
     if not is_late and seen.itl_s <= seen.itl_limit_s:
         return "Answers are too long for the limit on the whole request" if seen.is_too_long else "Fine"
     if seen.num_preemptions or (seen.peak_kv_usage or 0.0) >= _FULL:
-        return "KV cache full: look at the KV budget, or let fewer sequences run together"
-    if not is_late:
-        has_spare_blocks = seen.peak_kv_usage is not None and seen.peak_kv_usage < _HALF_FULL
-        kv_budget = "" if has_spare_blocks else "the KV budget, and at "
-        return f"Decode pressure: look at {kv_budget}how many sequences share a step"
+        overload = f", {_OVERLOAD};" if is_late and seen.is_queue_growing else ":"
+        return f"KV cache full{overload} look at the KV budget, or let fewer sequences run together"
+    if is_late:
+        return _late_advice(seen)
+    has_spare_blocks = seen.peak_kv_usage is not None and seen.peak_kv_usage < _HALF_FULL
+    kv_budget = "" if has_spare_blocks else "the KV budget, and at "
+    return f"Decode pressure: look at {kv_budget}how many sequences share a step"
+
+
+def _late_advice(seen: Observation) -> str:
+    if seen.is_queue_growing:
+        return f"Queueing, {_OVERLOAD}; look at the rate, and at how many sequences may run together"
+    is_long = seen.num_prompt_tokens >= _LONG_PROMPT
     has_waited = not is_long and (seen.mean_waiting or 0.0) > 0
-    if has_waited if seen.queue_s is None else seen.queue_s > seen.ttft_s / 2:
-        return "Queueing: more arrives than is served; look at the rate, and at how many sequences may run together"
+    mean_ttft_s = seen.ttft_s if seen.mean_ttft_s is None else seen.mean_ttft_s
+    if has_waited if seen.queue_s is None else seen.queue_s > mean_ttft_s / 2:
+        return "Queueing: at times more arrives than is served; look at bursts, and at how many sequences run together"
     if is_long:
         return "Long prompts start late: look at prefill admission and chunking"
     return "Short prompts start late: look at how long steps take, and at what shares them"

@@ -12,10 +12,11 @@ from quire.core.errors import ConfigError
 from quire.core.options import same_option
 from quire.engine.options import EngineOptions
 from quire.sim.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
+from quire.sim.datasets import DATA_FOLDER, DATASETS, is_dataset, named_file, workload
 from quire.sim.traces import TraceSlice, is_trace, trace_workload
 from quire.sim.workloads import WorkItem, length_workload, random_workload, token_id_workload
 
-_DEFAULT_NUM_RANDOM = 64
+_DEFAULT_NUM = 64
 _workload = partial(flag_field, panel="Workload")
 _policy = partial(same_option, EngineOptions, kind="flag", panel="Policy")
 _server = partial(flag_field, panel="Server")
@@ -28,31 +29,39 @@ class WorkloadFlags:
     """Requests of a run; all of them greedy, with a fixed number of output tokens."""
 
     workload: str = _workload(
-        "random", "random, a JSON file of token ids, a CSV file of lengths, or a trace", metavar="random|FILE"
-    )
+        "random", "random, a data set (as `quire simulate` has), a JSON file of token ids, a CSV file of lengths, or a "
+        "trace", metavar="random|NAME|FILE",
+    )  # fmt: skip
     name: str | None = _workload(None, "which workload of a JSON file that holds several")
     num_prompts: int | None = _workload(
-        None, "requests", min=1, show_default=f"{_DEFAULT_NUM_RANDOM}, or all of a file"
+        None, "requests", min=1, show_default=f"{_DEFAULT_NUM}, or all of a file"
     )
     input_len: int = _workload(128, "prompt tokens of a random request", min=1)
     output_len: int = _workload(128, "output tokens of a random request", min=1)
     max_total_len: int = _workload(2048, "leave out rows of a CSV file or trace with more tokens in all", min=2)
 
     def build(self, vocab_size: int, seed: int) -> list[WorkItem]:
-        """Return the requests. Raises ConfigError when the file or its name does not fit."""
+        """Return the requests. Raises ConfigError when the file or its name does not fit, or is not there."""
         if self.workload == "random":
-            num_prompts = self.num_prompts or _DEFAULT_NUM_RANDOM
-            return random_workload(num_prompts, self.input_len, self.output_len, vocab_size, seed)
-        path = Path(self.workload)
-        if path.suffix == ".json":
+            return random_workload(self._num_drawn, self.input_len, self.output_len, vocab_size, seed)
+        path, limit = named_file(self.workload), self.max_total_len
+        if path is None and is_dataset(self.workload):
+            return workload(self.workload, self._num_drawn, seed=seed, vocab_size=vocab_size, max_total_len=limit)
+        if path is not None and path.suffix == ".json":
             return token_id_workload(path, self.name, self.num_prompts)
-        if path.name.endswith((".csv", ".csv.gz")):
-            return length_workload(path, self.num_prompts, self.max_total_len, vocab_size, seed)
-        if is_trace(path):
-            return trace_workload(path, TraceSlice(self.num_prompts, self.max_total_len), vocab_size, seed)
+        if path is not None and path.name.endswith((".csv", ".csv.gz")):
+            return length_workload(path, self.num_prompts, limit, vocab_size, seed)
+        if path is not None and is_trace(path):
+            return trace_workload(path, TraceSlice(self.num_prompts, limit), vocab_size, seed)
         raise ConfigError(
-            f"workload must be random, or a .json, .csv, .csv.gz, .jsonl or .jsonl.gz file, got {self.workload!r}"
+            "workload must be random, or a .json, .csv, .csv.gz, .jsonl or .jsonl.gz file that is there, "
+            f"or of the data sets {', '.join(DATASETS)}, got {self.workload!r}"
         )
+
+    @property
+    def _num_drawn(self) -> int:
+        """Requests that are drawn where there is no file that ends."""
+        return self.num_prompts or _DEFAULT_NUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +75,11 @@ class ServedWorkloadFlags(WorkloadFlags):
 
     def items(self) -> list[WorkItem]:
         """Return the requests; those of a trace with their times. Raises ConfigError when something does not fit."""
-        path = Path(self.workload)
-        if is_trace(path):
-            part = TraceSlice(self.num_prompts, self.max_total_len, self.start_s, self.speed_up)
+        path, num_prompts, dataset = named_file(self.workload), self.num_prompts, DATASETS.get(self.workload)
+        if path is None and dataset is not None and dataset.rate is not None:
+            path, num_prompts = DATA_FOLDER / dataset.file, self._num_drawn
+        if path is not None and is_trace(path):
+            part = TraceSlice(num_prompts, self.max_total_len, self.start_s, self.speed_up)
             return trace_workload(path, part, self.vocab_size, self.seed)
         if self.start_s or self.speed_up != 1.0:
             raise ConfigError(f"start-s and speed-up are for traces, which {self.workload!r} is not")

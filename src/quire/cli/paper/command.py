@@ -11,8 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cli.flag_groups import check_output, flag_field, with_flag_groups
-from quire.paper.figures import FIGURES, Result, Settings, as_json, chosen
+from quire.paper.figures import FIGURES, Result, Settings, as_json, chosen, made, title_of
 from quire.sim.datasets import DATA_FOLDER
+
+NAMES = (  # of the figures, in the paper's order; their modules load torch, which --help does not need
+    "layout", "memory", "tables", "lengths", "latency", "batched", "measured", "decoding", "sharing", "prefix", "chat",
+    "kernel", "block-size", "swap",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +29,10 @@ class PaperFlags:
         row="all models and sizes, with the paper's traces: hours",
     )  # fmt: skip
     trace_s: float = flag_field(120.0, "seconds of each trace without --full", min=1.0)
-    data: Path = flag_field(
-        DATA_FOLDER, "of lengths; fits serve where it has none", metavar="FOLDER",
-        row="folder with lengths; fits stand in for what is not there",
+    data: Path | None = flag_field(
+        None, "with other lengths; fits serve where it has none", metavar="FOLDER", show_default="the package's",
+        row="folder with files of lengths, instead of the package's; log-normal fits stand in for those that it lacks, "
+        "and titles, plots and JSON say so",
     )  # fmt: skip
     seed: int = flag_field(0, "of lengths and arrivals")
     output: Path = flag_field(
@@ -40,7 +46,7 @@ class PaperFlags:
 
 @with_flag_groups
 def paper(
-    names: Annotated[list[str], typer.Argument(help="all, or some figures; see the reference", metavar="FIGURE...")],
+    names: Annotated[list[str], typer.Argument(help=f"all, or some of {', '.join(NAMES)}", metavar="FIGURE...")],
     flags: PaperFlags,
 ) -> None:
     """Make figures of the PagedAttention paper (Kwon et al. 2023) on Quire's scheduler and cache."""
@@ -49,18 +55,20 @@ def paper(
     from quire.paper.plots import drawn, rendered  # noqa: PLC0415
     from quire.paper.report import html  # noqa: PLC0415
 
-    settings = Settings(flags.full, flags.trace_s, flags.seed, flags.data)
+    settings = Settings(flags.full, flags.trace_s, flags.seed, flags.data or DATA_FOLDER)
     wanted = chosen(names)
     flags.output.mkdir(parents=True, exist_ok=True)
     check_output(flags.output / "report.html")
     results, plots = dict[str, Result](), dict[str, bytes]()
     for name in wanted:
-        result = results[name] = FIGURES[name].make(settings)
+        if len(wanted) > 1:
+            Console(stderr=True).print(f"making figure {FIGURES[name].number}: {name}", highlight=False)
+        result = results[name] = made(name, settings)
         _print(name, result)
         record = json.dumps(as_json(name, result), indent=2)
         (flags.output / f"{name}.json").write_text(record + "\n", encoding="utf-8")
         if flags.plots:
-            plot = drawn(result.panels)
+            plot = drawn(result.panels, result.fit_note)
             plots[name] = rendered(plot, "svg")
             (flags.output / f"{name}.svg").write_bytes(plots[name])
             (flags.output / f"{name}.png").write_bytes(rendered(plot, "png"))
@@ -71,8 +79,9 @@ def paper(
 
 def _print(name: str, result: Result) -> None:
     console = Console()
+    console.print(f"figure {FIGURES[name].number}: {title_of(name, result)}", highlight=False, markup=False)
     for keys, rows in result.tables:
-        table = Table(*keys, title=f"figure {FIGURES[name].number}: {FIGURES[name].title}")
+        table = Table(*keys)
         for row in rows:
             table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
         console.print(table)

@@ -29,7 +29,7 @@ class Pass(NamedTuple):
     batched_requests: float
 
 
-@figure("measured", "13, measured", "Tokens per second and batched requests on this machine, the demo model")
+@figure("measured", "13, measured", "Tokens per second and batched requests on this machine, the demo model", "alpaca")
 def measured(settings: Settings) -> Result:
     """All systems take turns on the same requests, Alpaca's lengths, all asked at once."""
     found = _take_turns(settings)
