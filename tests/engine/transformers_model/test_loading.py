@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ModelError
 from quire.engine.options import EngineOptions
 from quire.engine.transformers_model.hook import Trace, marker
-from quire.engine.transformers_model.loading import knows, load_through_transformers
+from quire.engine.transformers_model.loading import knows, load_through_transformers, try_rows
 from quire.engine.transformers_model.model import TransformersModel
 from quire.engine.transformers_model.parts import GatedFeedForward, Layer, NormPart
 from quire.model.architectures import FAMILIES
@@ -43,6 +43,13 @@ CASES: dict[str, dict[str, Any]] = {  # by model type, with what differs from th
     "starcoder2": WINDOW,
     "vaultgemma": WINDOW,
 }
+ROBERTA = {"pad_token_id": 1, "is_decoder": True}
+OFFSET_KINDS = ("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text")
+WHISPER = {
+    "d_model": 64, "decoder_layers": 3, "encoder_layers": 3, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "is_encoder_decoder": False,
+    "pad_token_id": 0, "decoder_start_token_id": 1, "begin_suppress_tokens": None, "suppress_tokens": None,
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
 PROMPTS = [[5, 9, 17, 33, 8] * 6 + [number, 3] for number in range(4)]  # with a prefix in common
 
@@ -166,14 +173,51 @@ def test_bfloat16_error_is_at_most_that_of_transformers(tmp_path: Path) -> None:
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "3 layers call the attention hook 1 times"),
         ("phi", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic"),
         ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, "num_local_experts 4: experts"),
+        *((kind, ROBERTA, "positions that it counts itself do not begin at 0") for kind in OFFSET_KINDS),
+        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "does not run here: AttributeError.*'decoder'"),
+        ("whisper", WHISPER | {"max_position_embeddings": None}, "none of max_position_embeddings"),
+        ("whisper", WHISPER, "does not run here: AttributeError"),
+        ("hunyuan_v1_moe", {"num_experts": 1, "eod_token_id": 3}, "does not run here: AttributeError.*'weight'"),
+        ("arcee", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}, "not finite"),
     ],
 )
 def test_model_that_a_paged_cache_cannot_serve_is_refused_by_name(
     kind: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write_model(tmp_path, kind, **changes)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message) as caught:
         load_through_transformers(EngineOptions(dtype="float32"), folder)
+    text = str(caught.value)
+    assert text.startswith(f"{folder / 'config.json'}: ")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("counted", ["from 1", "without padding"])
+def test_positions_that_any_model_counts_by_itself_are_compared_with_those_given(counted: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "bert", pad_token_id=3, is_decoder=True)
+    model = load_through_transformers(EngineOptions(dtype="float32"), folder).model
+    assert isinstance(model, TransformersModel)
+
+    def count(_: torch.nn.Module, args: tuple[object, ...], given: dict[str, Any]) -> tuple[object, dict[str, Any]]:
+        if given["position_ids"] is None:
+            is_padding = given["input_ids"] == 3
+            own = torch.arange(is_padding.shape[1])[None] + 1
+            given["position_ids"] = own if counted == "from 1" else own - 1 - is_padding.cumsum(1)
+        return args, given
+
+    try_rows(model, "a folder")
+    model.body.register_forward_pre_hook(count, with_kwargs=True)
+    with pytest.raises(ModelError, match="positions that it counts itself"):
+        try_rows(model, "a folder")
+
+
+def test_epsilon_of_0_is_that_of_the_model(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "arcee", rms_norm_eps=0.0)
+    ((tokens, logprobs),) = generate(folder, PROMPTS[:1])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    best, likely = expected(model, PROMPTS[0], tokens)
+    assert tokens == best
+    torch.testing.assert_close(logprobs, likely, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class TransformersModel:
         self.dtype, self.device, self.back_end = dtype, torch.device("cpu"), back_end
         self.num_parameters, self.weight_bytes = num_parameters, weight_bytes
         self.vocab_size: int = causal.config.get_text_config().vocab_size
+        self.pad_token_id: object = getattr(causal.config.get_text_config(), "pad_token_id", None)
         self.progress = torch.zeros(1, dtype=torch.int64)
         stored, scales = back_end.cache_layout.stored_dtype(dtype, "auto")
         self.kv_geometry = KVGeometry(tuple(
@@ -63,12 +64,16 @@ class TransformersModel:
         step = PagedStep(self._layers, self.back_end, batch, metadata, cache, self.progress)
         return self.run(batch.token_ids, batch.positions, step, self.no_mask)
 
-    def run(self, token_ids: Tensor, positions: Tensor, hook: AttentionHook, mask: Tensor | None) -> Tensor:
-        """Run the body over token_ids and positions [num_tokens] with a hook; return [num_tokens, hidden_size]."""
+    def run(
+        self, token_ids: Tensor, positions: Tensor | None, hook: AttentionHook, mask: Tensor | None
+    ) -> Tensor:
+        """Run the body over token_ids and positions [num_tokens] with a hook; return [num_tokens, hidden_size].
+
+        Without positions the body counts its own.
+        """
+        given = None if positions is None else positions[None]
         with active(hook), torch.inference_mode():
-            output = self.body(
-                input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
-            )
+            output = self.body(input_ids=token_ids[None], position_ids=given, attention_mask=mask, use_cache=False)
         hidden: Tensor = output[0][0]
         return hidden
 

@@ -114,13 +114,8 @@ class Replacer:
             return Layer(self._linear([module], is_head=is_head))
         if type(module) is nn.LayerNorm and module.weight is not None and len(module.normalized_shape) == 1:
             return NormPart(self.back_end.norm(module.weight.data, _data(module.bias), module.eps, True, None))
-        for known, offset in _OFFSETS.items():
-            if _same_code(module, known, "forward", "_norm"):
-                eps = getattr(module, "variance_epsilon", None) or module.eps
-                assert isinstance(eps, float), f"eps {eps!r}"
-                weight = module.weight
-                assert isinstance(weight, Tensor), "a norm's weight"
-                return NormPart(self.back_end.norm(weight.data, None, eps, False, offset))
+        if norm := self._scaling_norm(module):
+            return norm
         if _same_code(module, LlamaMLP, "forward"):
             act, gate, up, down = map(module.get_submodule, ("act_fn", "gate_proj", "up_proj", "down_proj"))
             gated = _GATED.get(_ACTIVATIONS[type(act)][0]) if type(act) in _ACTIVATIONS else None
@@ -128,6 +123,17 @@ class Replacer:
                 return GatedFeedForward(self._linear([gate, up], activation=gated), self._linear([down]))
         if type(module) in _ACTIVATIONS:
             return ActivationPart(_ACTIVATIONS[type(module)][1])
+        return None
+
+    def _scaling_norm(self, module: nn.Module) -> NormPart | None:
+        """Return the part of an RMSNorm of known code; None for another, or one without epsilon or weight."""
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        weight = getattr(module, "weight", None)
+        if not isinstance(eps, int | float) or not isinstance(weight, Tensor):
+            return None
+        for known, offset in _OFFSETS.items():
+            if _same_code(module, known, "forward", "_norm"):
+                return NormPart(self.back_end.norm(weight.data, None, float(eps), False, offset))
         return None
 
     def _linear(
