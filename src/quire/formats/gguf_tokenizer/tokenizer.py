@@ -5,6 +5,7 @@ cut into words, "pre") and SentencePiece's BPE ("llama": pieces with scores). A 
 tokenizer.json. Token types are SentencePiece's: special tokens are of type control, unknown or user-defined.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -89,12 +90,10 @@ class Vocabulary(NamedTuple):
         types = file.numbers(TYPES_KEY) if TYPES_KEY in file.metadata else (NORMAL,) * len(tokens)
         if len(types) != len(tokens):
             raise file.error(f"{TYPES_KEY} has {len(types)} items, and {TOKENS_KEY} {len(tokens)}")
-        seen: set[str] = set()
-        for token in tokens:
-            if token in seen:
-                raise file.error(f"{TOKENS_KEY} has the token {token!r:.80} twice")
-            seen.add(token)
-        num_added = sum(kind in ADDED for kind in types)
+        if len(set(tokens)) < len(tokens):
+            (twice, _), = Counter(tokens).most_common(1)
+            raise file.error(f"{TOKENS_KEY} has the token {twice!r:.80} twice")
+        num_added = sum(map(types.count, ADDED))
         if num_added > MAX_ADDED_TOKENS:
             raise file.error(f"{TYPES_KEY} has {num_added} special or user-defined tokens, the limit is "
                              f"{MAX_ADDED_TOKENS}")
@@ -167,7 +166,7 @@ def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> Tokenizer:
     scores = file.numbers(SCORES_KEY)
     if len(scores) != len(vocabulary.tokens):
         raise file.error(f"{SCORES_KEY} has {len(scores)} items, and {TOKENS_KEY} {len(vocabulary.tokens)}")
-    pieces = [(token, score, int(kind)) for token, kind, score in zip(*vocabulary, scores, strict=True)]
+    pieces = list(zip(vocabulary.tokens, scores, map(int, vocabulary.types), strict=True))
     model = SentencePieceModel(
         pieces,
         algorithm=BPE,

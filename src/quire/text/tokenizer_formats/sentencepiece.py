@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from quire.core.errors import ModelError
 from quire.core.model_files import read_bytes
 from quire.text.tokenizer_files import SENTENCEPIECE_FILE
+from quire.text.tokenizer_formats.piece_merges import MAX_PIECES, piece_merges
 
 MAX_PIECE_CHARS = 128  # pieces are tried at every cut; SentencePiece's own default is 16
 UNIGRAM, BPE = 1, 2                          # TrainerSpec.model_type
@@ -76,10 +77,12 @@ def make_sentencepiece(model: SentencePieceModel, place: str, *, is_legacy: bool
     """
     if not model.unknown_id < len(model.pieces):
         raise ModelError(f"{place}: not a SentencePiece model: no piece {model.unknown_id}, the unknown one")
+    if len(model.pieces) > MAX_PIECES:
+        raise ModelError(f"{place}: has {len(model.pieces)} pieces, the limit is {MAX_PIECES}")
     unknown = model.pieces[model.unknown_id][0]
     if model.algorithm not in (UNIGRAM, BPE):
         raise ModelError(f"{place}: of SentencePiece's algorithms only BPE and Unigram are supported")
-    if any(len(text) > MAX_PIECE_CHARS for text, *_ in model.pieces):
+    if max(len(text) for text, *_ in model.pieces) > MAX_PIECE_CHARS:
         raise ModelError(f"{place}: has a piece of more than {MAX_PIECE_CHARS} characters")
     tokenizer = Tokenizer(_bpe(model, unknown) if model.algorithm == BPE else _unigram(model))
     tokenizer.add_tokens(added_tokens((text, kind) for text, _, kind in model.pieces))
@@ -98,14 +101,9 @@ def added_tokens(tokens: Iterable[tuple[str, float]]) -> list[AddedToken]:
 
 
 def _bpe(model: SentencePieceModel, unknown: str) -> models.BPE:
-    vocabulary = {text: index for index, (text, *_) in enumerate(model.pieces)}
-    ranked = []
-    for text, score, kind in model.pieces:
-        if kind in (NORMAL, USER_DEFINED):
-            splits = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-            known = [(a, b) for a, b in splits if a in vocabulary and b in vocabulary]
-            ranked += [(-score, vocabulary[a], vocabulary[b], a, b) for a, b in known]
-    merges = [(a, b) for *_, a, b in sorted(ranked)]
+    texts, scores, kinds = zip(*model.pieces, strict=True)
+    merges = piece_merges(texts, scores, [kind in (NORMAL, USER_DEFINED) for kind in kinds])
+    vocabulary = dict(zip(texts, range(len(texts)), strict=True))
     return models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.has_byte_fallback)
 
 
