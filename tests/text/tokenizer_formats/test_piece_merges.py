@@ -11,9 +11,9 @@ from quire.text.tokenizer_formats.piece_merges import piece_merges
 def reference(texts: list[str], scores: list[float], is_result: list[bool]) -> list[tuple[str, str]]:
     ids = {text: index for index, text in enumerate(texts)}
     ranked = []
-    for text, score, result in zip(texts, scores, is_result, strict=True):
+    for index, (text, score, result) in enumerate(zip(texts, scores, is_result, strict=True)):
         cuts = ((text[:cut], text[cut:]) for cut in range(1, len(text)) if result)
-        ranked += [(-score, ids[a], ids[b], a, b) for a, b in cuts if a in ids and b in ids]
+        ranked += [(-score, -len(text), len(a), index, a, b) for a, b in cuts if a in ids and b in ids]
     return [(a, b) for *_, a, b in sorted(ranked)]
 
 
