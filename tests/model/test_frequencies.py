@@ -45,6 +45,36 @@ def test_tables_equal_transformers_up_to_the_last_position(name: str) -> None:
     torch.testing.assert_close(table[positions], reference(config, positions), rtol=0, atol=1e-6)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+LONG = {
+    "rope_type": "longrope", "original_max_position_embeddings": 8192,
+    "short_factor": [1.0 + pair / 64 for pair in range(64)], "long_factor": [2.0 + pair / 8 for pair in range(64)],
+}  # fmt: skip
+YARN_OPTIONS = ("truncate", "factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(YARN | {key: None} for key in YARN_OPTIONS),
+        YARN | {"truncate": False}, YARN | {"truncate": True}, YARN | {"truncate": None, "factor": None},
+        YARN | {"mscale": 0.7, "mscale_all_dim": None}, YARN | {"rope_theta": 2e4, "truncate": None},
+        LONG | {"factor": None}, LONG | {"attention_factor": None},
+        SCALINGS["linear"][0] | {"original_max_position_embeddings": None},
+        {"rope_type": "default", "factor": None},
+    ],
+    ids=lambda options: ", ".join(f"{key} {value}" for key, value in options.items() if not isinstance(value, list)),
+)  # fmt: skip
+def test_null_means_what_it_means_in_transformers(options: dict[str, object]) -> None:
+    config = QWEN | {"rope_parameters": {"rope_theta": 1e6, **options}}
+    spec = spec_from_config(config)
+    assert spec.rotary is not None
+    frequencies, scale = inverse_frequencies(spec.rotary, 8192), spec.rotary.scale
+    table = rotary_table(frequencies, 8192, scale)
+    positions = torch.arange(0, 8192, 409)
+    torch.testing.assert_close(table[positions], reference(config, positions), rtol=0, atol=1e-6)
+
+
 def test_table_made_in_parts_has_the_bits_of_one_made_at_once() -> None:
     frequencies = 10000.0 ** (-torch.arange(0, 24, 2).float() / 24)
     count = 2 * POSITIONS_AT_ONCE + 7

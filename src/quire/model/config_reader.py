@@ -39,6 +39,10 @@ class ConfigReader:
         """Return whether the key is present and not null."""
         return self._values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Return whether the key is present and null, for the few options where that is not the default."""
+        return key in self._values and self._values[key] is None
+
     def raw(self, key: str) -> object:
         """The value as written, or None."""
         return self._values.get(key)
@@ -67,7 +71,7 @@ class ConfigReader:
 
     def nullable_size(self, key: str, default: int) -> int | None:
         """Return a size; the default only where the key is missing, None where it is null."""
-        return None if key in self._values and self._values[key] is None else self.size(key, default)
+        return None if self.is_null(key) else self.size(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number in [MIN_NUMBER, MAX_NUMBER]."""
@@ -92,7 +96,7 @@ class ConfigReader:
 
     def nullable_number(self, key: str, default: float) -> float:
         """Return a number; the default only where the key is missing, 0 where it is null."""
-        return 0.0 if key in self._values and self._values[key] is None else self.number(key, default)
+        return 0.0 if self.is_null(key) else self.number(key, default)
 
     def flags(self, key: str, count: int) -> list[bool] | None:
         """Return a list of `count` flags, written as true and false or 1 and 0; None when missing."""

@@ -19,11 +19,13 @@ def inverse_frequencies(rotary: Rotary, num_positions: int) -> Tensor:
     """
     exponents = torch.arange(0, rotary.head_dim, 2, dtype=torch.int64).float() / rotary.head_dim
     per_radian = torch.pow(_theta(rotary, num_positions), exponents)
-    inv_freq = _scaled(rotary, per_radian)
-    divisors = rotary.divisors
-    if rotary.long is not None and num_positions > rotary.long[0]:
-        divisors = rotary.long[1]
-    inv_freq = inv_freq if divisors is None else inv_freq / torch.tensor(divisors)
+    if rotary.long is not None:
+        divisors = rotary.long[1] if num_positions > rotary.long[0] else rotary.divisors
+        inv_freq = 1.0 / (torch.tensor(divisors) * per_radian)
+    else:
+        inv_freq = _scaled(rotary, per_radian)
+        if rotary.divisors is not None:
+            inv_freq = inv_freq / torch.tensor(rotary.divisors)
     if not bool(inv_freq.isfinite().all()) or not math.isfinite(rotary.scale):
         raise SpecError("rotary frequencies are not finite")
     return inv_freq

@@ -59,7 +59,7 @@ def _rope_section(config: ConfigReader, max_position_embeddings: int) -> ConfigR
     merged: dict[str, object] = {"original_max_position_embeddings": max_position_embeddings}
     merged |= {key: config.raw(key) for key in ("rope_theta", "partial_rotary_factor")}
     merged |= {"rope_type": values.get("type")}
-    merged |= {key: value for key, value in values.items() if value is not None}
+    merged |= {key: value for key, value in values.items() if value is not None or key not in merged}
     if config.has("original_max_position_embeddings"):
         merged["original_max_position_embeddings"] = config.raw("original_max_position_embeddings")
     return config.nested("rope parameters", merged)
@@ -103,14 +103,18 @@ def _llama3(rope: ConfigReader, rotary: Rotary) -> Rotary:
 
 
 def _yarn(rope: ConfigReader, rotary: Rotary) -> Rotary:
-    """Pairs that turn often in the original length kept, the others interpolated, a ramp between. Peng et al. 2023."""
-    factor, head_dim = rope.number("factor"), rotary.head_dim
+    """Pairs that turn often in the original length kept, the others interpolated, a ramp between. Peng et al. 2023.
+
+    Null is not the default, as in transformers: `truncate` null is false, `factor` null the ratio of the lengths.
+    """
+    original, head_dim = rope.number("original_max_position_embeddings"), rotary.head_dim
+    factor = rotary.max_positions / original if rope.is_null("factor") else rope.number("factor")
     first = _pair_turning(rope, head_dim, rope.number("beta_fast", 32))
     last = _pair_turning(rope, head_dim, rope.number("beta_slow", 1))
-    if rope.flag("truncate", True):
+    if not rope.is_null("truncate") and rope.flag("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     ramp = max(first, 0), min(last, head_dim - 1)
-    longest = _scaled_length(rope.number("original_max_position_embeddings"), factor)
+    longest = _scaled_length(original, factor)
     return replace(rotary, factor=factor, ramp=ramp, scale=_yarn_scale(rope, factor), max_positions=longest)
 
 
