@@ -361,26 +361,6 @@ def test_missing_or_unsupported_tensor_is_named(tmp_path: Path, back_end: BackEn
         load_model(read_source(path), back_end=back_end)
 
 
-def test_ends_are_those_named_and_those_known_by_their_text(tmp_path: Path) -> None:
-    folder = write_random_folder(tmp_path / "model", CONFIGS["llama"])
-    tokens = [f"token {index}" for index in range(96)]
-    tokens[5], tokens[7], tokens[9] = "<|im_end|>", "<|endoftext|>", "<|eot_id|>"
-    kinds = [3 if index in (5, 9) else 1 for index in range(96)]
-    vocabulary = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
-    named = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 3}
-    assert read_source(convert(folder, tmp_path / "a.gguf", **vocabulary, **named)).eos_token_ids() == {2, 3, 5, 9}
-    assert read_source(convert(folder, tmp_path / "b.gguf", **named)).eos_token_ids() == {2, 3}
-    assert read_source(convert(folder, tmp_path / "c.gguf")).eos_token_ids() == frozenset()
-
-
-def test_end_of_a_message_of_gpt_oss_does_not_end_an_answer(tmp_path: Path) -> None:
-    folder = write_random_folder(tmp_path / "model", CONFIGS["llama"])
-    tokens = [f"token {index}" for index in range(96)]
-    tokens[4], tokens[5], tokens[6] = "<|end|>", "<|return|>", "<|call|>"
-    vocabulary = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 96}
-    assert read_source(convert(folder, tmp_path / "a.gguf", **vocabulary)).eos_token_ids() == {5, 6}
-
-
 @pytest.mark.parametrize("family", [family for family in CONFIGS if family != "mistral"])
 def test_names_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")

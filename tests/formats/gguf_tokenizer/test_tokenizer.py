@@ -125,6 +125,17 @@ def test_rule_of_older_files_is_that_of_the_architecture(folder: Path, tmp_path:
         load_tokenizer(write_gguf(tmp_path / "c.gguf", metadata | {"general.architecture": "llama"}, {}))
 
 
+@pytest.mark.parametrize("kind", [1, 3, 4], ids=["normal", "control", "user-defined"])
+def test_text_of_a_special_token_is_one_token_whatever_its_type(kind: int, folder: Path, tmp_path: Path) -> None:
+    vocabulary, texts = tokenizer_metadata(folder, "gpt-2"), ["<|im_end|>", "<|fim_prefix|>"]
+    tokens = [*vocabulary["tokenizer.ggml.tokens"], *texts]
+    types = [*vocabulary["tokenizer.ggml.token_type"], kind, kind]
+    changes = {"ggml.tokens": tokens, "ggml.token_type": types}
+    tokenizer, _ = read_gguf_tokenizer(GGUFFile(as_file(folder, tmp_path / "a.gguf", "gpt-2", **changes)))
+    found = tokenizer.encode("a<|im_end|><|fim_prefix|>b", add_special_tokens=False).tokens
+    assert [token for token in found if token in texts] == texts
+
+
 def test_whole_tokenizer_json_wins(folder: Path, tmp_path: Path) -> None:
     theirs = Tokenizer.from_folder(folder)
     content = (folder / "tokenizer.json").read_text(encoding="utf-8")

@@ -7,19 +7,14 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+from quire.formats.gguf.end_texts import CODE_ENDS, ENDS, NO_ENDS
 from quire.formats.gguf.file import GGUFFile
 from quire.formats.gguf.metadata import Metadata
 from quire.formats.gguf_architectures.architectures import ARCHITECTURES, ROPE_FREQS
 from quire.model.config_reader import ConfigReader
 from quire.model.spec import DecoderSpec
 
-TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-CONTROL = 3  # of the types of tokens
-_ENDS = frozenset((  # those of llama.cpp, for the families here
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<EOT>",
-    "<end_of_turn>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>",
-))  # fmt: skip
-_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))  # of gpt-oss
+TOKENS = "tokenizer.ggml.tokens"
 _UNSERVED = (  # keys of computations that none of the families here has
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping",
     "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "leading_dense_block_count",
@@ -62,20 +57,19 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
 
 
 def gguf_eos_token_ids(file: GGUFFile, vocab_size: int) -> frozenset[int]:
-    """Return the ids that end an answer: those that the metadata names, and special tokens that are known to end one.
+    """Return the ids that end an answer: those that the metadata names, and those of texts that are known to end one.
 
-    Files have one end-of-sequence token where generation_config.json lists several; llama.cpp finds the rest by their
-    texts, too.
+    Files have one end-of-sequence token where generation_config.json lists several.
     """
     reader = ConfigReader(file.metadata, str(file.path))
-    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    named = {reader.size(key, least=0, limit=vocab_size - 1) for key in keys if reader.has(key)}
-    if TOKENS not in file.metadata or TOKEN_TYPES not in file.metadata:
-        return frozenset(named)
-    types = zip(file.strings(TOKENS)[:vocab_size], file.numbers(TOKEN_TYPES), strict=False)
-    special = {token: index for index, (token, kind) in enumerate(types) if kind == CONTROL}
-    ends = _ENDS - {"<|end|>"} if special.keys() >= _HARMONY_ENDS else _ENDS  # which ends a message there, no answer
-    return frozenset(named | {special[token] for token in ends & special.keys()})
+    roles = ("eos", "eot", "eom", *CODE_ENDS)
+    keys = {role: f"tokenizer.ggml.{role}_token_id" for role in roles}
+    named = {role: reader.size(key, least=0, limit=vocab_size - 1) for role, key in keys.items() if reader.has(key)}
+    tokens = file.strings(TOKENS)[:vocab_size] if TOKENS in file.metadata else []
+    known = ENDS.union(*(texts for role, texts in CODE_ENDS.items() if role not in named))
+    ids = {token: index for index, token in enumerate(tokens) if token in known}
+    ends = {*named.values(), *ids.values()}
+    return frozenset(ends - {ids[end] for end, beside in NO_ENDS if end in ids and ids.keys() >= beside})
 
 
 def permuted_tensors(spec: DecoderSpec, file: GGUFFile) -> dict[str, int]:

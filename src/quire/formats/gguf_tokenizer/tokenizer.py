@@ -2,7 +2,8 @@
 
 Two kinds of vocabulary are read: byte-level BPE ("gpt2": tokens, merges, and the name of the rule by which a text is
 cut into words, "pre") and SentencePiece's BPE ("llama": pieces with scores). A file may also have a whole
-tokenizer.json. Token types are SentencePiece's: special tokens are of type control, unknown or user-defined.
+tokenizer.json. Token types are SentencePiece's: special tokens are of type control, unknown or user-defined, or have a
+text that is known to be one of a special token.
 """
 
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from quire.formats.gguf.end_texts import CONTROL_TEXTS
 from quire.formats.gguf.file import GGUFFile
 from quire.text.text_settings import TextSettings
 from quire.text.tokenizer_formats.byte_level_bpe import QWEN2_SPLIT
@@ -17,6 +19,7 @@ from quire.text.tokenizer_formats.reader import put_around
 from quire.text.tokenizer_formats.sentencepiece import (
     ADDED,
     BPE,
+    CONTROL,
     NORMAL,
     SentencePieceModel,
     added_tokens,
@@ -93,6 +96,9 @@ class Vocabulary(NamedTuple):
         if len(set(tokens)) < len(tokens):
             (twice, _), = Counter(tokens).most_common(1)
             raise file.error(f"{TOKENS_KEY} has the token {twice!r:.80} twice")
+        if not CONTROL_TEXTS.isdisjoint(tokens):
+            pairs = zip(tokens, types, strict=True)
+            types = tuple(CONTROL if token in CONTROL_TEXTS else kind for token, kind in pairs)
         num_added = sum(map(types.count, ADDED))
         if num_added > MAX_ADDED_TOKENS:
             raise file.error(f"{TYPES_KEY} has {num_added} special or user-defined tokens, the limit is "
