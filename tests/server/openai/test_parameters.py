@@ -61,7 +61,6 @@ def test_every_field_of_vllm_is_honoured_refused_or_without_effect(
         ("reasoning_effort", "low"),
         ("verbosity", "high"),
         ("web_search_options", {}),
-        ("service_tier", "flex"),
         ("store", True),
         ("parallel_tool_calls", False),
         ("structured_outputs", {"json": {}}),

@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.server.errors import ApiError, as_api_error
-from quire.server.responses.input_items import messages_of
+from quire.server.responses.input_items import added_tools, messages_of
 
 MAX_ITEMS = 16
 
@@ -93,6 +93,74 @@ def test_custom_calls_have_one_argument() -> None:
     assert tool == told("1")
 
 
+def function(name: str, arguments: str = "{}", call_id: str = "1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("items", "made", "told"),
+    [
+        ([call("1") | {"namespace": "team"}], function("team__f"), None),
+        ([call("1") | {"namespace": "mcp__fs__"}], function("mcp__fs__f"), None),
+        (
+            [{"type": "local_shell_call", "id": "x", "call_id": "1", "action": {"type": "exec", "command": ["ls"]}},
+             {"type": "local_shell_call_output", "id": "1", "output": "a.txt"}],
+            function("local_shell", '{"type": "exec", "command": ["ls"]}'), "a.txt",
+        ),
+        (
+            [{"type": "shell_call", "call_id": "1", "action": {"commands": ["ls"]}},
+             {"type": "shell_call_output", "call_id": "1", "output": [{"stdout": "a", "stderr": ""}]}],
+            function("shell", '{"commands": ["ls"]}'), '[{"stdout": "a", "stderr": ""}]',
+        ),
+        (
+            [{"type": "apply_patch_call", "call_id": "1", "operation": {"type": "delete_file", "path": "a"}},
+             {"type": "apply_patch_call_output", "call_id": "1", "status": "completed"}],
+            function("apply_patch", '{"type": "delete_file", "path": "a"}'), "completed",
+        ),
+        (
+            [{"type": "tool_search_call", "call_id": "1", "execution": "client", "arguments": {"query": "q"}},
+             {"type": "tool_search_output", "call_id": "1", "tools": [{"type": "function", "name": "found"}]}],
+            function("tool_search", '{"query": "q"}'), "found",
+        ),
+        (
+            [{"type": "web_search_call", "id": "1", "status": "completed", "action": {"type": "search", "query": "q"}}],
+            function("web_search", '{"type": "search", "query": "q"}'), "completed",
+        ),
+        (
+            [{"type": "code_interpreter_call", "id": "1", "code": "1", "outputs": [{"type": "logs", "logs": "1"}]}],
+            function("code_interpreter", '{"code": "1"}'), '[{"type": "logs", "logs": "1"}]',
+        ),
+        (
+            [{"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": []},
+             {"type": "mcp_call", "id": "1", "name": "f", "arguments": "{}", "server_label": "s", "output": "18"}],
+            function("f"), "18",
+        ),
+    ],
+    ids=lambda value: value[-1]["type"] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_items_of_other_servers_and_tools_are_calls_and_results(
+    items: list[dict[str, Any]], made: dict[str, Any], told: str | None
+) -> None:
+    assistant, *results = messages(*items)
+    assert assistant == {"role": "assistant", "tool_calls": [made]}
+    expected = [] if told is None else [{"role": "tool", "tool_call_id": "1", "content": told}]
+    assert results == expected
+
+
+def test_plain_texts_and_parts_of_other_apis_are_text() -> None:
+    parts = ["a", {"type": "text", "text": "b"}, {"type": "thinking", "thinking": "c"}]
+    assert messages({"role": "user", "content": parts}) == [said("user", "a\nb\nc")]
+
+
+def test_items_may_add_tools() -> None:
+    tool = {"type": "function", "name": "f"}
+    given = [{"type": "additional_tools", "role": "developer", "tools": [tool]}, {"type": "tool_search_output"}]
+    assert added_tools(given) == [tool]
+    assert added_tools("hi") == added_tools([said("user", "hi")]) == []
+    with pytest.raises(ApiError, match=r"input\[0\]\.tools must be a list"):
+        added_tools([{"type": "additional_tools", "tools": 5}])
+
+
 def test_mutated_items_are_messages_or_an_error() -> None:
     rng, outcomes = random.Random(0), set[bool]()
     kinds = ["message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "other", 5, None]
@@ -125,7 +193,10 @@ def test_mutated_items_are_messages_or_an_error() -> None:
         ([{"role": "user", "content": [{"type": "input_image"}]}], "input", "input[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text", "a string"),
         ([{"type": "item_reference", "id": "msg_1"}], "input", "send the item itself"),
-        ([{"type": "web_search_call"}], "input", "input[0].type must be one of message"),
+        ([{"type": "image_generation_call"}], "input", "input[0].type must be one of message"),
+        ([{"type": "compaction", "encrypted_content": "x"}], "input", "input[0].type must be one of message"),
+        ([{"type": "web_search_call"}], "input[0].id", "a string"),
+        ([{"type": "shell_call_output", "output": "x"}], "input[0].id", "a string"),
         ([{"type": ["message"]}], "input", "input[0].type must be one of message"),
         ([{"type": "function_call", "call_id": "1", "name": "f"}], "input[0].arguments", "a string"),
         ([{"type": "function_call_output", "output": "x"}], "input[0].call_id", "a string"),

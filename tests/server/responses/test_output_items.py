@@ -19,11 +19,13 @@ from quire.server.api.usage import TokenUsage
 from quire.server.errors import ApiError
 from quire.server.responses.request_models import ResponsesBody
 from quire.server.responses.response_builder import MAX_ECHO_BYTES, ResponsesBuilder, ResponsesRequest
+from quire.server.responses.tools import Tools
 from quire.server.tools.output_format import OutputParser, find_format, find_reasoning
 from quire.text.tokenizer import Tokenizer
 from support.calling_model import CLOCK, WEATHER, call_text
 from support.text_tokenizers import write_folder
 
+GIVEN = Tools([], frozenset({"patch"}), {"team__close": ("team", "close"), "mcp__fs__read": ("mcp__fs__", "read")})
 PATCH = {"type": "function", "function": {"name": "patch", "parameters": {"type": "object"}}}
 ULM = {"city": "Ulm </tool_call>"}
 CALLS = f"{call_text('get_weather', ULM)}\n{call_text('get_time', ULM)}"
@@ -35,6 +37,7 @@ TEXTS = {
     "calls": f"<think>So.</think>\n\n{CALLS}",
     "custom": call_text("patch", {"input": "*** Begin\n\"é\"\n"}),
     "wrong custom": call_text("patch", {"text": "x"}),
+    "in namespaces": f"{call_text('team__close', {'id': 'a'})}{call_text('mcp__fs__read', {})}",
     "cut": f"Yes. {call_text('get_weather', ULM)[:50]}",
 }
 FIELDS = {  # that grow, by the name of their events
@@ -52,7 +55,7 @@ def builder(tokenizer: Tokenizer | None = None, *, stream: bool = False, **field
     prepared = PreparedRequest(Request(0, prompt, params, seed=0, max_tokens=8), TokenizedPrompt(None, prompt))
     request = ResponsesRequest(
         id="resp_1", model="tiny", created=0, checked=CheckedParams(params, None, 0, None), requests=[prepared],
-        reading=reading, body=ResponsesBody(input="x", **fields), custom_tools=frozenset({"patch"}), stream=stream,
+        reading=reading, body=ResponsesBody(input="x", **fields), given_tools=GIVEN, stream=stream,
     )  # fmt: skip
     return ResponsesBuilder(request, tokenizer)
 
@@ -167,6 +170,12 @@ def test_custom_call_has_its_input_as_text() -> None:
     assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", '*** Begin\n"é"\n')
     (call,) = whole(TEXTS["wrong custom"])["output"]
     assert json.loads(call["input"]) == {"text": "x"}
+
+
+def test_call_of_a_tool_in_a_namespace_names_both() -> None:
+    calls = whole(TEXTS["in namespaces"])["output"]
+    assert [(call["namespace"], call["name"]) for call in calls] == [("team", "close"), ("mcp__fs__", "read")]
+    assert all("namespace" not in item for item in whole(TEXTS["calls"])["output"])
 
 
 def test_cut_output_is_incomplete() -> None:

@@ -252,7 +252,7 @@ def test_custom_tool_is_called(server: OpenAIServer) -> None:
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "20"),
         ({"temperature": -1}, "temperature", "0"),
         ({"metadata": {"a": 1}}, "metadata.a", "a string"),
-        ({"service_tier": "priority"}, "service_tier", "not supported"),
+        ({"context_management": [5]}, "context_management", "a list of objects"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "no fields of the body"),
         ({"input": "x" * 30000}, "input", "4096"),
     ],

@@ -16,7 +16,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "prediction": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": (),
     "tool_choice": ("none", "auto"),           # without tools
@@ -46,13 +45,13 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "watermarking": (False,),
 }
 
-# Labels of the client or the request, hints on storage, padding and the size of chunks, options of features that are
-# refused, and of routes and models that Quire does not have.
+# Labels of the client or the request, hints on storage and prices, padding and the size of chunks, options of features
+# that are refused, and of routes and models that Quire does not have.
 WITHOUT_EFFECT = frozenset((
     "guided_decoding_backend", "request_id", "session_id", "stream_interval", "return_token_offsets",
     "routed_experts_prompt_start", "mm_payload", "return_mm_kwargs",
     "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "stream_options.include_obfuscation", "user",
+    "service_tier", "stream_options.include_obfuscation", "user",
 ))
 
 OTHER_FIELDS = OtherFields(UNSUPPORTED, WITHOUT_EFFECT)

@@ -10,13 +10,44 @@ from typing import Any, NoReturn
 
 from quire.core.checks import refuse, shown
 from quire.server.errors import invalid
+from quire.text.parts import TEXT_TYPES, part_reasoning, part_text, part_type
 
 Message = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_TEXT_PARTS = (*TEXT_TYPES, "reasoning_text", "summary_text")
 _SYSTEM = "system"
 CUSTOM_ARGUMENT = "input"   # the one argument of a custom tool
+# Calls of tools that OpenAI's models know: the name that a function would have, and the field with its arguments.
+_BUILT_IN = {
+    "apply_patch_call": ("apply_patch", "operation"),
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "tool_search_call": ("tool_search", "arguments"),
+}
+# Calls that a server ran, as above, and the field with the result.
+_RUN = {
+    "code_interpreter_call": ("code_interpreter", "code", "outputs"),
+    "file_search_call": ("file_search", "queries", "results"),
+    "web_search_call": ("web_search", "action", "results"),
+}
+_ADDS_TOOLS = ("additional_tools", "tool_search_output")
+
+
+def qualified(namespace: str, name: str) -> str:
+    """Return the name of the function that a tool of a namespace is."""
+    return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
+
+
+def added_tools(given: Any) -> list[Any]:  # noqa: ANN401 (JSON)
+    """Return the tools that items of an input add to those of the body. ApiError 400 for what is no list."""
+    added: list[Any] = []
+    for index, item in enumerate(given if isinstance(given, list) else ()):
+        if isinstance(item, dict) and item.get("type") in _ADDS_TOOLS and item.get("tools") is not None:
+            if not isinstance(item["tools"], list):
+                invalid(f"input[{index}].tools must be a list, got {shown(item['tools'])}", param="input")
+            added += item["tools"]
+    return added
 
 
 def messages_of(instructions: str | None, given: Any, max_items: int) -> list[Message]:  # noqa: ANN401 (JSON)
@@ -98,17 +129,59 @@ def _add_reasoning(conversation: _Conversation, where: str, item: Mapping[str, A
 
 
 def _add_call(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
-    call_id, name, arguments = (_string(where, item, field) for field in ("call_id", "name", "arguments"))
-    conversation.add_call(call_id, name, arguments)
+    call_id, arguments = (_string(where, item, field) for field in ("call_id", "arguments"))
+    conversation.add_call(call_id, _name(where, item), arguments)
 
 
 def _add_custom_call(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
-    call_id, name, text = (_string(where, item, field) for field in ("call_id", "name", "input"))
-    conversation.add_call(call_id, name, json.dumps({CUSTOM_ARGUMENT: text}, ensure_ascii=False))
+    call_id, text = (_string(where, item, field) for field in ("call_id", "input"))
+    conversation.add_call(call_id, _name(where, item), _json({CUSTOM_ARGUMENT: text}))
+
+
+def _name(where: str, item: Mapping[str, Any]) -> str:
+    name, namespace = _string(where, item, "name"), item.get("namespace")
+    return qualified(namespace, name) if isinstance(namespace, str) else name
+
+
+def _add_built_in_call(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
+    name, field = _BUILT_IN[item["type"]]
+    conversation.add_call(_call_id(where, item), name, _arguments(field, item.get(field)))
+
+
+def _add_run_call(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
+    """Add a call that a server ran, and its result; there may be none in the item."""
+    name, field, result = _RUN[item["type"]]
+    call_id, found = _call_id(where, item), item.get(result)
+    conversation.add_call(call_id, name, _arguments(field, item.get(field)))
+    conversation.add_result(call_id, str(item.get("status") or "completed") if found is None else _json(found))
+
+
+def _add_mcp_call(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
+    call_id, name, arguments = (_string(where, item, field) for field in ("id", "name", "arguments"))
+    conversation.add_call(call_id, name, arguments)
+    found = item.get("output") if item.get("error") is None else item["error"]
+    conversation.add_result(call_id, found if isinstance(found, str) else _json(found))
 
 
 def _add_result(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
     conversation.add_result(_string(where, item, "call_id"), _text(f"{where}.output", item.get("output")))
+
+
+def _add_built_in_result(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
+    """Add the result of a built-in tool: its text, or its JSON, which has the streams of a shell."""
+    output = item.get("output")
+    text = output if isinstance(output, str) else str(item.get("status") or "") if output is None else _json(output)
+    conversation.add_result(_call_id(where, item), text)
+
+
+def _add_found_tools(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
+    """Add the result of a search for tools: their names. They are among the tools themselves (`added_tools`)."""
+    found = [tool.get("name") for tool in item.get("tools") or () if isinstance(tool, dict)]
+    conversation.add_result(_call_id(where, item), "\n".join(name for name in found if isinstance(name, str)))
+
+
+def _add_nothing(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
+    """Leave out an item that says nothing to the model: what servers note for themselves."""
 
 
 _KINDS: Mapping[str, Callable[[_Conversation, str, Mapping[str, Any]], None]] = {
@@ -118,7 +191,24 @@ _KINDS: Mapping[str, Callable[[_Conversation, str, Mapping[str, Any]], None]] = 
     "function_call_output": _add_result,
     "custom_tool_call": _add_custom_call,
     "custom_tool_call_output": _add_result,
+    **dict.fromkeys(_BUILT_IN, _add_built_in_call),
+    **dict.fromkeys((f"{kind}_output" for kind in _BUILT_IN if kind != "tool_search_call"), _add_built_in_result),
+    **dict.fromkeys(_RUN, _add_run_call),
+    "mcp_call": _add_mcp_call,
+    "tool_search_output": _add_found_tools,
+    **dict.fromkeys(
+        ("additional_tools", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"), _add_nothing
+    ),
 }
+
+
+def _arguments(field: str, value: object) -> str:
+    """Return arguments as JSON text: an object as it is, a text or a list under the name of its field."""
+    return _json(value if isinstance(value, dict) else {field: value})
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _refuse_kind(where: str, kind: object) -> NoReturn:
@@ -127,6 +217,11 @@ def _refuse_kind(where: str, kind: object) -> NoReturn:
     else:
         message = f"{where}.type must be one of {', '.join(_KINDS)}, got {shown(kind)}"
     invalid(message, param="input", code="unsupported_parameter")
+
+
+def _call_id(where: str, item: Mapping[str, Any]) -> str:
+    """Return the id of a call; those of some built-in tools have it as their own."""
+    return _string(where, item, "id" if item.get("call_id") is None else "call_id")
 
 
 def _string(where: str, item: Mapping[str, Any], field: str) -> str:
@@ -144,9 +239,13 @@ def _text(where: str, content: Any) -> str:  # noqa: ANN401 (JSON)
         refuse(where, content, "a string or a list of parts")
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS:
-            message = f"{where}[{index}].type must be one of {', '.join(_TEXT_PARTS)}, got {shown(kind)}"
+        text = part_text(part)
+        text = part_reasoning(part) if text is None else text
+        if text is None:
+            kind, place = part_type(part), f"{where}[{index}]"
+            if kind in _TEXT_PARTS:
+                refuse(f"{place}.{'refusal' if kind == 'refusal' else 'text'}", None, "a string")
+            message = f"{place}.type must be one of {', '.join(_TEXT_PARTS)}, got {shown(kind)}"
             invalid(message, param="input", code="unsupported_parameter")
-        texts.append(_string(f"{where}[{index}]", part, "refusal" if kind == "refusal" else "text"))
+        texts.append(text)
     return "\n".join(texts)

@@ -10,6 +10,7 @@ from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Cont
 from quire.server.api.output_formats import OutputReading
 from quire.server.api.token_logprobs import SLICE_CANDIDATES, TokenNames, slices_of, token_logprob
 from quire.server.responses.input_items import CUSTOM_ARGUMENT
+from quire.server.responses.tools import Tools
 
 Json = dict[str, Any]
 
@@ -21,6 +22,7 @@ class Item:
         self.kind, self.id, self.output_index = kind, id_, output_index
         self.status = "in_progress"
         self.call_id = self.name = ""
+        self.namespace: str | None = None           # of the function
         self.texts: list[str] = []                  # of the content or the arguments
         self.logprobs = LogprobTable()              # of the content
 
@@ -37,12 +39,12 @@ class ItemWriter:
     """
 
     def __init__(
-        self, response_id: str, reading: OutputReading | None, custom_tools: frozenset[str],
+        self, response_id: str, reading: OutputReading | None, tools: Tools,
         names: TokenNames | None, num_top: int,
     ) -> None:  # fmt: skip
         self.items: list[Item] = []
         self._suffix = response_id.partition("_")[2]
-        self._reading, self._custom_tools = reading, custom_tools
+        self._reading, self._tools = reading, tools
         self._names, self._num_top = names, num_top  # of logprobs; None: there are none
         self._open: Item | None = None              # reasoning or a message
         self._calls: dict[int, Item] = {}           # that are open, by the parser's index
@@ -94,9 +96,9 @@ class ItemWriter:
             case "reasoning":
                 return head | {"summary": [], "content": content, "encrypted_content": None}
             case "function_call":
-                return head | {"call_id": item.call_id, "name": item.name, "arguments": item.text}
+                return head | _named(item) | {"arguments": item.text}
         text = "" if item.status == "in_progress" else _custom_input(item.text)
-        return head | {"call_id": item.call_id, "name": item.name, "input": text}
+        return head | _named(item) | {"input": text}
 
     def _add_content(self, text: str) -> Iterator[tuple[str, Json]]:
         if self._open is None or self._open.kind != "message":
@@ -163,9 +165,10 @@ class ItemWriter:
     def _begin_call(self, index: int, name: str) -> Iterator[tuple[str, Json]]:
         assert self._reading is not None, "an output without a reading has no calls"
         yield from self._close("completed")
-        is_custom = name in self._custom_tools
+        is_custom = name in self._tools.custom
         item = self._new("custom_tool_call" if is_custom else "function_call", "ctc" if is_custom else "fc")
-        item.name, item.call_id = name, self._reading.call_id(name, index)
+        item.namespace, item.name = self._tools.namespaces.get(name, (None, name))
+        item.call_id = self._reading.call_id(name, index)
         self._calls[index] = item
         yield "response.output_item.added", {"output_index": item.output_index, "item": self.item_json(item)}
 
@@ -213,6 +216,12 @@ class ItemWriter:
             for start, stop in slices_of(table)
         )
         return JsonStream(array(slices))
+
+
+def _named(item: Item) -> Json:
+    """Return the fields that name the function of a call; without a namespace there is none."""
+    namespace = {} if item.namespace is None else {"namespace": item.namespace}
+    return {"call_id": item.call_id, "name": item.name} | namespace
 
 
 def _custom_input(arguments: str) -> str:

@@ -3,6 +3,7 @@
 Types are strict, null means the default. Items, tools and the format of the text are checked where they are converted.
 """
 
+import logging
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from quire.core.checks import check_optional_int, refuse, shown
@@ -22,6 +23,8 @@ from quire.server.api.bodies import (
 from quire.server.chat.conversation import EFFORTS
 from quire.server.errors import ApiError
 
+log = logging.getLogger(__name__)
+
 LOGPROBS = "message.output_text.logprobs"
 # What `include` may name. Only LOGPROBS has an effect: the others are of tools and inputs that there are none of, and
 # reasoning is never encrypted.
@@ -36,10 +39,8 @@ _OTHERS = OtherFields(
         # OpenAI's
         "access_programs": (),
         "background_options": ({},),
-        "context_management": ([],),
         "image": ({},),
         "moderation": (),
-        "service_tier": ("auto", "default"),
         # vLLM's
         "kv_transfer_params": (),
         "media_io_kwargs": ({},),
@@ -51,10 +52,11 @@ _OTHERS = OtherFields(
         "watermarking": (False,),
     },
     without_effect=frozenset((
-        "prompt_cache_options", "request_id", "session_id", "stream_options.include_obfuscation",
+        "prompt_cache_options", "request_id", "service_tier", "session_id", "stream_options.include_obfuscation",
     )),
 )
 
+_MAX_KINDS_LOGGED = 8
 _ITEM: Schema = {"type": "object", "properties": {"type": {"type": "string"}}}
 _TOOL: Schema = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
 _CHOICE: Schema = {"type": "string", "enum": ["none", "auto", "required"]}
@@ -112,6 +114,7 @@ class ResponsesBody(Body):
     previous_response_id: str | None = None
     conversation: Annotated[Any, documented_as(NULL)] = None
     prompt: Annotated[Any, documented_as(NULL)] = None
+    context_management: Annotated[Any, documented_as(list_of({"type": "object"}), NULL)] = None
     # vLLM's
     top_k: Annotated[int | None, integer(-1)] = None
     min_p: Annotated[float | None, number(0, 1)] = None
@@ -148,6 +151,16 @@ def given_params(body: ResponsesBody) -> dict[str, object]:
     if LOGPROBS in include:
         given["logprobs"] = top_logprobs or 0
     return given
+
+
+def check_context_edits(body: ResponsesBody) -> None:
+    """Warn of compactions that a body asks for: all of the input is kept. InvalidRequestError for what are none."""
+    given = [] if body.context_management is None else body.context_management
+    if not isinstance(given, list) or not all(isinstance(each, dict) and "type" in each for each in given):
+        refuse("context_management", given, "a list of objects, each with a type")
+    if given:
+        kinds = ", ".join(shown(each["type"]) for each in given[:_MAX_KINDS_LOGGED])
+        log.warning("%d entries of context_management are left out, all is kept: %s", len(given), kinds)
 
 
 def check_stateless(body: ResponsesBody) -> None:

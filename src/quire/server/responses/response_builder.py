@@ -19,6 +19,7 @@ from quire.server.chat.message_reader import MessageReader
 from quire.server.errors import ApiError
 from quire.server.responses.output_items import ItemWriter, Json
 from quire.server.responses.request_models import ResponsesBody
+from quire.server.responses.tools import NO_TOOLS, Tools
 from quire.text.detokenizer import incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ class ResponsesRequest(ApiRequest):
     """A call of /v1/responses, with the body that its response repeats."""
 
     body: ResponsesBody
-    custom_tools: frozenset[str] = frozenset()
+    given_tools: Tools = NO_TOOLS
 
 
 class ResponsesBuilder:
@@ -48,7 +49,7 @@ class ResponsesBuilder:
         has_names = request.params.logprobs is not None
         names = TokenNames(tokenizer, as_ids=request.names_tokens_by_id) if has_names else None
         num_top = request.params.logprobs or 0
-        self._items = ItemWriter(request.id, reading, request.custom_tools, names, num_top)
+        self._items = ItemWriter(request.id, reading, request.given_tools, names, num_top)
         self._reader = None if reading is None else MessageReader(reading, tokenizer, prompt.token_ids)
         self._length_of: Callable[[int], int] | None = None     # of a token's text, where tokens are read one by one
         if names is not None and self._reader is not None and tokenizer is not None:
@@ -209,8 +210,8 @@ def _echo(request: ResponsesRequest) -> Json:
     """Return the fields of the response that repeat the request, encoded once."""
     body, params = request.body, request.params
     reasoning, text = body.reasoning, body.text
-    used = [tool for tool in body.tools or () if tool["type"] in ("function", "custom")]
-    tools = [tool | {"strict": bool(tool.get("strict"))} for tool in used]
+    used = [tool for tool in body.tools or () if tool["type"] in ("function", "custom", "namespace")]
+    tools = [tool | ({"strict": bool(tool.get("strict"))} if tool["type"] != "namespace" else {}) for tool in used]
     return {
         "id": request.id,
         "object": "response",

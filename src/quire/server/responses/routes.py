@@ -22,8 +22,13 @@ from quire.server.chat.tool_choice import tool_use
 from quire.server.errors import renamed_fields, unsupported
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_log import record_of
-from quire.server.responses.input_items import messages_of
-from quire.server.responses.request_models import ResponsesBody, check_stateless, given_params
+from quire.server.responses.input_items import added_tools, messages_of
+from quire.server.responses.request_models import (
+    ResponsesBody,
+    check_context_edits,
+    check_stateless,
+    given_params,
+)
 from quire.server.responses.response_builder import ResponsesBuilder, ResponsesRequest
 from quire.server.responses.tools import choice_of, functions_of
 from quire.server.service import Service
@@ -54,6 +59,7 @@ async def create_model_response(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, ResponsesBody)
     check_stateless(body)
+    check_context_edits(body)
     with renamed_fields(_NAMES):
         call = _checked_request(request, service, body)
         conversation = _conversation(service, call)
@@ -71,7 +77,7 @@ async def create_model_response(request: Request) -> Response:
 
 def _checked_request(request: Request, service: Service, body: ResponsesBody) -> ResponsesRequest:
     """Check all fields of a body except its input."""
-    tools = functions_of(body.tools)
+    tools = functions_of(body.tools, added_tools(body.input), service.options.max_tools)
     choice = choice_of(body.tool_choice)
     is_parallel = body.parallel_tool_calls is not False
     return ResponsesRequest(
@@ -88,7 +94,7 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
         names_tokens_by_id=service.options.return_tokens_as_token_ids,
         tells_times=service.options.enable_per_request_metrics,
         body=body,
-        custom_tools=tools.custom,
+        given_tools=tools,
     )
 
 
