@@ -14,6 +14,7 @@ from quire.engine.launcher import spawn_engines
 from quire.engine.options import EngineOptions
 from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path
 from quire.server.http.tls import tls_context
+from quire.server.ops.garbage import collect_rarely
 from quire.server.ops.signals import STOP_SIGNALS, StoppedError, exit_on_signal
 from quire.server.options import ServerOptions
 
@@ -36,7 +37,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
             gc.disable()  # imported modules are never freed
             from quire.server.ops.lifecycle import run  # noqa: PLC0415 (while the engine loads)
 
-            gc.freeze()  # else every full collection traverses them again while all streams wait
+            collect_rarely()
             gc.enable()
             run(children, engine, options, listener, tls)
         except StoppedError:

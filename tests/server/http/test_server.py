@@ -1,15 +1,19 @@
-"""Listener: it accepts all waiting connections, and pauses while the system has no file descriptors."""
+"""HTTP server: bursts are accepted and started a few at once, and a listener pauses without file descriptors."""
 
 import asyncio
 import errno
 import socket
+from collections import Counter
 from typing import cast
 
 import pytest
 import uvloop
+from starlette.types import Receive, Scope, Send
 
 from quire.server.http import server as http_server
-from quire.server.http.server import Listener
+from quire.server.http.paced_calls import MAX_PER_ITERATION
+from quire.server.http.server import HttpServer, Listener
+from quire.server.http.sockets import bind
 from support.engine_process import until
 
 
@@ -58,3 +62,40 @@ def test_door_without_descriptors_tries_now_and_then(monkeypatch: pytest.MonkeyP
             late.close()
 
     uvloop.run(asyncio.wait_for(run(), 60))
+
+
+def test_requests_of_a_burst_are_started_a_few_per_iteration() -> None:
+    started, lost = list[int](), list[int]()
+    iteration = 0
+
+    async def count() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        started.append(iteration)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        lost.append(iteration)
+
+    async def run() -> None:
+        with bind("127.0.0.1", 0) as listener:
+            http = HttpServer(app)
+            await http.start(listener, "127.0.0.1")
+            counting = asyncio.create_task(count())
+            clients = [socket.create_connection(listener.getsockname()) for _ in range(100)]
+            for client in clients:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: len(started) == 100)
+            for client in clients:
+                client.close()
+            await until(lambda: len(lost) == 100)
+            assert await http.wait_until_answered(60)
+            counting.cancel()
+            await http.stop()
+
+    uvloop.run(asyncio.wait_for(run(), 60))
+    assert max(Counter(started).values()) <= MAX_PER_ITERATION
+    assert max(Counter(lost).values()) <= MAX_PER_ITERATION

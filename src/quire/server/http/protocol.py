@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import termios
 from array import array
+from functools import partial
 from typing import Any
 
 import httptools
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.server.errors import ApiError, too_many_connections
 from quire.server.http.lingering_close import LingeringConnections
+from quire.server.http.paced_calls import PacedCalls
 from quire.server.http.sockets import max_connections
 from quire.server.options import Limits
 
@@ -43,10 +45,10 @@ class Protocol(HttpToolsProtocol):
     """One connection."""
 
     def __init__(
-        self, limits: Limits, refused: LingeringConnections, *args: Any, **kwargs: Any  # noqa: ANN401 (uvicorn's)
+        self, limits: Limits, refused: LingeringConnections, paced: PacedCalls, *args: Any, **kwargs: Any  # noqa: ANN401
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
-        self._limits, self._refused = limits, refused
+        self._limits, self._refused, self._paced = limits, refused, paced
         self._is_in_head = self._is_in_body = False   # of an incomplete request
         self._num_headers = self._num_header_bytes = 0
         self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
@@ -71,8 +73,13 @@ class Protocol(HttpToolsProtocol):
         """Stop the timers, and notify the current request: uvicorn notifies the latest."""
         self._cancel_receive_timer()
         self._refused.discard(self.transport)
-        if self._answering is not None and self._is_answering:
-            self._answering.disconnected = True
+        self.connections.discard(self)
+        if self._is_answering:
+            self._answering.disconnected = True  # type: ignore[union-attr]
+        self._paced.add(partial(self._notify_lost, exc))
+
+    def _notify_lost(self, exc: Exception | None) -> None:
+        if self._answering is not None and self._answering.disconnected:
             self._answering.message_event.set()
         super().connection_lost(exc)  # also resumes writing, without effect
 
@@ -243,7 +250,11 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 (ASGI)
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        self._paced.add(partial(self._start_task, cycle, app))
+
+    def _start_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 (ASGI)
+        if not cycle.disconnected:
+            super()._start_asgi_task(cycle, app)
 
     def _start_receive_timer(self) -> None:
         if self._receive_timer is None:

@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.server.http.lingering_close import LingeringConnections
+from quire.server.http.paced_calls import PacedCalls
 from quire.server.http.protocol import Protocol
 from quire.server.http.sockets import BACKLOG, listen
 from quire.server.options import DEFAULT_LIMITS, Limits
@@ -19,6 +20,7 @@ from quire.server.options import DEFAULT_LIMITS, Limits
 log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 1       # for written bytes to reach slow clients
+ACCEPTED_AT_ONCE = 8    # connections per iteration of the event loop, whose first requests are parsed in the next one
 PAUSE_S = 0.5           # without accepting connections, when the system has no file descriptors left
 
 
@@ -48,12 +50,12 @@ class Listener:
         """Return at once: `close` is synchronous."""
 
     def _start_accepting(self) -> None:
-        self._loop.add_reader(self._listener, self._accept_all)
+        self._loop.add_reader(self._listener, self._accept_some)
 
-    def _accept_all(self) -> None:
-        """Accept all waiting connections."""
+    def _accept_some(self) -> None:
+        """Accept some of the waiting connections; the loop calls again while others wait."""
         try:
-            while True:
+            for _ in range(ACCEPTED_AT_ONCE):
                 connection, _ = self._listener.accept()
                 if self._tls is not None and len(self._connecting) >= self._limits.max_connections:
                     connection.close()
@@ -62,7 +64,7 @@ class Listener:
                 self._connecting.add(connecting)
                 connecting.add_done_callback(self._connecting.discard)
         except (BlockingIOError, ConnectionAbortedError):
-            pass  # all are accepted, or a client left the queue: the loop calls again while connections wait
+            pass  # all are accepted, or a client left the queue
         except OSError as error:
             log.warning("cannot accept connections: %s; next try in %g s", error, PAUSE_S)
             self.close()
@@ -98,12 +100,13 @@ class HttpServer(uvicorn.Server):
         )
         self._limits, self._tls = limits, tls
         self._is_listening = asyncio.Event()
+        self._paced: PacedCalls | None = None  # from the start on
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def num_open_requests(self) -> int:
-        """Requests without a complete response."""
-        return len(self.server_state.tasks)
+        """Requests without a complete response, those that are not started yet included."""
+        return len(self.server_state.tasks) + (0 if self._paced is None else len(self._paced))
 
     async def start(self, listener: socket.socket, host: str) -> None:
         """Start serving. ConfigError if another process listens on the port by now."""
@@ -119,7 +122,8 @@ class HttpServer(uvicorn.Server):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.num_open_requests:
-                    await asyncio.wait(self.server_state.tasks)
+                    tasks = self.server_state.tasks
+                    await (asyncio.wait(tasks) if tasks else asyncio.sleep(0))
         return not self.num_open_requests
 
     async def stop(self) -> None:
@@ -137,7 +141,10 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Create a Listener for each socket, and set the event for `start`."""
-        make_protocol = partial(Protocol, self._limits, LingeringConnections(), self.config, self.server_state, {})
+        self._paced = PacedCalls()
+        make_protocol = partial(
+            Protocol, self._limits, LingeringConnections(), self._paced, self.config, self.server_state, {}
+        )
         self.servers = [
             Listener(each, make_protocol, self._limits, self._tls) for each in sockets or ()  # type: ignore[misc]
         ]

@@ -29,6 +29,7 @@ from quire.server.http.server import HttpServer
 from quire.server.http.sockets import remove_path, url_of
 from quire.server.ops import logs
 from quire.server.ops.engine_supervisor import supervise_engine, watch_for_stalls
+from quire.server.ops.garbage import collect_when_idle
 from quire.server.ops.signals import StopSignals
 from quire.server.ops.startup_banner import print_banner
 from quire.server.options import ServerOptions
@@ -174,6 +175,8 @@ async def _serve(service: Service, http: HttpServer, signals: StopSignals, engin
     supervising = asyncio.create_task(_supervise(service, engine, signals), name="engine supervisor")
     watch = asyncio.create_task(watch_for_stalls(service), name="stall watch")
     watch.add_done_callback(_log_end)
+    collecting = asyncio.create_task(collect_when_idle(lambda: http.num_open_requests), name="garbage collection")
+    collecting.add_done_callback(_log_end)
     service.critical_tasks = supervising, watch
     await signals.wait_or(supervising)
     if signals.received:
@@ -182,6 +185,7 @@ async def _serve(service: Service, http: HttpServer, signals: StopSignals, engin
         log.error("%s; the server stops", supervising.result())
         await signals.wait_or(asyncio.create_task(asyncio.sleep(UNHEALTHY_S)))
     watch.cancel()
+    collecting.cancel()
     supervising.cancel()
     await asyncio.wait((supervising,))  # it may have to stop a loading engine
     return 0 if service.client.is_alive else 1
