@@ -32,10 +32,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # A process runs whole files, in the order of tests/conftest.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # Tests with a marker have a target of their own.
-ORDINARY := not fuzz and not matrix and not ray and not real
+ORDINARY := not fuzz and not matrix and not ray and not real and not docs
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-quick clients fuzz matrix ray real imitated triton-3.6 soak fleet-soak hostile-soak lint serve generate \
+.PHONY: help set-up test test-quick clients docs fuzz matrix ray real imitated triton-3.6 soak fleet-soak hostile-soak lint serve generate \
         bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -98,6 +98,9 @@ triton-3.6: $(TRITON)/.set-up ## run the tests of the Triton kernels with the ol
 
 fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed (QUIRE_FUZZ_SEED repeats it)
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)
+
+docs: $(STAMP) ## run the code blocks of README and docs in the order of the page, as a reader does (several minutes)
+	$(BIN)/python -m pytest -m docs --timeout 0 tests/test_docs.py $(ARGS)
 
 matrix: $(STAMP) ## run products of settings, and kernels with faults that tests must catch
 	$(BIN)/python -m pytest -m matrix --timeout 0 $(ARGS)

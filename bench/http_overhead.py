@@ -1,7 +1,8 @@
 """Cost of HTTP: the same burst of requests through `quire serve` and through `LLM` in its own process, in turn.
 
-    python bench/http_overhead.py MODEL --workload WORKLOADS.json --name http32
+    python bench/http_overhead.py MODEL                         # 32 random requests
     python bench/http_overhead.py -- --dtype float32            # the demo model; engine flags after --, for both
+    python bench/http_overhead.py MODEL --workload WORKLOADS.json --name http32
 
 Every turn measures one after the other, because the speed of a shared machine drifts: the ratio of two figures from one
 turn means more than either figure. The server starts once and has had the whole workload once before it is measured;
@@ -26,10 +27,9 @@ from quire.sim.statistics import Spread, spread
 from quire.sim.workloads import random_workload
 
 QUIRE = (sys.executable, "-c", "from quire.cli.main import main; main()")
-PEER_WORKLOADS = Path(__file__).parents[1] / "../shared/peers/workloads.json"
 READY = re.compile(r"Quire is serving .+ on (http://\S+)")
 NUM_STREAMS = 32
-INPUT_LEN, OUTPUT_LEN = 40, 65  # of random requests: the means of http32
+INPUT_LEN, OUTPUT_LEN = 40, 65  # of random requests
 DRAIN_S = 30
 
 
@@ -76,10 +76,8 @@ def in_process(folder: Path, engine: Sequence[str], workload: Sequence[str]) -> 
     return float(record["figures"]["tokens_per_s"]["median"])
 
 
-def workload_arguments(folder: Path, model: str | None, workload: Path | None, name: str | None) -> list[str]:
-    """Return the flags of the workload that was asked for; without one, of the peers' or of random requests."""
-    if workload is None and model is not None and PEER_WORKLOADS.exists():  # its ids are too high for the demo model
-        workload, name = PEER_WORKLOADS, "http32"
+def workload_arguments(folder: Path, workload: Path | None, name: str | None) -> list[str]:
+    """Return the flags of the workload that was asked for; without one, of random requests."""
     if workload is None:
         workload = folder / "workload.json"
         items = random_workload(NUM_STREAMS, INPUT_LEN, OUTPUT_LEN, vocab_size=512, seed=0)
@@ -110,7 +108,7 @@ def main(
     offline: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        asked = workload_arguments(folder, model, workload, name)
+        asked = workload_arguments(folder, workload, name)
         with server(folder, engine) as url:
             over_http(folder, url, asked)
             for turn in range(rounds):

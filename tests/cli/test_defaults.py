@@ -1,0 +1,29 @@
+"""Defaults of flags: none leads out of the installation or the folder of the call."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from quire.cli.main import app
+
+
+def commands(command: TyperCommand | TyperGroup, name: str) -> Iterator[tuple[str, TyperCommand]]:
+    if isinstance(command, TyperGroup):
+        for below, each in command.commands.items():
+            yield from commands(each, f"{name} {below}")  # type: ignore[arg-type]
+    else:
+        yield name, command
+
+
+COMMANDS = dict(commands(get_command(app), "quire"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_default_leads_out_of_the_checkout(name: str) -> None:
+    for parameter in COMMANDS[name].params:
+        shown = getattr(parameter, "show_default", None)
+        told = [parameter.default, shown, getattr(parameter, "help", None)]
+        assert not any(".." in Path(text).parts for text in map(str, told) if "/" in text), parameter.name
