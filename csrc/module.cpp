@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "blocks.hpp"
 #include "thread_pool.hpp"
 #include "expanded_packing.hpp"
 #include "gather.hpp"
@@ -31,8 +32,8 @@ struct Argument {
     operator Wanted() const {
         if constexpr (std::is_pointer_v<Wanted>)
             return reinterpret_cast<Wanted>(nb::cast<std::uintptr_t>(passed));
-        else if constexpr (std::is_same_v<Wanted, WeightFormat> || std::is_same_v<Wanted, KVFormat>)  // any tag: a kernel
-            return static_cast<Wanted>(nb::cast<std::uint8_t>(passed));                              // refuses unknown ones
+        else if constexpr (std::is_same_v<Wanted, WeightFormat> || std::is_same_v<Wanted, KVFormat> || std::is_same_v<Wanted, BlockType>)
+            return static_cast<Wanted>(nb::cast<std::uint8_t>(passed));  // any tag: a kernel refuses unknown ones
         else
             return nb::cast<Wanted>(passed);
     }
@@ -240,6 +241,13 @@ NB_MODULE(_kernels, module) {
     formats["fp8"] = static_cast<int>(WeightFormat::fp8);
     formats["codebook4"] = static_cast<int>(WeightFormat::codebook4);
     module.attr("WEIGHT_FORMATS") = formats;
+    nb::dict block_types;
+    for (const auto& [name, type] : std::initializer_list<std::pair<const char*, BlockType>>{
+             {"Q4_0", BlockType::q4_0}, {"Q4_1", BlockType::q4_1}, {"Q5_0", BlockType::q5_0}, {"Q5_1", BlockType::q5_1},
+             {"Q8_0", BlockType::q8_0}, {"Q4_K", BlockType::q4_k}, {"Q5_K", BlockType::q5_k}, {"Q6_K", BlockType::q6_k},
+             {"IQ4_NL", BlockType::iq4_nl}, {"IQ4_XS", BlockType::iq4_xs}, {"MXFP4", BlockType::mxfp4}})
+        block_types[name] = static_cast<int>(type);
+    module.attr("BLOCK_TYPES") = block_types;
     nb::enum_<Activation>(module, "Activation")
         .value("none", Activation::none)
         .value("silu_and_mul", Activation::silu_and_mul)
@@ -295,6 +303,8 @@ NB_MODULE(_kernels, module) {
     def_long(module, "pack_quantized", pack_quantized);
     def(module, "expanded_size", expanded_size);
     def_long(module, "pack_expanded", pack_expanded);
+    def_long(module, "read_blocks", read_blocks);
+    def_long(module, "read_block_values", read_block_values);
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);

@@ -3,10 +3,10 @@
 Importing this package loads no torch: `LLM` is looked up on first use.
 """
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 from quire.core.beam_search_params import BeamSearchParams
+from quire.core.garbage import collections_paused
 from quire.core.lora import LoRARequest
 from quire.core.outputs import (
     CompletionOutput,
@@ -58,12 +58,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # noqa: ANN401 (PEP 562 leaves no narrower type)
     """Load `LLM`, and torch with it, when it is first asked for."""
     if name == "LLM":
-        collects = gc.isenabled()
-        gc.disable()  # 170,000 objects come with torch, and none is garbage: the collector takes 0.2 s to find out
-        try:
+        with collections_paused():  # 170,000 objects come with torch: the collector takes 0.2 s to find no garbage
             from quire.llm import LLM  # noqa: PLC0415 (the point of this function)
-        finally:
-            if collects:
-                gc.enable()
         return LLM
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

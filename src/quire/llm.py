@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.checks import one_each, refuse
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.garbage import collections_paused
 from quire.core.lora import Adapter, LoRARequest
 from quire.core.optional_package import absent_package, needs_package
 from quire.core.options import declared_options
@@ -105,7 +106,8 @@ class LLM:
         )  # fmt: skip
         num_engines, name = options.data_parallel_size, found or "quire-demo"
         self._observation = Observation(num_engines) if Metrics is None else Metrics(name, None, num_engines, options)
-        self._open: OfflineEngine | None = _start(options, self._observation)
+        with collections_paused():
+            self._open: OfflineEngine | None = _start(options, self._observation)
         self._num_requests = 0                                 # accepted so far; also the next one's id
 
     def __enter__(self) -> Self:

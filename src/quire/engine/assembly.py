@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,13 +92,21 @@ def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngin
 def _assemble(options: EngineOptions, ranks: "RankSet | None", *, loads_tokenizer: bool) -> AssembledEngine:
     folder = resolve_model(options.model, options.model_files, options.revision)
     text_source = resolve_tokenizer(options.tokenizer, folder, options.tokenizer_revision)
-    loaded = _load(options, folder) if ranks is None else ranks.join(load(options, folder, ranks.open))
-    draft_model = _draft_model(options, loaded, text_source)
-    if loads_tokenizer:
-        use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
-        return build_engine(options, loaded, load_tokenizer(text_source, use), draft_model=draft_model, ranks=ranks)
-    read_tokenizer = None if options.skip_tokenizer_init else tokenizer_loader(text_source)
-    return build_engine(options, loaded, read_tokenizer=read_tokenizer, draft_model=draft_model, ranks=ranks)
+    if not loads_tokenizer:
+        loaded = _load_model(options, folder, ranks)
+        read_tokenizer = None if options.skip_tokenizer_init else tokenizer_loader(text_source)
+        draft_model = _draft_model(options, loaded, text_source)
+        return build_engine(options, loaded, read_tokenizer=read_tokenizer, draft_model=draft_model, ranks=ranks)
+    use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
+    with ThreadPoolExecutor(1) as reader:  # which has a CPU for itself while kernels read weights without Python's lock
+        tokenizer = reader.submit(load_tokenizer, text_source, use)
+        loaded = _load_model(options, folder, ranks)
+        draft_model = _draft_model(options, loaded, text_source)
+        return build_engine(options, loaded, tokenizer.result(), draft_model=draft_model, ranks=ranks)
+
+
+def _load_model(options: EngineOptions, folder: Path, ranks: "RankSet | None") -> LoadedModel:
+    return _load(options, folder) if ranks is None else ranks.join(load(options, folder, ranks.open))
 
 
 def _ranks(options: EngineOptions) -> "RankSet | None":

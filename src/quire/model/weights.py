@@ -208,15 +208,16 @@ class WeightReader:
     ) -> Tensor:
         """Return the tensors one after the other along dimension 0, in memory of their own."""
         parts = zip(names, shapes, strict=True)
-        return self._kept([self._tensors.floats(name, shape, dtype=dtype) for name, shape in parts])
+        found = [self._tensors.floats(name, shape, dtype=dtype) for name, shape in parts]
+        is_own = len(names) == 1 and self._tensors.is_converted(names[0], dtype or self.dtype)
+        return self._tallied(found[0] if is_own else torch.cat(found))
 
     def _read_biases(self, modules: Sequence[ModuleRows], order: Tensor | None = None) -> Tensor:
         """Return the biases of some outputs of modules, one after the other; of those, the ones at `order`."""
         found = [self._tensors.floats(f"{each.module}.bias", (each.num_rows,), each.rows) for each in modules]
-        return self._kept(found if order is None else [torch.cat(found)[order]])
+        return self._tallied(torch.cat(found) if order is None else torch.cat(found)[order])
 
-    def _kept(self, tensors: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat(list(tensors))
+    def _tallied(self, whole: Tensor) -> Tensor:
         self.tally.num_parameters += whole.numel()
         self.tally.weight_bytes += whole.nbytes
         return whole

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.garbage import collections_paused
 from quire.core.model_files import read_text
 from quire.text.chat_template import ChatTemplate
 from quire.text.exact_tokenizer import exact_tokenizer_json
@@ -83,7 +84,8 @@ class Tokenizer:
     def load(cls, place: str, read: Callable[[], tuple[Backend, TextSettings]]) -> Self:
         """Return the tokenizer that `read` returns. ModelError naming the place for one that cannot be used."""
         try:
-            tokenizer = cls(*read())
+            with collections_paused():
+                tokenizer = cls(*read())
             tokenizer.encode(_ANCHOR_TEXT)  # a broken post-processor shows only when it is used
         except ModelError:
             raise

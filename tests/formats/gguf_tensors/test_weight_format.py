@@ -14,7 +14,7 @@ from quire.core.errors import ConfigError, ModelError
 from quire.engine.formats import read_source
 from quire.formats.gguf.file import GGUFFile
 from quire.formats.gguf.quantization import SCHEMES, GGUFQuantization, block_scheme
-from quire.formats.gguf_tensors.blocks import READERS, read_blocks
+from quire.formats.gguf_tensors.blocks import KINDS, read_values
 from quire.formats.gguf_tensors.checkpoint import GGUFCheckpoint
 from quire.formats.gguf_tensors.weight_format import GGUFFormat
 from quire.kernels.back_end import BackEnd
@@ -62,7 +62,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     }},
 }
 MIXTURES: dict[str, tuple[dict[str, str], str]] = {
-    **{name: ({}, name) for name in READERS},
+    **{name: ({}, name) for name in KINDS},
     "as Q4_K_M": ({"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "token_embd.weight": "Q6_K"}, "Q4_K"),
     "zero points": ({"attn_k.weight": "Q6_K", "attn_v.weight": "Q8_0", "ffn_up.weight": "IQ4_NL"}, "Q5_0"),
     "codes": ({"attn_k.weight": "MXFP4", "ffn_up.weight": "MXFP4", "output.weight": "Q5_K"}, "IQ4_XS"),
@@ -222,7 +222,7 @@ def read_fused(
     tensors = TensorReader(checkpoint, torch.float32, torch.device("cpu"), all_finite)
     modules = rows or [ModuleRows.whole(str(number), 32) for number in range(len(kinds))]
     weight = GGUFFormat(checkpoint, "token_embd", activations).read(tensors, modules, 256, is_transposed=False)
-    values = [read_blocks(kind, torch.from_numpy(each)).values() for kind, each in zip(kinds, made, strict=True)]
+    values = [read_values(kind, torch.from_numpy(each)) for kind, each in zip(kinds, made, strict=True)]
     return weight, torch.cat([values[int(each.module)][each.start : each.stop] for each in modules])
 
 
@@ -265,7 +265,7 @@ def test_scheme_of_a_type_is_that_of_its_weights(kind: str, tmp_path: Path) -> N
     scheme = SCHEMES[kind]
     correction = "minimums" if weight.minimums is not None else "constant"
     assert (weight.format, weight.group_size, correction) == (scheme.format, scheme.group_size, scheme.correction)
-    assert SCHEMES.keys() == READERS.keys()
+    assert SCHEMES.keys() == KINDS.keys()
 
 
 @pytest.fixture

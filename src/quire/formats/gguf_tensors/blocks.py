@@ -1,6 +1,7 @@
 """Quantized blocks of GGUF tensors: elements, one per byte, with the scales of their groups.
 
-Bytes are arranged as in ggml's structures of these names. A value is a float32 function of its element, in the order of
+The extension reads them, and where it was not built PyTorch, as `reference` says. Bytes are arranged as in ggml's
+structures of these names. A value is a float32 function of its element, in the order of
 operations of ggml's dequantization: scale * (element - zero_point), scale * element - minimum, or
 scale * codebook[element]. Scales are float32 products of a block's float16 scale with the small integer of a group.
 """
@@ -12,10 +13,36 @@ import torch
 from torch import Tensor
 
 from quire.formats.gguf.element_types import GGML_TYPES
+from quire.kernels.cpp.back_end import usable_isas
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of 4 bits, scales are half
 _LAYOUTS = {kind.name: kind for kind in GGML_TYPES.values()}
+
+
+class Kind(NamedTuple):
+    """Elements and groups of a block of a type; fields as those of `Blocks`."""
+
+    bits: int
+    zero_point: int = 0
+    has_minimums: bool = False
+    codebook: tuple[int, ...] | None = None
+    num_groups: int = 1
+
+
+KINDS = {
+    "Q4_0": Kind(4, zero_point=8),
+    "Q4_1": Kind(4, has_minimums=True),
+    "Q5_0": Kind(8, zero_point=16),
+    "Q5_1": Kind(8, has_minimums=True),
+    "Q8_0": Kind(8, zero_point=128),
+    "Q4_K": Kind(4, has_minimums=True, num_groups=8),
+    "Q5_K": Kind(8, has_minimums=True, num_groups=8),
+    "Q6_K": Kind(8, zero_point=32, num_groups=16),
+    "IQ4_NL": Kind(4, codebook=_IQ4_VALUES),
+    "IQ4_XS": Kind(4, codebook=_IQ4_VALUES, num_groups=8),
+    "MXFP4": Kind(4, codebook=_E2M1_VALUES),
+}
 
 
 class Blocks(NamedTuple):
@@ -37,6 +64,12 @@ class Blocks(NamedTuple):
         """Elements that share a scale."""
         return self.elements.shape[1] // self.scales.shape[1]
 
+    def rows(self, start: int, stop: int) -> "Blocks":
+        """Return rows [start, stop), in the same memory."""
+        parts = self.elements[start:stop], self.scales[start:stop]
+        minimums = None if self.minimums is None else self.minimums[start:stop]
+        return self._replace(elements=parts[0], scales=parts[1], minimums=minimums)
+
     def is_finite(self) -> bool:
         """Return whether no value is NaN or infinite."""
         largest = 2.0**self.bits if self.codebook is None else max(map(abs, self.codebook))
@@ -57,9 +90,65 @@ class Blocks(NamedTuple):
         return products.flatten(1)
 
 
-def read_blocks(type_name: str, rows: Tensor) -> Blocks:
-    """Return the blocks in the bytes of some rows, uint8 [num_rows, bytes_per_row]; `type_name` is one of READERS."""
-    blocks = READERS[type_name](rows.reshape(-1, _LAYOUTS[type_name].block_bytes))
+def empty_blocks(type_name: str, num_rows: int, width: int) -> Blocks:
+    """Return blocks of rows of `width` elements, for `read_blocks` to fill."""
+    layout, kind = _LAYOUTS[type_name], KINDS[type_name]
+    grouped = num_rows, width // layout.block_size * kind.num_groups
+    return Blocks(
+        kind.bits,
+        torch.empty(num_rows, width, dtype=torch.uint8),
+        torch.empty(grouped),
+        kind.zero_point,
+        torch.empty(grouped) if kind.has_minimums else None,
+        kind.codebook,
+    )
+
+
+def read_blocks(type_name: str, rows: Tensor, out: Blocks) -> bool:
+    """Write the blocks in the bytes of some rows, uint8 [num_rows, bytes_per_row], to as many rows of `out`.
+
+    `type_name` is one of KINDS. Return whether no value is NaN or infinite.
+    """
+    if not usable_isas():
+        found = reference(type_name, rows)
+        out.elements.copy_(found.elements)
+        out.scales.copy_(found.scales)
+        if out.minimums is not None and found.minimums is not None:
+            out.minimums.copy_(found.minimums)
+        return found.is_finite()
+    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+    places = out.elements.data_ptr(), out.scales.data_ptr(), 0 if out.minimums is None else out.minimums.data_ptr()
+    return _kernels.read_blocks(*_rows_of_blocks(type_name, rows), *places)
+
+
+def read_values(type_name: str, rows: Tensor) -> Tensor:
+    """Return the values of the blocks in the bytes of some rows, float32 [num_rows, width]."""
+    if not usable_isas():
+        return reference(type_name, rows).values()
+    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+    layout = _LAYOUTS[type_name]
+    values = torch.empty(len(rows), rows.shape[1] // layout.block_bytes * layout.block_size)
+    _kernels.read_block_values(*_rows_of_blocks(type_name, rows), values.data_ptr())
+    return values
+
+
+def _rows_of_blocks(type_name: str, rows: Tensor) -> tuple[int, int, int, int, int]:
+    """Return rows as the extension takes them."""
+    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+    num_rows, row_bytes = rows.shape
+    assert rows.dtype == torch.uint8, f"bytes as {rows.dtype}"
+    assert rows.stride(1) == 1, "bytes of a row with gaps"
+    assert row_bytes % _LAYOUTS[type_name].block_bytes == 0, f"rows of {row_bytes} bytes, which are no whole blocks"
+    stride, blocks_per_row = rows.stride(0), row_bytes // _LAYOUTS[type_name].block_bytes
+    return _kernels.BLOCK_TYPES[type_name], rows.data_ptr(), stride, num_rows, blocks_per_row
+
+
+def reference(type_name: str, rows: Tensor) -> Blocks:
+    """Return the blocks in the bytes of some rows: the meaning of `read_blocks`."""
+    blocks = _READERS[type_name](rows.reshape(-1, _LAYOUTS[type_name].block_bytes))
     of_rows = blocks._replace(elements=blocks.elements.reshape(len(rows), -1),
                               scales=blocks.scales.reshape(len(rows), -1))
     return of_rows if blocks.minimums is None else of_rows._replace(minimums=blocks.minimums.reshape(len(rows), -1))
@@ -120,7 +209,7 @@ def _mxfp4(blocks: Tensor) -> Blocks:
     return Blocks(4, _nibbles(blocks[:, 1:]), bits.int().view(torch.float32), codebook=_E2M1_VALUES)
 
 
-READERS: dict[str, Callable[[Tensor], Blocks]] = {
+_READERS: dict[str, Callable[[Tensor], Blocks]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
     "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip

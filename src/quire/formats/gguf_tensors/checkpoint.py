@@ -5,16 +5,16 @@ Pages that were read count as this process's memory while they are mapped, so th
 
 import math
 import mmap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from quire.formats.gguf.file import GGUFFile
-from quire.formats.gguf_tensors.blocks import READERS, Blocks, read_blocks
+from quire.formats.gguf_tensors.blocks import KINDS, Blocks, empty_blocks, read_blocks, read_values
 
 RESIDENT_BYTES = 64 << 20     # read before pages are dropped
-PORTION_ELEMENTS = 1 << 20    # dequantized at a time: temporary tensors stay in a CPU's cache
+PORTION_BYTES = 16 << 20      # of blocks, read at a time
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
            "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}  # fmt: skip
@@ -51,10 +51,10 @@ class GGUFCheckpoint:
     def is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored in blocks. ModelError if they are of a type that is not read."""
         kind = self._file.tensors[name].type.name
-        if kind not in READERS and kind not in _DTYPES:
+        if kind not in KINDS and kind not in _DTYPES:
             raise self._file.error(f"tensor {name} has type {kind}, which is not supported; supported are "
-                                   f"{', '.join([*_DTYPES, *READERS])}")
-        return kind in READERS
+                                   f"{', '.join([*_DTYPES, *KINDS])}")
+        return kind in KINDS
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a tensor: whole ones that are not quantized in the file's memory."""
@@ -66,30 +66,30 @@ class GGUFCheckpoint:
         if not self.is_quantized(name):
             return self._bytes(name, start, stop).view(_DTYPES[entry.type.name]).view(-1, *entry.shape[1:])
         if len(entry.shape) == 1:  # all of it is one row of blocks
-            return next(self._portions(name, 0, 1)).values().flatten()[start:stop]
-        return torch.cat([blocks.values() for blocks in self._portions(name, start, stop)]).view(-1, *entry.shape[1:])
+            return read_values(entry.type.name, self._bytes(name, 0, 1)).flatten()[start:stop]
+        portions = self._portions(name, start, stop)
+        found = [read_values(entry.type.name, self._bytes(name, *each)) for each in portions]
+        values = found[0] if len(found) == 1 else torch.cat(found)
+        return values.view(-1, *entry.shape[1:])
 
     def blocks(self, name: str, start: int, stop: int) -> Blocks:
         """Return rows [start, stop) of a quantized matrix, at least one, as elements and scales.
 
         Raises ModelError if a value is NaN or infinite in float32.
         """
-        portions = list(self._portions(name, start, stop))
-        minimums = [blocks.minimums for blocks in portions if blocks.minimums is not None]
-        whole = portions[0]._replace(
-            elements=torch.cat([blocks.elements for blocks in portions]),
-            scales=torch.cat([blocks.scales for blocks in portions]),
-            minimums=torch.cat(minimums) if minimums else None,
-        )
-        if not whole.is_finite():
-            raise self._file.error(f"tensor {name} has values that are NaN or infinite")
+        entry = self._file.tensors[name]
+        whole = empty_blocks(entry.type.name, stop - start, math.prod(entry.shape[1:]))
+        for first, last in self._portions(name, start, stop):
+            rows = self._bytes(name, first, last)
+            if not read_blocks(entry.type.name, rows, whole.rows(first - start, last - start)):
+                raise self._file.error(f"tensor {name} has values that are NaN or infinite")
         return whole
 
-    def _portions(self, name: str, start: int, stop: int) -> Iterator[Blocks]:
+    def _portions(self, name: str, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the rows [start, stop) of a matrix in parts whose pages may be dropped in between."""
         entry = self._file.tensors[name]
-        num_rows = max(PORTION_ELEMENTS // math.prod(entry.shape[1:]), 1)
-        for first in range(start, stop, num_rows):
-            yield read_blocks(entry.type.name, self._bytes(name, first, min(first + num_rows, stop)))
+        num_rows = max(PORTION_BYTES * entry.shape[0] // entry.num_bytes, 1)
+        return [(first, min(first + num_rows, stop)) for first in range(start, stop, num_rows)]
 
     def _bytes(self, name: str, start: int, stop: int) -> Tensor:
         """Return the bytes of some rows, uint8 [num_rows, bytes_per_row]."""

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 WEIGHT_FORMATS: dict[str, int]
 KV_FORMATS: dict[str, int]
+BLOCK_TYPES: dict[str, int]  # by ggml's names
 
 def usable_isas() -> list[str]: ...
 def use_isa(name: str) -> None: ...
@@ -39,6 +40,19 @@ def pack_expanded(
     offsets: int,
     packed: int,
     every: int,
+) -> None: ...
+def read_blocks(
+    block_type: int,
+    rows: int,
+    stride: int,
+    num_rows: int,
+    blocks_per_row: int,
+    elements: int,
+    scales: int,
+    minimums: int,
+) -> bool: ...
+def read_block_values(
+    block_type: int, rows: int, stride: int, num_rows: int, blocks_per_row: int, values: int
 ) -> None: ...
 def swap_blocks(
     sources: list[int], destinations: list[int], block_bytes: int, src: int, dst: int, num_copies: int

@@ -42,6 +42,10 @@ class TensorReader:
         """Return the dtype of a tensor as stored, by safetensors' names: BF16, I32, F8_E4M3."""
         return self._checkpoint.dtype(name)
 
+    def is_converted(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether `floats` converts a tensor, which must be here, to `dtype`: not in the file's memory."""
+        return _DTYPES.get(self.stored_dtype(name)) != dtype
+
     def error(self, name: str, message: str) -> ModelError:
         """Return an error that says of a tensor what is wrong with it; the caller raises it."""
         place = self._checkpoint.location(name if name in self.names else None)
@@ -78,7 +82,7 @@ class TensorReader:
         """Return rows [start, stop) of a tensor: as stored, or many of another dtype converted a part at a time."""
         start, stop = rows
         num_elements = (stop - start) * math.prod(shape[1:])
-        if num_elements <= ELEMENTS_AT_ONCE or name not in self.names or _DTYPES.get(self.stored_dtype(name)) == dtype:
+        if num_elements <= ELEMENTS_AT_ONCE or name not in self.names or not self.is_converted(name, dtype):
             return read_rows(self._checkpoint, name, shape, rows)
         whole = torch.empty(stop - start, *shape[1:], dtype=dtype, device=self.device)
         step = max(ELEMENTS_AT_ONCE // math.prod(shape[1:]), 1)

@@ -1,0 +1,23 @@
+"""Garbage collection around the making of many objects that stay."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collections_paused() -> Iterator[None]:
+    """Run no collection of the process, which would look for garbage among all objects made so far, again and again.
+
+    Objects made meanwhile go to the oldest generation: the next collection would look at each of them otherwise.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            if not gc.get_freeze_count():  # else frozen objects would thaw
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
