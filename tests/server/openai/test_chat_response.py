@@ -4,6 +4,8 @@ import json
 from itertools import chain
 from typing import Any
 
+import pytest
+
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.api.usage import TokenUsage
 from quire.server.openai.chat_response import ChatResponseBuilder
@@ -22,43 +24,42 @@ def deltas(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [chunk["choices"][0]["delta"] for chunk in chunks]
 
 
-def test_role_comes_once_with_the_first_words() -> None:
+ROLE = {"role": "assistant", "content": ""}
+
+
+def test_role_comes_once_and_alone_in_the_first_chunk() -> None:
     chunks = chunks_of(
         call_of(),
         [CompletionOutput(0, "", [1])],
         [CompletionOutput(0, "a", [2])],
         [CompletionOutput(0, "b", [3], finish_reason="length")],
     )
-    assert deltas(chunks) == [{"role": "assistant", "content": "a"}, {"content": "b"}]
+    assert deltas(chunks) == [ROLE, {"content": "a"}, {"content": "b"}]
 
 
-def test_role_comes_once_for_each_choice() -> None:
-    step = [CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [1])]
-    chunks = chunks_of(call_of(n=2), step, step)
-    assert [(chunk["choices"][0]["index"], "role" in chunk["choices"][0]["delta"]) for chunk in chunks] == [
-        (0, True), (1, True), (0, False), (1, False),
-    ]
-
-
-def test_messages_begin_in_order_even_if_a_later_one_has_words_first() -> None:
+@pytest.mark.parametrize("shows_tokens", [False, True])
+def test_first_chunk_of_every_choice_has_the_role_alone(shows_tokens: bool) -> None:
+    """In the order of the choices, whichever has words first: openai's helper for streams relies on both."""
     chunks = chunks_of(
-        call_of(n=3),
-        [CompletionOutput(0, "", [1]), CompletionOutput(1, "", [1]), CompletionOutput(2, "c", [1])],
-        [CompletionOutput(0, "a", [1]), CompletionOutput(1, "b", [1])],
+        call_of(n=3, return_token_ids=shows_tokens),
+        [CompletionOutput(1, "b", [1]), CompletionOutput(0, "a", [1])],
+        [CompletionOutput(2, "c", [1]), CompletionOutput(0, "d", [1])],
     )
-    begun = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]) for chunk in chunks]
-    empty = {"role": "assistant", "content": ""}
-    assert begun == [
-        (0, empty), (1, empty), (2, empty | {"content": "c"}), (0, {"content": "a"}), (1, {"content": "b"}),
-    ]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [(choice["index"], choice["delta"]) for choice in choices] == [
+        (0, ROLE), (1, ROLE), (2, ROLE),
+        (1, {"content": "b"}), (0, {"content": "a"}), (2, {"content": "c"}), (0, {"content": "d"}),
+    ]  # fmt: skip
+    for choice in choices[:3]:
+        assert choice["logprobs"] is choice["finish_reason"] is choice["token_ids"] is None
 
 
 def test_parts_of_text_alone_have_all_fields() -> None:
     texts = ["a", 'b"\n\u2028', "some text"]
     chunks = chunks_of(call_of(n=2), *([CompletionOutput(index, text, [1])] for text in texts for index in (1, 0)))
     empty = {"logprobs": None, "finish_reason": None, "token_ids": None}
-    later = [chunk["choices"][0] for chunk in chunks[3:]]
-    assert later == [{"index": index, "delta": {"content": text}} | empty for text in texts[1:] for index in (1, 0)]
+    later = [chunk["choices"][0] for chunk in chunks[2:]]
+    assert later == [{"index": index, "delta": {"content": text}} | empty for text in texts for index in (1, 0)]
 
 
 def test_end_without_words_is_an_empty_delta() -> None:
@@ -71,20 +72,20 @@ def test_end_without_words_is_an_empty_delta() -> None:
 
 def test_message_of_no_words_still_has_a_role() -> None:
     chunks = chunks_of(call_of(), [CompletionOutput(0, "", [1], finish_reason="stop")])
-    assert deltas(chunks) == [{"role": "assistant", "content": ""}]
+    assert deltas(chunks) == [ROLE, {}]
 
 
 def test_token_without_text_is_told_where_tokens_are_asked_for() -> None:
     steps = [CompletionOutput(0, "", [1])], [CompletionOutput(0, "é", [2])]
-    assert len(chunks_of(call_of(), *steps)) == 1
+    assert len(chunks_of(call_of(), *steps)) == 2
     chunks = chunks_of(call_of(return_token_ids=True), *steps)
-    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[1], [2]]
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [None, [1], [2]]
 
 
 def test_first_chunk_tells_of_the_prompt() -> None:
     step = [CompletionOutput(0, "a", [1])]
     chunks = chunks_of(call_of(prompts=[[5, 6]], return_token_ids=True), step, step)
-    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[5, 6], None]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[5, 6], None, None]
 
 
 def test_usage_is_null_but_for_the_last_chunk() -> None:

@@ -29,10 +29,10 @@ _NULL_FIELDS: Json = dict.fromkeys((
 
 
 class ChatResponseBuilder(OpenAIResponseBuilder):
-    """Builder for n messages. The role is sent with the first text: clients would count a chunk of its own as a token.
+    """Builder for n messages.
 
-    Messages start in order, since openai's helper for streams relies on it: a message with an incomplete first
-    character starts without text when a later one has some.
+    A stream begins with a chunk for each message that has the role, and no token: openai's helper for streams relies on
+    their order, and counts logprobs of a message's first chunk twice.
     """
 
     OBJECT = "chat.completion"
@@ -43,7 +43,6 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer, as_ids=request.writes_token_ids)
         self._echo = _echo(request.body)
-        self._num_begun = 0                      # messages with a role sent
         self._parsed: dict[int, ParsedMessage] = {}  # messages that are read for tool calls and reasoning, by index
 
     def _choice_pieces(self, prompt_index: int, output: CompletionOutput) -> Iterable[bytes]:
@@ -80,11 +79,15 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             return self._parsed_choices(self.request.reading, piece)
         if not self._is_shown(piece):
             return ()
-        delta = {"content": piece.text} if piece.text or self._is_first(piece) else {}
-        return (*self._start_messages(piece.index), self._last_chunk_choice(piece, delta, piece.finish_reason))
+        delta = {"content": piece.text} if piece.text else {}
+        return (self._last_chunk_choice(piece, delta, piece.finish_reason),)
+
+    def _first_choices(self) -> Iterator[Json]:
+        delta = {"role": ROLE, "content": self._echo}
+        return (_chunk(index, delta) for index in range(self.request.params.n))
 
     def _has_text_chunks(self, index: int) -> bool:
-        return index < self._num_begun and self.request.reading is None
+        return self.request.reading is None
 
     def _parsed_choices(self, reading: OutputReading, piece: CompletionOutput) -> Iterator[Json]:
         """Yield the choices of a piece that is read for tool calls and reasoning, a choice for each slice of text."""
@@ -92,16 +95,14 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         shown: Json = {}
         for delta in parsed.deltas(piece, is_last=is_last):
             if shown:
-                yield from self._start_messages(piece.index)
-                yield _chunk(piece.index, self._with_role(piece, shown))
+                yield _chunk(piece.index, shown)
             shown = delta
         if shown or is_last or (piece.token_ids and self.request.shows_tokens):
-            yield from self._start_messages(piece.index)
             yield self._last_chunk_choice(piece, shown, parsed.finish_reason(piece.finish_reason))
 
     def _last_chunk_choice(self, piece: CompletionOutput, delta: Json, finish_reason: str | None) -> Json:
         """Return the last choice of a piece, with what belongs to all of it."""
-        choice = _chunk(piece.index, self._with_role(piece, delta))
+        choice = _chunk(piece.index, delta)
         choice |= {
             "logprobs": self._logprobs(piece), "finish_reason": finish_reason, "token_ids": self._token_ids(piece)
         }
@@ -118,23 +119,6 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             prompt = self.request.requests[0].prompt
             parsed = self._parsed[piece.index] = ParsedMessage(reading, self._tokenizer, prompt.token_ids)
         return parsed
-
-    def _is_first(self, piece: CompletionOutput) -> bool:
-        return piece.index >= self._num_begun
-
-    def _with_role(self, piece: CompletionOutput, delta: Json) -> Json:
-        """Return a delta, with the role if it is the first one of its message."""
-        if not self._is_first(piece):
-            return delta
-        self._num_begun = piece.index + 1
-        first = {"role": ROLE, "content": None if delta else ""} | delta
-        return first | {"content": self._echo + (first["content"] or "")} if self._echo else first
-
-    def _start_messages(self, index: int) -> Iterator[Json]:
-        """Yield an empty piece of each message that must start before `index`."""
-        for earlier in range(self._num_begun, index):
-            yield _chunk(earlier, {"role": ROLE, "content": self._echo})
-        self._num_begun = max(self._num_begun, index)
 
     def _logprobs(self, piece: CompletionOutput) -> JsonStream | WholeChatLogprobs | None:
         if piece.packed_logprobs is None:
@@ -173,5 +157,5 @@ def _echo(body: ChatBody | CompletionBody) -> str:
 
 
 def _chunk(index: int, delta: Json) -> Json:
-    """Return a piece of a message. The first one has the role."""
+    """Return a piece of a message."""
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None}

@@ -167,6 +167,9 @@ class OpenAIResponseBuilder(ABC):
         if prompt_index not in self._prompt_logprobs or _scores_prompt(output):
             self._note_prompt(prompt_index, output)
         self._metrics = output.metrics
+        if not self._has_begun:
+            for choice in self._first_choices():
+                yield from self._chunk(prompt_index, choice)
         for piece in output.outputs:
             if self._is_text(prompt_index, piece):
                 yield self._text_chunk(prompt_index, piece)
@@ -191,6 +194,10 @@ class OpenAIResponseBuilder(ABC):
             before, _, behind = encode(choice).partition(encode(_SOME_TEXT))
             halves = self._text_halves[index] = self._halves[0] + before, behind + self._halves[1]
         return halves[0] + encode(piece.text) + halves[1]
+
+    def _first_choices(self) -> Iterable[Json]:
+        """Return choices without text that a stream begins with."""
+        return ()
 
     @abstractmethod
     def _has_text_chunks(self, index: int) -> bool:
@@ -243,7 +250,7 @@ class OpenAIResponseBuilder(ABC):
 
     @abstractmethod
     def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Iterable[Json]:
-        """Return the choice of a chunk, after choices that must precede it; none if there is nothing to show."""
+        """Return the choices of chunks; none if there is nothing to show."""
 
     def _prompt_fields(self) -> Json:
         """Return the prompt's fields beside the choices, in the first chunk of a stream."""
