@@ -29,6 +29,7 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+COMMAND_LINE = "from quire.cli.main import make_app\nmake_app()"
 TORCHLESS_LAYERS = [
     *("quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling"),
     *("quire.server", "quire.sim", "quire.paper", "quire.cli"),
@@ -44,7 +45,7 @@ def test_whole_layer_loads_no_torch(name: str) -> None:
         "for module in pkgutil.walk_packages(layer.__path__, layer.__name__ + '.'):\n"
         "    importlib.import_module(module.name)"
     )
-    statement = "import quire" if name == "quire" else "import quire.cli.main" if name == "quire.cli" else walk
+    statement = "import quire" if name == "quire" else COMMAND_LINE if name == "quire.cli" else walk
     loaded = modules_after(statement)
     assert name in loaded
     assert "torch" not in loaded
@@ -59,6 +60,12 @@ def test_what_the_server_needs_of_the_engine_loads_no_torch(name: str) -> None:
 
 def test_a_local_model_starts_without_the_hub_client() -> None:
     assert "huggingface_hub" not in modules_after("import quire.engine.process")
+
+
+def test_a_command_starts_without_the_modules_of_others() -> None:
+    loaded = modules_after("from quire.cli.main import make_app\nmake_app(['generate', '--prompt', 'serve'])")
+    assert "quire.cli.generate" in loaded
+    assert not [name for name in loaded if name.startswith(("quire.cli.bench", "quire.cli.serve", "quire.sim"))]
 
 
 def test_llm_is_found_on_the_package_and_loads_torch() -> None:

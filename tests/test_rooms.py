@@ -57,7 +57,8 @@ for room, door in rooms.items():
         with LLM(sys.argv[1], max_model_len=64) as llm:
             (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
         import quire.server.app
-        import quire.cli.main
+        from quire.cli.main import make_app
+        make_app()
         try:
             importlib.import_module(door)
         except ModuleNotFoundError as error:

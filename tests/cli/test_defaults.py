@@ -7,7 +7,7 @@ import pytest
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from quire.cli.main import app
+from quire.cli.main import make_app
 
 
 def commands(command: TyperCommand | TyperGroup, name: str) -> Iterator[tuple[str, TyperCommand]]:
@@ -18,7 +18,7 @@ def commands(command: TyperCommand | TyperGroup, name: str) -> Iterator[tuple[st
         yield name, command
 
 
-COMMANDS = dict(commands(get_command(app), "quire"))  # type: ignore[arg-type]
+COMMANDS = dict(commands(get_command(make_app()), "quire"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -30,7 +30,7 @@ def test_command_line_runs_and_takes_interrupts_itself() -> None:
     code = (
         "import signal, quire.cli.main as m; from quire.cli.entry import main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job of a shell ignores it
-        "m.main = lambda: print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n"
+        "m.main = lambda app: print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n"
         "main()"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@
 import signal
 import sys
 
+from quire.cli import serve  # noqa: F401 (which the command line loads when it is asked for)
 from quire.cli.main import main as run
 from quire.engine import launcher
 from quire.engine.parallel import leader

@@ -5,45 +5,98 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
 import quire
-from quire.cli.bench.commands import bench
-from quire.cli.chat.command import chat
 from quire.cli.command import Command
-from quire.cli.deploy import deploy
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
-from quire.cli.generate import generate
-from quire.cli.paper.command import paper
-from quire.cli.plan import plan
-from quire.cli.serve import serve
-from quire.cli.simulate import simulate
 from quire.core.errors import EngineError
 from quire.core.optional_package import absent_package
 
-try:
-    from quire.cli.run_batch.command import run_batch
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.cli.run_batch") is None:
-        raise
-    run_batch = None  # type: ignore[assignment]  # optional: without it there is no such command
 
-app = typer.Typer(
-    name="quire",
-    help="An inference and serving engine that manages the KV cache like virtual memory.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings=GROUP_SETTINGS,
-)
-for command in (serve, generate, chat, plan, simulate, deploy, paper):
-    app.command(cls=Command, context_settings=COMMAND_SETTINGS)(command)
-app.add_typer(bench)
-if run_batch is not None:
-    app.command("run-batch", cls=Command, context_settings=COMMAND_SETTINGS)(run_batch)
+def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
+    """Return the command line for arguments: where they begin with a command, with the modules of that one alone."""
+    app = typer.Typer(
+        name="quire",
+        help="An inference and serving engine that manages the KV cache like virtual memory.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings=GROUP_SETTINGS,
+        callback=_root,
+    )
+    makers: dict[str, Callable[[], Callable[..., object] | typer.Typer | None]] = {
+        "serve": _serve, "generate": _generate, "chat": _chat, "plan": _plan, "simulate": _simulate, "deploy": _deploy,
+        "paper": _paper, "bench": _bench, "run-batch": _run_batch,
+    }  # fmt: skip
+    for name in arguments[:1] if makers.keys() & arguments[:1] else makers:
+        made = makers[name]()
+        if isinstance(made, typer.Typer):
+            app.add_typer(made)
+        elif made is not None:
+            app.command(name, cls=Command, context_settings=COMMAND_SETTINGS)(made)
+    return app
+
+
+def _serve() -> Callable[..., object]:
+    from quire.cli.serve import serve  # noqa: PLC0415 (each command loads what it needs alone, as all below)
+
+    return serve
+
+
+def _generate() -> Callable[..., object]:
+    from quire.cli.generate import generate  # noqa: PLC0415
+
+    return generate
+
+
+def _chat() -> Callable[..., object]:
+    from quire.cli.chat.command import chat  # noqa: PLC0415
+
+    return chat
+
+
+def _plan() -> Callable[..., object]:
+    from quire.cli.plan import plan  # noqa: PLC0415
+
+    return plan
+
+
+def _simulate() -> Callable[..., object]:
+    from quire.cli.simulate import simulate  # noqa: PLC0415
+
+    return simulate
+
+
+def _deploy() -> Callable[..., object]:
+    from quire.cli.deploy import deploy  # noqa: PLC0415
+
+    return deploy
+
+
+def _paper() -> Callable[..., object]:
+    from quire.cli.paper.command import paper  # noqa: PLC0415
+
+    return paper
+
+
+def _bench() -> typer.Typer:
+    from quire.cli.bench.commands import bench  # noqa: PLC0415
+
+    return bench
+
+
+def _run_batch() -> Callable[..., object] | None:
+    try:
+        from quire.cli.run_batch.command import run_batch  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if absent_package(error, "quire.cli.run_batch") is None:
+            raise
+        return None  # optional: without it there is no such command
+    return run_batch
 
 
 def _print_version(wanted: bool) -> None:
@@ -52,7 +105,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_print_version)
@@ -61,10 +113,11 @@ def _root(
     """Hold the options before the command's name."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; always ends in SystemExit."""
+def main(arguments: Sequence[str] | None = None, app: typer.Typer | None = None) -> None:
+    """Run the command line, by default that of `make_app`; always ends in SystemExit."""
     try:
-        app(args=arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        (app or make_app(given))(args=given)
     except BrokenPipeError:  # the reader went away: `quire generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails again at its exit
         sys.exit(1)
