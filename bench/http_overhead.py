@@ -1,6 +1,6 @@
 """Cost of HTTP: the same burst of requests through `quire serve` and through `LLM` in its own process, in turn.
 
-    python bench/http_overhead.py MODEL                         # 32 random requests
+    python bench/http_overhead.py MODEL                         # 32 random requests, of ids that any model has
     python bench/http_overhead.py -- --dtype float32            # the demo model; engine flags after --, for both
     python bench/http_overhead.py MODEL --workload WORKLOADS.json --name http32
 

@@ -42,9 +42,8 @@ from side_by_side.calibration import Calibration
 from side_by_side.contest import Contest, ContestRecord
 from side_by_side.engines import EngineFailedError, EngineSpec
 from side_by_side.roster import OURS, OURS_FALLBACK, Installed
+from side_by_side.workloads import peer_workloads
 
-PEERS = (Path(__file__).parents[1] / "../shared/peers").resolve()
-DEFAULT_MODELS = (PEERS / "bench-0.5b", PEERS / "bench-1b")
 READ_CHUNK = 1 << 24
 CACHES_ON = "prefix caches on"
 QUICK_REQUESTS, QUICK_PROMPT, QUICK_OUTPUT = 4, 64, 4
@@ -135,9 +134,12 @@ def warm_ups(workloads: Workloads, names: list[str]) -> Iterator[str]:
     yield from [name for name in names if len(workloads[name]) > 1][:1]
 
 
-def read_workloads(path: Path, names: set[str], *, quick: bool, requests: int | None = None) -> Workloads:
-    """Return the named workloads, at most `requests` of each; for a quick try, cut short."""
-    workloads = {name: token_id_workload(path, name, QUICK_REQUESTS if quick else requests) for name in names}
+def named_workloads(path: Path | None, names: set[str], *, quick: bool, requests: int | None = None) -> Workloads:
+    """Return the named workloads, of a file or made here, at most `requests` of each; for a quick try, cut short."""
+    most, made = QUICK_REQUESTS if quick else requests, peer_workloads()
+    if path is None and (unknown := names - set(made)):
+        sys.exit(f"--only and --only-others name {', '.join(sorted(unknown))}; there are {', '.join(made)}")
+    workloads = {name: made[name][:most] if path is None else token_id_workload(path, name, most) for name in names}
     if not quick:
         return workloads
     return {
@@ -184,8 +186,13 @@ def engines_of(
 
 
 def main(
-    models: Annotated[list[Path] | None, typer.Argument(exists=True, help="folders in Hugging Face format")] = None,
-    peers_folder: Annotated[Path, typer.Option(help="has workloads.json and calib.py")] = PEERS,
+    models: Annotated[list[Path], typer.Argument(exists=True, help="folders in Hugging Face format")],
+    workloads: Annotated[
+        Path | None, typer.Option(exists=True, help="JSON of others by name", show_default="made from a seed")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(exists=True, help="script that measures the machine's speed beside each turn")
+    ] = None,
     vllm: Annotated[Path | None, typer.Option(envvar="PEERS_VLLM", help="its environment's python")] = None,
     openvino: Annotated[Path | None, typer.Option(envvar="PEERS_OPENVINO", help="its environment's python")] = None,
     openvino_model: Annotated[
@@ -208,9 +215,6 @@ def main(
     output: Annotated[Path, typer.Option(help="Markdown; JSON beside it")] = Path("peers.md"),
 ) -> None:
     """Measure, print the table, and write it."""
-    models = models or [folder for folder in DEFAULT_MODELS if folder.exists()]
-    if not models:
-        sys.exit(f"no MODEL given, and none in {PEERS}; make_models.py there makes them")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines are ended on the way out
     if transformers is None and not no_transformers and find_spec("transformers"):
         transformers = Path(sys.executable)
@@ -221,13 +225,13 @@ def main(
     plan = Plan(1, 1, 1) if quick else Plan(loads, turns, burst_turns)
     names = [only.split(","), *[only_others.split(",")] * (len(models) - 1)]
     all_names = {"warmup", *(name for of_model in names for name in of_model)}
-    workloads = read_workloads(peers_folder / "workloads.json", all_names, quick=quick, requests=requests)
+    asked_of_all = named_workloads(workloads, all_names, quick=quick, requests=requests)
     exported = [*(openvino_model or []), *[None] * len(models)]
     facts = client_facts() | {"date": time.strftime("%Y-%m-%d %H:%M"), "plan": asdict(plan)}
     facts["quantization"] = quantization or "none"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        session = Session(workloads, Calibration(peers_folder / "calib.py", folder), folder, facts)
+        session = Session(asked_of_all, Calibration(calibration, folder), folder, facts)
         for number, model in enumerate(models):
             present = peers if number == 0 else replace(peers, transformers=None)
             for path in filter(None, (model, exported[number])):

@@ -8,15 +8,16 @@ from pathlib import Path
 
 
 class Calibration:
-    """`calib.py` of the peers' folder: read bandwidth of two threads (GB/s), AMX peak (TFLOP/s), in 3 seconds.
+    """Script that measures read bandwidth of two threads (GB/s) and AMX peak (TFLOP/s), in 3 seconds.
 
-    Where it does not run (no C compiler, no AVX-512), that is said once, and there are no such figures.
+    It appends a JSON record to the file that CALIB_OUT names. Where it does not run (no C compiler, no AVX-512), that
+    is said once, and there are no such figures; nor without a script.
     """
 
-    def __init__(self, script: Path, folder: Path) -> None:
+    def __init__(self, script: Path | None, folder: Path) -> None:
         self._script = script
         self._records = folder / "calibration.json"
-        self._runs_here = True
+        self._runs_here = script is not None
 
     def measure(self, label: str) -> dict[str, float | str] | None:
         """Return what was measured, and when."""
