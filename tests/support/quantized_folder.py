@@ -142,12 +142,19 @@ def _matrix(rng: np.random.Generator, num_rows: int, width: int, dtype: torch.dt
 
 def packed(elements: NDArray[np.integer], bits: int) -> Tensor:
     """Return int32 words of consecutive elements of a row, low bits first; the last word of a row is filled up."""
+    if 32 % bits:
+        return packed(np.packbits(bits_of(elements, bits), axis=-1, bitorder="little"), 8)
     per_word = 32 // bits
     elements = np.pad(elements, ((0, 0), (0, -elements.shape[1] % per_word))).astype(np.uint32)
     words = np.zeros((len(elements), elements.shape[1] // per_word), dtype=np.uint32)
     for place in range(per_word):
         words |= elements[:, place::per_word] << np.uint32(bits * place)
     return torch.from_numpy(words.view(np.int32))
+
+
+def bits_of(elements: NDArray[np.integer], bits: int) -> NDArray[np.uint8]:
+    """Return the bits of elements, the lowest first, as uint8 [num_rows, width * bits]."""
+    return (elements[..., None] >> np.arange(bits) & 1).astype(np.uint8).reshape(len(elements), -1)
 
 
 class Integers(NamedTuple):
@@ -273,6 +280,45 @@ def compressed(
         return Module(tensors, values)
 
     return quantize
+
+
+def float_codes(storage: str) -> Quantize:
+    """Return the quantizer of one of compressed-tensors' formats of floats in groups."""
+    bits, group_size, mantissa = {
+        "nvfp4-pack-quantized": (4, 16, 1), "mxfp4-pack-quantized": (4, 32, 1), "mxfp6-pack-quantized": (6, 32, 3),
+        "mxfp8-quantized": (8, 32, 3),
+    }[storage]  # fmt: skip
+
+    def quantize(rng: np.random.Generator, num_rows: int, width: int) -> Module:
+        codes = rng.integers(0, 1 << bits, (num_rows, width))
+        groups = (num_rows, -(-width // group_size))
+        if bits == 8:
+            codes = np.where(codes & 0x7F == 0x7F, 0, codes)  # NaN
+            numbers = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn)
+            tensors, numbers = {"weight": numbers}, numbers.float()
+        else:
+            octets = np.packbits(bits_of(codes, bits), axis=-1, bitorder="little")
+            tensors, numbers = {"weight_packed": torch.from_numpy(octets)}, small_floats(codes, bits, mantissa)
+        if storage == "nvfp4-pack-quantized":
+            stored = torch.from_numpy(rng.random(groups) * 400 + 1).to(torch.float8_e4m3fn)
+            scale_of_all = torch.tensor([3000.0])
+            tensors["weight_global_scale"] = scale_of_all
+            scales = stored.float() / scale_of_all
+        else:
+            stored = torch.from_numpy(rng.integers(118, 124, groups).astype(np.uint8))
+            scales = 2.0 ** (stored.float() - 127)
+        tensors["weight_scale"] = stored
+        return Module(tensors, scales.repeat_interleave(group_size, dim=1)[:, :width] * numbers)
+
+    return quantize
+
+
+def small_floats(codes: NDArray[np.integer], bits: int, mantissa: int) -> Tensor:
+    """Return the numbers of codes with a sign, an exponent (bias 1) and so many bits of a mantissa."""
+    sign, exponent = codes >> (bits - 1), codes >> mantissa & (1 << (bits - 1 - mantissa)) - 1
+    fraction = (codes & (1 << mantissa) - 1) / (1 << mantissa)
+    sizes = np.where(exponent == 0, fraction, (1 + fraction) * 2.0 ** (exponent - 1))
+    return torch.from_numpy(np.where(sign == 1, -sizes, sizes).astype(np.float32))
 
 
 def compressed_config(

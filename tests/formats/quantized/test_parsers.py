@@ -241,7 +241,7 @@ def test_compressed_options_that_are_not_supported_are_refused(changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_bits": 3}, "weights: num_bits = 3 is not supported; supported are 4, 8"),
+        ({"num_bits": 9}, "weights: num_bits = 9 is not supported; supported are 2, 3, 4, 5, 6, 7, 8"),
         ({"type": "float"}, "weights: num_bits = 4 is not supported; supported are 8"),
         ({"type": "float", "num_bits": 8}, "type = 'float' is supported without zero points and not packed"),
         ({"type": "complex"}, "type must be one of int, float"),
@@ -269,7 +269,9 @@ def test_compressed_weights_that_are_not_supported_are_refused(changes: dict[str
         ({"input_activations": 8}, "input_activations must be an object"),
         ({"output_activations": {"num_bits": 8}}, "output_activations = .* is not supported"),
         ({"targets": "Linear"}, "targets must be a list of names"),
-        ({"format": "nvfp4-pack-quantized"}, "group_0: format must be one of"),
+        ({"format": "marlin-24"}, "group_0: format must be one of"),
+        ({"format": "nvfp4-pack-quantized"}, "weights: type is missing"),
+        ({"input_activations": {"num_bits": 4, "type": "int"}}, "num_bits = 4 is not supported; supported are 8"),
         ({"weights": 4}, "weights must be an object"),
         ({"scheme": "W4A16"}, "group_0: unknown option 'scheme'"),
     ],

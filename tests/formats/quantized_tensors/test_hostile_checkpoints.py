@@ -20,6 +20,8 @@ from support.quantized_folder import (
     awq_config,
     compressed,
     compressed_config,
+    compressed_groups,
+    float_codes,
     fp8,
     fp8_config,
     gptq,
@@ -40,6 +42,10 @@ WRITERS: dict[str, Callable[[Path], Pair]] = {
     "bytes": lambda parent: write_pair(
         parent, compressed(8, storage="int-quantized", symmetric=False),
         compressed_config(8, storage="int-quantized", symmetric=False, input_activations=TOKEN_INT8)),
+    "NVFP4": lambda parent: write_pair(
+        parent, float_codes("nvfp4-pack-quantized"),
+        compressed_groups({"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"},
+                          "nvfp4-pack-quantized") | {"ignore": ["lm_head", "re:.*x_proj"]}),
     "fp8": lambda parent: write_pair(
         parent, fp8((32, 48), name="weight_scale_inv"),
         fp8_config((32, 48), modules_to_not_convert=["lm_head", "model.layers.*.x_proj"])),

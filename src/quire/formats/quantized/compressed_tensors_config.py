@@ -5,16 +5,16 @@ beginning, in alphabetical order as in the format's own library, else of its cla
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from quire.formats.quantized.options import (
     FLOAT_ELEMENTS,
-    INTEGER_ELEMENTS,
     block_of,
     group_size,
     matching_rule,
     number_choice,
 )
-from quire.formats.quantized.schemes import ModuleRule, Storage, StoredScheme
+from quire.formats.quantized.schemes import Element, ModuleRule, ScaleKind, Storage, StoredScheme
 from quire.model.config_reader import ConfigReader
 
 CLASS = "Linear"
@@ -24,7 +24,30 @@ _STORAGES: Mapping[str, Storage] = {
     "int-quantized": "plain",
     "float-quantized": "plain",
     "naive-quantized": "plain",
+    "nvfp4-pack-quantized": "float_codes",
+    "mxfp4-pack-quantized": "float_codes",
+    "mxfp6-pack-quantized": "float_codes",
+    "mxfp8-quantized": "plain",
 }
+
+
+class _SmallFloats(NamedTuple):
+    """Format of floats in groups, where the name says all."""
+
+    num_bits: int
+    group_size: int
+    element: Element
+    scale_kind: ScaleKind
+
+
+_SMALL_FLOATS: Mapping[str, _SmallFloats] = {
+    "nvfp4-pack-quantized": _SmallFloats(4, 16, "codebook4", "global"),
+    "mxfp4-pack-quantized": _SmallFloats(4, 32, "codebook4", "exponent"),
+    "mxfp6-pack-quantized": _SmallFloats(6, 32, "fp8", "exponent"),
+    "mxfp8-quantized": _SmallFloats(8, 32, "fp8", "exponent"),
+}
+# The least element that holds an integer of some bits.
+_INTEGERS: Mapping[int, Element] = {bits: "int4" if bits <= 4 else "int8" for bits in range(2, 9)}
 _MIXED = "mixed-precision"  # groups name their formats
 _ORDERS = {"weight": False, "static": False, "group": True, "dynamic": True}
 _ARGUMENTS = (
@@ -78,13 +101,17 @@ def _scheme(config: ConfigReader, group: ConfigReader) -> StoredScheme | None:
     weights = group.nested("weights", group.section("weights"))
     weights.allow_only(*_ARGUMENTS)
     weights.reject("dynamic", False, why="weights are quantized in the file")
-    return _weight_scheme(weights, storage, quantizes_activations=_quantizes_activations(group))
+    quantizes_activations = _quantizes_activations(group)
+    small_floats = _SMALL_FLOATS.get(str(form.raw("format")))
+    if small_floats is not None:
+        return _small_float_scheme(weights, storage, small_floats)
+    return _weight_scheme(weights, storage, quantizes_activations=quantizes_activations)
 
 
 def _weight_scheme(weights: ConfigReader, storage: Storage, *, quantizes_activations: bool) -> StoredScheme:
     is_float = weights.choice("type", {"int": False, "float": True}, "int")
     is_symmetric = weights.flag("symmetric", True)
-    element = number_choice(weights, "num_bits", FLOAT_ELEMENTS if is_float else INTEGER_ELEMENTS, 8)
+    element = number_choice(weights, "num_bits", FLOAT_ELEMENTS if is_float else _INTEGERS, 8)
     if is_float and (storage == "packed" or not is_symmetric):
         raise weights.error("type = 'float' is supported without zero points and not packed")
     inputs, rows = _granularity(weights)
@@ -99,7 +126,26 @@ def _weight_scheme(weights: ConfigReader, storage: Storage, *, quantizes_activat
         has_zero_points=not is_symmetric,
         has_input_order=weights.choice("actorder", _ORDERS, "weight") if order is not False else False,
         quantizes_activations=quantizes_activations and not is_float,
+        stored_bits=_stored_bits(weights, storage),
     )
+
+
+def _stored_bits(weights: ConfigReader, storage: Storage) -> int:
+    """Return the bits of a packed element, 0 where they are those of its kind."""
+    num_bits = weights.size("num_bits", 8)
+    return num_bits if storage == "packed" and num_bits not in (4, 8) else 0
+
+
+def _small_float_scheme(weights: ConfigReader, storage: Storage, form: _SmallFloats) -> StoredScheme:
+    """Return the scheme of a format that has one element and one group size."""
+    weights.choice("type", {"float": True})
+    number_choice(weights, "num_bits", {form.num_bits: True})
+    number_choice(weights, "group_size", {form.group_size: True}, form.group_size)
+    weights.choice("strategy", {"group": True, "tensor_group": True}, "group")
+    if not weights.flag("symmetric", True):
+        raise weights.error("symmetric = False is not supported for floats")
+    bits = form.num_bits if form.element == "fp8" and storage == "float_codes" else 0
+    return StoredScheme(storage, form.element, form.group_size, stored_bits=bits, scale_kind=form.scale_kind)
 
 
 def _granularity(weights: ConfigReader) -> tuple[int, int]:
@@ -118,13 +164,14 @@ def _granularity(weights: ConfigReader) -> tuple[int, int]:
 
 
 def _quantizes_activations(group: ConfigReader) -> bool:
-    """Return whether a group's activations are int8; float ones are left in 16 bits."""
+    """Return whether a group's activations are int8; float ones, of any granularity, are left in 16 bits."""
     if not group.has("input_activations"):
         return False
     inputs = group.nested("input_activations", group.section("input_activations"))
     inputs.allow_only(*_ARGUMENTS)
+    if not inputs.choice("type", {"int": True, "float": False}, "int"):
+        return False
     inputs.flag("dynamic", False)
     inputs.flag("symmetric", True)
     number_choice(inputs, "num_bits", {8: 8}, 8)
-    inputs.choice("strategy", {"token": True, "tensor": True}, "tensor")
-    return inputs.choice("type", {"int": True, "float": False}, "int")
+    return inputs.choice("strategy", {"token": True, "tensor": True}, "tensor")

@@ -10,7 +10,9 @@ from typing import Literal
 
 from quire.formats.quantized.patterns import matches_start
 
-Storage = Literal["gptq", "awq", "packed", "plain", "mxfp4"]  # packed: compressed-tensors; plain: an element per byte
+# packed and float_codes: compressed-tensors, integers and small floats; plain: an element per byte
+Storage = Literal["gptq", "awq", "packed", "float_codes", "plain", "mxfp4"]
+ScaleKind = Literal["float", "exponent", "global"]  # exponent: a power of two; global: over a number for the module
 Element = Literal["int4", "int8", "fp8", "codebook4"]
 MatchKind = Literal["all", "name", "part", "module", "path", "pattern"]
 
@@ -27,6 +29,8 @@ class StoredScheme:
     zero_offset: int = 0            # to be added to zero points as stored: 1 in GPTQ v1
     has_input_order: bool = False   # groups need not be of consecutive inputs, a tensor says which are
     quantizes_activations: bool = False  # to int8, a scale per token
+    stored_bits: int = 0            # of an element, where fewer than those of its kind
+    scale_kind: ScaleKind = "float"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,29 @@
-"""Weights of compressed-tensors, pack-quantized.
+"""Weights of compressed-tensors: pack-quantized integers, and floats of 4 and 6 bits.
 
-`weight_packed` int32 [out, ceil(in * bits / 32)] has consecutive inputs in a word, `weight_zero_point` int32
+Integers: `weight_packed` int32 [out, ceil(in * bits / 32)] has consecutive inputs in a word, `weight_zero_point` int32
 [ceil(out * bits / 32), groups] consecutive outputs, both with the middle of the signed range added. `weight_scale` is
 [out, groups] or one for all, `weight_shape` int64 [2], `weight_g_idx` int32 [in] as in GPTQ. A value is
 scale * (q - zero), without zero points scale * q.
+
+Floats: `weight_packed` uint8 [out, in * bits / 8] has codes of e2m1 or e2m3 numbers, low bits first. `weight_scale`
+[out, groups] is what a number is multiplied with: e4m3 over `weight_global_scale` (NVFP4), or a power of two (MXFP4 and
+MXFP6, uint8 exponents).
 """
 
+import torch
 from torch import Tensor
 
-from quire.formats.quantized_tensors.plain import MIDDLES, row_scales
-from quire.formats.quantized_tensors.stored import BITS, StoredModule, num_words, unpacked
-from quire.kernels.linear_weight import LinearWeight
+from quire.formats.quantized_tensors.mxfp4 import E2M1
+from quire.formats.quantized_tensors.plain import row_scales
+from quire.formats.quantized_tensors.stored import StoredModule, num_words, unpacked, unpacked_bits
+from quire.kernels.linear_weight import CODEBOOK4, LinearWeight
+
+E2M3 = tuple(code / 8 for code in range(8)) + tuple((1 + code / 8) * 2**exp for exp in range(3) for code in range(8))
 
 
 def read_packed(module: StoredModule) -> LinearWeight:
     """Return a module's weight. Groups of inputs that are not consecutive have a group index."""
-    bits, num_rows = BITS[module.scheme.element], module.rows.num_rows
+    bits, num_rows = module.bits, module.rows.num_rows
     _check_shape(module)
     words = module.read("weight_packed", (num_rows, num_words(module.width, bits)), "I32", module.rows.rows)
     return LinearWeight(
@@ -24,9 +32,28 @@ def read_packed(module: StoredModule) -> LinearWeight:
         module.num_outputs,
         module.width,
         scales=row_scales(module, "weight_scale"),
-        zero_points=_zero_points(module, bits) if module.scheme.has_zero_points else MIDDLES[module.scheme.element],
+        zero_points=_zero_points(module, bits) if module.scheme.has_zero_points else 1 << (bits - 1),
         group_size=module.group_size,
         group_index=module.group_index("weight_g_idx"),
+        dtype=module.tensors.dtype,
+    )
+
+
+def read_float_codes(module: StoredModule) -> LinearWeight:
+    """Return a module's weight, of e2m1 numbers by their codes, of e2m3 as the e4m3 numbers that have their values."""
+    num_octets = -(-module.width * module.bits // 8)
+    octets = module.read("weight_packed", (module.rows.num_rows, num_octets), "U8", module.rows.rows)
+    codes, is_coded = unpacked_bits(octets, module.bits, module.width), module.scheme.element == CODEBOOK4
+    numbers = E2M1 if is_coded else E2M3
+    table = torch.tensor([*numbers, *(-number for number in numbers)], device=codes.device)
+    return LinearWeight(
+        module.scheme.element,
+        (codes if is_coded else table.to(torch.float8_e4m3fn).view(torch.uint8)[codes.int()],),
+        module.num_outputs,
+        module.width,
+        scales=row_scales(module, "weight_scale"),
+        group_size=module.group_size,
+        codebook=table if is_coded else None,
         dtype=module.tensors.dtype,
     )
 

@@ -11,7 +11,6 @@ from quire.formats.quantized_tensors.stored import StoredModule, unpacked
 from quire.kernels.linear_weight import CODEBOOK4, LinearWeight
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BIAS, LARGEST = 127, 127 + 96  # of exponents; larger ones are no weights, and 255 is NaN
 
 
 def read_mxfp4(module: StoredModule) -> LinearWeight:
@@ -35,8 +34,4 @@ def read_mxfp4(module: StoredModule) -> LinearWeight:
 
 def _scales(module: StoredModule) -> Tensor:
     shape = module.rows.num_rows, module.num_groups
-    exponents = module.read("scales", shape, "U8", module.rows.rows)
-    highest = int(exponents.max())
-    if highest > LARGEST:
-        raise module.tensors.error(module.name("scales"), f"has an exponent of {highest}, the limit is {LARGEST}")
-    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - BIAS)
+    return module.powers("scales", module.read("scales", shape, "U8", module.rows.rows))

@@ -12,9 +12,11 @@ from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.weight_formats.format import ModuleRows
 
 WORD_BITS = 32
+EXPONENT_BIAS, MAX_EXPONENT = 127, 127 + 96  # of scales that are powers of two; 255 is NaN
 MAX_SCALE = 1e30  # far past any weight; products with elements of a byte stay finite in float32 and bfloat16
-BITS = {"int4": 4, "int8": 8}
-SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
+BITS = {"int4": 4, "int8": 8, "codebook4": 4, "fp8": 8}
+SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0", "F8_E4M3")
+GLOBAL_SCALE = "weight_global_scale"
 
 
 class StoredModule(NamedTuple):
@@ -28,6 +30,11 @@ class StoredModule(NamedTuple):
     def name(self, tensor: str) -> str:
         """Return the full name of a tensor of the module."""
         return f"{self.rows.module}.{tensor}"
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element as stored."""
+        return self.scheme.stored_bits or BITS[self.scheme.element]
 
     @property
     def num_outputs(self) -> int:
@@ -61,10 +68,22 @@ class StoredModule(NamedTuple):
 
     def scales(self, tensor: str, *shapes: tuple[int, ...]) -> Tensor:
         """Return a tensor of scales, of one of several shapes, as float32; ModelError where one is no number."""
+        if self.scheme.scale_kind == "exponent":
+            return self.powers(tensor, self.read_any(tensor, shapes, ("U8",)))
         scales = self.read_any(tensor, shapes, SCALE_DTYPES).float()
+        if self.scheme.scale_kind == "global":
+            scales = scales / self.read_any(GLOBAL_SCALE, [(1,), ()], FLOAT_DTYPES).float()
         if not bool((scales.abs() <= MAX_SCALE).all()):
             raise self.tensors.error(self.name(tensor), f"has scales that are NaN or greater than {MAX_SCALE}")
         return scales
+
+    def powers(self, tensor: str, exponents: Tensor) -> Tensor:
+        """Return the powers of two of exponents, uint8 with a bias; ModelError where one is too large for a weight."""
+        highest = int(exponents.max())
+        if highest > MAX_EXPONENT:
+            name = self.name(tensor)
+            raise self.tensors.error(name, f"has an exponent of {highest}, the limit is {MAX_EXPONENT}")
+        return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - EXPONENT_BIAS)
 
     def zero_points(self, whole: Tensor) -> Tensor | int:
         """Return zero points of all outputs, uint8 [num_rows, num_groups], cut to those read, or one for all if equal.
@@ -99,7 +118,12 @@ def num_words(count: int, bits: int) -> int:
 
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return the first `count` elements, uint8, of each row of words, int32 [..., num_words]; low bits come first."""
+    """Return the first `count` elements, uint8, of each row of words, int32 [..., num_words]; low bits come first.
+
+    Elements of other bits than 4 and 8 follow each other across the ends of bytes and words.
+    """
+    if bits not in (4, 8):
+        return unpacked_bits(words.contiguous().view(torch.uint8), bits, count)
     elements = words.flatten().view(torch.uint8)
     if bits == 4:
         pairs = elements.to(torch.int16)
@@ -107,3 +131,13 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
         pairs &= 0x0F0F  # in memory two bytes, the low nibble and the high one
         elements = pairs.view(torch.uint8)
     return elements.view(*words.shape[:-1], -1)[..., :count]
+
+
+def unpacked_bits(octets: Tensor, bits: int, count: int) -> Tensor:
+    """Return the first `count` elements, uint8, of each row of bytes, uint8 [..., num_bytes], of 1 to 8 bits each."""
+    padding = -octets.shape[-1] % bits
+    padded = torch.nn.functional.pad(octets, (0, padding))
+    groups = padded.view(*octets.shape[:-1], -1, bits).long()  # eight elements each
+    whole = sum((groups[..., at] << 8 * at for at in range(1, bits)), groups[..., 0])
+    elements = torch.stack([whole >> bits * at & (1 << bits) - 1 for at in range(8)], dim=-1)
+    return elements.to(torch.uint8).flatten(-2)[..., :count]

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.formats.quantized.quantization import FolderQuantization, weight_scheme
 from quire.formats.quantized.schemes import Storage, StoredQuantization, StoredScheme
 from quire.formats.quantized_tensors.awq import read_awq
-from quire.formats.quantized_tensors.compressed_tensors import read_packed
+from quire.formats.quantized_tensors.compressed_tensors import read_float_codes, read_packed
 from quire.formats.quantized_tensors.gptq import read_gptq
 from quire.formats.quantized_tensors.mxfp4 import read_mxfp4
 from quire.formats.quantized_tensors.plain import read_plain
@@ -33,6 +33,7 @@ _READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {
     "gptq": read_gptq,
     "awq": read_awq,
     "packed": read_packed,
+    "float_codes": read_float_codes,
     "plain": read_plain,
     "mxfp4": read_mxfp4,
 }
