@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.core.errors import ModelError
 from quire.engine.adapters.peft_config import parse_config
 from quire.engine.adapters.peft_weights import LoadedAdapter, ModelTargets
 from quire.kernels.back_end import choose_back_end
+from quire.model.families.multimodal import PREFIXES
 from quire.model.sharding import Shard
 from quire.model.source import read_folder
 from support.hostile_models import is_refused
@@ -162,6 +164,46 @@ def test_names_with_the_adapter_and_without_prefixes_are_read(folder: Path, targ
 
     spoil(folder, rename)
     assert len(targets.read(folder, 16).weights.layers) == 8
+
+
+@pytest.mark.parametrize("is_part", [False, True], ids=["text model", "text model of a wrapped one"])
+@pytest.mark.parametrize(
+    "parent", ["", "model.", "language_model.", "language_model.model.", "model.language_model.",
+               "model.language_model.model."],
+)  # fmt: skip
+def test_adapter_of_a_text_model_fits_it_alone_and_as_a_part(
+    parent: str, is_part: bool, model: Path, folder: Path
+) -> None:
+    spec = read_folder(model).spec
+    if is_part:
+        spec = replace(spec, weights=replace(spec.weights, prefixes=PREFIXES))
+    targets = ModelTargets(spec, choose_back_end(torch.device("cpu")), torch.float16, Shard(0, 1), {})
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("base_model.model.model.", f"base_model.model.{parent}")] = tensors.pop(name)
+
+    spoil(folder, rename)
+    assert len(targets.read(folder, 16).weights.layers) == 8
+
+
+def test_other_parts_of_a_model_and_a_module_by_two_names_are_refused_by_name(
+    folder: Path, targets: ModelTargets
+) -> None:
+    def add(stem: str) -> Callable[[dict[str, torch.Tensor]], None]:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            for half in "AB":
+                tensors[f"{stem}.lora_{half}.weight"] = tensors[f"{STEM}.lora_{half}.weight"].clone()
+
+        return change
+
+    spoil(folder, add("base_model.model.model.language_model.layers.0.self_attn.q_proj"))
+    with pytest.raises(ModelError, match=r"'model\.language_model\.layers\.0\..*are the same module of the model"):
+        targets.read(folder, 16)
+    spoil(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "language_model" in name])
+    spoil(folder, add("base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj"))
+    with pytest.raises(ModelError, match=r"no target module 'model\.vision_tower\.encoder\.layers\.0"):
+        targets.read(folder, 16)
 
 
 JUNK = st.sampled_from([None, True, 0, -1, 3, 2**63, 1e308, "", "x", "\0", [], [0], {}, {"q_proj": 2}, {"\\d+": 1}])

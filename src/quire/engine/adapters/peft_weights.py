@@ -28,6 +28,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 HEADER_BYTES = 16 << 20  # of a file of weights, at most
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+# What precedes a text model's names where it is alone, a base model, or a part of a model of images and text.
+_PARENTS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA", "lora_embedding_": "factors of embeddings", "modules_to_save": "modules_to_save",
     ".bias": "biases", "lora_": "factors of another kind",
@@ -76,7 +78,8 @@ class ModelTargets:
         shard: Shard,
         summed_inputs: Mapping[str, Range],
     ) -> None:
-        self._prefixes = sorted(spec.weights.prefixes, key=len, reverse=True)
+        own = {*spec.weights.prefixes, "model.", ""}
+        self._prefixes = sorted({parent + prefix for parent in _PARENTS for prefix in own}, key=len, reverse=True)
         self._targets = dict(_targets(spec, shard, summed_inputs))
         self._back_end, self._dtype = back_end, dtype
 
@@ -128,7 +131,8 @@ class ModelTargets:
             halves.setdefault(match[1], {})[match[2]] = tensor
         if not halves:
             raise ModelError(f"{path}: no tensors")
-        found = {}
+        found: dict[str, tuple[Target, Tensor, Tensor]] = {}
+        named: dict[Target, str] = {}
         for module, pair in halves.items():
             target = self._target(module)
             if target is None:
@@ -136,10 +140,13 @@ class ModelTargets:
                 raise ModelError(f"{path}: the model has no target module {module!r:.300}; of its layers: {served}")
             if pair.keys() != {"A", "B"}:
                 raise ModelError(f"{path}: lora_A or lora_B of {module} is missing")
+            if named.setdefault(target, module) != module:
+                raise ModelError(f"{path}: {named[target]!r:.300} and {module!r:.300} are the same module of the model")
             found[module] = target, pair["A"], pair["B"]
         return found
 
     def _target(self, module: str) -> Target | None:
+        """Return the target of a module, whatever text model its name is one of: alone, or a part of another."""
         for prefix in self._prefixes:
             if module.startswith(prefix) and (target := self._targets.get(module[len(prefix) :])) is not None:
                 return target
