@@ -1,6 +1,6 @@
 """Cost of HTTP: the same burst of requests through `quire serve` and through `LLM` in its own process, in turn.
 
-    python bench/http_overhead.py MODEL                         # 32 random requests, of ids that any model has
+    python bench/http_overhead.py MODEL                         # http32 of bench/peers.py, ids up to 31,999
     python bench/http_overhead.py -- --dtype float32            # the demo model; engine flags after --, for both
     python bench/http_overhead.py MODEL --workload WORKLOADS.json --name http32
 
@@ -25,11 +25,12 @@ import typer
 from quire.cli.bench.machine import machine_facts
 from quire.sim.statistics import Spread, spread
 from quire.sim.workloads import random_workload
+from side_by_side.workloads import peer_workloads
 
 QUIRE = (sys.executable, "-c", "from quire.cli.main import main; main()")
 READY = re.compile(r"Quire is serving .+ on (http://\S+)")
 NUM_STREAMS = 32
-INPUT_LEN, OUTPUT_LEN = 40, 65  # of random requests
+INPUT_LEN, OUTPUT_LEN = 40, 65  # of requests to the demo model, which knows fewer ids: the means of http32
 DRAIN_S = 30
 
 
@@ -76,11 +77,12 @@ def in_process(folder: Path, engine: Sequence[str], workload: Sequence[str]) -> 
     return float(record["figures"]["tokens_per_s"]["median"])
 
 
-def workload_arguments(folder: Path, workload: Path | None, name: str | None) -> list[str]:
-    """Return the flags of the workload that was asked for; without one, of random requests."""
+def workload_arguments(folder: Path, model: str | None, workload: Path | None, name: str | None) -> list[str]:
+    """Return the flags of the workload that was asked for; without one, of http32, or of its means (demo model)."""
     if workload is None:
         workload = folder / "workload.json"
         items = random_workload(NUM_STREAMS, INPUT_LEN, OUTPUT_LEN, vocab_size=512, seed=0)
+        items = items if model is None else peer_workloads()["http32"]
         requests = [{"prompt": item.prompt_token_ids, "n_out": item.output_len} for item in items]
         workload.write_text(json.dumps(requests), encoding="utf-8")
     arguments = ["--workload", str(workload), "--num-prompts", str(NUM_STREAMS)]
@@ -108,7 +110,7 @@ def main(
     offline: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        asked = workload_arguments(folder, workload, name)
+        asked = workload_arguments(folder, model, workload, name)
         with server(folder, engine) as url:
             over_http(folder, url, asked)
             for turn in range(rounds):
