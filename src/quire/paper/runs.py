@@ -12,6 +12,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
+from rich.console import Console
+from rich.progress import track
+
 from quire.core.config import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     Batching,
@@ -123,11 +126,16 @@ def latency_curve(points: list[Point], limit_s: float) -> list[tuple[float, floa
 
 
 def map_processes(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    """Return the function of every item, computed in processes of their own; in this one, if there is only one item."""
+    """Return the function of every item, computed in processes of their own; in this one, if there is only one item.
+
+    A terminal at stderr shows how many are done.
+    """
     if len(items) < 2:
         return [function(item) for item in items]
     with ProcessPoolExecutor(mp_context=get_context("forkserver")) as pool:
-        return list(pool.map(function, items))
+        done, console = pool.map(function, items), Console(stderr=True)
+        is_piped = not console.is_terminal
+        return list(track(done, "simulations", len(items), console=console, transient=True, disable=is_piped))
 
 
 def _scheduler(point: Point, num_slots: int) -> Scheduler:
