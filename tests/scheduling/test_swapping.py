@@ -5,7 +5,7 @@ import pytest
 from quire.core.config import PreemptionMode
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.core.sequence import Request, SequenceStatus
-from quire.scheduling.policies import ByPriority, SkippedRequests
+from quire.scheduling.waiting_lines import LineReader, WaitingLines
 from support.scheduling import Harness
 
 MODES: tuple[PreemptionMode, ...] = ("recompute", "swap", "auto")
@@ -241,15 +241,26 @@ def test_many_long_generations_in_a_pool_for_one_and_a_half(
 def test_only_an_earlier_victim_comes_before_what_is_swapped_out() -> None:
     harness = Harness(100)
     new, lost, swapped, lost_later = [harness.add(4, max_tokens=4) for _ in range(4)]
+    queues = harness.scheduler.queues
+    for request in (new, lost, swapped, lost_later):
+        queues._remove(request)
     lost.num_preemptions = lost_later.num_preemptions = 1
-    next_to_admit = ByPriority().next_to_admit
-    assert next_to_admit([], []) is None
-    assert next_to_admit([], [swapped]) is swapped
-    assert next_to_admit([lost_later], [swapped]) is swapped
-    assert next_to_admit([lost, lost_later], [swapped]) is lost
+
+    def next_to_admit(waiting: list[Request], is_swapped: bool, passed: Request | None = None) -> Request | None:
+        lines = queues.lines = WaitingLines(queues._policy.rank, queues._policy.make_line)
+        queues.swapped = [swapped] if is_swapped else []
+        for request in waiting:
+            lines.add(request)
+        reader = LineReader(lines)
+        if passed is not None:
+            reader.pass_over(passed)
+        return queues.next_to_admit(reader)
+
+    assert next_to_admit([], is_swapped=False) is None
+    assert next_to_admit([], is_swapped=True) is swapped
+    assert next_to_admit([lost_later], is_swapped=True) is swapped
+    assert next_to_admit([lost, lost_later], is_swapped=True) is lost
     waiting = [new, lost, lost_later]
-    assert next_to_admit(waiting, [swapped]) is lost, "nothing new, which may stand before it by priority"
-    skipped = SkippedRequests()
-    skipped.add(lost)
-    assert next_to_admit(waiting, [swapped], skipped) is swapped
-    assert next_to_admit(waiting, []) is new
+    assert next_to_admit(waiting, is_swapped=True) is lost, "nothing new, which may stand before it by priority"
+    assert next_to_admit(waiting, is_swapped=True, passed=lost) is swapped
+    assert next_to_admit(waiting, is_swapped=False) is new

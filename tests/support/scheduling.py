@@ -1,7 +1,7 @@
 """Drives a real scheduler over a real cache and the fake executor."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
 from quire.core.task import GENERATE, BeamSearch, Pin, Scope
 from quire.engine.schedulers import make_scheduler
+from quire.scheduling.waiting_lines import Lack
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
 
@@ -66,6 +67,7 @@ class Harness:
     num_pinned: int = 0
     sends: bool = False  # plans and results cross a process boundary as bytes
     executor_class: type[FakeExecutor] = FakeExecutor
+    unprepared: Callable[[Request], Lack | None] = lambda request: None
 
     def __post_init__(self) -> None:
         cache_config = CacheConfig(
@@ -75,7 +77,7 @@ class Harness:
             self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching, self.scheduling_policy,
             self.max_kv_share,
         )  # fmt: skip
-        self.scheduler = make_scheduler(config, cache_config)
+        self.scheduler = make_scheduler(config, cache_config, self.unprepared)
         self.cache = self.scheduler.cache
         self.executor = self.executor_class(
             self.num_blocks,

@@ -12,7 +12,6 @@ import torch
 from msgspec import structs
 
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.core.deltas import WaitReason
 from quire.core.errors import ConfigError, ModelError
 from quire.core.optional_package import absent_package, needs_package
 from quire.core.sequence import Request
@@ -39,6 +38,7 @@ from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.model.sharding import Shard
 from quire.model.weight_counts import expert_reads
+from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -269,11 +269,11 @@ def _build(
     parts = WorkerParts(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows)
     executor = (device if ranks is None else ranks).executor(parts, scheduling.max_num_batched_tokens)
 
-    def unprepared(request: Request) -> WaitReason | None:
+    def unprepared(request: Request) -> Lack | None:
         structured_outputs = request.params.structured_outputs
         if structured_outputs is not None and grammars is not None and not grammars.is_compiled(structured_outputs):
-            return "grammar"
-        return None if adapters is None or adapters.is_ready(request) else "adapter"
+            return Lack("grammar")
+        return None if adapters is None or adapters.is_ready(request) else Lack("adapter", adapters.is_held)
 
     scheduler = make_scheduler(scheduling, cache, unprepared)
     if adapters is not None:

@@ -8,7 +8,6 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.prefixes import Prefixes
 from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.core.deltas import WaitReason
 from quire.core.errors import ConfigError, InvalidRequestError
 from quire.core.optional_package import absent_package, needs_package
 from quire.core.sequence import Request
@@ -16,6 +15,7 @@ from quire.scheduling.parts import SchedulerParts, Searches
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.queues import RequestQueues
 from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.waiting_lines import Lack
 
 CLIENT_SHARES = "quire.scheduling.client_shares"
 PREFIX_CACHE = "quire.cache.prefix_cache"
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def make_scheduler(
     config: SchedulerConfig, cache_config: CacheConfig,
-    unprepared: Callable[[Request], WaitReason | None] = lambda request: None,
+    unprepared: Callable[[Request], Lack | None] = lambda request: None,
 ) -> Scheduler:  # fmt: skip
     """Return the scheduler over its cache; the baselines are loaded only if the settings name one of them."""
     parts, cache = _parts(config, cache_config), make_cache(cache_config)

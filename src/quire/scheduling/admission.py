@@ -20,6 +20,7 @@ from quire.scheduling.queues import RequestQueues
 
 HEAD_ROOM = 16  # tokens, but one block at most
 MAX_WORK = 16_384   # per step, in units of half a microsecond (AMD EPYC, 2024): 8 ms
+_LOOK_WORK = 16     # of a look at a waiting request, which may then be queued with those that lack the same
 _LOOKUP_WORK = 16   # of a lookup, plus a unit for each node of the prefix tree
 _ROW_WORK = 128     # of starting a sequence
 _BLOCKS_PER_UNIT = 8  # blocks compared, shared and copied, where they are found in a table
@@ -39,6 +40,10 @@ class AdmissionWork:
     def is_exhausted(self) -> bool:
         """Return whether the step may admit no more."""
         return self._done >= MAX_WORK
+
+    def count_look(self) -> None:
+        """Count a look at a request that lacks something."""
+        self._done += _LOOK_WORK
 
     def count_lookup(self, match: PrefixMatch) -> None:
         """Count a lookup: the nodes that it visited, and the blocks that it found in a table."""
@@ -131,7 +136,7 @@ class AdmissionControl:
 
     def may_admit(self) -> bool:
         """Return whether the next waiting request may fit (cheap check, ignores the prefix cache)."""
-        request = self._queues.next_to_admit()
+        request = self._queues.first_to_admit()
         return request is not None and self.shortage(request) is None
 
     def has_room_for_next(self) -> bool:
@@ -139,7 +144,7 @@ class AdmissionControl:
 
         True also while its prefix is being computed.
         """
-        request = self._queues.next_to_admit()
+        request = self._queues.first_to_admit()
         if request is None or self.shortage(request) is not None:
             return False
         if request in self._queues.swapped:

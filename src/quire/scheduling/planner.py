@@ -3,8 +3,8 @@
 When blocks run out, the last request in planning order is preempted as a whole, to be recomputed or swapped (Kwon et
 al. 2023, section 4.5); the first is never preempted. Waiting requests are admitted while rows, blocks and budget last.
 A request that starts with a block computed in this step is skipped, its rows reserved: in the next step it finds that
-block in the prefix cache. A request whose grammar is still being compiled, or whose adapter is not there, is skipped
-too, and reserves nothing.
+block in the prefix cache. A request whose grammar is still being compiled, or whose adapter is not there, is set aside
+(`quire.scheduling.waiting_lines`), and reserves nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +23,10 @@ from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget, WholePrompts
 from quire.scheduling.parts import BlockShares
 from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
-from quire.scheduling.policies import ByPriority, SkippedRequests
+from quire.scheduling.policies import ByPriority
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.queues import RequestQueues
+from quire.scheduling.waiting_lines import Lack, LineReader
 
 _DECODES_AT_ONCE = 256  # requests that each run of decodes looks at, at most: decodes and groups may alternate
 
@@ -40,7 +41,7 @@ class Planner:
     def __init__(
         self, config: SchedulerConfig, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
         order: ByPriority, cache: KVCacheManager, shares: BlockShares | None,
-        unprepared: Callable[[Request], WaitReason | None],
+        unprepared: Callable[[Request], Lack | None],
     ) -> None:  # fmt: skip
         self._shares, self._unprepared = shares, unprepared
         self._queues, self._admission, self._preemption = queues, admission, preemption
@@ -66,7 +67,7 @@ class Planner:
         """Yield the requests that could use some of this step's budget: running or admissible ones."""
         yield from self._queues.running
         if self._admission.may_admit():
-            yield from self._queues.swapped or self._queues.waiting
+            yield from self._queues.swapped or self._queues.lines.new
 
     def preempt_excess(self, step: PlanBuilder) -> None:
         """Preempt by recompute the requests that take their clients past their shares."""
@@ -197,15 +198,21 @@ class Planner:
 
     def admit(self, step: PlanBuilder, budget: int) -> WaitReason | None:
         """Admit swapped and waiting requests in order while rows, blocks and budget last; return what is short."""
-        queues, admission, skipped = self._queues, self._admission, SkippedRequests()
-        while (request := queues.next_to_admit(skipped)) is not None:
+        reader = LineReader(self._queues.lines)
+        try:
+            return self._admit_in_order(step, budget, reader)
+        finally:
+            reader.close()
+
+    def _admit_in_order(self, step: PlanBuilder, budget: int, reader: LineReader) -> WaitReason | None:
+        queues, admission = self._queues, self._admission
+        while (request := queues.next_to_admit(reader)) is not None:
             step.at = request
             if budget <= 0 or admission.work.is_exhausted:
-                return "token_budget"
+                return None if step.plan.is_empty else "token_budget"   # else only looks were taken: see `set_aside`
             is_swapped = request in queues.swapped
-            if not is_swapped and self._shares is not None and self._shares.exceeds(request):
-                skipped.add_client(request.client_id)
-                queues.wait_reasons.count_skipped(request, "kv_share")
+            if not is_swapped and self._exceeds_share(request, reader):
+                self._set_aside(request, Lack("kv_share", is_for_all=True), reader)
                 continue
             if (shortage := admission.shortage(request)) is not None:
                 return "swapped_first" if is_swapped else shortage
@@ -214,13 +221,12 @@ class Planner:
                     return "swapped_first"
                 budget -= self._swap_in(step, request, budget)
                 continue
-            if (reason := self._unprepared(request)) is not None:
-                skipped.add(request)
-                queues.wait_reasons.count_skipped(request, reason)
+            if (lack := self._unprepared(request)) is not None:
+                self._set_aside(request, lack, reader)
                 continue
             match = admission.match(request)
             if match.is_pending:
-                skipped.add(request)
+                reader.pass_over(request)
                 admission.skip(request)
                 queues.wait_reasons.count_skipped(request, "pending_prefix")
                 continue
@@ -231,11 +237,22 @@ class Planner:
             if share == 0:
                 if request.num_preemptions or not self._prefill_budget.may_be_passed():
                     return "token_budget"                               # later requests must not take a victim's blocks
-                skipped.add(request)
+                reader.pass_over(request)
                 queues.wait_reasons.count_skipped(request, "token_budget")
                 continue
             budget -= self._admit_waiting(step, request, match if num_spare > 0 else match.of_whole_blocks(), share)
         return None
+
+    def _exceeds_share(self, request: Request, reader: LineReader) -> bool:
+        """Return whether a waiting request, or one before it, would take its client past its share."""
+        if self._shares is None:
+            return False
+        return reader.has_ended("kv_share", request.client_id) or self._shares.exceeds(request)
+
+    def _set_aside(self, request: Request, lack: Lack, reader: LineReader) -> None:
+        """Pass over a request that lacks something; later steps look at the first of those that do."""
+        self._admission.work.count_look()
+        self._queues.set_aside(reader, request, lack)
 
     def _swap_in(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Swap a request in, and plan its next tokens. Return how many."""

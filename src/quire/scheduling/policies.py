@@ -1,37 +1,15 @@
 """Queue ordering and preemption-victim policies, small and replaceable.
 
-A policy gives each request its queue key, chooses the next request to admit, and orders the running ones. `ByPriority`
-is the default and the interface; `FirstComeFirstServed` and `FairShare` (`client_shares`, a room) replace parts of it.
+A policy gives each request its queue key, ranks the waiting ones, and orders the running ones. `ByPriority` is the
+default and the interface; `FirstComeFirstServed` and `FairShare` (`client_shares`, a room) replace parts of it.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable
 
 from quire.core.sequence import QueueKey, Request, Sequence
+from quire.scheduling.waiting_lines import KeyedLine, Rank, WaitingLine
 
 AGEING_STEPS = 1024  # what one level of priority is worth: half a minute to a few, where a step takes 30 to 200 ms
-
-
-class SkippedRequests:
-    """Waiting requests that one step does not admit, although it may admit later ones."""
-
-    def __init__(self) -> None:
-        self.requests: set[Request] = set()
-        self.clients: set[str] = set()      # all requests of these, further ones included
-        self.last: Request | None = None    # in order
-
-    def add(self, request: Request) -> None:
-        """Skip one request."""
-        self.requests.add(request)
-        self.last = request
-
-    def add_client(self, client_id: str) -> None:
-        """Skip all waiting requests of a client."""
-        self.clients.add(client_id)
-
-    def __contains__(self, request: Request) -> bool:
-        """Return whether a request is skipped."""
-        return request in self.requests or request.client_id in self.clients
 
 
 class ByPriority:
@@ -75,26 +53,13 @@ class ByPriority:
     def charge_outputs(self, sampled: Iterable[tuple[Request, Sequence]]) -> None:
         """Note the tokens that a step has sampled, by request."""
 
-    def next_to_admit(
-        self, waiting: list[Request], swapped: list[Request], skipped: SkippedRequests | None = None
-    ) -> Request | None:
-        """Return the next request to admit that is not skipped; None if there is none. Both lists are by queue key.
+    def rank(self, request: Request) -> Rank:
+        """Return the sort key of a waiting request among all that wait: the lower is admitted first."""
+        return request.queue_key
 
-        While anything is swapped out nothing new is admitted: of the waiting requests only a preempted one before it.
-        """
-        first = 0
-        if skipped is not None and skipped.last is not None:
-            first = bisect_right(waiting, skipped.last.queue_key, key=queue_key_of)
-        for index in range(first, len(waiting)):
-            request = waiting[index]
-            if swapped and request.queue_key > swapped[0].queue_key:
-                break
-            if swapped and not request.num_preemptions:
-                continue
-            if skipped is None or request.client_id not in skipped.clients:
-                return request
-            skipped.last = request                                       # it is looked at once per step
-        return swapped[0] if swapped else None
+    def make_line(self) -> WaitingLine:
+        """Return an empty line of requests that wait and were never admitted, by their ranks."""
+        return KeyedLine()
 
     def planning_order(self, running: list[Request]) -> list[Request]:
         """Return the running requests, given by queue key, in the order of planning: the last one is preempted first.
@@ -110,8 +75,3 @@ class FirstComeFirstServed(ByPriority):
     def queue_key(self, request: Request, number: int) -> QueueKey:
         """Return the queue key of a new arrival."""
         return 0, number
-
-
-def queue_key_of(request: Request) -> QueueKey:
-    """Return a request's queue key."""
-    return request.queue_key

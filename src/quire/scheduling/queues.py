@@ -2,7 +2,7 @@
 
 A waiting request holds nothing. A running request reserves a row for each sequence and holds rows and blocks for those
 that have started; a swapped one holds blocks of the swap space. A preempted request returns to its place in queue
-order, in most cases the front: only requests that wait for a pending prefix are skipped.
+order, in most cases the front. Steps read the waiting ones by their lines (`quire.scheduling.waiting_lines`).
 """
 
 from bisect import bisect_left, insort
@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from quire.cache.manager import KVCacheManager
 from quire.core.plan import BlockCopy
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
-from quire.scheduling.policies import ByPriority, SkippedRequests, queue_key_of
+from quire.scheduling.policies import ByPriority
 from quire.scheduling.wait_reasons import WaitReasonCounters
+from quire.scheduling.waiting_lines import Lack, LineReader, WaitingLines, queue_key_of
 
 
 class RequestQueues:
@@ -25,16 +26,36 @@ class RequestQueues:
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.held: list[Request] = []   # waiting or swapped out, and not to be admitted (quire.scheduling.isolation)
-        self._preempted: list[Request] = []  # those of `waiting` that have been preempted
+        self.lines = WaitingLines(policy.rank, policy.make_line)  # those of `waiting`
         self.wait_reasons = WaitReasonCounters()
         self.num_running_seqs = 0              # unfinished sequences of running requests
         self.num_drafted = 0                   # sequences that have drafts: they hold rows
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
-    def next_to_admit(self, skipped: SkippedRequests | None = None) -> Request | None:
-        """Return the next request to admit that is not skipped; None if there is none."""
-        queue = self._preempted if self.swapped else self.waiting  # no new one is admitted before a swapped one
-        return self._policy.next_to_admit(queue, self.swapped, skipped)
+    def first_to_admit(self) -> Request | None:
+        """Return the first request in the order of admission, whatever it lacks; None if there is none."""
+        return self._before_swapped(self.lines.preempted.first()) if self.swapped else self.lines.first()
+
+    def next_to_admit(self, reader: LineReader) -> Request | None:
+        """Return the next request to admit that the step has not passed over; None if there is none.
+
+        While anything is swapped out nothing new is admitted: of the waiting requests only a preempted one before it.
+        """
+        return self._before_swapped(reader.next_preempted()) if self.swapped else reader.next()
+
+    def _before_swapped(self, victim: Request | None) -> Request:
+        first = self.swapped[0]
+        return victim if victim is not None and victim.queue_key < first.queue_key else first
+
+    def set_aside(self, reader: LineReader, request: Request, lack: Lack) -> None:
+        """Pass over a waiting request for this step, and let later ones know what it lacks."""
+        before = self.lines.lack_of(request)
+        if reader.set_aside(request, lack):
+            self.wait_reasons.end_lack(request, before)
+            self.wait_reasons.begin_lack(request, lack.reason)
+        elif request.num_preemptions:
+            self.wait_reasons.count_skipped(request, lack.reason)
+        self.wait_reasons.current = lack.reason
 
     # --- transitions -------------------------------------------------------------------------------------------
 
@@ -145,8 +166,7 @@ class RequestQueues:
         insort(queue, request, key=queue_key_of)
         if queue is self.waiting:
             self._policy.enqueue(request)
-            if request.num_preemptions:
-                insort(self._preempted, request, key=queue_key_of)
+            self.lines.add(request)
 
     def _remove(self, request: Request) -> None:
         queues = (self.running, self.waiting, self.swapped, self.held)
@@ -156,8 +176,8 @@ class RequestQueues:
             self.num_running_seqs -= len(request.live)
         elif queue is self.waiting:
             self._policy.dequeue(request)
-            if request.num_preemptions:
-                del self._preempted[bisect_left(self._preempted, request.queue_key, key=queue_key_of)]
+            self.wait_reasons.end_lack(request, self.lines.lack_of(request))
+            self.lines.remove(request)
 
     def _release(self, sequence: Sequence) -> None:
         """Free the row and the blocks of a sequence; after a failed step it may have only one of them."""
@@ -178,7 +198,7 @@ class RequestQueues:
         for queue in (self.waiting, self.running, self.swapped, self.held):
             keys = [request.queue_key for request in queue]
             assert keys == sorted(keys), f"requests are out of order: {keys}"
-        assert self._preempted == [request for request in self.waiting if request.num_preemptions]
+        self.lines.check(self.waiting)
         num_queued = len(self.waiting) + len(self.swapped) + len(self.held)
         assert len(self.running) + num_queued == len(self.requests)
         sequences = [sequence for request in self.running for sequence in request.live]

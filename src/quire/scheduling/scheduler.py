@@ -34,6 +34,7 @@ from quire.scheduling.preemption import PreemptionPolicy, PreemptionStats
 from quire.scheduling.queues import RequestQueues
 from quire.scheduling.result_recorder import ResultRecorder
 from quire.scheduling.step_rollback import affected_by, release_affected
+from quire.scheduling.waiting_lines import Lack
 
 
 class Scheduler:
@@ -45,7 +46,7 @@ class Scheduler:
 
     def __init__(
         self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl,
-        unprepared: Callable[[Request], WaitReason | None] = lambda request: None,
+        unprepared: Callable[[Request], Lack | None] = lambda request: None,
         parts: SchedulerParts | None = None,
     ) -> None:  # fmt: skip
         self.config = config
@@ -112,8 +113,8 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Waiting requests that the last plan skipped: those behind them could be admitted."""
-        return self.queues.wait_reasons.num_skipped
+        """Waiting requests that lack something, or that the last plan skipped: those behind them could be admitted."""
+        return self.queues.lines.num_lacking + self.queues.wait_reasons.num_skipped
 
     @property
     def preemption_stats(self) -> PreemptionStats:

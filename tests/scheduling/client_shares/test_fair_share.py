@@ -129,14 +129,15 @@ def test_absent_clients_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
             harness.step()
     harness.run()
     assert len(policy.counters) <= 10 + 1
-    assert len(policy._backlog._heap) <= 64 + 2
-    assert not policy._backlog._queues
+    assert len(policy._competing._heap) <= 64 + 2
+    assert not policy._num_new
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_order_of_the_backlog_is_that_of_a_plain_search(seed: int) -> None:
     """The heap against the minimum over all clients, with admissions, aborts, and costs in between."""
     rng, policy, waiting = random.Random(seed), FairShare(), list[Request]()
+    line = policy.make_line()
     running: list[Request] = []
     for number in range(400):
         request = make_request(number, [1] * rng.randint(1, 9), SamplingParams(max_tokens=1))
@@ -144,15 +145,17 @@ def test_order_of_the_backlog_is_that_of_a_plain_search(seed: int) -> None:
         request.queue_key = policy.queue_key(request, number)
         policy.add(request)
         policy.enqueue(request)
+        line.add(request)
         waiting.append(request)
         for _ in range(rng.choice([0, 1, 2])):
-            found = policy.next_to_admit([], [])
+            found = line.first()
             if found is None:
                 break
             least = min(policy.counters[each.client_id] for each in waiting)
             assert policy.counters[found.client_id] == least
             assert found is next(each for each in waiting if each.client_id == found.client_id)
             waiting.remove(found)
+            line.remove(found)
             policy.dequeue(found)
             found.queue_key = policy.admit(found)
             policy.charge_prompt(found)
@@ -161,6 +164,7 @@ def test_order_of_the_backlog_is_that_of_a_plain_search(seed: int) -> None:
             policy.counters.charge(one, OUTPUT_WEIGHT)
         if waiting and rng.random() < 0.2:
             gone = waiting.pop(rng.randrange(len(waiting)))
+            line.remove(gone)
             policy.dequeue(gone)
             policy.finish(gone)
         if running and rng.random() < 0.5:

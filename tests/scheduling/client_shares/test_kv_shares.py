@@ -71,9 +71,9 @@ def test_what_runs_gives_back_what_has_grown_past_the_share() -> None:
         harness.assert_right(request)
 
 
-def test_thousand_requests_past_the_share_are_looked_at_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_past_the_share_are_looked_at_once_and_then_by_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(40, budget=64, max_num_seqs=8, max_kv_share=0.25)
-    add(harness, "a" * 1000 + "bb")
+    add(harness, "a" * 900 + "bb")
     looked_at: list[Request] = []
     exceeds = harness.scheduler.planner._shares.exceeds
     monkeypatch.setattr(
@@ -82,6 +82,10 @@ def test_thousand_requests_past_the_share_are_looked_at_once_in_a_step(monkeypat
     harness.step()
     assert sorted(running(harness)) == ["a", "a", "b", "b"]
     assert len(looked_at) == 5, "four that run, and one that tells of all others"
+    assert harness.scheduler.num_deferred == 898
+    looked_at.clear()
+    harness.step()
+    assert len(looked_at) == 1
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])

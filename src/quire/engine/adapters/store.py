@@ -185,6 +185,11 @@ class AdapterStore:
         assert self._scheduler is not None
         return [each.request_id for each in self._scheduler.requests.values() if each.scope.adapter in failed]
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a limit holds up all further requests with adapters in this step."""
+        return self._is_held
+
     def is_ready(self, request: Request) -> bool:
         """Return whether a waiting request may be admitted; else its adapter is read as soon as there is room."""
         digest = request.scope.adapter
@@ -231,7 +236,7 @@ class AdapterStore:
         assert self._scheduler is not None
         scheduler = self._scheduler
         kept = {each.scope.adapter for each in (*scheduler.running, *scheduler.swapped)}
-        kept |= {each.scope.adapter for each in scheduler.waiting if each.num_preemptions}
+        kept |= {each.scope.adapter for each in scheduler.queues.lines.preempted}
         kept |= {digest for digest, step in self._wanted.items() if step >= self._step - 1}
         return next((digest for digest in self._in_memory if digest not in kept), None)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.core.config import SchedulerConfig
-from quire.core.deltas import SequenceDelta, WaitReason
+from quire.core.deltas import SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.admission import AdmissionControl
@@ -19,6 +19,7 @@ from quire.scheduling.baselines.reservation import ReservingAdmission
 from quire.scheduling.parts import SchedulerParts
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.waiting_lines import Lack
 
 
 class StaticScheduler(Scheduler):
@@ -88,7 +89,7 @@ class StaticScheduler(Scheduler):
 
 
 def make_baseline(
-    config: SchedulerConfig, cache: KVCacheManager, unprepared: Callable[[Request], WaitReason | None],
+    config: SchedulerConfig, cache: KVCacheManager, unprepared: Callable[[Request], Lack | None],
     parts: SchedulerParts,
 ) -> Scheduler:  # fmt: skip
     """Return the scheduler of the configuration's way of batching and of the cache's memory policy.

@@ -11,13 +11,14 @@ endless stream of new clients cannot keep a known one waiting. Counters of absen
 MAX_ABSENT of them only.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import count
+from itertools import chain, count
 
 from quire.core.sequence import QueueKey, Request, Sequence
-from quire.scheduling.policies import ByPriority, SkippedRequests, queue_key_of
+from quire.scheduling.policies import ByPriority
+from quire.scheduling.waiting_lines import Rank, WaitingLine, queue_key_of
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # the paper's (section 5.1), after the prices of hosted models
 MAX_ABSENT = 4096                   # clients without a request that keep their counters
@@ -26,12 +27,14 @@ _ADMITTED = -(1 << 62)  # admitted requests stand before all that never were: se
 
 
 class TokenCounters:
-    """The virtual token counter of each client, and how many requests each has here."""
+    """The virtual token counter of each client, its turn among equal counters, and how many requests it has here."""
 
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}
+        self._turns: dict[str, int] = {}
         self._num_here: dict[str, int] = {}
         self._absent: dict[str, None] = {}      # clients without a request, the longest absent first
+        self._numbers = count()
 
     def __getitem__(self, client: str) -> float:
         """Return a client's counter; 0 for an unknown one."""
@@ -40,6 +43,14 @@ class TokenCounters:
     def __len__(self) -> int:
         """Count the clients that have a counter."""
         return len(self._counters)
+
+    def place(self, client: str) -> tuple[float, int]:
+        """Return a client's counter and its turn: the lower place comes first. Both only grow."""
+        return self[client], self._turns.get(client, 0)
+
+    def take_turn(self, client: str) -> None:
+        """Place a client behind those with an equal counter."""
+        self._turns[client] = next(self._numbers)
 
     def add_request(self, client: str) -> None:
         """Note a request of a client."""
@@ -57,6 +68,7 @@ class TokenCounters:
         if len(self._absent) > MAX_ABSENT:
             oldest = next(iter(self._absent))
             del self._absent[oldest], self._counters[oldest]
+            self._turns.pop(oldest, None)
 
     def charge(self, request: Request, cost: int) -> None:
         """Add the cost of a request that is here to its client's counter."""
@@ -69,88 +81,108 @@ class TokenCounters:
         self._counters[client] = max(self._counters[client], least)
 
 
-class Backlog:
-    """Requests that were never admitted, by client; the client with the least counter comes first.
+class ClientHeap:
+    """A set of clients, of which the first by its place in the counters is found.
 
-    A heap holds (counter, rank, client) of each client with such requests. Counters only grow, so an entry may be too
-    low and is then put right when it comes to the top. The rank is drawn anew with each admission: equal counters take
-    turns.
+    Places only grow, so an entry of the heap may be too low and is put right when it comes to the top.
     """
 
     def __init__(self, counters: TokenCounters) -> None:
         self._counters = counters
-        self._queues: dict[str, list[Request]] = {}     # by queue key
-        self._ranks: dict[str, int] = {}                # of the valid entry of each client
+        self._entries: dict[str, tuple[float, int, str]] = {}   # the valid entry of each client
         self._heap: list[tuple[float, int, str]] = []
-        self._numbers = count()
 
-    def __contains__(self, client: str) -> bool:
-        """Return whether a client has such a request."""
-        return client in self._queues
-
-    def least_counter(self) -> float | None:
-        """Return the least counter; None if there is no client."""
-        client = self._first_client()
-        return None if client is None else self._counters[client]
-
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        client = request.client_id
-        if client not in self._queues:
-            self._queues[client] = []
-            self._rank(client)
-        insort(self._queues[client], request, key=queue_key_of)
-
-    def remove(self, request: Request) -> None:
-        """Remove a request that is admitted, or has ended."""
-        client = request.client_id
-        queue = self._queues[client]
-        del queue[bisect_left(queue, request.queue_key, key=queue_key_of)]
-        if queue:
-            self._rank(client)
-        else:
-            del self._queues[client], self._ranks[client]
-
-    def first(self, skipped: SkippedRequests | None) -> Request | None:
-        """Return the first request, by the counters of clients and then by queue key, that is not skipped."""
-        set_aside = []
-        found = None
-        while found is None and (client := self._first_client()) is not None:
-            found = self._first_of(client, skipped)
-            if found is None:
-                set_aside.append(heappop(self._heap))
-        for entry in set_aside:
+    def add(self, client: str) -> None:
+        """Add a client, if it is not there."""
+        if client not in self._entries:
+            entry = self._entries[client] = (*self._counters.place(client), client)
             heappush(self._heap, entry)
-        return found
+            if len(self._heap) > 2 * len(self._entries) + 64:
+                self._heap = list(self._entries.values())
+                heapify(self._heap)
 
-    def _first_of(self, client: str, skipped: SkippedRequests | None) -> Request | None:
-        queue = self._queues[client]
-        if skipped is None:
-            return queue[0]
-        if client in skipped.clients:
-            return None
-        return next((request for request in queue if request not in skipped.requests), None)
+    def discard(self, client: str) -> None:
+        """Remove a client, if it is there."""
+        self._entries.pop(client, None)
 
-    def _first_client(self) -> str | None:
-        """Return the client with the least counter, after which its entry is at the top."""
+    def first(self) -> str | None:
+        """Return the first client, None if there is none."""
         heap = self._heap
         while heap:
-            counter, rank, client = heap[0]
-            if self._ranks.get(client) != rank:
+            entry = heap[0]
+            client = entry[2]
+            if self._entries.get(client) is not entry:
                 heappop(heap)
-            elif counter != self._counters[client]:
-                heapreplace(heap, (self._counters[client], rank, client))
-            else:
+                continue
+            now = (*self._counters.place(client), client)
+            if now == entry:
                 return client
+            self._entries[client] = now
+            heapreplace(heap, now)
         return None
 
-    def _rank(self, client: str) -> None:
-        """Give a client a new entry behind those of equal counters; drop the invalid ones when they are the most."""
-        rank = self._ranks[client] = next(self._numbers)
-        heappush(self._heap, (self._counters[client], rank, client))
-        if len(self._heap) > 2 * len(self._ranks) + 64:
-            self._heap = [entry for entry in self._heap if self._ranks.get(entry[2]) == entry[1]]
-            heapify(self._heap)
+
+class ClientLine(WaitingLine):
+    """A line by the places of clients in the counters, and by queue key within a client."""
+
+    def __init__(self, counters: TokenCounters) -> None:
+        self._queues: dict[str, list[Request]] = {}     # by queue key
+        self._passed: dict[str, QueueKey] = {}
+        self._clients = ClientHeap(counters)
+        self._read: dict[str, None] = {}    # clients of which all was passed over, taken from the heap until `rewind`
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self._queues.values())
+
+    def add(self, request: Request) -> None:
+        """Add a request."""
+        client = request.client_id
+        self._num_requests += 1
+        insort(self._queues.setdefault(client, []), request, key=queue_key_of)
+        if client not in self._read:
+            self._clients.add(client)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request."""
+        client = request.client_id
+        queue = self._queues[client]
+        self._num_requests -= 1
+        del queue[bisect_left(queue, request.queue_key, key=queue_key_of)]
+        if not queue:
+            del self._queues[client]
+            self._clients.discard(client)
+
+    def first(self) -> Request | None:
+        """Return the first request; None if there is none."""
+        client = next(iter(self._read)) if self._read else self._clients.first()
+        return None if client is None else self._queues[client][0]
+
+    def next(self) -> Request | None:
+        """Return the first request that was not passed over; None if there is none."""
+        while (client := self._clients.first()) is not None:
+            queue, passed = self._queues[client], self._passed.get(client)
+            index = 0 if passed is None else bisect_right(queue, passed, key=queue_key_of)
+            if index < len(queue):
+                return queue[index]
+            self._clients.discard(client)
+            self._read[client] = None
+        return None
+
+    def pass_over(self, request: Request) -> None:
+        """Pass over a request, and those of its client before it."""
+        self._passed[request.client_id] = request.queue_key
+
+    def rewind(self) -> None:
+        """Read from the front again."""
+        for client in self._read:
+            if client in self._queues:
+                self._clients.add(client)
+        self._read.clear()
+        self._passed.clear()
 
 
 class FairShare(ByPriority):
@@ -163,7 +195,8 @@ class FairShare(ByPriority):
     def __init__(self) -> None:
         super().__init__()
         self.counters = TokenCounters()
-        self._backlog = Backlog(self.counters)
+        self._num_new: dict[str, int] = {}      # requests that wait and were never admitted, by client
+        self._competing = ClientHeap(self.counters)  # clients that have such requests
         self._num_admitted = 0
         self._last_admitted = ""    # the client
 
@@ -171,19 +204,29 @@ class FairShare(ByPriority):
         """Note a new request; lift its client if none of its requests competes."""
         client = request.client_id
         self.counters.add_request(client)
-        if client not in self._backlog:
-            least = self._backlog.least_counter() or 0.0
+        if client not in self._num_new:
+            first = self._competing.first()
+            least = 0.0 if first is None else self.counters[first]
             self.counters.lift(client, max(least, self.counters[self._last_admitted]))
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request by its client's counter, unless it was admitted before."""
+        """Let a request's client compete, unless the request was admitted before."""
         if not _was_admitted(request):
-            self._backlog.add(request)
+            client = request.client_id
+            if client not in self._num_new:
+                self.counters.take_turn(client)
+                self._competing.add(client)
+            self._num_new[client] = self._num_new.get(client, 0) + 1
 
     def dequeue(self, request: Request) -> None:
         """Remove a request from the competition."""
         if not _was_admitted(request):
-            self._backlog.remove(request)
+            client = request.client_id
+            self._num_new[client] -= 1
+            self.counters.take_turn(client)
+            if not self._num_new[client]:
+                del self._num_new[client]
+                self._competing.discard(client)
 
     def admit(self, request: Request) -> QueueKey:
         """Return a queue key behind all admitted requests, and before all new ones; an earlier one is kept."""
@@ -206,16 +249,14 @@ class FairShare(ByPriority):
         for request, _ in sampled:
             self.counters.charge(request, OUTPUT_WEIGHT)
 
-    def next_to_admit(
-        self, waiting: list[Request], swapped: list[Request], skipped: SkippedRequests | None = None
-    ) -> Request | None:
-        """Return a preempted request, by queue key, if one waits or is swapped out, else the first new one."""
-        for request in waiting:
-            if not _was_admitted(request) or (swapped and request.queue_key > swapped[0].queue_key):
-                break
-            if skipped is None or request not in skipped:
-                return request
-        return swapped[0] if swapped else self._backlog.first(skipped)
+    def rank(self, request: Request) -> Rank:
+        """Return the sort key of a waiting request: a preempted one by queue key, before the new ones by client."""
+        place = (-1.0, 0) if _was_admitted(request) else self.counters.place(request.client_id)
+        return *place, request.queue_key
+
+    def make_line(self) -> WaitingLine:
+        """Return an empty line of new requests."""
+        return ClientLine(self.counters)
 
     def planning_order(self, running: list[Request]) -> list[Request]:
         """Return the first by queue key, then the rest by their clients' counters."""
