@@ -1,4 +1,8 @@
-"""Engine replica: an engine process behind a Ray Serve deployment. Each request is a stream of its own reports."""
+"""Engine replica: an engine process behind a Ray Serve deployment. Each request is a stream of its own reports.
+
+An engine that makes no progress for the stall limit, or that is idle and gives no sign when it is asked, is ended: its
+requests end with EngineDeadError, and so does the health check, after which Ray Serve replaces the replica.
+"""
 
 import asyncio
 import itertools
@@ -16,6 +20,7 @@ from quire.engine.connection import EngineConnection
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Refused, Report, Stepped
 from quire.engine.options import EngineOptions
+from quire.engine.stall_watch import stall_reason, wait_for_stall
 
 QUEUED_TOKENS = "queued_tokens"     # the statistic that the number of replicas follows
 
@@ -42,7 +47,9 @@ class EngineReplica:
         process = EngineProcess.spawn(options)
         self._connection = await EngineConnection.open(process, start_timeout_s, "skipped")
         self._death = ""
+        self._num_signs, self._is_asked = 0, False      # reports of progress; an idle engine was asked for one
         self._receiver = asyncio.create_task(self._receive_all())
+        self._watch = asyncio.create_task(self._end_when_stalled(options.stall_limit))
 
     def ready(self) -> bytes:
         """Return the engine's figures (`Ready`)."""
@@ -72,7 +79,7 @@ class EngineReplica:
         return {QUEUED_TOKENS: float(sum(held.num_waiting_tokens for held in self._requests.values()))}
 
     def check_health(self) -> None:
-        """Raise EngineDeadError once the engine has died: Ray Serve replaces the replica."""
+        """Raise EngineDeadError once the engine has died, or was ended: Ray Serve replaces the replica."""
         if self._death:
             raise EngineDeadError(self._death)
 
@@ -83,16 +90,31 @@ class EngineReplica:
     async def __del__(self) -> None:
         await self._connection.stop()
 
+    async def _end_when_stalled(self, limit_s: float) -> None:
+        """End the engine once it makes no progress."""
+
+        def ask() -> None:
+            self._is_asked = True
+            self._connection.send(frame(messages.Ping()))
+
+        await wait_for_stall(limit_s, lambda: self._num_signs, lambda: self._is_asked or bool(self._requests), ask)
+        self._death = stall_reason(limit_s)
+        self._connection.kill()
+
     async def _receive_all(self) -> None:
         """Divide the engine's reports among its requests, until it dies."""
         try:
             while True:
-                self._handle(await self._connection.receive())
+                report = await self._connection.receive()
+                if not isinstance(report, messages.Beat):
+                    self._num_signs, self._is_asked = self._num_signs + 1, False
+                self._handle(report)
         except (EOFError, ConnectionError):
-            self._death = f"the engine process ended ({await self._connection.stop()})"
+            self._death = self._death or f"the engine process ended ({await self._connection.stop()})"
         except EngineDeadError as error:
             self._death = str(error)
         finally:
+            self._watch.cancel()
             self._death = self._death or "the reader of the engine's outputs stopped"
             for held in self._requests.values():
                 held.reports.put_nowait(None)

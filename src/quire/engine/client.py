@@ -1,7 +1,8 @@
 """Client of an engine process: requests are sent, streams of their outputs come back. Loads no torch.
 
 One task receives the engine's reports, gives them to the output processor and wakes the readers of the requests that
-they concern. When the engine dies, every stream ends with EngineDeadError, and so does every later call.
+they concern. When the engine dies, every stream ends with EngineDeadError, and so does every later call. Another task
+watches whether the engine makes progress, and may end it if it does not (`quire.engine.stall_watch`).
 """
 
 import asyncio
@@ -28,12 +29,11 @@ from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.pending_commands import PendingCommands
+from quire.engine.stall_watch import LOOKS_PER_LIMIT, OnStall, stall_reason, wait_for_stall
 from quire.engine.streams import RequestStream, RequestStreams
 from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-SILENCE_SHARES = 0.9, 0.1   # of the limit: two looks, since this process may have been stopped, and has to read first
 
 
 class Observer(Protocol):
@@ -55,7 +55,7 @@ class EngineClient(SingleEngine):
     def __init__(
         self, connection: EngineConnection, options: EngineOptions, observer: Observer,
         request_ids: Iterator[int], owners: OwnerLabels | None, on_close: Callable[[int], None],
-        *, packs_outputs: bool = True,
+        *, packs_outputs: bool = True, on_stall: OnStall = "ignore",
     ) -> None:  # fmt: skip
         ready, tokenizer = connection.ready, connection.tokenizer
         if tokenizer is not None and (template := options.given_chat_template) is not None:
@@ -63,12 +63,14 @@ class EngineClient(SingleEngine):
         super().__init__(tokenizer, ready, InputProcessor(tokenizer, ready, options, owners), request_ids)
         self.state = EngineState(0, 0, 0)
         self._connection, self._observer = connection, observer
-        self._silence_limit_s = options.stall_limit if options.tensor_parallel_size > 1 else None
+        self._stall_limit_s, self._on_stall = options.stall_limit, on_stall
+        self._has_ranks = options.tensor_parallel_size > 1
+        self._num_signs = self._num_reports = 0           # reports that show progress, and all of them
         self._streams = RequestStreams(self.tokenizer, self._on_abort, on_close, is_packed=packs_outputs)
         self._pending = PendingCommands(self._send)
         self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._receiver: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def connect(
@@ -84,6 +86,7 @@ class EngineClient(SingleEngine):
         tokenizer: Tokenizer | None = None,
         on_close: Callable[[int], None] = lambda request_id: None,
         packs_outputs: bool = True,
+        on_stall: OnStall = "ignore",
     ) -> Self:
         """Wait until the engine is ready. `request_ids`, `owners`: those of an engine that this one replaces.
 
@@ -91,15 +94,26 @@ class EngineClient(SingleEngine):
         neither computed nor read for `start_timeout_s`. In each case the process has ended. With `requires_tokenizer` a
         model without one is a ModelError, unless the options skip it. `tokenizer`: that of another engine with the same
         options, which is not read again. `on_close` is called with the number of each request whose stream has ended.
-        `packs_outputs`: as of `OutputProcessor`.
+        `packs_outputs`: as of `OutputProcessor`. `on_stall`: of an engine that has work and makes no progress for the
+        stall limit.
         """
         unskipped: TokenizerUse = "required" if requires_tokenizer else "optional"
         use: TokenizerUse = "skipped" if options.skip_tokenizer_init else unskipped
         connection = await EngineConnection.open(process, start_timeout_s, use, tokenizer)
         numbers = request_ids or itertools.count()
-        client = cls(connection, options, observer, numbers, owners, on_close, packs_outputs=packs_outputs)
-        client._receiver = asyncio.create_task(client._receive_all(), name="engine reports")
+        client = cls(
+            connection, options, observer, numbers, owners, on_close, packs_outputs=packs_outputs, on_stall=on_stall
+        )
+        client._start()
         return client
+
+    def _start(self) -> None:
+        """Start to receive reports, and to watch for their absence."""
+        self._tasks.append(asyncio.create_task(self._receive_all(), name="engine reports"))
+        if self._has_ranks:
+            self._tasks.append(asyncio.create_task(self._end_when_silent(), name="engine heartbeats"))
+        if self._on_stall != "ignore":
+            self._tasks.append(asyncio.create_task(self._watch_progress(), name="engine progress"))
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -117,8 +131,7 @@ class EngineClient(SingleEngine):
         """Queue a request, once. EngineDeadError if the engine has died."""
         self._raise_if_dead()
         message = frame(messages.Add(prepared.request))   # first: a request that cannot be sent leaves no trace
-        if self._has_no_work:
-            self._last_progress_s = time.monotonic()
+        self._await_sign()
         stream = self._streams.open(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
         self._connection.send(message)
         try:
@@ -174,7 +187,7 @@ class EngineClient(SingleEngine):
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the engine made progress, although it has work; 0 while it has none."""
+        """Seconds since the engine made progress, although it has work or was asked for a sign; else 0."""
         return 0.0 if self._has_no_work else time.monotonic() - self._last_progress_s
 
     @property
@@ -193,8 +206,8 @@ class EngineClient(SingleEngine):
         """End the engine process, and with it all requests. Returns when it is gone. Idempotent."""
         self._mark_dead("the engine was closed")
         await self._connection.stop()
-        if self._receiver is not None:
-            await asyncio.wait([self._receiver])
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _raise_if_dead(self) -> None:
         if self._death.done():
@@ -202,12 +215,18 @@ class EngineClient(SingleEngine):
 
     def _send(self, command: Command) -> None:
         """Send a command about what the engine knows. If it is lost, so is the engine: the two would disagree."""
+        self._await_sign()
         try:
             self._connection.send(frame(command))
         except Exception as error:
             log.exception("a command could not be sent")
             self._mark_dead(f"a command could not be sent: {error}")
             self._connection.abort()                      # `_receive_all` does the rest
+
+    def _await_sign(self) -> None:
+        """Record that the engine is about to get a command, after which it sends a report."""
+        if self._has_no_work and self.is_alive:
+            self._is_idle, self._last_progress_s = False, time.monotonic()
 
     def _mark_dead(self, reason: str) -> None:
         """Fail everything that waits for the engine. Only the first reason counts."""
@@ -224,7 +243,7 @@ class EngineClient(SingleEngine):
         """Handle reports until the connection ends."""
         try:
             while True:
-                report = await self._receive()
+                report = await self._connection.receive()
                 self._handle_report(report)
                 if isinstance(report, messages.Stepped):
                     await self._handle_step(report)
@@ -237,24 +256,40 @@ class EngineClient(SingleEngine):
             self._mark_dead(f"a report of the engine could not be handled: {error}")
         finally:
             self._mark_dead("the reader of the engine's outputs stopped")
+            for watch in self._tasks[1:]:
+                watch.cancel()
             await self._connection.stop()
 
-    async def _receive(self) -> Report:
-        """Wait for the next report. EngineDeadError if an engine that sends heartbeats has sent none for too long."""
-        if (limit_s := self._silence_limit_s) is None:
-            return await self._connection.receive()
-        receiving = asyncio.ensure_future(self._connection.receive())
-        try:
-            for share in SILENCE_SHARES:
-                if (await asyncio.wait([receiving], timeout=share * limit_s))[0]:
-                    return receiving.result()
-        finally:
-            receiving.cancel()  # also where this call is cancelled, which leaves what it waits for
-        raise EngineDeadError(f"the engine process gave no sign for {limit_s:g} s (stall_limit)")
+    async def _end_when_silent(self) -> None:
+        """End an engine of several ranks, which sends heartbeats, once it has sent none for the stall limit."""
+        await wait_for_stall(self._stall_limit_s, lambda: self._num_reports, lambda: True, lambda: None)
+        self._kill(f"the engine process gave no sign for {self._stall_limit_s:g} s (stall_limit)")
+
+    async def _watch_progress(self) -> None:
+        """Ask an idle engine for signs, and end one without progress if it is to be ended, with its stacks logged."""
+        limit_s = self._stall_limit_s
+
+        def ask() -> None:
+            self._send(messages.Ping())
+
+        while True:
+            await wait_for_stall(limit_s, lambda: self._num_signs, lambda: not self._has_no_work, ask)
+            if self._on_stall == "end":
+                self.log_stacks()
+                await asyncio.sleep(limit_s / LOOKS_PER_LIMIT)  # for the stacks; the decision stands
+                return self._kill(stall_reason(limit_s))
+
+    def _kill(self, reason: str) -> None:
+        """End the engine process at once."""
+        log.error("%s; it is ended", reason)
+        self._connection.kill()
+        self._mark_dead(reason)
 
     def _handle_report(self, report: Report) -> None:
+        self._num_reports += 1
         if isinstance(report, messages.Beat):
             return
+        self._num_signs += 1
         self._last_progress_s = time.monotonic()
         if not isinstance(report, messages.Alive | messages.AdapterReply):  # of other threads: may follow the Idle
             self._is_idle = isinstance(report, messages.Idle)

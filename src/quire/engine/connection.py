@@ -67,6 +67,11 @@ class EngineConnection:
         """Close the connection at once; `receive` raises."""
         self._writer.transport.abort()
 
+    def kill(self) -> None:
+        """End the process at once, and close the connection; `receive` raises."""
+        self.engine.kill()
+        self.abort()
+
     async def stop(self) -> str:
         """Close the connection and end the process, if it still runs; return how it ended, as text."""
         self.abort()

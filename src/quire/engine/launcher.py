@@ -52,6 +52,10 @@ class EngineProcess:
             ours.sendall(start)
         return cls(process, ours)
 
+    def kill(self) -> None:
+        """End the process at once, also one that is stopped. Idempotent."""
+        self.process.kill()
+
     def stop(self) -> int:
         """Close the socket and wait for the process, or kill it; return its exit status. Blocks. Idempotent."""
         self.connection.close()

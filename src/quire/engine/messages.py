@@ -69,7 +69,11 @@ class ReadAdapter(msgspec.Struct, tag="read_adapter", array_like=True, frozen=Tr
     folder: str
 
 
-Command = Start | Add | Abort | Finish | GetBlocks | ReadAdapter
+class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
+    """Send a report as soon as possible: an idle engine sends its state after every command."""
+
+
+Command = Start | Add | Abort | Finish | GetBlocks | ReadAdapter | Ping
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------

@@ -383,8 +383,8 @@ class EngineOptions:
         10.0, "seconds without a heartbeat of a rank, after which the engine ends", kind="none",
         low=1, high=86400, unit="seconds",
         row="seconds, at least 1: with `tensor_parallel_size` above 1, a process without heartbeats for so long counts "
-        "as lost, and the engine ends; with `data_parallel_size` above 1, an engine without progress for so long gets "
-        "no requests while another one makes progress",
+        "as lost, and the engine ends; with `data_parallel_size` above 1, an engine without progress for so long is "
+        "ended and started again",
     )  # fmt: skip
     start_timeout: float = option(
         START_TIMEOUT_S, "seconds for machines to find each other, or without a sign of life of an engine that starts",

@@ -137,7 +137,7 @@ class EngineLoop:
 
     def _handle_command(self, message: bytes) -> None:
         command = messages.decode_command(message)
-        if not isinstance(command, messages.GetBlocks | messages.ReadAdapter):
+        if not isinstance(command, messages.GetBlocks | messages.ReadAdapter | messages.Ping):
             self._checking = None               # restart the check: blocks are about to change
         match command:
             case messages.Add(request):
@@ -156,6 +156,8 @@ class EngineLoop:
                 self._send(messages.BlocksReply(command, self._engine.block_map(first, count, tier)))
             case messages.ReadAdapter(_, folder):
                 self._read_adapter(command, folder)
+            case messages.Ping():
+                pass                                # a report follows every command
             case messages.Start():
                 raise AssertionError("started twice")
 

@@ -423,8 +423,9 @@ class ServerOptions(Limits):
         "are new requests at once (`engine_unhealthy`), and the log has the stacks of all threads. A long step counts "
         "as progress while its layers pass; on a CPU a single layer may take longer than the limit, as long as its "
         "work explains that (5 times what the layers before it took, by their work). A task of the server that has "
-        "died makes them 503, too. With `--tensor-parallel-size` above 1, an engine of which a process is stopped for "
-        "so long ends",
+        "died makes them 503, too. An engine without work is asked for a sign once per limit. With "
+        "`--data-parallel-size` above 1 or `--restart-engine`, an engine without progress for so long is ended and "
+        "started again; with `--tensor-parallel-size` above 1, one of which a process is stopped for so long ends",
     )  # fmt: skip
     start_timeout: float = _server(
         START_TIMEOUT_S,
@@ -443,7 +444,8 @@ class ServerOptions(Limits):
     )  # fmt: skip
     restart_engine: int = _server(
         0, "how often a new engine takes the place of one that has died", low=0, high=1000,
-        row="number of times that a new engine replaces one that has died, over the server's life: at once, almost "
+        row="number of times that a new engine replaces one that has died, or that is ended because it makes no "
+        "progress for `--stall-limit`, over the server's life: at once, almost "
         "(0.5 s), then after pauses that double up to 30 s. Meanwhile `/health` is 503; open streams have ended with "
         "an error; counters of `/metrics` go on; pinned prefixes are gone, and their ids unknown",
     )  # fmt: skip

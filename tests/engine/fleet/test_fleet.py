@@ -32,9 +32,9 @@ SEEDLESS = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
 
 
 @asynccontextmanager
-async def running_fleet(model: Path, **settings: int) -> AsyncIterator[Fleet]:
+async def running_fleet(model: Path, stall_limit: float = 600.0, **settings: int) -> AsyncIterator[Fleet]:
     settings = {"max_num_seqs": 8, "num_kv_blocks": 256, "max_model_len": 1024} | settings
-    options = EngineOptions(str(model), data_parallel_size=NUM_ENGINES, **settings)
+    options = EngineOptions(str(model), data_parallel_size=NUM_ENGINES, stall_limit=stall_limit, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         processes = spawn_engines(options)
@@ -64,9 +64,11 @@ def shared(runner: asyncio.Runner, demo_model: Path) -> Iterator[Fleet]:
     runner.run(opened.__aexit__(None, None, None))
 
 
-def with_fleet(model: Path, work: Callable[[Fleet], Awaitable[None]], **settings: int) -> None:
+def with_fleet(
+    model: Path, work: Callable[[Fleet], Awaitable[None]], stall_limit: float = 600.0, **settings: int
+) -> None:
     async def run() -> None:
-        async with running_fleet(model, **settings) as fleet:
+        async with running_fleet(model, stall_limit, **settings) as fleet:
             await work(fleet)
 
     asyncio.run(run())
@@ -139,9 +141,9 @@ def test_engine_without_progress_gets_no_requests_while_another_has_some(shared:
         hanging = await ask(fleet, [5] * 20, LONG)
         number = hanging.metrics.engine
         with stopped(pid_of(fleet, number)):
-            fleet.engines[number]._is_idle, fleet.engines[number]._last_progress_s = False, -1000.0
-            assert fleet.engines[number].stalled_s > 100
-            assert fleet.stalled_s == 0
+            fleet.engines[number]._is_idle, fleet.engines[number]._last_progress_s = False, -10_000.0
+            assert fleet.engines[number].stalled_s > 1000
+            assert fleet.stalled_s < 1000
             assert {(await ask_engine(fleet, [5] * 20)) for _ in range(4)} == {1 - number}
             hanging.abort()
 
@@ -204,7 +206,7 @@ def test_dead_engine_loses_its_own_requests_alone_and_comes_back(demo_model: Pat
         with pytest.raises(UnknownPrefixError):
             await fleet.unpin_prefix(pin_id)
         with stopped(pid_of(fleet, 1 - pinned_in)):     # so that the new one must answer
-            fleet.engines[1 - pinned_in]._is_idle, fleet.engines[1 - pinned_in]._last_progress_s = False, -1000.0
+            fleet.engines[1 - pinned_in]._is_idle, fleet.engines[1 - pinned_in]._last_progress_s = False, -10_000.0
             again = await answer(fleet, [5, 6, 7])
         assert again.outputs[0].token_ids == expected.outputs[0].token_ids
         assert again.metrics is not None
@@ -214,6 +216,33 @@ def test_dead_engine_loses_its_own_requests_alone_and_comes_back(demo_model: Pat
             await supervising
 
     with_fleet(demo_model, work)
+
+
+@pytest.mark.parametrize("has_work", [True, False], ids=["with work", "idle"])
+def test_stopped_engine_is_ended_like_a_dead_one_and_comes_back(demo_model: Path, *, has_work: bool) -> None:
+    async def work(fleet: Fleet) -> None:
+        supervising = asyncio.create_task(fleet.supervise(lambda *found: None, pause=no_pause))
+        expected = await answer(fleet, [5, 6, 7])
+        streams = [await ask(fleet, [50 + number] * 30, LONG) for number in range(6 * has_work)]
+        number = streams[0].metrics.engine if has_work else 1
+        pid, engine = pid_of(fleet, number), fleet.engines[number]
+        os.kill(pid, signal.SIGSTOP)
+        for stream in streams:
+            if stream.metrics.engine == number:
+                with pytest.raises(EngineDeadError, match=r"made no progress for 3 s \(stall_limit\)"):
+                    [output async for output in stream]
+            else:
+                assert len([output async for output in stream][-1].outputs[0].token_ids) == 900
+        assert "no progress" in str(await engine.wait_dead())
+        await until(lambda: not is_running(pid) and all(each.is_alive for each in fleet.engines))
+        assert fleet.engines[number] is not engine
+        assert fleet.stalled_s == 0
+        assert (await answer(fleet, [5, 6, 7])).outputs[0].token_ids == expected.outputs[0].token_ids
+        supervising.cancel()
+        with suppress(asyncio.CancelledError):
+            await supervising
+
+    with_fleet(demo_model, work, stall_limit=3.0)
 
 
 async def no_pause(_: float) -> None:

@@ -253,4 +253,4 @@ def test_time_limits_are_those_of_the_arguments(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engines, "connect_fleet", connect)
     with pytest.raises(EngineDeadError, match="not started"):
         LLM(data_parallel_size=2, start_timeout=7.0, stall_limit=3.0)
-    assert [(each.start_timeout_s, each.stall_limit_s) for each in given] == [(7.0, 3.0)]
+    assert [(each.start_timeout_s, each.options.stall_limit) for each in given] == [(7.0, 3.0)]

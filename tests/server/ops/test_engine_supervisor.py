@@ -46,23 +46,23 @@ def engine_pids(server: ServerProcess) -> list[int]:
     return []
 
 
-def kill_engine_under_a_stream(server: ServerProcess) -> list[str]:
+def lose_engine_under_a_stream(server: ServerProcess, number: signal.Signals = signal.SIGKILL) -> list[str]:
     """Return what the stream said."""
     body, pid = BODY | {"max_tokens": 1900, "stream": True}, server.engine_pid()
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as response:
         events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
         said = [next(events)]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         return said + list(events)
 
 
 def test_new_engine_takes_the_place_of_a_dead_one_as_often_as_granted() -> None:
-    with running_server(*SMALL, "--restart-engine", "1") as server:
+    with running_server(*SMALL, "--restart-engine", "1", "--stall-limit", "3") as server:
         expected = text_of(server)
         pinned = server.post("/v1/prefixes", {"prompt": [5] * 40}).json()
         before, first_pid = counters(server.url), server.engine_pid()
 
-        *_, error, done = kill_engine_under_a_stream(server)
+        *_, error, done = lose_engine_under_a_stream(server)
         assert (json.loads(error)["error"]["code"], done) == ("engine_unhealthy", "[DONE]")
         wait_until(lambda: bool(engine_pids(server)))
         with stopped(server.engine_pid()):  # until we have looked, it does not come any further
@@ -87,7 +87,9 @@ def test_new_engine_takes_the_place_of_a_dead_one_as_often_as_granted() -> None:
         assert "cached and pinned prefixes are lost" in server.log
 
         pids = server.child_pids()
-        kill_engine_under_a_stream(server)
+        *_, error, done = lose_engine_under_a_stream(server, signal.SIGSTOP)    # ended like a dead one
+        assert (json.loads(error)["error"]["code"], done) == ("engine_unhealthy", "[DONE]")
+        assert "made no progress for 3 s (stall_limit)" in error
         assert server.wait() == 1
         wait_until(lambda: not any(map(is_running, pids)))
 

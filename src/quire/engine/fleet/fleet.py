@@ -2,7 +2,7 @@
 
 A request is sent to the engine with the least work for it (`router`), and stays there until it ends. When an engine
 dies, its requests end with EngineDeadError, and its cache and its pins are lost; it is started again while the other
-engines serve (`supervision`).
+engines serve (`supervision`). One that makes no progress for the stall limit is ended, and so dies.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from itertools import count
 
 from msgspec import structs
 
+from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
@@ -39,7 +40,6 @@ class FleetSettings:
     observation: Observation
     owners: OwnerLabels | None = None
     start_timeout_s: float = START_TIMEOUT_S
-    stall_limit_s: float = 10.0         # an engine without progress for so long gets no requests
     requires_tokenizer: bool = False
     packs_outputs: bool = True          # as of `OutputProcessor`
     routing: Routing = "prefix"         # another rule is for measurements
@@ -69,7 +69,7 @@ async def _connect(
     return await EngineClient.connect(
         process, options or settings.options, observer, request_ids, settings.owners, settings.start_timeout_s,
         requires_tokenizer=settings.requires_tokenizer, tokenizer=tokenizer, on_close=observer.on_close,
-        packs_outputs=settings.packs_outputs,
+        packs_outputs=settings.packs_outputs, on_stall="end",
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ class _Observer:
         """Record that no request waits or runs."""
         self.engine.on_idle(state)
         if self.fleet is not None:
-            self.fleet.count_pinned_blocks()
+            self.fleet.record_state(self._number, state)
 
     def on_abort(self, ended: FinishedRequest) -> None:
         """Record a request that its client, or the server, has aborted."""
@@ -157,7 +157,7 @@ class Fleet(SupervisedClient):
         """
         self._raise_if_dead()
         living = self._living
-        limit_s = self._settings.stall_limit_s
+        limit_s = self._settings.options.stall_limit
         making_progress = [number for number in living if self._clients[number].stalled_s <= limit_s] or living
         return [number for number in making_progress if self._can_run(number, request)] or making_progress
 
@@ -240,8 +240,16 @@ class Fleet(SupervisedClient):
 
     def record_step(self, number: int, step: Stepped) -> None:
         """Record a step of an engine."""
-        kv = step.state.kv
-        self.router.on_step(number, step.admissions, step.deltas, 0 if kv is None else kv.evicted_blocks)
+        self.record_state(number, step.state, step.admissions, step.deltas)
+
+    def record_state(
+        self, number: int, state: EngineState, admissions: Sequence[Admission] = (),
+        deltas: Sequence[SequenceDelta] = (),
+    ) -> None:  # fmt: skip
+        """Record the state of an engine, and what a step has admitted and sampled."""
+        kv = state.kv
+        evicted = 0 if kv is None else kv.evicted_blocks
+        self.router.on_step(number, admissions, deltas, evicted)
         self.count_pinned_blocks()
 
     async def supervise(

@@ -52,7 +52,7 @@ class Mailbox:
 
 
 class BlockingFleet(OfflineEngine):
-    """The engines of `data_parallel_size`, started by this object. An engine that dies is started again.
+    """The engines of `data_parallel_size`, started by this object. An engine that dies or stalls is started again.
 
     ConfigError, ModelError and EngineDeadError as of `EngineClient.connect`.
     """
@@ -60,8 +60,7 @@ class BlockingFleet(OfflineEngine):
     def __init__(self, options: EngineOptions, observation: Observation) -> None:
         self._observation = observation
         settings = FleetSettings(
-            options, observation, start_timeout_s=options.start_timeout, stall_limit_s=options.stall_limit,
-            packs_outputs=False,
+            options, observation, start_timeout_s=options.start_timeout, packs_outputs=False,
         )  # fmt: skip
         self._loop, processes = LoopThread("engines"), list[EngineProcess]()
         try:

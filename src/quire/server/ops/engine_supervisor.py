@@ -1,5 +1,8 @@
 """Engine supervisor: restarts a dead engine up to `restart_engine` times with growing pauses, and logs stalls.
 
+With `restart_engine` an engine that makes no progress for the stall limit is ended by its client, and so dies; without
+it the server stays unhealthy until the engine goes on, or the operator ends it.
+
 The new engine has the same options and continues the numbering of requests. The state of the old one is lost: its
 requests have failed, and nothing is cached or pinned. A stall is logged with the stacks of all threads.
 """
@@ -47,7 +50,7 @@ async def supervise_engine(
             signals.children[0] = spawn(options)
             service.client = client = await EngineClient.connect(
                 signals.children[0], options, metrics, client.request_ids, client.inputs.owners,
-                service.options.start_timeout,
+                service.options.start_timeout, on_stall="end",
             )  # fmt: skip
         except (EngineError, OSError) as error:
             why = error

@@ -123,7 +123,7 @@ async def connect(children: list[EngineProcess], engine: EngineOptions, options:
     else:
         client = await EngineClient.connect(
             children[0], engine, metrics.engines[0], owners=owners, start_timeout_s=options.start_timeout,
-            requires_tokenizer=True,
+            requires_tokenizer=True, on_stall="end" if options.restart_engine else "tell",
         )  # fmt: skip
         metrics.engines[0].engine_ready(client.ready)
     if defaults := client.ready.sampling.params:
@@ -157,7 +157,7 @@ async def _connect_fleet(
             f"data_parallel_size {len(children)} needs the package {_absent}, which is not in this installation"
         )
     settings = FleetSettings(
-        engine, metrics, owners, options.start_timeout, options.stall_limit, requires_tokenizer=True
+        engine, metrics, owners, options.start_timeout, requires_tokenizer=True
     )
     return await connect_fleet(children, settings)
 

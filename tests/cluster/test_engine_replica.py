@@ -1,0 +1,62 @@
+"""An engine replica without a cluster: its health is that of its engine process."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
+from quire.core.token_ids import pack_tokens
+from quire.engine.messages import EngineDeadError
+from quire.engine.options import EngineOptions
+from support.engine_process import TIMEOUT_S, is_running, until
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")         # of Ray's own modules
+    from quire.cluster.engine_replica import EngineReplica
+    from quire.cluster.routing import EngineCall
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+
+class Replica(EngineReplica):
+    """A replica outside of Ray, which would await the end that it has."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Leave the end to the test."""
+
+
+@pytest.mark.parametrize("has_work", [True, False], ids=["with work", "idle"])
+def test_replica_with_a_stopped_engine_is_unhealthy_and_its_requests_end(demo_model: Path, *, has_work: bool) -> None:
+    async def run() -> None:
+        replica = Replica.__new__(Replica)
+        await replica.__init__(EngineOptions(str(demo_model), num_kv_blocks=256, stall_limit=2.0), 60.0)  # type: ignore[misc]
+        try:
+            pid = replica.pids()[1]
+            params = SamplingParams(max_tokens=1500, ignore_eos=True)
+            request = Request(0, pack_tokens([5, 6, 7]), params, seed=0, max_tokens=1500)
+            reports = replica.generate(EngineCall(request, None))
+            if has_work:
+                await anext(reports)
+            replica.check_health()
+            os.kill(pid, signal.SIGSTOP)
+            if has_work:
+                with pytest.raises(EngineDeadError, match="made no progress for 2 s"):
+                    [report async for report in reports]
+            async with asyncio.timeout(TIMEOUT_S):
+                await until(lambda: bool(replica._death))
+            with pytest.raises(EngineDeadError, match="made no progress for 2 s"):
+                replica.check_health()
+            await until(lambda: not is_running(pid))
+        finally:
+            await replica._connection.stop()
+
+    asyncio.run(run())
