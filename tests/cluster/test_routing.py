@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")         # of Ray's own modules
     from quire.cluster.routing import EngineCall, ReplicaTable
 
-NUM_BLOCKS, BLOCK_SIZE = 64, 4
+NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS = 64, 4, 100
 
 
 def request_of(number: int, tokens: list[int]) -> Request:
@@ -37,7 +37,7 @@ def names_of(ranked: list[list[Any]]) -> list[str]:
 
 
 def test_replica_with_the_least_work_is_first_and_all_are_ranked() -> None:
-    table, both = ReplicaTable(NUM_BLOCKS, BLOCK_SIZE, 3), replicas("a", "b")
+    table, both = ReplicaTable(NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, 3), replicas("a", "b")
     first = request_of(1, [1] * 40)
     assert names_of(table.rank(both, first)) == ["a", "b"]
     table.assign("a", first)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def test_replica_with_the_least_work_is_first_and_all_are_ranked() -> None:
 
 
 def test_replica_that_has_gone_frees_its_number_and_its_cache() -> None:
-    table = ReplicaTable(NUM_BLOCKS, BLOCK_SIZE, 2)
+    table = ReplicaTable(NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, 2)
     first = request_of(1, [1] * 40)
     table.rank(replicas("a", "b"), first)
     table.assign("a", first)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_replica_that_has_gone_frees_its_number_and_its_cache() -> None:
 
 
 def test_table_stays_behind_when_a_call_is_sent() -> None:
-    call = EngineCall(request_of(1, [1, 2, 3]), ReplicaTable(NUM_BLOCKS, BLOCK_SIZE, 2))
+    call = EngineCall(request_of(1, [1, 2, 3]), ReplicaTable(NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, 2))
     sent = pickle.loads(pickle.dumps(call))
     assert sent.table is None
     assert (sent.request.request_id, sent.request.prompt_token_ids) == (1, pack_tokens([1, 2, 3]))

@@ -39,7 +39,8 @@ class RayClient(SingleEngine):
         self.state = EngineState(0, 0, 0)
         self._generate = handle.options(stream=True).generate
         self._observer = observer
-        self._table = ReplicaTable(ready.limits.num_blocks, ready.limits.block_size, max_replicas)
+        limits = ready.limits
+        self._table = ReplicaTable(limits.num_blocks, limits.block_size, limits.max_num_seqs, max_replicas)
         self._streams = RequestStreams(tokenizer, self._on_abort, self._on_close)
         self._followers: dict[int, asyncio.Task[None]] = {}
 

@@ -17,9 +17,9 @@ from quire.engine.messages import Stepped
 class ReplicaTable:
     """The engine replicas that an ingress knows, numbered for its router."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_replicas: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_replicas: int) -> None:
         num_slots = 2 * max_replicas + 2            # an upgrade has old and new ones
-        self._router = Router([num_blocks] * num_slots, block_size)
+        self._router = Router([num_blocks] * num_slots, block_size, max_num_seqs)
         self._numbers: dict[ReplicaID, int] = {}
 
     def rank(self, replicas: Sequence[RunningReplica], request: Request) -> list[list[RunningReplica]]:
@@ -38,7 +38,8 @@ class ReplicaTable:
         number = self._router.engine_of(request_id)
         if number is not None:
             kv = step.state.kv
-            self._router.on_step(number, step.admissions, step.deltas, 0 if kv is None else kv.evicted_blocks)
+            evicted, used = (0, 0) if kv is None else (kv.evicted_blocks, kv.used_blocks)
+            self._router.on_step(number, step.admissions, step.deltas, evicted, used, step.state.waits_for)
 
     def forget(self, request_id: int) -> None:
         """Forget a request that has ended. Idempotent."""

@@ -12,6 +12,7 @@ from itertools import count
 from operator import itemgetter
 
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.deltas import WaitReason
 from quire.engine.fleet.router import Router, Routing
 from quire.sim.cost import CostModel
 from quire.sim.simulation import SimulatedRun, SimulatedStep, Simulation, as_request, paged_scheduler
@@ -53,11 +54,12 @@ class FleetSimulation:
         self, num_engines: int, cache: CacheConfig, config: SchedulerConfig, cost: CostModel,
         routing: Routing = "prefix",
     ) -> None:  # fmt: skip
-        self.router = Router([cache.num_blocks] * num_engines, cache.block_size, routing)
+        self.router = Router([cache.num_blocks] * num_engines, cache.block_size, config.max_num_seqs, routing)
         self._schedulers = [paged_scheduler(cache, config) for _ in range(num_engines)]
         self._engines = [Simulation(scheduler, cost) for scheduler in self._schedulers]
-        # A heap of reports to deliver: end of the step, order, engine, report, blocks evicted so far.
-        self._reports: list[tuple[float, int, int, SimulatedStep, int]] = []
+        # A heap of reports to deliver: end of the step, order, engine, report, and of the cache and the queue what the
+        # router takes: blocks evicted so far, those in use, why the next request waits.
+        self._reports: list[tuple[float, int, int, SimulatedStep, tuple[int, int, WaitReason | None]]] = []
         self._order = count()
 
     def run(self, items: Iterable[WorkItem], due_s: Sequence[float]) -> FleetRun:
@@ -81,11 +83,12 @@ class FleetSimulation:
 
     def _step(self, number: int) -> None:
         report = self._engines[number].step()
-        evicted = self._schedulers[number].cache.stats().evicted_blocks
-        heappush(self._reports, (report.ended_s, next(self._order), number, report, evicted))
+        stats = self._schedulers[number].cache.stats()
+        state = stats.evicted_blocks, stats.used_blocks, self._schedulers[number].wait_reason
+        heappush(self._reports, (report.ended_s, next(self._order), number, report, state))
 
     def _deliver(self, now_s: float) -> None:
         """Let the router learn of the steps that have ended."""
         while self._reports and self._reports[0][0] <= now_s:
-            _, _, number, report, evicted = heappop(self._reports)
-            self.router.on_step(number, report.admissions, report.deltas, evicted)
+            _, _, number, report, state = heappop(self._reports)
+            self.router.on_step(number, report.admissions, report.deltas, *state)

@@ -33,8 +33,8 @@ def request_of() -> Requests:
     return Requests()
 
 
-def make_router(num_engines: int = 2, num_blocks: int = 64, **settings: Any) -> Router:  # noqa: ANN401
-    return Router([num_blocks] * num_engines, BLOCK_SIZE, **settings)
+def make_router(num_engines: int = 2, num_blocks: int = 64, max_num_seqs: int = 4000, **settings: Any) -> Router:  # noqa: ANN401
+    return Router([num_blocks] * num_engines, BLOCK_SIZE, max_num_seqs, **settings)
 
 
 def run_whole(router: Router, request: Request, engine: int, output: list[int], num_cached: int = 0) -> None:
@@ -65,6 +65,39 @@ def test_cached_prefix_draws_a_request_until_the_engine_has_too_much_to_do(reque
         assert num_drawn < 1000, "it piles up"
         router.route(request_of([1000 + num_drawn]), engines=[0])     # other work
     assert 1 < num_drawn <= CACHED_TOKEN_WEIGHT * len(prefix)
+
+
+def test_engine_with_free_rows_comes_before_one_whose_cache_has_the_prefix(request_of: Requests) -> None:
+    router, prefix = make_router(3, num_blocks=4000, max_num_seqs=4), list(range(400))
+    routed = [router.route(request_of([*prefix, 1000 + number])) for number in range(12)]
+    assert [routed.count(engine) for engine in range(3)] == [4, 4, 4]
+    assert routed[:4] == [0] * 4, "as long as there is room, where the prefix is"
+    more = [router.route(request_of([*prefix, 2000 + number])) for number in range(24)]
+    assert [more.count(engine) for engine in range(3)] == [8, 8, 8], "where all would wait, queues are as long"
+    router.check()
+
+
+@pytest.mark.parametrize("reason", ["max_num_seqs", "kv_blocks", "swapped_first"])
+def test_engine_with_room_comes_before_one_where_requests_wait_for_it(request_of: Requests, reason: Any) -> None:  # noqa: ANN401
+    router, prefix = make_router(num_blocks=4000), list(range(400))
+    first = request_of(prefix)
+    assert router.route(first) == 0
+    run_whole(router, first, 0, [7])
+    router.on_step(0, [], [], 0, waits_for=reason)
+    assert router.route(request_of([*prefix, 500])) == 1
+    router.on_step(0, [], [], 0)                         # room again
+    router.on_step(1, [], [], 0, waits_for=reason)
+    assert router.route(request_of([*prefix, 501])) == 0
+
+
+def test_blocks_in_use_are_no_room(request_of: Requests) -> None:
+    router, prefix = make_router(num_blocks=64), list(range(100))
+    first = request_of(prefix)
+    assert router.route(first) == 0
+    run_whole(router, first, 0, [7])
+    router.on_step(0, [], [], 0, num_used_blocks=60)
+    assert router.route(request_of([*prefix, *range(200, 216)])) == 1
+    assert router.route(request_of([*prefix, 300])) == 0, "its own tokens fit"
 
 
 def test_output_is_found_by_the_next_turn(request_of: Requests) -> None:

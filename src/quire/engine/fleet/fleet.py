@@ -114,7 +114,7 @@ class Fleet(SupervisedClient):
         inputs = InputProcessor(tokenizer, ready, settings.options, settings.owners)
         super().__init__(tokenizer, ready, inputs, request_ids)
         num_blocks = [client.ready.limits.num_blocks for client in clients]
-        self.router = Router(num_blocks, ready.limits.block_size, settings.routing)
+        self.router = Router(num_blocks, ready.limits.block_size, ready.limits.max_num_seqs, settings.routing)
         self._clients, self._observers, self._settings = clients, observers, settings
         self._pinning: dict[int, EngineClient] = {}     # by the number of the request that pins
         for observer, client in zip(observers, clients, strict=True):
@@ -248,8 +248,8 @@ class Fleet(SupervisedClient):
     ) -> None:  # fmt: skip
         """Record the state of an engine, and what a step has admitted and sampled."""
         kv = state.kv
-        evicted = 0 if kv is None else kv.evicted_blocks
-        self.router.on_step(number, admissions, deltas, evicted)
+        evicted, used = (0, 0) if kv is None else (kv.evicted_blocks, kv.used_blocks)
+        self.router.on_step(number, admissions, deltas, evicted, used, state.waits_for)
         self.count_pinned_blocks()
 
     async def supervise(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from quire.core.deltas import Admission, SequenceDelta
+from quire.core.deltas import Admission, SequenceDelta, WaitReason
 from quire.core.errors import ConfigError
 from quire.core.sequence import Request
 from quire.core.task import Scope
@@ -20,6 +20,8 @@ Routing = Literal["prefix", "round-robin", "affinity"]
 # Weight of a cached token against a pending one. With 1, a hot prefix is computed again on every engine that is less
 # busy by its length, and the copies evict other prefixes: docs/decisions/0023 has the figures.
 CACHED_TOKEN_WEIGHT = 4
+
+NO_ROOM: frozenset[WaitReason | None] = frozenset({"max_num_seqs", "kv_blocks", "swapped_first"})  # of an engine
 
 
 @dataclass(slots=True)
@@ -40,16 +42,25 @@ class _Engine:
     index: PrefixIndex
     requests: dict[int, _Routed] = field(default_factory=dict)
     num_pending: int = 0                # sum over its requests
+    num_seqs: int = 0                   # open branches, sum over its requests
+    num_used_blocks: int = 0            # by its last report, as the next field
+    has_no_room: bool = False           # requests wait there for rows or blocks
     num_routed_tokens: int = 0          # prompt tokens that were expected to be computed there, since its start
 
 
 class Router:
-    """Chooses an engine for each request. Engines are numbered from 0; `num_blocks` are the sizes of their caches."""
+    """Chooses an engine for each request. Engines are numbered from 0; `num_blocks` are the sizes of their caches.
 
-    def __init__(self, num_blocks: Sequence[int], block_size: int, routing: Routing = "prefix") -> None:
+    `max_num_seqs`: rows of each engine.
+    """
+
+    def __init__(
+        self, num_blocks: Sequence[int], block_size: int, max_num_seqs: int, routing: Routing = "prefix"
+    ) -> None:
         if routing not in get_args(Routing):
             raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}")
         self._routing, self._num_blocks, self._block_size = routing, num_blocks, block_size
+        self._max_num_seqs = max_num_seqs
         self._engines = [self._new_engine(number) for number in range(len(num_blocks))]
         self._num_routed = 0
         self._engine_of: dict[int, int] = {}            # by the number of the request
@@ -57,8 +68,9 @@ class Router:
     def route(self, request: Request, engines: Collection[int] | None = None) -> int:
         """Return the engine for a request, which counts as its work from now on. `engines`: those that may be chosen.
 
-        By the rule `prefix`, that with the least work for the request: pending tokens plus the request's own, less
-        CACHED_TOKEN_WEIGHT times those that the engine has cached; of equals, that with the fewest requests.
+        By the rule `prefix`, one with rows and blocks for the request, if there is one, else one of those where the
+        fewest have to become free first. Of these that with the least work for it: pending tokens plus the request's
+        own, less CACHED_TOKEN_WEIGHT times those that the engine has cached; of equals, that with the fewest requests.
         """
         candidates = sorted(range(len(self._engines)) if engines is None else engines)
         scope, prompt = request.scope, request.prompt_token_ids
@@ -67,7 +79,7 @@ class Router:
             num_cached = self._engines[chosen].index.match(scope, prompt)
         else:
             cached = {number: self._engines[number].index.match(scope, prompt) for number in candidates}
-            chosen = min(candidates, key=lambda number: self._work(number, len(prompt), cached[number]))
+            chosen = min(candidates, key=lambda number: self._work(number, request, cached[number]))
             num_cached = cached[chosen]
         self._num_routed += 1
         self._assign(request, chosen, num_cached)
@@ -77,7 +89,7 @@ class Router:
         """Return engines in the order of the rule `prefix`, the first for a request first. Changes nothing."""
         scope, prompt = request.scope, request.prompt_token_ids
         cached = {number: self._engines[number].index.match(scope, prompt) for number in engines}
-        return sorted(engines, key=lambda number: self._work(number, len(prompt), cached[number]))
+        return sorted(engines, key=lambda number: self._work(number, request, cached[number]))
 
     def assign(self, request: Request, number: int) -> None:
         """Count a request as the work of an engine from now on; once for each request."""
@@ -93,20 +105,33 @@ class Router:
         """Engines, by which all numbers are below."""
         return len(self._engines)
 
-    def _work(self, number: int, num_tokens: int, num_cached: int) -> tuple[int, ...]:
-        """Return the sort key of an engine for a prompt; `affinity` goes by the cached tokens first."""
-        engine = self._engines[number]
+    def _work(self, number: int, request: Request, num_cached: int) -> tuple[int, ...]:
+        """Return the sort key of an engine for a request; `affinity` goes by the cached tokens first."""
+        engine, num_tokens = self._engines[number], len(request.prompt_token_ids)
         work = engine.num_pending + num_tokens
         load = len(engine.requests), engine.num_routed_tokens, number
         if self._routing == "affinity":
             return -num_cached, work, *load
-        return work - CACHED_TOKEN_WEIGHT * num_cached, *load
+        rounds = self._num_rounds(number, request.params.n, num_tokens - num_cached)
+        return rounds, work - CACHED_TOKEN_WEIGHT * num_cached, *load
+
+    def _num_rounds(self, number: int, num_seqs: int, num_new_tokens: int) -> int:
+        """Return how many times an engine's rows, or blocks, have to become free before a request gets some of them.
+
+        0 if there are rows and blocks for it besides all that the engine has been sent.
+        """
+        engine, num_blocks = self._engines[number], self._num_blocks[number]
+        num_new_blocks = (engine.num_pending + num_new_tokens) // self._block_size + num_seqs
+        of_rows = (engine.num_seqs + num_seqs - 1) // self._max_num_seqs
+        of_blocks = (engine.num_used_blocks + num_new_blocks - 1) // max(1, num_blocks)
+        return max(engine.has_no_room, of_rows, of_blocks)
 
     def _assign(self, request: Request, number: int, num_cached: int) -> None:
         engine, prompt = self._engines[number], request.prompt_token_ids
         num_pending = max(1, len(prompt) - num_cached)
         engine.requests[request.request_id] = _Routed(prompt, request.scope, num_pending, request.params.n)
         engine.num_pending += num_pending
+        engine.num_seqs += request.params.n
         engine.num_routed_tokens += num_pending
         engine.index.add(request.scope, prompt)
         self._engine_of[request.request_id] = number
@@ -114,11 +139,16 @@ class Router:
     # --- reports of engines -----------------------------------------------------------------------------------------
 
     def on_step(
-        self, number: int, admissions: Iterable[Admission], deltas: Iterable[SequenceDelta], num_evicted: int
-    ) -> None:
-        """Record a step of an engine. `num_evicted`: blocks that it has evicted since its start."""
+        self, number: int, admissions: Iterable[Admission], deltas: Iterable[SequenceDelta], num_evicted: int,
+        num_used_blocks: int = 0, waits_for: WaitReason | None = None,
+    ) -> None:  # fmt: skip
+        """Record a step of an engine, or that it is idle. `num_evicted`: blocks that it has evicted since its start.
+
+        `num_used_blocks`, `waits_for`: its blocks in use, and why its next request waits.
+        """
         engine = self._engines[number]
         engine.index.evict(num_evicted)
+        engine.num_used_blocks, engine.has_no_room = num_used_blocks, waits_for in NO_ROOM
         for admission in admissions:
             routed = engine.requests.get(admission.request_id)
             if routed is not None and not admission.num_preemptions:
@@ -133,6 +163,7 @@ class Router:
                 routed.output.extend(delta.token_ids)
             if delta.finish_reason is not None or delta.error is not None:
                 routed.num_open -= 1
+                engine.num_seqs -= 1
                 if not routed.num_open or delta.error is not None:
                     self._finish(engine, delta.request_id, routed)
 
@@ -151,8 +182,9 @@ class Router:
         """Forget a request for which its engine does nothing more. Idempotent."""
         number = self._engine_of.pop(request_id, None)
         if number is not None:
-            engine = self._engines[number]
-            engine.num_pending -= engine.requests.pop(request_id).num_pending
+            engine, routed = self._engines[number], self._engines[number].requests.pop(request_id)
+            engine.num_pending -= routed.num_pending
+            engine.num_seqs -= routed.num_open
 
     def replace(self, number: int) -> None:
         """Forget all of an engine that has died: its requests, and its cache."""
@@ -175,5 +207,6 @@ class Router:
         for number, engine in enumerate(self._engines):
             engine.index.check()
             assert engine.num_pending == sum(routed.num_pending for routed in engine.requests.values())
+            assert engine.num_seqs == sum(routed.num_open for routed in engine.requests.values())
             assert all(self._engine_of[request_id] == number for request_id in engine.requests)
         assert len(self._engine_of) == sum(len(engine.requests) for engine in self._engines)
