@@ -8,6 +8,7 @@ by keys of this connection alone: nothing can be changed, inserted, repeated or 
 import hmac
 import secrets
 import socket
+import time
 
 from quire.core.errors import ConfigError
 from quire.core.version import __version__
@@ -17,7 +18,8 @@ VERSION = __version__.encode().ljust(32)[:32]
 NUMBER_BYTES = 32
 RANK_BYTES = 4
 CODE_BYTES = 32
-HANDSHAKE_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 5.0   # for all of it
+REFUSAL = b"refused".ljust(CODE_BYTES)  # in the place of rank 0's proof: the rank's own is wrong
 
 
 class FrameSeal:
@@ -45,14 +47,16 @@ class FrameSeal:
 def greet(connection: socket.socket, key: bytes) -> tuple[int, tuple[FrameSeal, FrameSeal]]:
     """Let the other end prove its key, as rank 0; return its rank, and the seals of what is sent and read.
 
-    OSError if it has no proof, ConfigError if it has one and runs another version.
+    OSError if it has no proof within HANDSHAKE_TIMEOUT_S, ConfigError if it has one and runs another version.
     """
     number = secrets.token_bytes(NUMBER_BYTES)
+    deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
     connection.settimeout(HANDSHAKE_TIMEOUT_S)
     connection.sendall(GREETING + VERSION + number)
-    claim = _read(connection, len(VERSION) + RANK_BYTES + NUMBER_BYTES)
+    claim = _read(connection, len(VERSION) + RANK_BYTES + NUMBER_BYTES, deadline_s)
     both = number + claim
-    if not hmac.compare_digest(_read(connection, CODE_BYTES), _code(key, b"rank", both)):
+    if not hmac.compare_digest(_read(connection, CODE_BYTES, deadline_s), _code(key, b"rank", both)):
+        connection.sendall(REFUSAL)
         raise ConnectionError("another secret")
     connection.sendall(_code(key, b"leader", both))
     connection.settimeout(None)
@@ -62,23 +66,25 @@ def greet(connection: socket.socket, key: bytes) -> tuple[int, tuple[FrameSeal, 
     return rank, (FrameSeal(_code(key, b"to rank", both)), FrameSeal(_code(key, b"to leader", both)))
 
 
-def answer(connection: socket.socket, key: bytes, rank: int) -> tuple[FrameSeal, FrameSeal]:
+def answer(
+    connection: socket.socket, key: bytes, rank: int, limit_s: float = HANDSHAKE_TIMEOUT_S
+) -> tuple[FrameSeal, FrameSeal]:
     """Prove the key to rank 0, and let it do so; return the seals of what is sent and read.
 
-    OSError if the connection ends. ConfigError for another secret or version, or what is no rank 0.
+    OSError if the connection ends, or `limit_s` seconds are over: rank 0 may have closed it for others that wait.
+    ConfigError for another secret or version, or what is no rank 0.
     """
-    connection.settimeout(HANDSHAKE_TIMEOUT_S)
-    greeting = _read(connection, len(GREETING) + len(VERSION) + NUMBER_BYTES)
+    deadline_s = time.monotonic() + limit_s
+    greeting = _read(connection, len(GREETING) + len(VERSION) + NUMBER_BYTES, deadline_s)
     if not greeting.startswith(GREETING):
         raise ConfigError("what listens at master_addr and master_port is not node 0 of Quire")
     version, number = greeting[len(GREETING) : -NUMBER_BYTES], greeting[-NUMBER_BYTES:]
     claim = VERSION + rank.to_bytes(RANK_BYTES, "big") + secrets.token_bytes(NUMBER_BYTES)
     both = number + claim
     connection.sendall(claim + _code(key, b"rank", both))
-    try:
-        proof = _read(connection, CODE_BYTES)
-    except ConnectionError as error:
-        raise ConfigError("node 0 refuses the secret: node_secret_file must be the same on all nodes") from error
+    proof = _read(connection, CODE_BYTES, deadline_s)
+    if proof == REFUSAL:
+        raise ConfigError("node 0 refuses the secret: node_secret_file must be the same on all nodes")
     if not hmac.compare_digest(proof, _code(key, b"leader", both)):
         raise ConfigError("node 0 has another secret: node_secret_file must be the same on all nodes")
     connection.settimeout(None)
@@ -95,10 +101,14 @@ def _code(key: bytes, purpose: bytes, numbers: bytes) -> bytes:
     return hmac.digest(key, purpose + b"\0" + numbers, "sha256")
 
 
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read so many bytes. ConnectionError if the stream ends before."""
+def _read(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
+    """Read so many bytes. ConnectionError if the stream ends before, TimeoutError at the deadline."""
     found = bytearray()
     while len(found) < num_bytes:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the handshake took too long")
+        connection.settimeout(left_s)
         part = connection.recv(num_bytes - len(found))
         if not part:
             raise ConnectionError("the connection has ended in the handshake")

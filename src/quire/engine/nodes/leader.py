@@ -1,11 +1,9 @@
 """Rank 0 of a run over several machines (door of the room): listens for the other ranks, which join over TCP."""
 
-import logging
 import socket
-import threading
 import time
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 from quire.core.errors import ConfigError, EngineError, RankLostError
 from quire.core.options import declared_options
@@ -15,18 +13,14 @@ from quire.engine.nodes.address_book import AddressBook
 from quire.engine.nodes.addresses import RunAddress, run_address
 from quire.engine.nodes.agent import Members, threads_of
 from quire.engine.nodes.exchange import NetworkRanks
-from quire.engine.nodes.handshake import greet
+from quire.engine.nodes.join_port import Joined, JoinPort
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.leader import Peer, RankSet
 from quire.model.sharding import Shard
 
-log = logging.getLogger(__name__)
-
 JOIN_SHARE = 0.9            # of the start timeout, for all ranks to join
-ACCEPT_POLL_S = 0.25
-MAX_HANDSHAKES = 16         # at once
 # Settings of a machine, which may differ; of the model the digest decides.
 OWN_SETTINGS = {
     "model", "tokenizer", "node_rank", "swap_dir", "start_timeout", "node_secret_file", "chat_template",
@@ -42,7 +36,6 @@ class NodeRankSet(RankSet):
         self._run_address = where or run_address(options)
         self._book = AddressBook(lambda entry: self._publish(entry, self.peers))
         self._members: Members | None = None
-        self._joined = SimpleQueue[tuple[int, Channel, str] | ConfigError]()
 
     def close(self, reason: str = "rank 0 was closed") -> None:
         """End the ranks of this machine, and let those of others end. Idempotent."""
@@ -75,50 +68,35 @@ class NodeRankSet(RankSet):
 
     def _accept_ranks(self, listener: socket.socket) -> None:
         """Wait until all ranks have joined. EngineError if they do not, or one is not of this run."""
-        places = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        port = JoinPort(listener, self._run_address.key)
         limit_s = JOIN_SHARE * self._options.start_timeout
         deadline_s = time.monotonic() + limit_s
-        listener.settimeout(ACCEPT_POLL_S)
-        while missing := set(range(1, self._num_ranks)) - {peer.rank for peer in self.peers}:
-            if self.lost is not None:
-                raise self.lost
-            if time.monotonic() > deadline_s:
-                ranks = ", ".join(map(str, sorted(missing)))
-                where = self._run_address.address
-                raise EngineError(f"rank {ranks} did not join at {where} within {limit_s:g} s (start_timeout)")
-            with suppress(TimeoutError):
-                connection, place = listener.accept()
-                if places.acquire(blocking=False):
-                    threading.Thread(target=self._greet, args=(connection, place[0], places), daemon=True).start()
-                else:
-                    connection.close()
-            with suppress(Empty):
-                while True:
-                    self._add_joined(self._joined.get_nowait(), missing)
+        try:
+            while missing := set(range(1, self._num_ranks)) - {peer.rank for peer in self.peers}:
+                if self.lost is not None:
+                    raise self.lost
+                if time.monotonic() > deadline_s:
+                    ranks = ", ".join(map(str, sorted(missing)))
+                    where = self._run_address.address
+                    raise EngineError(f"rank {ranks} did not join at {where} within {limit_s:g} s (start_timeout)")
+                port.poll()
+                with suppress(Empty):
+                    while True:
+                        self._add_joined(port.joined.get_nowait(), missing)
+        finally:
+            port.close()
 
-    def _add_joined(self, joined: tuple[int, Channel, str] | ConfigError, missing: set[int]) -> None:
+    def _add_joined(self, joined: Joined | ConfigError, missing: set[int]) -> None:
         if isinstance(joined, ConfigError):
             raise joined
-        rank, channel, place = joined
-        if rank not in missing:
+        channel = Channel(joined.connection, messages.decode_report, joined.seals)
+        if joined.rank not in missing:
             channel.close()
-            raise ConfigError(f"a rank {rank} has joined twice, or there is none: node_rank must differ between nodes")
-        missing.discard(rank)
-        self._add(Peer(rank, channel, None, place))
-
-    def _greet(self, connection: socket.socket, place: str, places: threading.BoundedSemaphore) -> None:
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            rank, seals = greet(connection, self._run_address.key)
-            self._joined.put((rank, Channel(connection, messages.decode_report, seals), place))
-        except ConfigError as error:
-            connection.close()
-            self._joined.put(error)
-        except OSError as error:
-            log.warning("a connection from %s is no rank of this run: %s", place, error)
-            connection.close()
-        finally:
-            places.release()
+            raise ConfigError(
+                f"a rank {joined.rank} has joined twice, or there is none: node_rank must differ between nodes"
+            )
+        missing.discard(joined.rank)
+        self._add(Peer(joined.rank, channel, None, joined.place))
 
     def _check_hello(self, peer: Peer, hello: messages.Hello) -> None:
         super()._check_hello(peer, hello)

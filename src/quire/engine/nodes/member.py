@@ -17,7 +17,7 @@ from quire.core.errors import ConfigError, EngineError
 from quire.core.optional_package import needs_package
 from quire.engine.messages import failed
 from quire.engine.nodes.address_book import AddressBook
-from quire.engine.nodes.handshake import answer
+from quire.engine.nodes.handshake import FrameSeal, answer
 from quire.engine.nodes.messages import Ended, Join, Joined, decode_join
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
@@ -28,13 +28,13 @@ CONNECT_PAUSE_S = 0.2
 
 
 class Member:
-    """A rank, its channel to rank 0, and that to the command of its node. Raises as `connect` and `answer`."""
+    """A rank, its channel to rank 0, and that to the command of its node. Raises as `join_run`."""
 
     def __init__(self, agent: Channel, join: Join) -> None:
         self._agent, self._join = agent, join
         self._reason = f"rank 0 at {join.address} port {join.port} has closed the connection"
-        connection = connect(join)
-        self._channel = Channel(connection, messages.decode_command, answer(connection, join.key, join.rank))
+        connection, seals = join_run(join)
+        self._channel = Channel(connection, messages.decode_command, seals)
         self._book = AddressBook(self._channel.send)
 
     def run(self) -> NoReturn:
@@ -78,23 +78,30 @@ class Member:
         return False
 
 
-def connect(join: Join) -> socket.socket:
-    """Return a connection to rank 0, as soon as it listens. EngineError if it does not for long."""
+def join_run(join: Join) -> tuple[socket.socket, tuple[FrameSeal, FrameSeal]]:
+    """Return a connection to rank 0 that has proven the secret, and its seals. Tries until the time is over.
+
+    EngineError if rank 0 does not listen for long, or closes every connection. ConfigError as of `answer`.
+    """
     limit_s = CONNECT_SHARE * join.options.start_timeout
     deadline_s = time.monotonic() + limit_s
     while True:
+        connection = None
+        failed = "did not listen"
         try:
             connection = socket.create_connection((join.address, join.port), timeout=CONNECT_PAUSE_S * 10)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            failed = "did not let this rank join"
+            return connection, answer(connection, join.key, join.rank, max(1.0, deadline_s - time.monotonic()))
         except OSError as error:
+            if connection is not None:
+                connection.close()
             if time.monotonic() > deadline_s:
                 raise EngineError(
-                    f"node 0 did not listen at {join.address} port {join.port} within {limit_s:g} s "
+                    f"node 0 {failed} at {join.address} port {join.port} within {limit_s:g} s "
                     f"(master_addr, master_port, start_timeout): {error}"
                 ) from error
             time.sleep(CONNECT_PAUSE_S)
-            continue
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
 
 
 def main() -> None:
