@@ -92,9 +92,10 @@ class BaseClient(ABC):
         self.pinned.on_removal(prefix_id, timer.cancel)
 
     def renew_prefix(self, prefix_id: str, ttl_s: float) -> None:
-        """Unpin a pinned prefix after `ttl_s` from now, not when it would have expired."""
-        self.pinned.renew(prefix_id, ttl_s)
-        self.expire_prefix(prefix_id, ttl_s)
+        """Unpin a pinned prefix after `ttl_s` from now, or when it expires already, whichever is later."""
+        if self.pinned.remaining_s(prefix_id) < ttl_s:
+            self.pinned.renew(prefix_id, ttl_s)
+            self.expire_prefix(prefix_id, ttl_s)
 
     # --- health ---------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,11 @@ class PinnedPrefixes:
         self._pinned[prefix.id] = Pin(prefix, request.request_id, key_number)
         return prefix
 
+    def remaining_s(self, prefix_id: str) -> float:
+        """Return the seconds until a pinned prefix expires, to a second; infinity if it does not."""
+        expires = self._pinned[prefix_id].prefix.expires
+        return math.inf if expires is None else expires - time.time()
+
     def renew(self, prefix_id: str, ttl_s: float) -> None:
         """Let a prefix that is pinned expire after `ttl_s` from now; the caller removes it then."""
         pin = self._pinned[prefix_id]

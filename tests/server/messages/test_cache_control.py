@@ -83,11 +83,27 @@ def test_mark_that_is_seen_again_lives_on(server: OpenAIServer) -> None:
     assert 3500 < after["expires"] - before["created"] < 3700
 
 
+def test_later_shorter_mark_does_not_shorten_a_pin(server: OpenAIServer) -> None:
+    def user(text: str, ttl: str) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "text", "text": text, "cache_control": MARK | {"ttl": ttl}}]}
+
+    def expires_in(turns: list[Any]) -> int:
+        """Return the seconds for which the only pin lives after these turns."""
+        ask(server, "", messages=turns, system="Be brief.")
+        (pin,) = pins(server, KEYS[0])
+        return int(pin["expires"] - pin["created"])
+
+    assert expires_in([user(SYSTEM, "1h")]) > 3500
+    assert expires_in([user(SYSTEM, "5m")]) > 3500
+    turns = [user(SYSTEM, "5m"), {"role": "assistant", "content": "Fine."}, user("Go on. " * 9, "5m")]
+    assert expires_in(turns) > 3400, "what extends it lives as long"
+
+
 def test_pin_expires(server: OpenAIServer) -> None:
     ask(server, "What?")
     service = server.service
     (pin,) = pins(server, KEYS[0])
-    server.on_loop(lambda: service.client.renew_prefix(pin["id"], 0.01))
+    server.on_loop(lambda: service.client.expire_prefix(pin["id"], 0.01))
     server.wait_until(lambda: not len(service.client.pinned))
     assert ask(server, "What?").cache_creation_input_tokens is not None
     assert len(pins(server, KEYS[0])) == 1

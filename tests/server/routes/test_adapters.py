@@ -244,3 +244,20 @@ def test_modules_are_served_from_the_start(demo_model: Path, root: Path) -> None
             for name in listed
         }
         assert len(answers) == 3
+
+
+def test_pins_of_marked_prefixes_are_of_one_adapter(server: OpenAIServer) -> None:
+    """A prefix that one adapter has computed is no cache read of another one, nor of the model."""
+    load(server, "a")
+    load(server, "b")
+    system = [{"type": "text", "text": "Words of a system text. " * 9, "cache_control": {"type": "ephemeral"}}]
+    body = {"max_tokens": 2, "system": system, "messages": [{"role": "user", "content": "What?"}]}
+    for model in ("a", "b", NAME):
+        usages = [server.http.post("/v1/messages", json=body | {"model": model}).json()["usage"] for _ in range(2)]
+        assert usages[0]["cache_read_input_tokens"] < 16
+        assert usages[0]["cache_creation_input_tokens"] > 16
+        assert usages[1]["cache_creation_input_tokens"] == 0
+    pinned = server.http.get("/v1/prefixes").json()["data"]
+    assert len(pinned) == 3
+    for pin in pinned:
+        server.http.delete(f"/v1/prefixes/{pin['id']}").raise_for_status()

@@ -116,7 +116,10 @@ def _common_prefix(left: str, right: str) -> str:
 
 
 class CachedPrefixes:
-    """Prefixes pinned for `cache_control`: one that is asked for again lives on, one that another extends is let go."""
+    """Prefixes pinned for `cache_control`: one that is asked for again lives on, one that another extends is let go.
+
+    Neither makes a prefix expire earlier.
+    """
 
     def __init__(self) -> None:
         self._pinned: dict[str, TokenizedPrompt] = {}   # by the ids of pins
@@ -153,21 +156,27 @@ class CachedPrefixes:
             )  # fmt: skip
         except (ApiError, EngineError):
             return None
-        self._let_go_of(service.client, prefix)
+        service.client.renew_prefix(pinned.prefix.id, self._let_go_of(service.client, prefix))
         self._pinned[pinned.prefix.id] = prefix
         return CacheUse(pinned.num_cached_tokens, len(prefix.token_ids))
 
     def _find(self, client: BaseClient, prefix: TokenizedPrompt) -> str | None:
-        """Return the id of a pin that begins with a prefix, of the same key and salt."""
+        """Return the id of a pin that begins with a prefix, of the same key, salt and adapter."""
         self._forget_ended(client)
         return next((id_ for id_, known in self._pinned.items() if _extends(known, prefix)), None)
 
-    def _let_go_of(self, client: BaseClient, prefix: TokenizedPrompt) -> None:
-        """Unpin what a new pin extends: each turn of a conversation pins the turns before it again."""
+    def _let_go_of(self, client: BaseClient, prefix: TokenizedPrompt) -> float:
+        """Unpin what a new pin extends: each turn of a conversation pins the turns before it again.
+
+        Returns the most seconds that one of them had left, 0 if there is none.
+        """
         self._forget_ended(client)
-        for id_ in [id_ for id_, known in self._pinned.items() if _extends(prefix, known)]:
+        extended = [id_ for id_, known in self._pinned.items() if _extends(prefix, known)]
+        left_s = max(map(client.pinned.remaining_s, extended), default=0.0)
+        for id_ in extended:
             client.unpin(client.pinned.remove(id_, None))
             del self._pinned[id_]
+        return left_s
 
     def _forget_ended(self, client: BaseClient) -> None:
         self._pinned = {id_: known for id_, known in self._pinned.items() if id_ in client.pinned}
@@ -176,7 +185,12 @@ class CachedPrefixes:
 def _extends(longer: TokenizedPrompt, shorter: TokenizedPrompt) -> bool:
     length = len(shorter.token_ids)
     return (
-        (longer.key_number, longer.cache_salt) == (shorter.key_number, shorter.cache_salt)
+        _scope(longer) == _scope(shorter)
         and len(longer.token_ids) >= length
         and num_equal_tokens(longer.token_ids, shorter.token_ids, length) == length
     )
+
+
+def _scope(prompt: TokenizedPrompt) -> tuple[int, str | None, str | None]:
+    """Return what two prompts have in common that find each other's blocks, and belong to one key."""
+    return prompt.key_number, prompt.cache_salt, None if prompt.adapter is None else prompt.adapter.digest
