@@ -79,6 +79,62 @@ async def looping(renderer: TemplateRenderer) -> "asyncio.Task[str]":
     return task
 
 
+# --- the probe --------------------------------------------------------------------------------------------------------
+
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_template_is_probed_once_whatever_becomes_of_its_processes(
+    with_template: MakeTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = [*HELLO, {"role": "system", "content": "late"}]
+
+    async def check() -> None:
+        async with opened(with_template(ONE_SYSTEM)) as renderer:
+            assert not renderer.tells_format
+            renderer.warm_up()
+            for _ in range(2):
+                assert await renderer.render(late) == "<system>late<user>hi"
+                assert renderer.tells_format
+                os.kill(process_of(renderer).pid, signal.SIGKILL)
+                process_of(renderer).wait()
+            long = [{"role": "user", "content": "x" * template_renderer.SHORT_BYTES}, late[1]]
+            assert (await renderer.render(long)).startswith("<system>late<user>xxx")
+
+    with caplog.at_level("INFO", template_renderer.__name__.rpartition(".")[0]), caplog.at_level("INFO", "quire.text"):
+        uvloop.run(check())
+    assert len([message for message in caplog.messages if message.startswith("chat template: ")]) == 1
+
+
+def test_template_that_cannot_be_probed_gets_messages_as_they_are(
+    with_template: MakeTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = "{% if 'quire' in messages[0].content %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+
+    async def check() -> None:
+        async with opened(with_template(endless)) as renderer:
+            assert await renderer.render(HELLO) == "hi"
+
+    uvloop.run(check())
+    assert "the chat template cannot be probed within 2 seconds; it gets messages as they are" in caplog.messages
+
+
+def test_calls_are_written_in_the_format_of_the_model(with_template: MakeTokenizer) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Ulm"}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    async def check() -> None:
+        async with opened(with_template("{{ messages[-1].content }}")) as renderer:
+            lfm2 = await renderer.render(messages, call_format="lfm2")
+            assert lfm2 == '<|tool_call_start|>[f(city="Ulm")]<|tool_call_end|>'
+            assert (await renderer.render(messages)).startswith('<tool_call>\n{"name": "f"')
+
+    uvloop.run(check())
+
+
 # --- what it renders --------------------------------------------------------------------------------------------------
 
 

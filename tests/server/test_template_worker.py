@@ -58,7 +58,7 @@ class Child:
 def child() -> Iterator[Child]:
     child = Child()
     try:
-        child.send(LoadTemplate(TEMPLATE))
+        child.send(LoadTemplate({"default": TEMPLATE}))
         assert child.receive() == TemplateLoaded()
         yield child
     finally:

@@ -11,9 +11,12 @@ from support import small_tokenizers
 from support.reciting_model import write_reciter
 from support.small_tokenizers import BOS, CHAT_TEMPLATE, EOS
 
-# Knows tools and calls of Hermes' format, and writes neither: prompts have the same length with tools and without.
+# Knows tools and calls of Hermes' format, and writes none that tests have: those with a city. Prompts have the same
+# length with tools and without.
 KNOWING_TEMPLATE = (
-    CHAT_TEMPLATE + "{% if tools and messages[0].tool_calls %}<tool_call></tool_call><think></think>{% endif %}"
+    CHAT_TEMPLATE + "{% for t in tools or [] if 'city' not in t | string %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}{% for c in m.tool_calls or [] if 'city' not in c.function.arguments %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}{% if false %}<think></think>{% endif %}"
     "{% if thinks %}<think>{% endif %}"
 )
 SPECIAL = ("<tool_call>", "</tool_call>", "<|other|>")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidRequestError
-from quire.text.chat_template import CONTINUE_MARK, MAX_ERROR_CHARS, MAX_RENDERED_CHARS, ChatTemplate
+from quire.text.chat_template import CONTINUE_MARK, ChatTemplate
+from quire.text.template_program import MAX_ERROR_CHARS, MAX_RENDERED_CHARS
 
 DATA = Path(__file__).parents[2] / "../shared/data/chat_templates"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -82,7 +83,7 @@ def test_generation_blocks_render_their_content() -> None:
 def test_clock_namespaces_and_dicts() -> None:
     assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
     assert render("{% set n = namespace(a=1) %}{% for i in [5] %}{% set n.a = i %}{% endfor %}{{ n.a }}") == "5"
-    assert render("{{ dict(a=1).a }}") == "1"
+    assert render("{{ dict(a=1).a }}{{ dict.fromkeys('ab', 2).b }}") == "12"
 
 
 def test_variables_reach_the_template() -> None:
@@ -104,12 +105,27 @@ def test_tools_are_rendered_as_given() -> None:
     assert text == json.dumps([bare, full, {"type": "function", "function": {"name": "h"}}])
 
 
-def test_templates_that_need_a_description_and_a_schema_get_empty_ones() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    source = "{% for t in tools %}{{ '// ' + t.function.description + '/' }}{{ t.function | tojson }}{% endfor %}"
-    written = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
-    assert render(source, tools=tools) == "// /" + json.dumps(written)
-    assert "nowhere" in refusal("{{ tools[0].nowhere.at_all }}", tools=tools)
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "written"),
+    [
+        ("{{ '// ' + f.description }}", {}, {"name": "f", "description": ""}),
+        ("{{ f.parameters | tojson }}", {}, {"name": "f", "parameters": NO_PARAMETERS}),
+        ("{{ f.parameters.properties.items() | list }}", {}, {"name": "f", "parameters": NO_PARAMETERS}),
+        ("{{ f.parameters.properties.items() | list }}", {"parameters": {"type": "object"}},
+         {"name": "f", "parameters": NO_PARAMETERS}),
+        ("{{ '// ' + f.description }}", {"description": "d"}, {"name": "f", "description": "d"}),
+    ],
+)  # fmt: skip
+def test_functions_get_the_fields_that_a_template_needs(
+    source: str, function: dict[str, Any], written: dict[str, Any]
+) -> None:
+    source = "{% for t in tools or [] %}{% set f = t.function %}" + source + "={{ f | tojson }}{% endfor %}"
+    source += "{{ messages }}"
+    tools = [{"type": "function", "function": {"name": "f"} | function}]
+    assert f"={json.dumps(written)}" in render(source, tools=tools)
 
 
 def test_text_parts_become_one_text() -> None:
@@ -287,7 +303,7 @@ def test_template_errors_are_the_requests(source: str, reason: str) -> None:
     [
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
-        "{{ dict.fromkeys.__self__ }}",
+        "{{ dict.fromkeys.__self__.os }}",
         "{{ raise_exception.__globals__.os }}",
         "{{ namespace.__init__.__globals__ }}",
         "{% set n = namespace() %}{% set n.__class__ = 1 %}",

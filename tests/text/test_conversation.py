@@ -8,6 +8,7 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.text.chat_template import ChatTemplate
+from quire.text.fitted_messages import hermes_calls
 from quire.text.tools import ToolLimits, tools_text
 
 DATA = Path(__file__).parents[2] / "../shared/data/chat_templates"
@@ -63,20 +64,13 @@ def test_reasoning_is_found_under_each_name(name: str) -> None:
     assert render("{{ messages[0].reasoning }}|{{ messages[0].reasoning_content }}", messages) == "2 + 2|2 + 2"
 
 
-def test_function_without_parameters_takes_none() -> None:
-    tools = [{"type": "function", "function": {"name": "now"}}]
-    assert json.loads(render("{{ tools[0].function.parameters | tojson }}", tools=tools)) == {
-        "type": "object", "properties": {},
-    }  # fmt: skip
-
-
 # --- templates that render no tools -----------------------------------------------------------------------------------
 
 
 def test_tools_and_calls_become_text() -> None:
     rendered = render(CHATML, tools=[WEATHER])
     system, user, assistant, response, rest = rendered.split("</>")
-    assert system == "<system>" + tools_text([WEATHER], tells_format=True)
+    assert system == "<system>" + tools_text([WEATHER], hermes_calls)
     assert json.dumps(WEATHER) in system
     assert user == "<user>Weather in Ulm?"
     assert assistant == '<assistant><tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
@@ -98,7 +92,7 @@ def test_tools_follow_the_system_message() -> None:
 )
 def test_tools_precede_the_users_message_where_no_system_message_is_shown(source: str) -> None:
     assert render(source, CONVERSATION[:1], tools=[WEATHER]) == (
-        tools_text([WEATHER], tells_format=True) + "\n\nWeather in Ulm?"
+        tools_text([WEATHER], hermes_calls) + "\n\nWeather in Ulm?"
     )
 
 
@@ -109,7 +103,7 @@ def test_template_that_shows_no_text_of_ours_is_refused() -> None:
 
 
 def test_template_with_calls_of_its_own_format_is_told_of_no_other() -> None:
-    source = CHATML + "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endfor %}"
+    source = CHATML + "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endfor %}"
     rendered = render(source, tools=[WEATHER])
     assert "<tools>" in rendered
     assert "<tool_call>" not in rendered

@@ -239,6 +239,53 @@ def test_default_of_several_templates_is_taken(tmp_path: Path, named: list[dict[
     assert Tokenizer.from_folder(small_folder(tmp_path, chat_template=named)).chat_template == "d"
 
 
+TOOL_TEMPLATES = {"default": "d {{ messages[0].content }}", "tool_use": "{{ tools | tojson }}"}
+
+
+@pytest.mark.parametrize("place", ["list", "object", "files", "file beside the configuration"])
+def test_template_for_tools_is_used_with_tools(tmp_path: Path, place: str) -> None:
+    config: Any = [{"name": name, "template": template} for name, template in {**TOOL_TEMPLATES, "rag": "r"}.items()]
+    config = {"list": config, "object": TOOL_TEMPLATES, "files": "older"}.get(place, TOOL_TEMPLATES["default"])
+    folder = small_folder(tmp_path, chat_template=config)
+    if place.startswith("file"):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_TEMPLATES["tool_use"])
+    if place == "files":
+        (folder / "chat_template.jinja").write_text(TOOL_TEMPLATES["default"])
+    tokenizer = Tokenizer.from_folder(folder)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert tokenizer.chat_templates == TOOL_TEMPLATES
+    assert tokenizer.apply_chat_template(HELLO) == "d hi"
+    assert tokenizer.apply_chat_template(HELLO, tools=tools) == json.dumps(tools)
+    tokenizer.use_chat_template("given")
+    assert tokenizer.chat_templates == {"default": "given"}
+
+
+def test_templates_without_a_default_are_none(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path, chat_template=[{"name": "tool_use", "template": "t"}])
+    assert Tokenizer.from_folder(folder).chat_templates == {}
+
+
+def test_other_special_tokens_are_variables_as_in_transformers(tmp_path: Path) -> None:
+    names = ("bos_token", "image_token", "boi_token", "list_token", "no_token")
+    template = "".join(f"{{{{ {name} }}}}|" for name in names)
+    folder = small_folder(
+        tmp_path, chat_template=template, image_token="<image>", list_token=["<s>"],
+        no_token=None, extra_special_tokens={"boi_token": "<boi>"},
+    )  # fmt: skip
+    assert Tokenizer.from_folder(folder).apply_chat_template(HELLO) == "<s>|<image>|<boi>|||"
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(folder)
+    assert theirs.apply_chat_template(HELLO, tokenize=False) == "<s>|<image>|<boi>|||"
+
+
+def test_given_template_is_probed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer.from_folder(small_folder(tmp_path))
+    with caplog.at_level("INFO", "quire.text.chat_template"):
+        for _ in range(3):
+            assert tokenizer.apply_chat_template(HELLO, chat_template="{{ messages[0].content }}") == "hi"
+    assert len(caplog.messages) == 1
+
+
 def test_model_without_template_refuses_chat(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(small_folder(tmp_path))
     assert tokenizer.chat_template is None

@@ -96,7 +96,7 @@ def create_app(service: Service) -> FastAPI:
     )  # fmt: skip
     app.state.service = service
     if served_formats is not None:
-        service.formats = served_formats(service.client.tokenizer, service.options)
+        service.formats = served_formats(service.client.tokenizer, service.options, service.templates)
     if output_constraints is not None:
         service.constraints = output_constraints(service.options)
     modules = [system, completions, tokenization, models, forwarding, docs]

@@ -1,10 +1,14 @@
 """Chat template renderer: runs templates, which are untrusted programs, in a process with limits.
 
+A template is probed once, by the first process; each process after it is told what the probe found.
+
 A process renders one conversation after the other, a tenth of a millisecond each. A conversation past the limits kills
 the process: its request is refused, and the next one gets a new process. If the process dies otherwise, the cause may
 not be the template: the request fails with 500.
 """
 
+import asyncio
+import logging
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,11 +21,23 @@ from quire.server import template_worker as worker
 from quire.server.errors import overloaded
 from quire.server.options import DEFAULT_LIMITS, Limits
 from quire.server.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
-from quire.server.template_worker import LoadTemplate, Render, Rendered, RenderRefused
-from quire.text.chat_template import MAX_RENDERED_CHARS
+from quire.server.template_worker import (
+    LoadTemplate,
+    ProbeTemplate,
+    Render,
+    Rendered,
+    RenderRefused,
+    TemplateProbed,
+)
+from quire.text.chat_template import log_forms
 from quire.text.conversation import Message
+from quire.text.template_forms import TemplateForms
+from quire.text.template_program import MAX_RENDERED_CHARS
+from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool, ToolLimits
+
+log = logging.getLogger(__name__)
 
 SHORT_BYTES = 32 << 10                      # 10 ms at worst; a page of chat has 4 KiB
 TEMPLATES = SandboxKind(
@@ -42,15 +58,25 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_waiting: int = 1024) -> None:
         self._tokenizer = tokenizer
-        self._template = None if tokenizer is None else tokenizer.chat_template
+        self._templates = {} if tokenizer is None else dict(tokenizer.chat_templates)
+        self._forms: dict[str, TemplateForms] | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._short, self._long = (SandboxLane(TEMPLATES, name, self._start) for name in ("template", "template long"))
 
     def warm_up(self) -> None:
-        """Start the process before the first render, which would wait for it otherwise. Takes 1 to 2 ms."""
-        if self._template is not None:
+        """Start the process and its probe before the first render, which would wait for them. Takes 1 to 2 ms."""
+        if self._templates:
             self._short.warm_up()
+            self._probed()
+
+    @property
+    def tells_format(self) -> bool:
+        """Whether tools are described with the format of calls, since the template shows neither."""
+        forms = self._forms or {}
+        used = forms.get(TOOL_TEMPLATE) or forms.get(DEFAULT_TEMPLATE)
+        return used is not None and used.tells_format
 
     async def render(
         self,
@@ -63,16 +89,18 @@ class TemplateRenderer:
         forced: Sequence[Tool] = (),
         limits: Limits = DEFAULT_LIMITS,
         client_id: str = "",
+        call_format: str | None = None,
     ) -> str:
         """Return the text of a conversation. InvalidRequestError for errors of the messages or the template.
 
-        The schemas of `forced`, some of the tools, are checked: a grammar must be able to express them.
-        ApiError 429 when too many conversations wait, 503 when closed; RuntimeError when the process was killed or
-        crashed. Cancelling the caller kills its render.
+        Calls that the template does not show are written in `call_format`, by default Hermes'. The schemas of `forced`,
+        some of the tools, are checked: a grammar must be able to express them. ApiError 429 when too many conversations
+        wait, 503 when closed; RuntimeError when the process was killed or crashed. Cancelling the caller kills its
+        render.
         """
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
-        if self._template is None:
+        if not self._templates:
             raise InvalidRequestError("the model has no chat template", param="messages")
         most = limits.max_template_variable_bytes
         name = "max_template_variable_bytes"
@@ -83,7 +111,9 @@ class TemplateRenderer:
             limits.max_schema_bytes, limits.max_schema_depth, limits.max_schema_properties, limits.max_argument_bytes
         )
         indices = [index for index, tool in enumerate(tools or ()) if any(tool is other for other in forced)]
-        command = _frame(Render(messages, add_generation_prompt, continue_final_message, known, tools, bounds, indices))
+        command = _frame(Render(
+            messages, add_generation_prompt, continue_final_message, known, tools, bounds, indices, call_format
+        ))  # fmt: skip
         most = limits.max_conversation_bytes
         _check_bytes("messages", "a conversation", len(command), most, "max_conversation_bytes")
         if self._num_waiting >= self._max_waiting:
@@ -92,6 +122,7 @@ class TemplateRenderer:
         is_short = len(command) <= SHORT_BYTES and not indices  # grammars may take long however short they are
         lane = self._short if is_short else self._long
         try:
+            await asyncio.shield(self._probed())
             async with lane.semaphore.slot(client_id):
                 reply = worker.decode_reply(await lane.ask(command))
         except JobLimitError as error:
@@ -112,14 +143,38 @@ class TemplateRenderer:
         """Kill the processes; waiting renders fail with 503. Idempotent."""
         await self._short.close()
         await self._long.close()
+        if self._probing is not None:
+            await asyncio.wait((self._probing,))
 
     def _start(self) -> bytes:
         """Return the first frame of a process."""
-        assert self._template is not None, "a conversation is rendered by a template"
-        return _frame(LoadTemplate(self._template))
+        assert self._templates, "a conversation is rendered by a template"
+        return _frame(LoadTemplate(self._templates, self._forms))
+
+    def _probed(self) -> "asyncio.Task[None]":
+        """Return the task of the probe: started by the first call, and again after a failure."""
+        if self._probing is None or (self._probing.done() and self._forms is None):
+            self._probing = asyncio.create_task(self._probe(), name="probe of the chat template")
+            self._probing.add_done_callback(lambda task: task.cancelled() or task.exception())  # a render raises it
+        return self._probing
+
+    async def _probe(self) -> None:
+        """Find the forms that the templates read, and log them; one that exceeds the limits gets the defaults."""
+        assert self._tokenizer is not None, "a template comes with a tokenizer"
+        command = _frame(ProbeTemplate(dict(self._tokenizer.named_tokens)))
+        try:
+            async with self._short.semaphore.slot(""):
+                reply = worker.decode_reply(await self._short.ask(command))
+        except JobLimitError as error:
+            self._forms = dict.fromkeys(self._templates, TemplateForms())
+            log.warning("the chat template cannot be probed %s; it gets messages as they are", error)
+            return
+        assert isinstance(reply, TemplateProbed), f"expected forms, got {reply}"
+        self._forms = reply.forms
+        log_forms(self._forms)
 
 
-def _frame(message: LoadTemplate | Render) -> bytes:
+def _frame(message: worker.TemplateCommand) -> bytes:
     """Return a message as a frame. InvalidRequestError for values that msgpack cannot encode."""
     try:
         return frame(message)

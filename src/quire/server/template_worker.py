@@ -14,21 +14,31 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.server.sandbox_worker import serve_jobs
 from quire.text.chat_template import ChatTemplate
+from quire.text.fitted_messages import WriteCalls
+from quire.text.template_forms import TemplateForms
 from quire.text.tools import DEFAULT_TOOL_LIMITS, ToolLimits, parameters_of
 
 RENDER_LIMIT_S = 2.0        # a page of chat takes 0.1 ms, 4 MiB of messages about 100 ms
 
 
 class LoadTemplate(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """The first message: the template's source."""
+    """The first message: the sources of the templates by their names, and the forms that an earlier probe found."""
 
-    source: str
+    sources: dict[str, str]
+    forms: dict[str, TemplateForms] | None = None
+
+
+class ProbeTemplate(msgspec.Struct, tag="probe", array_like=True, frozen=True):
+    """A request for the forms that the templates read. `tokens`: special tokens by their names."""
+
+    tokens: dict[str, str]
 
 
 class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
     """A conversation and tools, unchecked, and the other variables of the template.
 
-    `forced`: indices of the tools with schemas that become grammars, which is checked.
+    `forced`: indices of the tools with schemas that become grammars, which is checked. `call_format`: name of the
+    format in which calls are written where the template shows none; None: that of Hermes.
     """
 
     messages: Any
@@ -38,10 +48,17 @@ class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
     tools: Any = None
     limits: ToolLimits = DEFAULT_TOOL_LIMITS
     forced: list[int] = []
+    call_format: str | None = None
 
 
 class TemplateLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     """The answer to `LoadTemplate`."""
+
+
+class TemplateProbed(msgspec.Struct, tag="probed", array_like=True, frozen=True):
+    """The answer to `ProbeTemplate`: forms by the names of the templates."""
+
+    forms: dict[str, TemplateForms]
 
 
 class Rendered(msgspec.Struct, tag="rendered", array_like=True, frozen=True):
@@ -58,8 +75,8 @@ class RenderRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True)
     code: str | None
 
 
-TemplateCommand = LoadTemplate | Render
-TemplateReply = TemplateLoaded | Rendered | RenderRefused
+TemplateCommand = LoadTemplate | ProbeTemplate | Render
+TemplateReply = TemplateLoaded | TemplateProbed | Rendered | RenderRefused
 
 decode_command: Callable[[bytes], TemplateCommand] = msgspec.msgpack.Decoder(TemplateCommand).decode
 decode_reply: Callable[[bytes], TemplateReply] = msgspec.msgpack.Decoder(TemplateReply).decode
@@ -75,9 +92,12 @@ class TemplateJobs:
         """Return the frame of the reply to a command. MemoryError when memory runs out."""
         command = decode_command(body)
         if isinstance(command, LoadTemplate):
-            self._template = ChatTemplate(command.source)  # compiled by its first render
+            self._template = ChatTemplate(command.sources, forms=command.forms)  # compiled by its first render
             return frame(TemplateLoaded())
         assert self._template is not None, "the first command must be LoadTemplate"
+        if isinstance(command, ProbeTemplate):
+            self._template = ChatTemplate(self._template.sources, tokens=command.tokens)
+            return frame(TemplateProbed(dict(self._template.forms)))
         return _rendered(self._template, command)
 
 
@@ -88,6 +108,7 @@ def _rendered(template: ChatTemplate, command: Render) -> bytes:
             command.messages,
             tools=command.tools,
             limits=command.limits,
+            write_calls=_writer(command.call_format),
             add_generation_prompt=command.add_generation_prompt,
             continue_final_message=command.continue_final_message,
             **command.variables,
@@ -103,6 +124,15 @@ def _rendered(template: ChatTemplate, command: Render) -> bytes:
         return _refusal(str(error), error.param, error.code)
     except UnicodeEncodeError:
         return _refusal("the chat template has rendered half a surrogate pair", "messages", None)
+
+
+def _writer(call_format: str | None) -> WriteCalls | None:
+    """Return a function that writes calls in the format of this name."""
+    if call_format is None:
+        return None
+    from quire.server.tool_formats.writing import call_writer  # noqa: PLC0415 (a room, for named formats alone)
+
+    return call_writer(call_format)
 
 
 def _refusal(message: str, param: str | None, code: str | None) -> bytes:

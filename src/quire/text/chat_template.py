@@ -1,29 +1,23 @@
 """Chat templates: render a conversation as the text that the model was trained to continue.
 
-A template is a program of the model's authors, so it runs in Jinja's immutable sandbox, on plain data, with bounded
-output. Names and settings are those of transformers, for which templates are written: trimmed blocks, loop controls,
-`raise_exception`, `strftime_now`, a `tojson` that leaves characters as they are, and `generation` blocks, which mark
-the assistant's words for training and mean nothing here.
-
-Tools are rendered by the template. One that does not know them gets them as text, in the system message if it shows
-that, else in the first message of the user; one that does not know tool calls gets those as text, too.
+A model has one template, or two: one for conversations with tools, and one for all others. The forms that a template
+reads are found once, by a probe (`quire.text.template_forms`), and each conversation is fitted to them
+(`quire.text.fitted_messages`). The text is that of transformers for messages in the forms that the template reads.
 """
 
-import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
-
-from jinja2 import Template, TemplateError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from typing import Any
 
 from quire.core.errors import InvalidRequestError
-from quire.text.conversation import Message, checked_conversation, refuse, with_calls_as_text, with_text_in_front
+from quire.text.conversation import Message, checked_conversation, refuse
+from quire.text.fitted_messages import WriteCalls, fitted_messages, hermes_calls, told_of_tools
+from quire.text.parts import plain_part
+from quire.text.template_forms import TemplateForms, probe
+from quire.text.template_program import TemplateProgram
+from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE
 from quire.text.tools import (
     DEFAULT_TOOL_LIMITS,
     Tool,
@@ -35,26 +29,43 @@ from quire.text.tools import (
     without_nulls,
 )
 
-MAX_RENDERED_CHARS = 16 * 1024 * 1024  # longer than any context
-MAX_ERROR_CHARS = 1000                 # of an error that a template raises
+log = logging.getLogger(__name__)
+
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the one of transformers, so that templates treat it the same
+_PROBE_TOKENS = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}   # where the tokenizer names none
 
 Conversation = list[dict[str, Any]]
 
 
-class _Knowledge(NamedTuple):
-    """What a template reads: the variable `tools`, and the tool calls of messages."""
-
-    of_tools: bool
-    of_calls: bool
-
-
 class ChatTemplate:
-    """One template, compiled when it is first used. `clock` returns the time for `strftime_now`."""
+    """A model's template, or its templates by name, compiled when they are first used.
 
-    def __init__(self, source: str, clock: Callable[[], datetime] = datetime.now) -> None:
-        self.source = source
-        self._clock = clock
+    `tokens` are variables of the probe: special tokens by their names. `forms` are those that an earlier probe of the
+    same templates found. `clock` returns the time for `strftime_now`.
+    """
+
+    def __init__(
+        self, source: str | Mapping[str, str], clock: Callable[[], datetime] = datetime.now, *,
+        tokens: Mapping[str, str] | None = None, forms: Mapping[str, TemplateForms] | None = None,
+    ) -> None:  # fmt: skip
+        self.sources = {DEFAULT_TEMPLATE: source} if isinstance(source, str) else dict(source)
+        self._programs = {name: TemplateProgram(text, clock) for name, text in self.sources.items()}
+        self._tokens = _PROBE_TOKENS | dict(tokens or {})
+        self._given_forms = forms
+
+    @property
+    def source(self) -> str:
+        """The template of conversations without tools."""
+        return self.sources[DEFAULT_TEMPLATE]
+
+    @cached_property
+    def forms(self) -> Mapping[str, TemplateForms]:
+        """Forms that each template reads. Probed when they are first needed, unless they are given."""
+        if self._given_forms is not None:
+            return self._given_forms
+        forms = {name: probe(self._run_or_none(program)) for name, program in self._programs.items()}
+        log_forms(forms)
+        return forms
 
     def render(
         self,
@@ -65,183 +76,85 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         limits: ToolLimits = DEFAULT_TOOL_LIMITS,
+        write_calls: WriteCalls | None = None,
         **variables: Any,  # noqa: ANN401 (variables of the template)
     ) -> str:
         """Return the text of a conversation.
 
-        A message has a `role` and a `content`: a string, a list of text parts (joined by newlines), or null. Raises
-        InvalidRequestError for the field `messages` if the messages are invalid or the template fails, for `tools` if
-        those are invalid. With `continue_final_message`, instead of a generation prompt, the text ends where the last
-        message's content does.
+        A message has a `role` and a `content`: a string, a list of text parts, or null. Raises InvalidRequestError for
+        the field `messages` if the messages are invalid or the template fails, for `tools` if those are invalid. With
+        `continue_final_message`, instead of a generation prompt, the text ends where the last message's content does.
+        `write_calls` writes calls where the template shows none, by default as Hermes' models do.
         """
         conversation = checked_conversation(messages, limits)
         functions = None if tools is None else check_tools(tools)
         if functions is not None:
             check_schemas(functions, limits)
+        variables["add_generation_prompt"] = add_generation_prompt
+        write = write_calls or hermes_calls
         if not continue_final_message:
-            return self._render(conversation, functions, add_generation_prompt, variables)
+            return self._render(conversation, functions, variables, write)
         if add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message cannot be used together with add_generation_prompt: "
                 "a message is either continued or begun",
                 param="continue_final_message",
             )
-        content = conversation[-1]["content"]
         if messages[-1].get("content") is None:
             refuse("continue_final_message needs a last message with a content")
-        marked = [*conversation[:-1], conversation[-1] | {"content": content + CONTINUE_MARK}]
-        return _cut_after(content, self._render(marked, functions, add_generation_prompt, variables))
+        text = _mark_end(conversation[-1])
+        return _cut_after(text, self._render(conversation, functions, variables, write))
 
     def _render(
-        self, conversation: Conversation, tools: list[dict[str, Any]] | None, add_generation_prompt: bool,
-        variables: dict[str, Any],
+        self, conversation: Conversation, tools: list[dict[str, Any]] | None, variables: dict[str, Any],
+        write_calls: WriteCalls,
     ) -> str:  # fmt: skip
-        """Return the text of a checked conversation, with tools and calls as text where the template needs that."""
-        knows = self._knowledge
-        if not knows.of_calls:
-            conversation = with_calls_as_text(conversation)
-        if not tools:
-            return self._run(conversation, None, add_generation_prompt, variables)
-        if knows.of_tools:
-            return self._run_with_tools(conversation, tools, add_generation_prompt, variables)
-        text = tools_text(tools, tells_format=not knows.of_calls)
-        failure: InvalidRequestError | None = None
-        for role in ("system", "user"):
+        """Return the text of a checked conversation, fitted to the template that renders it."""
+        name = TOOL_TEMPLATE if tools and TOOL_TEMPLATE in self._programs else DEFAULT_TEMPLATE
+        forms = self.forms[name]
+        fitted = fitted_messages(conversation, forms, write_calls)
+        shown, text = None, ""
+        if tools and forms.shows_tools:
+            shown = with_defaults(without_nulls(tools), forms.tool_defaults)
+        elif tools:
+            text = tools_text(tools, write_calls if forms.tells_format else None)
+            fitted = told_of_tools(fitted, text, forms)
+        rendered = self._programs[name].run({"documents": None, **variables, "messages": fitted, "tools": shown})
+        if text not in rendered:
+            raise InvalidRequestError("the model's chat template does not show tools", param="tools")
+        return rendered
+
+    def _run_or_none(self, program: TemplateProgram) -> Callable[..., str | None]:
+        """Return a function that renders messages and tools for the probe; None for what the template refuses."""
+
+        def run(messages: Sequence[Message], tools: Sequence[Tool] | None) -> str | None:
+            variables = {"documents": None, "messages": messages, "tools": tools, "add_generation_prompt": True}
             try:
-                told = with_text_in_front(conversation, text, role)
-                rendered = self._run(told, None, add_generation_prompt, variables)
-            except InvalidRequestError as error:  # some templates refuse messages of the system
-                failure = failure or error
-                continue
-            if text in rendered:
-                return rendered
-        if failure is not None:
-            raise failure
-        raise InvalidRequestError("the model's chat template does not show tools", param="tools")
+                return program.run(self._tokens | variables)
+            except InvalidRequestError as error:
+                if isinstance(error.__cause__, MemoryError):
+                    raise error.__cause__ from error
+                return None
 
-    def _run_with_tools(
-        self, conversation: Conversation, tools: list[dict[str, Any]], add_generation_prompt: bool,
-        variables: dict[str, Any],
-    ) -> str:  # fmt: skip
-        """Return the text with the tools as given, as in transformers; with defaults where it fails on these."""
-        given, filled = without_nulls(tools), with_defaults(tools)
-        try:
-            return self._run(conversation, given, add_generation_prompt, variables)
-        except InvalidRequestError:
-            if given == filled:
-                raise
-            return self._run(conversation, filled, add_generation_prompt, variables)
-
-    def _run(
-        self, conversation: Conversation, tools: list[dict[str, Any]] | None, add_generation_prompt: bool,
-        variables: dict[str, Any],
-    ) -> str:  # fmt: skip
-        context = {"documents": None} | variables | {"messages": conversation, "tools": tools}
-        try:
-            plain = _plain(context)
-            pieces = self._compiled.generate(plain, add_generation_prompt=add_generation_prompt)
-            return _join_bounded(pieces)
-        except InvalidRequestError:
-            raise
-        except Exception as error:  # a template is a program and may raise anything
-            _refuse_template(error)
-
-    @property
-    def is_given_format(self) -> bool:
-        """Whether tools are described to the model with the format of calls, since the template knows neither."""
-        return not any(self._knowledge)
-
-    @cached_property
-    def _knowledge(self) -> _Knowledge:
-        try:
-            tree = self._environment.parse(self.source)
-        except Exception as error:  # a syntax error, or any other that parsing raises
-            _refuse_template(error)
-        names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
-        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
-        constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-        return _Knowledge("tools" in names, "tool_calls" in attributes | constants)
-
-    @cached_property
-    def _compiled(self) -> Template:
-        return self._environment.from_string(self.source)
-
-    @cached_property
-    def _environment(self) -> ImmutableSandboxedEnvironment:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(
-            raise_exception=_raise_exception,
-            strftime_now=lambda layout: self._clock().strftime(layout),
-            dict=_make_dict,
-            namespace=PlainNamespace,
-        )
-        return environment
+        return run
 
 
-class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`: renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return the block's body, with a scope of its own as in transformers."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+def log_forms(forms: Mapping[str, TemplateForms]) -> None:
+    """Log what the probe of a model's templates found."""
+    each = "; ".join(f"{name} {own.describe()}" if len(forms) > 1 else own.describe() for name, own in forms.items())
+    log.info("chat template: %s", each)
 
 
-class PlainNamespace(Namespace):
-    """Jinja's `namespace`, without names that begin with an underscore: they reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (like the base: `self` may be a keyword)
-        self, *rest = args
-        attributes = dict(*rest, **kwargs)
-        for name in attributes:
-            _check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: str) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"a namespace cannot have an attribute {name!r}")
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401
-    """Replace `dict`: its attributes as a type would reach Python's internals."""
-    return dict(*args, **kwargs)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON; Jinja's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _join_bounded(pieces: Any) -> str:  # noqa: ANN401 (an iterator of strings)
-    """Join the output of a template; refuse it past MAX_RENDERED_CHARS."""
-    written, num_chars = [], 0
-    for piece in pieces:
-        num_chars += len(piece)
-        if num_chars > MAX_RENDERED_CHARS:
-            refuse(f"the rendered chat template is longer than {MAX_RENDERED_CHARS} characters")
-        written.append(piece)
-    return "".join(written)
+def _mark_end(message: dict[str, Any]) -> str:
+    """Add the mark to the content of a message; return its last text without the mark."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + CONTINUE_MARK
+        return content
+    *_, last = content or [{"text": ""}]
+    message["content"] = [*content[:-1], plain_part(last["text"] + CONTINUE_MARK)]
+    text: str = last["text"]
+    return text
 
 
 def _cut_after(content: str, text: str) -> str:
@@ -252,19 +165,3 @@ def _cut_after(content: str, text: str) -> str:
         refuse("continue_final_message: the model's chat template does not write the last message as it is")
     kept = text[:place]
     return kept if text.startswith(CONTINUE_MARK, place) else kept.rstrip()
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 (JSON)
-    """Return a copy made of JSON's types alone: an object with methods could be called by the template."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if not isinstance(value, list | tuple):
-        refuse(f"a chat template takes plain JSON values, got {type(value).__name__}")
-    return [_plain(item) for item in value]
-
-
-def _refuse_template(error: Exception) -> NoReturn:
-    reason = (str(error) or type(error).__name__)[:MAX_ERROR_CHARS]
-    refuse(f"the model's chat template cannot render the messages: {reason}", error)

@@ -1,18 +1,17 @@
-"""Messages of a conversation, checked, in the values that chat templates expect.
+"""Messages of a conversation in OpenAI's form, checked, and one form of each content.
 
-Requests have OpenAI's form, and templates that of transformers: content is text and never null, the arguments of a tool
-call are an object and no JSON text, a tool's message has its function's name, and reasoning is found under each of the
-names that templates read.
+A content is a text, a list of text parts, or, beside calls, missing. A tool's message has its function's name, and
+reasoning is found under each of the names that templates read. `quire.text.fitted_messages` turns such messages into
+those of one chat template.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
 from quire.core.schema_limits import check_json_bytes
-from quire.text.parts import TEXT_TYPES, part_reasoning, part_text, part_type
+from quire.text.parts import TEXT_TYPES, part_reasoning, part_text, part_type, plain_part
 from quire.text.tools import ToolLimits
 
 _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")  # vLLM's, DeepSeek's and Qwen's, gpt-oss's
@@ -24,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 def checked_conversation(messages: object, limits: ToolLimits) -> list[dict[str, Any]]:
-    """Return copies of the messages, in the form that templates expect. InvalidRequestError names an invalid one."""
+    """Return copies of the messages, checked. InvalidRequestError names an invalid one."""
     if not isinstance(messages, list | tuple) or not messages:
         refuse("messages must be a list of at least one message")
     names: dict[object, str] = {}                 # of the functions called so far, by the ids of their calls
@@ -53,7 +52,8 @@ def _checked(index: int, message: object, names: dict[object, str], limits: Tool
         content, thought = split_reasoning(content)
         if thought and not any(isinstance(checked.get(name), str) for name in _REASONING_NAMES):
             checked[_REASONING_NAMES[0]] = thought
-    checked["content"] = content_text(where, content)
+    if content is not None or not calls:
+        checked["content"] = _content(where, content)
     if checked["role"] == "tool" and (name := names.get(_hashable(checked.get("tool_call_id")))):
         checked.setdefault("name", name)
     reasoning = next((text for name in _REASONING_NAMES if isinstance(text := checked.get(name), str)), None)
@@ -63,12 +63,22 @@ def _checked(index: int, message: object, names: dict[object, str], limits: Tool
 
 
 def content_text(where: str, content: object) -> str:
-    """Return the content of a message as one text, parts joined by newlines: most templates accept text only."""
+    """Return the content of a message as one text, parts joined by newlines. Errors as of `checked_conversation`."""
+    return text_of(_content(where, content))
+
+
+def text_of(content: str | list[dict[str, Any]] | None) -> str:
+    """Return a checked content as one text, parts joined by newlines."""
+    return content or "" if content is None or isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _content(where: str, content: object) -> str | list[dict[str, Any]]:
+    """Return the content of a message: a text, or text parts with nothing but their texts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
         refuse(f"{where}.content must be a string, a list of parts or null, got {type(content).__name__}")
-    texts = []
+    parts = []
     for index, part in enumerate(content):
         text = part_text(part)
         if text is None:
@@ -76,8 +86,8 @@ def content_text(where: str, content: object) -> str:
                 f'{where}.content[{index}] must be a text or a part of text ({", ".join(TEXT_TYPES)}), '
                 f"got the type {shown(part_type(part))}"
             )
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append(plain_part(text))
+    return parts
 
 
 def split_reasoning(content: object) -> tuple[object, str]:
@@ -90,7 +100,7 @@ def split_reasoning(content: object) -> tuple[object, str]:
 
 
 def _tool_calls(where: str, calls: object, names: dict[object, str], limits: ToolLimits) -> list[dict[str, Any]]:
-    """Return the calls with their arguments as objects, and add the names of their functions to `names`."""
+    """Return the calls, and add the names of their functions to `names`."""
     if not isinstance(calls, list | tuple):
         refuse(f"{where}.tool_calls must be a list, got {type(calls).__name__}")
     return [_tool_call(f"{where}.tool_calls[{index}]", call, names, limits) for index, call in enumerate(calls)]
@@ -107,68 +117,8 @@ def _tool_call(where: str, call: object, names: dict[object, str], limits: ToolL
     arguments = function.get("arguments")
     place, limit = f"{where}.function.arguments", limits.max_argument_bytes
     check_json_bytes(place, arguments, limit, "max_argument_bytes", "messages")
-    return {"type": "function"} | call | {"function": function | {"arguments": _as_object(arguments)}}
-
-
-def _as_object(arguments: object) -> object:
-    """Return the object that a JSON text is. A text that is none, such as a cut one, remains as it is."""
-    if arguments is None or arguments == "":
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    return {"type": "function"} | call | {"function": function | {"arguments": arguments}}
 
 
 def _hashable(value: object) -> object:
     return value if isinstance(value, str) else None
-
-
-# --- templates that render no tool calls ------------------------------------------------------------------------------
-
-
-def with_calls_as_text(conversation: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the conversation with tool calls as text of the assistant, and the messages of tools as the user's.
-
-    Messages of tools that follow each other become one: many templates demand that user and assistant alternate.
-    """
-    written: list[dict[str, Any]] = []
-    follows_tool = False
-    for message in conversation:
-        if message["role"] == "tool":
-            response = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if follows_tool:
-                written[-1]["content"] += f"\n{response}"
-            else:
-                written.append({"role": "user", "content": response})
-        elif "tool_calls" in message:
-            calls = [_call_text(call["function"]) for call in message["tool_calls"]]
-            plain = {name: value for name, value in message.items() if name != "tool_calls"}
-            written.append(plain | {"content": "\n".join(filter(None, [message["content"], *calls]))})
-        else:
-            written.append(dict(message))
-        follows_tool = message["role"] == "tool"
-    return written
-
-
-def _call_text(function: Mapping[str, Any]) -> str:
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
-
-
-def with_text_in_front(conversation: Sequence[Message], text: str, role: str) -> list[dict[str, Any]]:
-    """Return the conversation with `text` in its system message, or before its first message of the role `user`."""
-    messages = [dict(message) for message in conversation]
-    if role == "system":
-        if messages[0]["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": text}, *messages]
-        messages[0]["content"] = f"{messages[0]['content']}\n\n{text}".lstrip()
-        return messages
-    for message in messages:
-        if message["role"] == role:
-            message["content"] = f"{text}\n\n{message['content']}"
-            break
-    return messages

@@ -16,6 +16,11 @@ TEXT_TYPES = tuple(_TEXTS)
 PART_FIELDS: Mapping[str, str] = _TEXTS | _REASONING
 
 
+def plain_part(text: str) -> dict[str, str]:
+    """Return the part that is a text, under the name that chat templates read."""
+    return {"type": "text", "text": text}
+
+
 def part_text(part: object) -> str | None:
     """Return the text of a part; None for a part of another type."""
     return part if isinstance(part, str) else _text(part, _TEXTS)

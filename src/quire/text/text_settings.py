@@ -1,9 +1,11 @@
 """Text settings of a model folder in Hugging Face format: special tokens and chat template.
 
 Three generations of files are read: `special_tokens_map.json`, `tokenizer_config.json`, and the template files
-`chat_template.jinja` and `chat_template.json`; where two disagree, the newer one wins, as in transformers.
+`chat_template.jinja`, `additional_chat_templates/tool_use.jinja` and `chat_template.json`; where two disagree, the
+newer one wins, as in transformers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,28 +13,31 @@ from typing import Any
 from quire.core.model_files import read_json_object, read_text
 
 CONFIG_FILE = "tokenizer_config.json"
+DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"  # names of templates
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MORE_TEMPLATES = "additional_chat_templates"    # a folder
 _PLACES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path", "_name_or_path")  # of another machine
-_LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")  # or objects, with tokens by their names
 
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
     """Special tokens by name (`bos_token` and so on), all special tokens, and the chat template, if there is one.
 
-    `others`: what the files say besides, tokens as their texts, for clients that ask for it.
+    `chat_template`: with a template for tools beside the default, both by their names. `others`: what the files say
+    besides, tokens as their texts, for clients that ask for it.
     """
 
     named_tokens: dict[str, str]
     special_tokens: tuple[str, ...]
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
     others: dict[str, Any] = field(default_factory=dict)
 
 
 def read_text_settings(folder: Path) -> TextSettings:
     """Read the settings of `folder`. Files that are not there count as empty; ModelError names a broken one."""
     config = object_if_any(folder, "special_tokens_map.json") | object_if_any(folder, CONFIG_FILE)
-    named = {name: text for name in NAMED_TOKENS if (text := token_text(config.get(name))) is not None}
+    named = _named_tokens(config)
     special = list(named.values())
     for key in _LISTS_OF_TOKENS:
         tokens = config.get(key)
@@ -40,6 +45,19 @@ def read_text_settings(folder: Path) -> TextSettings:
         special.extend(text for text in texts if text is not None)
     others = {key: _with_texts(value) for key, value in config.items() if key not in _PLACES}
     return TextSettings(named, tuple(dict.fromkeys(special)), _chat_template(folder, config), others)
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of special tokens by their names, which are variables of chat templates.
+
+    As in transformers, each name of a token that ends in `_token` is one, and each of `extra_special_tokens` if that is
+    an object.
+    """
+    named = {name: config.get(name) for name in NAMED_TOKENS}
+    named |= {name: value for name, value in config.items() if name.endswith("_token")}
+    for key in _LISTS_OF_TOKENS:
+        named |= config[key] if isinstance(config.get(key), dict) else {}
+    return {name: text for name, token in named.items() if (text := token_text(token)) is not None}
 
 
 def object_if_any(folder: Path, name: str) -> dict[str, Any]:
@@ -65,11 +83,21 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the template of the newest kind of file that has one; of several named ones, the default."""
-    if (folder / "chat_template.jinja").exists():
-        return read_text(folder, "chat_template.jinja")
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """Return the template of the newest kind of file that has one, or with one for tools both, by their names."""
     template: Any = object_if_any(folder, "chat_template.json").get("chat_template", config.get("chat_template"))
-    named = {str(each.get("name")): each.get("template") for each in _list(template) if isinstance(each, dict)}
-    template = (template if isinstance(template, dict) else named).get("default", template)
-    return template if isinstance(template, str) else None
+    listed = {str(each.get("name")): each.get("template") for each in _list(template) if isinstance(each, dict)}
+    named: dict[str, Any] = template if isinstance(template, dict) else listed or {DEFAULT_TEMPLATE: template}
+    if (folder / "chat_template.jinja").exists():
+        named = {DEFAULT_TEMPLATE: read_text(folder, "chat_template.jinja")}
+    if (folder / _MORE_TEMPLATES / f"{TOOL_TEMPLATE}.jinja").exists():
+        named = named | {TOOL_TEMPLATE: read_text(folder, f"{TOOL_TEMPLATE}.jinja", _MORE_TEMPLATES)}
+    return default_and_tool_template(named)
+
+
+def default_and_tool_template(named: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return the default of named templates, or with one for tools both, by their names; None without a default."""
+    default, tool = named.get(DEFAULT_TEMPLATE), named.get(TOOL_TEMPLATE)
+    if not isinstance(default, str):
+        return None
+    return {DEFAULT_TEMPLATE: default, TOOL_TEMPLATE: tool} if isinstance(tool, str) else default

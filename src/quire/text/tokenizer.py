@@ -57,7 +57,8 @@ class Tokenizer:
         self._backend = backend
         self.named_tokens: Mapping[str, str] = settings.named_tokens  # `bos_token`, ...: chat templates know them so
         self._others = settings.others
-        self._chat_template = None if settings.chat_template is None else ChatTemplate(settings.chat_template)
+        self._chat_template = None if settings.chat_template is None else self._template(settings.chat_template)
+        self._given_template: ChatTemplate | None = None  # the last one that a caller gave
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(known.values()).union(id_ for id_, token in added.items() if token.special)
         # Tokens that are special to llguidance: a grammar must name them by id. Also added tokens in angle brackets.
@@ -270,12 +271,20 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Source of the model's chat template, if it has one."""
+        """Source of the model's chat template, if it has one; of several the default."""
         return None if self._chat_template is None else self._chat_template.source
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Sources of the model's chat templates by their names, `default` and `tool_use`; empty if it has none."""
+        return {} if self._chat_template is None else self._chat_template.sources
 
     def use_chat_template(self, source: str) -> None:
         """Render conversations with this template instead of the model's from now on; for the start of a process."""
-        self._chat_template = ChatTemplate(source)
+        self._chat_template = self._template(source)
+
+    def _template(self, source: str | Mapping[str, str]) -> ChatTemplate:
+        return ChatTemplate(source, tokens=self.named_tokens)
 
     def apply_chat_template(
         self,
@@ -289,7 +298,11 @@ class Tokenizer:
 
         InvalidRequestError when there is no template, or when it or the engine refuses the messages or the tools.
         """
-        template = self._chat_template if chat_template is None else ChatTemplate(chat_template)
+        template = self._chat_template
+        if chat_template is not None:
+            if self._given_template is None or self._given_template.source != chat_template:
+                self._given_template = self._template(chat_template)
+            template = self._given_template
         if template is None:
             raise InvalidRequestError("the model has no chat template", param="messages")
         variables = {**self.named_tokens, **kwargs}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -73,13 +73,23 @@ def without_nulls(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def with_defaults(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the tools with a description and a schema each, which some templates read without a test."""
-    ordered = {"name": "", "description": ""}
-    return [
-        dict(tool) | {"function": ordered | tool["function"] | {"parameters": parameters_of(tool)}}
-        for tool in without_nulls(tools)
-    ]
+def with_defaults(tools: Sequence[Tool], fields: Collection[str]) -> list[dict[str, Any]]:
+    """Return the tools with those of the fields that a function lacks: `description`, `parameters`, `properties`.
+
+    Some templates read them without a test.
+    """
+    return [dict(tool) | {"function": _with_defaults(tool["function"], fields)} for tool in tools]
+
+
+def _with_defaults(function: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    filled = dict(function)
+    if "description" in fields and "description" not in filled:
+        filled = {"name": filled["name"], "description": ""} | filled
+    if "parameters" in fields and not filled.get("parameters"):
+        filled["parameters"] = {"type": "object", "properties": {}}
+    if "properties" in fields and "properties" not in filled.get("parameters", {"properties": {}}):
+        filled["parameters"] = filled["parameters"] | {"properties": {}}
+    return filled
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:
@@ -88,20 +98,15 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     return schema
 
 
-def tools_text(tools: Sequence[Tool], *, tells_format: bool) -> str:
-    """Return the text that describes tools in a system message, with the format of calls if `tells_format`.
-
-    The format is that of Hermes' models, which many others know too.
-    """
+def tools_text(tools: Sequence[Tool], write_calls: Callable[[Sequence[tuple[str, Any]]], str] | None = None) -> str:
+    """Return the text that describes tools in a message, with the format of calls if a function writes them."""
     functions = (json.dumps({"type": "function", "function": dict(tool["function"])}, ensure_ascii=False)
                  for tool in tools)  # fmt: skip
     lines = ["You can call these functions, each described by a JSON object:", "<tools>", *functions, "</tools>"]
-    if tells_format:
+    if write_calls is not None:
         lines += [
-            "To call one, write its name and its arguments as a JSON object between two tags, once for each call:",
-            "<tool_call>",
-            '{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}',
-            "</tool_call>",
+            "To call one, write its name and its arguments in this form, once for each call:",
+            write_calls([("NAME", {"PARAMETER": "VALUE"})]),
             "The results follow between <tool_response> and </tool_response>.",
         ]
     return "\n".join(lines)

@@ -57,6 +57,14 @@ def test_tokenizer_equals_that_of_the_folder(name: str, tmp_path: Path) -> None:
     assert ours.vocab_size >= theirs.vocab_size
 
 
+def test_template_for_tools_has_its_name_behind_the_key(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    folder = write_folder("byte_level", tmp_path / "model")
+    named = {"chat_template": "d", "chat_template.tool_use": "t", "chat_template.rag": "r"}
+    _, settings = read_gguf_tokenizer(GGUFFile(as_file(folder, tmp_path / "a.gguf", PRE["byte_level"], **named)))
+    assert settings.chat_template == {"default": "d", "tool_use": "t"}
+
+
 def test_demo_tokenizer_with_template(demo_model: Path, tmp_path: Path) -> None:
     theirs = Tokenizer.from_folder(demo_model)
     ours = load_tokenizer(as_file(demo_model, tmp_path / "a.gguf", "gpt-2"))

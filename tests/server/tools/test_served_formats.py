@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import uvloop
 from llguidance import LLMatcher
 from tokenizers import AddedToken
 
@@ -13,6 +14,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
 from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
 from quire.server.options import ServerOptions
+from quire.server.template_renderer import TemplateRenderer
 from quire.server.tools.output_format import Content, Reasoning, served_formats
 from quire.server.tools.served_formats import ServedFormats
 from quire.text.tokenizer import Tokenizer
@@ -30,7 +32,7 @@ CONSTRAINED = [
 
 
 def formats(
-    folder: Path, template: str = KNOWING_TEMPLATE, added: Sequence[AddedToken] = (), **options: str
+    folder: Path, template: object = KNOWING_TEMPLATE, added: Sequence[AddedToken] = (), **options: str
 ) -> ServedFormats:
     tokenizer = small_tokenizers.byte_level()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
@@ -99,11 +101,34 @@ def test_calls_of_no_known_format_are_content_unless_they_are_forced(tmp_path: P
     assert "<tool_call>" in str(served.grammar(PROMPT, REQUIRED, None, is_for_check=True))
 
 
-def test_template_without_tools_is_given_a_format(tmp_path: Path) -> None:
-    plain = small_tokenizers.CHAT_TEMPLATE
-    assert reading_of(formats(tmp_path, plain), AUTO) is not None
-    assert reading_of(formats(tmp_path, plain, tool_call_parser="none"), AUTO) is None
-    assert reading_of(formats(tmp_path, plain), NO_TOOLS) is None
+@pytest.mark.parametrize(
+    ("template", "parser", "is_read"),
+    [(small_tokenizers.CHAT_TEMPLATE, "auto", True), (small_tokenizers.CHAT_TEMPLATE, "none", False),
+     ("{{ tools | tojson if tools }}" + small_tokenizers.CHAT_TEMPLATE, "auto", False)],
+    ids=["told", "not to be read", "shown by the template"],
+)  # fmt: skip
+def test_calls_are_read_in_the_format_that_the_prompt_tells(
+    tmp_path: Path, template: str, parser: str, is_read: bool
+) -> None:
+    small_tokenizers.save(small_tokenizers.byte_level(), tmp_path, chat_template=template)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+
+    async def check() -> None:
+        templates = TemplateRenderer(tokenizer)
+        served = served_formats(tokenizer, ServerOptions(tool_call_parser=parser), templates)
+        try:
+            await templates.render([{"role": "user", "content": "hi"}], tools=[WEATHER])
+        finally:
+            await templates.close()
+        assert (reading_of(served, AUTO) is not None) == is_read
+        assert reading_of(served, NO_TOOLS) is None
+
+    uvloop.run(check())
+
+
+def test_format_is_recognized_by_the_template_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": KNOWING_TEMPLATE}]
+    assert formats(tmp_path, named).call_format == "hermes"
 
 
 def test_output_is_free_unless_something_constrains_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from quire.formats.gguf.end_texts import CONTROL_TEXTS
 from quire.formats.gguf.file import GGUFFile
-from quire.text.text_settings import TextSettings
+from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TextSettings, default_and_tool_template
 from quire.text.tokenizer_formats.byte_level_bpe import QWEN2_SPLIT
 from quire.text.tokenizer_formats.reader import put_around
 from quire.text.tokenizer_formats.sentencepiece import (
@@ -132,8 +132,13 @@ def read_gguf_tokenizer(file: GGUFFile) -> tuple[Tokenizer, TextSettings]:
     if adds_bos is not None:
         first = named.get("bos_token") if _flag(file, "add_bos_token", adds_bos) else None
         put_around(tokenizer, first, named.get("eos_token") if _flag(file, "add_eos_token", False) else None)
-    template = _text(file, TEMPLATE_KEY) if TEMPLATE_KEY in file.metadata else None
-    return tokenizer, TextSettings(named, tuple(dict.fromkeys(named.values())), template)
+    return tokenizer, TextSettings(named, tuple(dict.fromkeys(named.values())), _chat_template(file))
+
+
+def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
+    """Return the chat template of a file; one for tools has its name behind the key."""
+    keys = {DEFAULT_TEMPLATE: TEMPLATE_KEY, TOOL_TEMPLATE: f"{TEMPLATE_KEY}.{TOOL_TEMPLATE}"}
+    return default_and_tool_template({name: _text(file, key) for name, key in keys.items() if key in file.metadata})
 
 
 def _word_rule(file: GGUFFile) -> WordRule:

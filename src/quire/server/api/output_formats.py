@@ -56,6 +56,7 @@ class OutputFormats(Protocol):
     """Formats in which the served model writes tool calls and reasoning."""
 
     kept_token_ids: frozenset[int]              # special tokens that are markers of the formats
+    call_format: str | None                     # name of the format of calls; None if none was recognized
 
     def reading(self, prompt: str, use: ToolUse, *, shows_reasoning: bool) -> OutputReading | None:
         """Return how to read outputs that continue a rendered prompt; None if they are content alone."""

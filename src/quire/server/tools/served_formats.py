@@ -13,10 +13,10 @@ from quire.grammar_writing.writer import grammar_of
 from quire.server.api.output_formats import OutputReading, ToolUse
 from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.options import ServerOptions
+from quire.server.template_renderer import TemplateRenderer
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.server.tool_formats.table import FALLBACK, find_format, find_reasoning
 from quire.server.tools.output_parser import OutputParser
-from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,10 @@ _MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9 
 class ServedFormats:
     """Formats in which the served model writes tool calls and reasoning: the interface `OutputFormats`."""
 
-    def __init__(self, tokenizer: Tokenizer | None, options: ServerOptions) -> None:
-        template = None if tokenizer is None else tokenizer.chat_template
+    def __init__(
+        self, tokenizer: Tokenizer | None, options: ServerOptions, templates: TemplateRenderer | None = None
+    ) -> None:
+        template = None if tokenizer is None else "\n".join(tokenizer.chat_templates.values()) or None
         try:
             self.calls = find_format(options.tool_call_parser, template)
             self.reasoning = find_reasoning(options.reasoning_parser, template)
@@ -39,9 +41,8 @@ class ServedFormats:
         _check_markers(options.reasoning_config, self.reasoning)
         rows = (self.calls, self.reasoning)
         self._channels = find_format("gpt_oss") if any(row and row.has_channels for row in rows) else None
-        is_described = template is not None and ChatTemplate(template).is_given_format
-        if self.calls is None and is_described and options.tool_call_parser == "auto":
-            self.calls = FALLBACK
+        self.call_format = None if self.calls is None else self.calls.name
+        self._templates = templates if options.tool_call_parser == "auto" else None
         self._special = {} if tokenizer is None else {
             tokenizer.token_text(token_id): token_id for token_id in tokenizer.grammar_special_token_ids
         }  # fmt: skip
@@ -120,12 +121,18 @@ class ServedFormats:
         """Return the format of the calls in an output that may use tools so."""
         if not use.allowed:
             return None
-        return self.calls or (FALLBACK if use.is_required else None)
+        is_told = self._templates is not None and self._templates.tells_format  # in the prompt that was just rendered
+        return self.calls or (FALLBACK if use.is_required or is_told else None)
 
 
-def served_formats(tokenizer: Tokenizer | None, options: ServerOptions) -> ServedFormats:
-    """Return the formats of a server's model. ConfigError if the options name one that does not exist."""
-    formats = ServedFormats(tokenizer, options)
+def served_formats(
+    tokenizer: Tokenizer | None, options: ServerOptions, templates: TemplateRenderer | None = None
+) -> ServedFormats:
+    """Return the formats of a server's model. ConfigError if the options name one that does not exist.
+
+    `templates`: what renders prompts, and knows whether they tell the model of a format.
+    """
+    formats = ServedFormats(tokenizer, options, templates)
     names = [None if row is None else row.name for row in (formats.calls, formats.reasoning)]
     log.info("format of tool calls: %s; of reasoning: %s", *(name or "none" for name in names))
     if options.enable_auto_tool_choice:
