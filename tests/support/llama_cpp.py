@@ -12,7 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-NUM_THREADS = 2
+NUM_THREADS = 1
+_ALL_F32 = 0  # of llama_ftype
 
 
 class _ModelParams(Structure):
@@ -24,6 +25,13 @@ class _ContextParams(Structure):
         ("n_ctx", c_uint32), ("n_batch", c_uint32), ("n_ubatch", c_uint32), ("n_seq_max", c_uint32),
         ("n_rs_seq", c_uint32), ("n_outputs_max", c_uint32), ("n_outputs_max_per_seq", c_uint32),
         ("n_threads", c_int32), ("n_threads_batch", c_int32), ("own", c_int8 * 512),
+    ]  # fmt: skip
+
+
+class _QuantizeParams(Structure):
+    _fields_ = [
+        ("nthread", c_int32), ("ftype", c_int32), ("output_tensor_type", c_int32), ("token_embedding_type", c_int32),
+        ("allow_requantize", c_bool), ("own", c_int8 * 256),
     ]  # fmt: skip
 
 
@@ -46,6 +54,7 @@ class LlamaCpp:
         self.vocab_size = library.llama_vocab_n_tokens(self._vocab)
         params = library.llama_context_default_params()
         params.n_ctx = params.n_batch = num_tokens
+        params.n_ubatch = min(num_tokens, 512)
         params.n_threads = params.n_threads_batch = NUM_THREADS
         self._context = library.llama_init_from_model(self._model, params)
         assert self._context
@@ -90,6 +99,16 @@ class LlamaCpp:
         )
 
 
+def write_floats(folder: Path, model: Path, target: Path) -> Path:
+    """Write a GGUF file with the tensors of another as float32, expanded by llama.cpp, and return its path."""
+    library = _library(folder)
+    params = library.llama_model_quantize_default_params()
+    params.nthread, params.ftype, params.allow_requantize = NUM_THREADS, _ALL_F32, True
+    status = library.llama_model_quantize(str(model).encode(), str(target).encode(), ctypes.byref(params))
+    assert status == 0, status
+    return target
+
+
 _LIBRARIES: dict[Path, Any] = {}
 
 
@@ -121,6 +140,8 @@ def _library(folder: Path) -> Any:  # noqa: ANN401 (ctypes finds its attributes 
         "llama_memory_seq_rm": (c_bool, [c_void_p, c_int32, c_int32, c_int32]),
         "llama_batch_init": (_Batch, [c_int32, c_int32, c_int32]),
         "llama_batch_free": (None, [_Batch]),
+        "llama_model_quantize_default_params": (_QuantizeParams, []),
+        "llama_model_quantize": (c_uint32, [c_char_p, c_char_p, POINTER(_QuantizeParams)]),
         "llama_decode": (c_int32, [c_void_p, _Batch]),
         "llama_get_logits": (c_void_p, [c_void_p]),
     }
