@@ -18,7 +18,8 @@ from starlette.types import Message, Scope
 from quire.cli.run_batch.line_reader import LineReader
 from quire.cli.run_batch.lines import Line, answered, refused
 from quire.cli.run_batch.metrics_server import serving_metrics
-from quire.engine.launcher import spawn_engines
+from quire.engine.base_client import SupervisedClient
+from quire.engine.launcher import EngineProcess, spawn_engines
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
@@ -45,21 +46,32 @@ async def run(
 ) -> Totals:  # fmt: skip
     """Start an engine, ask all lines, write the answers. Raises as the start of a server, or EngineDeadError.
 
+    An engine without progress is ended. Of several engines those that die are started again.
+
     metrics_listener: a bound socket, where the metrics of the run are served from its start to its end.
     """
     children = spawn_engines(engine)
     try:
         async with serving_metrics(metrics_listener, options.host) as metrics:
-            service = await connect(children, engine, options)
+            service = await connect(children, engine, options, ends_stalled=True)
+            supervising = asyncio.create_task(_supervise(service, children), name="engine supervisor")
             try:
                 metrics.show(service)
                 return await _ask_all(create_app(service), service, lines, output, max_inflight)
             finally:
+                supervising.cancel()
+                await asyncio.wait([supervising])   # it may have to stop an engine that loads
                 await close_service(service)
                 service.threads.close()
     finally:
         for child in children:
             child.stop()
+
+
+async def _supervise(service: Service, children: list[EngineProcess]) -> None:
+    """Start engines again that die, where there are several."""
+    if isinstance(service.client, SupervisedClient):
+        await service.client.supervise(children.__setitem__)
 
 
 async def _ask_all(

@@ -111,8 +111,13 @@ async def close_service(service: Service) -> None:
     await service.client.close()
 
 
-async def connect(children: list[EngineProcess], engine: EngineOptions, options: ServerOptions) -> Service:
-    """Wait until the engines are ready. ConfigError, ModelError or EngineDeadError if a start fails."""
+async def connect(
+    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, *, ends_stalled: bool = False
+) -> Service:
+    """Wait until the engines are ready. ConfigError, ModelError or EngineDeadError if a start fails.
+
+    `ends_stalled`: a single engine without progress is ended, although none takes its place.
+    """
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     num_engines = len(children)
     metrics = Observation(num_engines) if Metrics is None else Metrics(names[0], None, num_engines, engine)
@@ -123,7 +128,7 @@ async def connect(children: list[EngineProcess], engine: EngineOptions, options:
     else:
         client = await EngineClient.connect(
             children[0], engine, metrics.engines[0], owners=owners, start_timeout_s=options.start_timeout,
-            requires_tokenizer=True, on_stall="end" if options.restart_engine else "tell",
+            requires_tokenizer=True, on_stall="end" if options.restart_engine or ends_stalled else "tell",
         )  # fmt: skip
         metrics.engines[0].engine_ready(client.ready)
     if defaults := client.ready.sampling.params:
