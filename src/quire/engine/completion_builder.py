@@ -6,6 +6,7 @@ from quire.core.deltas import FinishReason, SequenceDelta, TokenLogprobs
 from quire.core.logprob_table import LogprobBuffer, Position
 from quire.core.outputs import CompletionOutput, Logprob
 from quire.core.sampling_params import SamplingParams
+from quire.engine.reasoning_gate import ReasoningMarkers
 from quire.engine.stop_matcher import StopMatcher
 from quire.engine.stop_strings import StopStringFinder
 from quire.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
@@ -18,12 +19,13 @@ class CompletionBuilder:
     `tokenizer` is None where no text is wanted or possible. Text that may begin a stop string is not yet in `text`.
     Read it by `snapshot` or by `drain`, never by both. `matcher` is that of the request's stop strings, shared by its
     branches; None if it has none. With `packs_logprobs`, outputs have `packed_logprobs` instead of `logprobs`. Special
-    tokens among `kept_token_ids` are text in any case.
+    tokens among `kept_token_ids` are text in any case. Stop strings are looked for behind the `reasoning`.
     """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams,
         matcher: StopMatcher | None, *, packs_logprobs: bool, kept_token_ids: frozenset[int] = frozenset(),
+        reasoning: ReasoningMarkers | None = None,
     ) -> None:  # fmt: skip
         self.index = index
         self.finish_reason: FinishReason | None = None
@@ -37,7 +39,8 @@ class CompletionBuilder:
             )
         self._stops: StopStringFinder | None = None
         if matcher is not None:
-            self._stops = StopStringFinder(matcher, include=params.include_stop_str_in_output)
+            include = params.include_stop_str_in_output
+            self._stops = StopStringFinder(matcher, include=include, reasoning=reasoning)
         self.num_tokens = 0                             # of all, drained or not
         self.last_token_s: float | None = None          # set by the caller of `extend`
         self.has_new_output = False                     # since the last drain
@@ -72,7 +75,7 @@ class CompletionBuilder:
         if self._stops is None:
             self._pieces.append(text)
             return
-        if not self._find_stop(self._stops, text):
+        if not self._find_stop(self._stops, text, is_last=True):
             self._pieces.append(self._stops.flush())
 
     def snapshot(self) -> CompletionOutput:
@@ -138,13 +141,13 @@ class CompletionBuilder:
             if self.finish_reason is not None:
                 return
 
-    def _find_stop(self, stops: StopStringFinder, text: str) -> bool:
+    def _find_stop(self, stops: StopStringFinder, text: str, *, is_last: bool = False) -> bool:
         """Append the text of the last token, or end before (or after) the stop string that it completes, if any.
 
-        As with stop tokens, the first token that may end the branch is the `min_tokens`-th.
+        As with stop tokens, the first token that may end the branch is the `min_tokens`-th. Reasoning is not searched.
         """
         may_stop = self.num_tokens >= self._params.min_tokens
-        certain, stop = stops.feed(text, may_stop=may_stop)
+        certain, stop = stops.feed(text, may_stop=may_stop, is_last=is_last)
         self._pieces.append(certain)
         if stop is not None:
             self.finish_reason, self._stop_reason = "stop", stop

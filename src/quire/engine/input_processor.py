@@ -24,6 +24,7 @@ from quire.core.task import GENERATE, BeamSearch, Pin, Scope, Task
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
+from quire.engine.reasoning_gate import ReasoningMarkers
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 
@@ -106,6 +107,7 @@ class PreparedRequest(NamedTuple):
     request: Request
     prompt: TokenizedPrompt
     kept_token_ids: frozenset[int] = frozenset()  # special tokens that skip_special_tokens leaves in the text
+    reasoning: ReasoningMarkers | None = None     # stop strings are looked for behind it
 
 
 _IDS_AT_ONCE = 8192    # checked and packed, which keeps the interpreter lock for half a millisecond

@@ -105,6 +105,7 @@ class _RequestState:
             branch = self.branches[index] = CompletionBuilder(
                 index, self.tokenizer, request.prompt_token_ids, params, self.matcher,
                 packs_logprobs=self.packs_logprobs, kept_token_ids=self.prepared.kept_token_ids,
+                reasoning=self.prepared.reasoning,
             )  # fmt: skip
         return branch
 

@@ -4,6 +4,7 @@ The result depends on the text alone, not on how it was cut into pieces: the mat
 string's prefix in which the text ends, which is also the text to hold back.
 """
 
+from quire.engine.reasoning_gate import ReasoningGate, ReasoningMarkers
 from quire.engine.stop_matcher import ROOT, StopMatcher
 
 
@@ -11,21 +12,34 @@ class StopStringFinder:
     """Search in the text of one sequence.
 
     The stop string that is complete first ends the text; of two that end with the same character, the longer one.
-    With `include` the text ends behind it instead of before it, and nothing has to be held back.
+    With `include` the text ends behind it instead of before it, and nothing has to be held back. `reasoning` is not
+    searched.
     """
 
-    def __init__(self, matcher: StopMatcher, *, include: bool) -> None:
+    def __init__(self, matcher: StopMatcher, *, include: bool, reasoning: ReasoningMarkers | None = None) -> None:
         self._matcher = matcher
+        self._gate = None if reasoning is None else ReasoningGate(reasoning)
         self._state = ROOT
         self._include = include
         self._held = ""
 
-    def feed(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+    def feed(self, piece: str, *, may_stop: bool = True, is_last: bool = False) -> tuple[str, str | None]:
         """Append a piece; return the text that is now certain, and the stop string that ended it, or None.
 
         Stop strings that are complete in a piece with `may_stop=False` are text like any other; one that only begins
-        there counts. Nothing may be fed after a stop string.
+        there counts. Nothing may be fed after a stop string. `is_last`: nothing follows the piece.
         """
+        if self._gate is None:
+            return self._searched(piece, may_stop=may_stop)
+        certain: list[str] = []
+        for part, is_searched in self._gate.split(piece, is_last=is_last):
+            text, stop = self._searched(part, may_stop=may_stop) if is_searched else (self.flush() + part, None)
+            certain.append(text)
+            if stop is not None:
+                return "".join(certain), stop
+        return "".join(certain), None
+
+    def _searched(self, piece: str, *, may_stop: bool) -> tuple[str, str | None]:
         self._state, end, stop = self._matcher.advance(self._state, piece, may_stop=may_stop)
         if stop is not None:
             if self._include:
@@ -39,6 +53,6 @@ class StopStringFinder:
         return text[:num_certain], None
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the sequence."""
-        held, self._held = self._held, ""
+        """Return the text that was held back, at the end of the sequence, or of a part that no stop string spans."""
+        held, self._held, self._state = self._held, "", ROOT
         return held

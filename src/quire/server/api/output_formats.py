@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.engine.reasoning_gate import ReasoningMarkers
 from quire.server.api.output_events import Event
 from quire.text.tools import Tool
 
@@ -50,6 +51,7 @@ class OutputReading:
     call_id: Callable[[str, int], str]          # of the function's name and the index of a call
     shows_reasoning: bool = True
     reasoning_end: str | None = None            # text that ends reasoning, if outputs may begin with some
+    reasoning: ReasoningMarkers | None = None   # stop strings are looked for behind it
 
 
 class OutputFormats(Protocol):

@@ -85,7 +85,9 @@ async def prepared(
         weight = service.options.weight_of(call.key_number)
         kept = service.formats.kept_token_ids if service.formats and call.reading else frozenset[int]()
         requests = [
-            service.client.prepare(prompt, checked, call.client_id, weight)._replace(kept_token_ids=kept)
+            service.client.prepare(prompt, checked, call.client_id, weight)._replace(
+                kept_token_ids=kept, reasoning=None if call.reading is None else call.reading.reasoning
+            )
             for prompt in tokenized
         ]
         return replace(call, requests=requests, checked=checked)

@@ -8,6 +8,7 @@ from functools import partial
 from quire.core.errors import ConfigError
 from quire.core.options import parse_json_object
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.engine.reasoning_gate import ReasoningMarkers
 from quire.grammar_writing.texts import after_reasoning, either
 from quire.grammar_writing.writer import grammar_of
 from quire.server.api.output_formats import OutputReading, ToolUse
@@ -63,6 +64,7 @@ class ServedFormats:
             call_id=partial(_call_id, calls),
             shows_reasoning=shows_reasoning,
             reasoning_end=None if reasoning is None or reasoning.has_channels else reasoning.markers[0][1],
+            reasoning=None if reasoning is None else _markers(reasoning, is_open=starts_in_reasoning),
         )
 
     @property
@@ -138,6 +140,13 @@ def served_formats(
     if options.enable_auto_tool_choice:
         log.info("enable_auto_tool_choice has no effect: tool_choice auto is always served")
     return formats
+
+
+def _markers(reasoning: ReasoningFormat, *, is_open: bool) -> ReasoningMarkers:
+    """Return the markers of a format, without the white space that is written around them."""
+    starts, ends = (tuple(text.strip() for text in texts) for texts in zip(*reasoning.markers, strict=True))
+    others = tuple(text.strip() for text in reasoning.ends)
+    return ReasoningMarkers(starts, (*ends, *others), is_open, recurs=reasoning.has_channels)
 
 
 def _check_markers(config: str, reasoning: ReasoningFormat | None) -> None:
