@@ -8,6 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.grammar_writing.structural_tags import MAX_TAGS
 from quire.grammar_writing.writer import grammar_of
 
 BYTES = LLTokenizer("byte")
@@ -31,6 +32,10 @@ def form(kind: str, **fields: object) -> dict[str, Any]:
     return {"type": "structural_tag", "format": {"type": kind} | fields}
 
 
+ANY, END = {"type": "any_text"}, {"type": "const_string", "value": "END"}
+WORDS = {"type": "regex", "pattern": "[a-z]*"}
+JSON = {"type": "json_schema", "json_schema": NUMBER}
+INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 TRIGGERED = {"triggers": ["<f", "<w"], "tags": [TAG, WORD]}
 SEPARATED = {"tags": [TAG, WORD], "separator": ", "}
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
@@ -47,6 +52,20 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (form("tags_with_separator", **SEPARATED, at_least_one=True, stop_after_first=True), [ONE], ["", f"{ONE}, {TWO}"]),
     (form("tag", begin="(", content={"type": "triggered_tags"} | TRIGGERED, end=")"), [f"(a{ONE}b)"], [f"(a{ONE}b"]),
     (OLD, ["a", f"a{ONE}b"], ["a<f>1</f>"]),
+    (form("sequence", elements=[ANY, END]), ["END", "aEND", "aENDbEND"], ["a", "ENDa"]),
+    (form("sequence", elements=[ANY, TAG, END]), [f"a{ONE}END"], [ONE, f"a{ONE}bEND"]),
+    (form("sequence", elements=[form("or", elements=[ANY, TAG])["format"], END]), ["aEND", f"{ONE}END"], ["a"]),
+    (form("sequence", elements=[WORDS, {"type": "regex", "pattern": "o+"}, TAG]), [f"foo{ONE}"], [f"fob{ONE}", "foo"]),
+    (form("sequence", elements=[{"type": "regex", "pattern": "[a-z]+: "}, JSON, END]), ['a: {"n": 1}END'], ["a: END"]),
+    (form("sequence", elements=[form("triggered_tags", **TRIGGERED)["format"], END]),
+     [f"a{ONE}bEND", "END"], [f"a{ONE}b", f"END{ONE}"]),
+    (form("sequence", elements=[form("triggered_tags", **TRIGGERED, stop_after_first=True)["format"], END]),
+     [f"a{ONE}END", "aEND"], [f"{ONE}bEND"]),
+    (form("tag", begin="<a>", content=WORDS | {"pattern": "[a-z</>]*"}, end="</a>"), ["<a></b></a>"], ["<a>b"]),
+    (form("any_text", excludes=["bad", "/"], max_chars=5), ["", "ba d"], ["a bad", "a/b", "abcdef"]),
+    (form("triggered_tags", **TRIGGERED, excludes=["bad"]), [f"a{ONE}b"], [f"a{ONE}bad", f"bad{ONE}"]),
+    (form("triggered_tags", **TRIGGERED), [ONE * MAX_TAGS + "a < b"], [ONE * (MAX_TAGS + 1)]),
+    (form("json_schema", json_schema=NUMBER, style="json"), ['{"n": 1}'], ["{}"]),
 ]
 
 
@@ -67,6 +86,20 @@ def test_texts_have_the_form(given: dict[str, Any], right: list[str], wrong: lis
         (form("triggered_tags", triggers=["<g"], tags=[TAG]), "tags[0].begin must be a text that starts with one of"),
         (form("triggered_tags", triggers=[1], tags=[TAG]), "triggers[0] must be a string that is not empty, got 1"),
         (form("sequence", elements=[{"type": "any_text"}] * 1024), "at most 1024 formats"),
+        (form("sequence", elements=[ANY, JSON]), "elements[0] must end with a constant text, or nothing may follow"),
+        (form("sequence", elements=[form("regex", pattern=".*: ")["format"], JSON]), "elements[0] must end with a"),
+        (form("sequence", elements=[ANY, form("triggered_tags", **TRIGGERED)["format"]]), "elements[0] must end with"),
+        (form("sequence", elements=[INTEGER, {"type": "const_string", "value": "0"}]), "must not go on with a number"),
+        (form("tags_with_separator", tags=[THOUGHT | {"end": ""}], separator=","), "content must end with a constant"),
+        (form("any_text", excludes=[""]), "format.excludes[0] must be a string that is not empty"),
+        (form("any_text", max_chars="2"), "format.max_chars must be a number of characters, got '2'"),
+        (form("any_text", nosuchoption=3), "structural_tag.format.nosuchoption is not supported"),
+        (form("json_schema", json_schema={}, any_order=True), "structural_tag.format.any_order is not supported"),
+        (form("json_schema", json_schema={}, style="qwen_xml"), "structural_tag.format.style must be json"),
+        (form("json_schema", json_schema={"minProperties": 2}), "json_schema cannot be a grammar at /: unsupported"),
+        (form("triggered_tags", **TRIGGERED, at_least_one=1), "format.at_least_one must be true or false, got 1"),
+        (form("sequence", elements=[TAG | {"style": "x"}]), "structural_tag.format.elements[0].style is not supported"),
+        (form("any_text") | {"formats": []}, "structural_tag.formats is not supported"),
         (OLD | {"structures": [{"begin": "<f>"}]}, "structural_tag.structures[0].end must be a string"),
         (OLD | {"structures": [5]}, "structural_tag.structures[0].begin must be a string"),
     ],

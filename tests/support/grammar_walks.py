@@ -36,8 +36,13 @@ class GrammarWalk:
         tokens = list(text.encode())
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
-    def draw(self, grammar: str, seed: int, prefix: Iterable[str | int] = (), max_tokens: int = 3000) -> str | None:
-        """Return a random text that begins with a prefix, of texts and special tokens; None if it does not end."""
+    def draw(
+        self, grammar: str, seed: int, prefix: Iterable[str | int] = (), max_tokens: int = 3000, closing: bytes = b""
+    ) -> str | None:
+        """Return a random text that begins with a prefix, of texts and special tokens; None if it does not end.
+
+        `closing`: bytes that are drawn more often than others. AssertionError where no token can follow.
+        """
         matcher = self._matcher(grammar)
         generator = random.Random(seed)
         tokens = [token for part in prefix for token in (part.encode() if isinstance(part, str) else [part])]
@@ -45,7 +50,9 @@ class GrammarWalk:
         while not matcher.is_stopped() and len(tokens) < max_tokens:
             mask = matcher.compute_bitmask()
             allowed = [token for token in range(len(self._tokenizer.tokens)) if mask[token // 8] >> token % 8 & 1]
-            token = EOS if EOS in allowed and generator.random() < 0.5 else generator.choice(allowed)
+            assert allowed, f"nothing can follow {bytes(token for token in tokens if token < EOS)!r}"
+            preferred = [EOS] if EOS in allowed else [token for token in allowed if token < EOS and token in closing]
+            token = generator.choice(preferred if preferred and generator.random() < 0.5 else allowed)
             matcher.consume_token(token)
             if token == EOS:
                 break
@@ -53,6 +60,7 @@ class GrammarWalk:
         else:
             if not matcher.is_stopped():
                 return None
+            assert matcher.is_accepting() or matcher.stop_reason() != "NoExtensionBias", "nothing can follow"
         return b"".join(self._tokenizer.tokens[token] for token in tokens).decode()
 
     def _matcher(self, grammar: str) -> LLMatcher:

@@ -13,10 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.core.structured_outputs import compact_json
-from quire.grammar_writing.disjoint_schemas import has_one_of, without_disjoint_one_of
+from quire.grammar_writing.disjoint_schemas import without_disjoint_one_of
+from quire.grammar_writing.plain_schemas import plain_schema
 from quire.grammar_writing.schemas import rewritten_below
 
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
+
+_ESCAPES_BUT_CODES = 'nrbtf\\"'  # of JSON: all but characters by their numbers
 
 # At most one line break with its indentation, or two blanks: small models would write blanks until max_tokens.
 WHITESPACE_PATTERN = r"\n[ \t]{0,16}|[ \t]{0,2}"
@@ -25,24 +29,60 @@ WHITESPACE_PATTERN = r"\n[ \t]{0,16}|[ \t]{0,2}"
 def json_text(schema: Any, whitespace: str | None = WHITESPACE_PATTERN) -> str:  # noqa: ANN401 (JSON)
     """Return an expression for JSON that a schema accepts. `whitespace`: regex of what may stand between two lexemes.
 
-    None: nothing. `oneOf` becomes `anyOf` where its branches exclude each other. `x-guidance` of the schema,
-    llguidance's own options, wins over all.
+    None: nothing. What constrains nothing is dropped (`plain_schemas`). `oneOf` becomes `anyOf` where its branches
+    exclude each other. `x-guidance` of the schema, llguidance's own options, wins over all.
     """
-    options = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
-    schema = without_named_patterns(without_disjoint_one_of({} if schema is True else schema))
+    return _json_text(without_named_patterns(without_disjoint_one_of(plain_schema(schema))), whitespace)
+
+
+def closed_json_text(schema: Any) -> str:  # noqa: ANN401 (JSON)
+    """Return an expression for the JSON of a schema that is plain, without properties that its objects do not name.
+
+    Where schemas of one object are combined, or a `oneOf` stays one, objects stay open: closed, they might exclude each
+    other where they do not.
+    """
+    return _json_text(schema if _is_combined(schema) else closed_objects(schema), WHITESPACE_PATTERN)
+
+
+def _json_text(schema: Any, whitespace: str | None) -> str:  # noqa: ANN401 (JSON)
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if whitespace is not None:
+        options = {"whitespace_pattern": whitespace}
+    schema = {} if schema is True else schema
     if isinstance(schema, dict):
+        if _has_open_objects(schema):  # a name with escaped letters would be that of a named property, once more
+            options["json_allowed_escapes"] = _ESCAPES_BUT_CODES
         given = schema.get("x-guidance")
         schema = schema | {"x-guidance": options | given if isinstance(given, dict) else options}
     return f"%json {compact_json(schema)}"
 
 
-def closed_json_text(schema: Any) -> str:  # noqa: ANN401 (JSON)
-    """Return an expression for the JSON of a schema, without properties that its objects do not name.
+def _has_open_objects(schema: object) -> bool:
+    """Return whether a schema anywhere names properties of an object that may have others."""
+    if isinstance(schema, list):
+        return any(map(_has_open_objects, schema))
+    if not isinstance(schema, dict):
+        return False
+    is_open = "properties" in schema and schema.get("additionalProperties") is not False
+    return is_open or any(map(_has_open_objects, schema.values()))
 
-    With a `oneOf` that stays one, objects stay open: closed, they might exclude each other where they do not.
-    """
-    schema = without_disjoint_one_of(schema)
-    return json_text(schema if has_one_of(schema) else closed_objects(schema))
+
+def _is_combined(schema: object) -> bool:
+    """Return whether a schema anywhere has several schemas of one object that may name different properties."""
+    if isinstance(schema, list):
+        return any(map(_is_combined, schema))
+    if not isinstance(schema, dict):
+        return False
+    num_naming = int(bool(schema.keys() & _OBJECTS)) + ("$ref" in schema)
+    all_of, any_of = schema.get("allOf"), schema.get("anyOf")
+    num_naming += sum(map(_may_name, all_of)) if isinstance(all_of, list) else 0
+    num_naming += any(map(_may_name, any_of)) if isinstance(any_of, list) else 0
+    return num_naming > 1 or "oneOf" in schema or any(map(_is_combined, schema.values()))
+
+
+def _may_name(branch: object) -> bool:
+    """Return whether a branch of a schema may name properties."""
+    return isinstance(branch, dict) and bool(branch.keys() & {*_OBJECTS, "$ref", "allOf", "anyOf", "oneOf"})
 
 
 def schema_fault(reason: str) -> str:
@@ -188,6 +228,16 @@ def either(first: str, second: str) -> str:
     if shared:
         raise ValueError(f"two grammars have the same names: {', '.join(map(str, shared))}")
     return compact_json({"grammars": [{"lark_grammar": f"start: @{name} | @{other_name}\n"}, *parts, *others]})
+
+
+def without_forcing(grammar: str) -> str:
+    """Return a grammar of the same texts, of which masks allow each spelling. ValueError as `after_reasoning`."""
+    parts = _grammars(grammar)
+    first = parts[0].get("lark_grammar")
+    if not isinstance(first, str) or "no_forcing" in first:
+        return grammar
+    parts[0] = parts[0] | {"lark_grammar": NO_FORCING + first}
+    return parts[0]["lark_grammar"] if len(parts) == 1 else compact_json({"grammars": parts})
 
 
 def before_answer(write: Callable[[str], str], answer: str) -> str:

@@ -11,6 +11,9 @@ from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.grammar_writing.disjoint_schemas import without_disjoint_one_of
 from quire.grammar_writing.limits import GRAMMAR_LIMITS
+from quire.grammar_writing.places import place_of_fault
+from quire.grammar_writing.schemas import SchemaError
+from quire.grammar_writing.shapes import Document
 from quire.grammar_writing.structural_tags import structural_tag_grammar
 from quire.grammar_writing.texts import (
     WHITESPACE_PATTERN,
@@ -27,7 +30,7 @@ _MAX_REASON_CHARS = 300
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
-    """Return the grammar of a constraint. InvalidRequestError for GBNF that cannot be converted.
+    """Return the grammar of a constraint. InvalidRequestError for what cannot be converted, with its place.
 
     Constraints that allow the same texts may have different grammars; `StructuredOutputsParams(grammar=...)` of a
     grammar has that one.
@@ -48,7 +51,10 @@ def grammar_of(params: StructuredOutputsParams) -> str:
     schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
     if params.disable_additional_properties:
         schema = closed_objects(without_disjoint_one_of(schema))
-    return f"start: {json_text(schema, between)}\n"
+    try:
+        return f"start: {json_text(schema, between)}\n"
+    except SchemaError as error:
+        raise InvalidRequestError(f"json cannot be a grammar {error}", param="json") from error
 
 
 def check_tool_schemas(schemas: Sequence[Mapping[str, Any]], indices: Iterable[int]) -> None:
@@ -59,9 +65,18 @@ def check_tool_schemas(schemas: Sequence[Mapping[str, Any]], indices: Iterable[i
     """
     from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415 (a compiled library, only for tools that are forced)
 
+    def fault(grammar: str) -> str:
+        return str(LLMatcher.validate_grammar(grammar, None, limits=LLParserLimits(**GRAMMAR_LIMITS)))
+
     for index in indices:
-        text = f"start: {closed_json_text(schemas[index])}\n"
-        error = LLMatcher.validate_grammar(text, None, limits=LLParserLimits(**GRAMMAR_LIMITS))
-        if error:
-            told = " ".join(schema_fault(error.partition("\n   1 |")[0]).split())[:_MAX_REASON_CHARS]
-            raise InvalidRequestError(f"tools[{index}].function.parameters cannot be enforced: {told}", param="tools")
+        try:
+            schema = Document(schemas[index]).whole()
+            reason = fault(f"start: {closed_json_text(schema)}\n")
+            place = place_of_fault(schema, reason, fault) if reason else ""
+            at = f"at {place}: " if place else ""
+        except SchemaError as error:
+            at, reason = "", str(error)
+        if reason:
+            told = " ".join(schema_fault(reason.partition("\n   1 |")[0]).split())[:_MAX_REASON_CHARS]
+            message = f"tools[{index}].function.parameters cannot be enforced: {at}{told}"
+            raise InvalidRequestError(message, param="tools")

@@ -5,6 +5,7 @@ it can reach, but neither its run time nor its memory; the limits of a process d
 worker renders one conversation after the other.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -141,4 +142,5 @@ def _refusal(message: str, param: str | None, code: str | None) -> bytes:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(levelname)s templates: %(message)s")
     serve_jobs(TemplateJobs().answer, RENDER_LIMIT_S)

@@ -5,34 +5,35 @@ constrained. What a grammar allows, the parser of the same row reads as calls of
 """
 
 import html
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.core.structured_outputs import compact_json
+from quire.grammar_writing.schemas import Part
+from quire.grammar_writing.shapes import Budget, Document, Shape
 from quire.grammar_writing.texts import before_answer, closed_json_text, literal_text
-from quire.server.call_grammars.literals import (
-    NO_PARAMETERS,
-    GemmaValues,
-    Schema,
-    choices,
-    is_open,
-    joined,
-    properties,
-    python_arguments,
-    string_body,
-    string_parts,
-)
+from quire.server.call_grammars.literals import GemmaValues, arguments_text, python_arguments
+from quire.server.call_grammars.objects import ObjectNotation
 from quire.server.call_grammars.reasoning import bounded_reasoning, marker_id
-from quire.server.call_grammars.rules import ANY_TEXT, Rules, alternatives
+from quire.server.call_grammars.rules import ANY_TEXT, GrammarSizeError, Rules, alternatives
+from quire.server.call_grammars.strings import enumerated_texts, has_regexes, text_body
 from quire.server.tool_formats.argument_types import types_of
+from quire.server.tool_formats.json_values import json_value, misread_texts, reads_json
 from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.server.tool_formats.syntax import KEY, marker_of, split
 from quire.server.tool_formats.table import FALLBACK
 
 __all__ = ["bounded_reasoning", "forcing_grammar", "marker_id"]
 
+Schema = Mapping[str, Any]
+NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 _TEXT = frozenset({"string"})
+_ANY: frozenset[str] = frozenset()
+_ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_NO_NAME = "\n"  # of no parameter: its types are those of parameters that a schema does not name
+_OTHER_KEY = r"[^<>\"{}&\s]{1,64}"
 _ANALYSIS = "<|channel|>analysis<|message|>"
 _PREAMBLE = "<|channel|>commentary<|message|>"
 _FINAL = "<|channel|>final<|message|>"
@@ -59,7 +60,7 @@ def forcing_grammar(
     arguments of tools that are not `strict` are then any object. `is_parallel`: several calls. `special`: ids of the
     tokenizer's special tokens, by their texts. `reasoning`: its markers, if special, may be in the text around calls.
     `answer`: grammar of the final message in place of a call, for formats with channels. ValueError, which names the
-    property, for a tool that requires one that the format cannot write.
+    tool, the place and the keyword, for a schema that the notation of the calls cannot hold.
     """
     grammar = _CallGrammar(row or FALLBACK, tools, is_triggered, special or {})
     if answer is None:
@@ -75,13 +76,14 @@ class _CallGrammar:
         self._is_triggered = is_triggered
         self._rules = Rules(special)
         self._template = split(row.call)
-        self._tools: list[tuple[str, Schema]] = []
+        self._tools: list[_Tool] = []
+        budget = Budget()
         for tool in tools:
             function = tool.get("function", tool)
             schema = function.get("parameters") or NO_PARAMETERS
             if is_triggered and not function.get("strict"):
                 schema = {"type": "object"}
-            self._tools.append((function["name"], schema))
+            self._tools.append(_Tool(function["name"], schema, Document(schema, budget)))
 
     def text(self, is_parallel: bool, reasoning: ReasoningFormat | None) -> str:
         """Return the whole grammar."""
@@ -93,14 +95,20 @@ class _CallGrammar:
             return rules.text(self._calls(lead.lstrip(), is_parallel))
         if row.is_bare:
             other = {"list": _NO_LIST, "calls": _NO_ARRAY}.get(self._template[1], _NO_OBJECT)
-            return rules.text(f"{self._calls('', is_parallel)} | {rules.add(other)}")
+            return rules.text(f"{self._calls('', is_parallel)} | {rules.add(other, is_terminal=True)}")
         marker = marker_of(lead.lstrip())
         others = [text for pair in (reasoning.markers if reasoning else ()) for text in pair]
         free = rules.free_text([text for text in others if rules.is_special(text)])
         rest = self._calls(lead.lstrip().removeprefix(marker), is_parallel and bool(row.section[0]))
-        call = rules.add(f"{free} {rules.text_before(marker)} {rest}")
-        last = rules.add(f"{free} {ANY_TEXT}")
+        unread = [text for text in self._other_markers() if not marker.startswith(text)]
+        call = rules.add(f"{free} {rules.text_before(marker, unread)} {rest}")
+        last = rules.add(f"{free} {rules.text_without([marker, *unread])}")
         return rules.text(f"{call}{{0,{MAX_CALLS}}} {last}" if is_parallel else f"{call} | {last}")
+
+    def _other_markers(self) -> list[str]:
+        """Return the texts that begin calls where these are not written so: text around calls has none of them."""
+        templates = (self._row.call, *self._row.variants)
+        return list(dict.fromkeys(filter(None, (marker_of(split(text)[0].lstrip()) for text in templates))))
 
     def _calls(self, lead: str, is_parallel: bool) -> str:
         """Return an expression for one call or several; `lead` is written in front of the first one."""
@@ -122,12 +130,12 @@ class _CallGrammar:
         calls = f"{rules.literal(lead + template[0])} {call}" + (f" ({between} {call}){more}" if more else "")
         return f"{calls} {rules.literal(row.section[1])}"
 
-    def _each(self, expression: Callable[[str, Schema], str]) -> str:
-        return alternatives([self._rules.add(_named(expression, name, schema)) for name, schema in self._tools])
+    def _each(self, expression: Callable[["_Tool"], str]) -> str:
+        return alternatives([self._rules.add(_named(expression, tool)) for tool in self._tools])
 
-    def _json_call(self, name: str, schema: Schema, lead: str = "") -> str:
+    def _json_call(self, tool: "_Tool", lead: str = "") -> str:
         """Return an expression for an object with the name and arguments of a call, and what closes it."""
-        rules, row = self._rules, self._row
+        rules, row, name = self._rules, self._row, tool.name
         key, arguments = row.keys
         tail = self._template[-1] if self._template[1] == "call" else ""
         head = f"{compact_json(key)}: {compact_json(name)}, {compact_json(arguments)}: "
@@ -135,24 +143,27 @@ class _CallGrammar:
         if row.index_key:
             number = f'{rules.literal(f"{lead}{{{compact_json(row.index_key)}: ")} /"[0-9]{{1,3}}"/'
             before = f"{number} {rules.literal(', ' + head)}"
-        return f"{before} {closed_json_text(schema)} {rules.literal('}' + tail)}"
+        return f"{before} {self._json(tool)} {rules.literal('}' + tail)}"
 
-    def _python_call(self, name: str, schema: Schema, lead: str = "") -> str:
-        return f'{self._rules.literal(f"{lead}{name}(")} {python_arguments(self._rules, schema)} ")"'
+    def _json(self, tool: "_Tool") -> str:
+        return self._rules.add(closed_json_text(tool.document.whole()))
 
-    def _named_call(self, name: str, schema: Schema) -> str:
+    def _python_call(self, tool: "_Tool", lead: str = "") -> str:
+        return f'{self._rules.literal(f"{lead}{tool.name}(")} {python_arguments(self._rules, tool.document)} ")"'
+
+    def _named_call(self, tool: "_Tool") -> str:
         """Return an expression for a call from behind its first text on."""
         rules, row = self._rules, self._row
         parts = []
         for field, text in zip(self._template[1::2], self._template[2::2], strict=True):
             if field == "name":
-                parts.append(rules.literal(html.escape(name) if row.is_escaped else name))
+                parts.append(rules.literal(html.escape(tool.name) if row.is_escaped else tool.name))
+            elif field == "arguments" and row.notation == "gemma":
+                parts.append(GemmaValues(rules, tool.document, row.quote).arguments())
             elif field == "arguments":
-                is_gemma = row.notation == "gemma"
-                values = GemmaValues(rules, schema, row.quote)
-                parts.append(values.object_text(schema) if is_gemma else closed_json_text(schema))
+                parts.append(self._json(tool))
             elif field == "parameters":
-                parts.append(self._parameters(schema))
+                parts.append(self._parameters(tool))
             elif field == "index":
                 parts.append("/[1-9][0-9]{0,2}/")
             elif field == ":index":
@@ -162,53 +173,81 @@ class _CallGrammar:
             parts += [rules.literal(text)] if text else []
         return " ".join(parts)
 
-    def _parameters(self, schema: Schema) -> str:
+    def _parameters(self, tool: "_Tool") -> str:
         """Return an expression for tagged parameters."""
-        parts = [
-            (self._rules.add(self._parameter(key, part, types_of(schema, key))), is_required)
-            for key, part, is_required in properties(schema, _ANY_KEY if self._row.is_escaped else KEY)
-        ]
-        if is_open(schema):
-            keys = self._rules.add("/[A-Za-z_][A-Za-z0-9_]{0,63}/")
-            return f"{self._tagged(keys, {}, _TEXT)}{{0,{MAX_CALLS}}}"
-        return joined(self._rules, parts, "")
+        values: dict[tuple[Any, ...], list[Shape]] = {}
 
-    def _parameter(self, key: str, part: dict[str, Any], types: frozenset[str]) -> str:
-        written = self._rules.literal(html.escape(key) if self._row.is_escaped else key)
-        options = []
-        if "string" in types or not types:
-            options += [self._tagged(written, each, _TEXT) for each in string_parts(part)] or [
-                self._tagged(written, {}, _TEXT)
-            ]
-        if types - _TEXT:
-            options.append(self._tagged(written, _without_strings(part), types - _TEXT))
-        return alternatives(options)
+        def pair(name: str, parts: list[Part], key: str | None) -> str | None:
+            targets = [tool.document.target(part) for part in parts]
+            identity = tuple(id(part.schema) for part in targets)
+            if identity not in values:
+                values[identity] = tool.document.shapes(targets)
+            types = types_of(tool.schema, _NO_NAME if key is None else key)
+            return self._parameter(name, tool.document, values[identity], types)
 
-    def _tagged(self, key: str, part: Mapping[str, Any], types: frozenset[str]) -> str:
-        """Return an expression for one parameter: raw text if the types are that of strings, else JSON."""
+        def name(key: str) -> str:
+            return self._rules.literal(html.escape(key) if self._row.is_escaped else key)
+
+        key_pattern = _ANY_KEY if self._row.is_escaped else KEY
+        return arguments_text(self._rules, tool.document, ObjectNotation(pair, name, "", key_pattern, _OTHER_KEY))
+
+    def _parameter(self, name: str, document: Document, shapes: list[Shape], types: frozenset[str]) -> str | None:
+        """Return an expression for one parameter; None if none of its values can be written.
+
+        `types`: those by which its text is read, where it is not marked with its type.
+        """
+        is_marked = "{type}" in self._row.parameter
+        if not is_marked and len(shapes) == len(_ALL_TYPES) and not any(shape.parts for shape in shapes):
+            return self._tagged(name, _TEXT, self._text(""))  # whatever a text is read as fits
+        text_types, json_types = (_TEXT, _ANY) if is_marked else (types, types)
+        texts = [self._string(shape, text_types) for shape in shapes if shape.kind == "string"]
+        options = [self._tagged(name, _TEXT, text) for text in texts if text is not None]
+        others = [shape for shape in shapes if shape.kind != "string" and reads_json(shape.kind, json_types)]
+        if others:
+            value = self._rules.add(closed_json_text(document.alone(others)))
+            end = self._rules.literal(split(self._row.parameter)[-1])
+            options.append(self._tagged(name, frozenset(shape.kind for shape in others), f"{value} {end}"))
+        return alternatives(options) if options else None
+
+    def _string(self, shape: Shape, types: frozenset[str]) -> str | None:
+        """Return an expression for raw text that is read as a string which fits a shape, and its end."""
+        rules, end = self._rules, split(self._row.parameter)[-1]
+        texts = enumerated_texts(shape)
+        if texts is None:
+            return self._text(text_body(rules, shape, None, misread_texts(types)))
+        ends = (end.strip(), *self._other_ends())
+        texts = [text for text in texts if not any(each in text for each in ends)]
+        texts = [text for text in texts if json_value(text, types) == json.dumps(text, ensure_ascii=False)]
+        if not texts:
+            return None
+        body = text_body(rules, shape, texts) if has_regexes(shape) else rules.one_of(texts)
+        return f"{body} {rules.literal(end)}"
+
+    def _text(self, body: str) -> str:
+        """Return an expression for raw text by a terminal, or any, and its end."""
+        rules, end = self._rules, split(self._row.parameter)[-1]
+        if body and end.startswith("\n"):
+            body = rules.add(f'{body} "\\n"', is_terminal=True)
+        text = rules.text_before(end.strip(), self._other_ends(), body)
+        return f"{text} {rules.literal(end[len(end.rstrip()) :])}" if end[-1].isspace() else text
+
+    def _other_ends(self) -> list[str]:
+        """Return the texts that end the value of a parameter beside its own end."""
+        pieces = split(self._row.parameter)
+        line = ["\n" + marker_of(pieces[0])] if pieces[-1].startswith("\n") else []
+        return [marker_of(self._template[-1]), *line]
+
+    def _tagged(self, name: str, types: frozenset[str], value: str) -> str:
+        """Return an expression for one parameter, by the expressions of its name and of its value with its end."""
         rules, pieces = self._rules, split(self._row.parameter)
-        is_text = types == _TEXT
-        parts = [rules.literal(pieces[0]), key]
+        parts = [rules.literal(pieces[0]), name]
         for field, text in zip(pieces[3:-2:2], pieces[4:-1:2], strict=True):
             assert field == "type", field
             parts.append(rules.literal(pieces[2] + self._type_name(types)))
             parts.append(rules.literal(text))
         if len(pieces) == 5:
             parts.append(rules.literal(pieces[2]))
-        end = pieces[-1]
-        if not is_text:
-            return " ".join([*parts, closed_json_text(part), rules.literal(end)])
-        if (values := choices(part)) is not None:
-            texts = [value for value in values if isinstance(value, str)]
-            return " ".join([*parts, rules.one_of(texts), rules.literal(end)])
-        close = end.strip()
-        line = end.startswith("\n")
-        body = string_body(part, "[^\\n]" if line else "(?s:.)")
-        if body != ANY_TEXT and line:
-            body = body[:-1] + "\\n?/"
-        without = [marker_of(self._template[-1]), *(["\n" + marker_of(pieces[0])] if line else [])]
-        text = rules.text_before(close, without, body)
-        return " ".join([*parts, text, *([rules.literal(end[len(end.rstrip()) :])] if end[-1].isspace() else [])])
+        return " ".join([*parts, value])
 
     def _type_name(self, types: frozenset[str]) -> str:
         if 'string="' in self._row.parameter:
@@ -228,22 +267,19 @@ class _CallGrammar:
         return rules.text(f"{message}{{0,{MAX_CALLS}}} {alternatives(ends)}")
 
 
-def _named(expression: Callable[[str, Schema], str], name: str, schema: Schema) -> str:
+class _Tool(NamedTuple):
+    """A tool that may be called: the schema of its arguments as given, and made plain."""
+
+    name: str
+    schema: Schema
+    document: Document
+
+
+def _named(expression: Callable[[_Tool], str], tool: _Tool) -> str:
     """Return the expression of a tool's calls. ValueError with the tool's name."""
     try:
-        return expression(name, schema)
+        return expression(tool)
+    except GrammarSizeError:
+        raise
     except ValueError as error:
-        raise ValueError(f"{name} {error}") from error
-
-
-def _without_strings(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of the values of another one that are no strings."""
-    result = dict(part)
-    if isinstance(part.get("type"), list):
-        result["type"] = [name for name in part["type"] if name != "string"]
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(branches := part.get(keyword), list):
-            result[keyword] = [each for each in branches if types_of({**part, "properties": {"": each}}, "") != _TEXT]
-    if isinstance(part.get("enum"), list):
-        result["enum"] = [value for value in part["enum"] if not isinstance(value, str)]
-    return result
+        raise ValueError(f"{tool.name} {error}") from error

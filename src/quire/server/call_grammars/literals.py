@@ -1,209 +1,194 @@
 """Grammars of arguments that are not written as JSON, by the JSON schemas of the tools' parameters."""
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from quire.core.checks import shown
 from quire.core.structured_outputs import compact_json
-from quire.grammar_writing.schemas import referenced
-from quire.grammar_writing.texts import closed_json_text, json_text, literal_text, regex_text
-from quire.server.call_grammars.rules import ANY_TEXT, Rules, alternatives
-from quire.server.tool_formats.argument_types import own_types, types_of
+from quire.grammar_writing.schemas import Part, refuse
+from quire.grammar_writing.shapes import Document, Shape
+from quire.grammar_writing.texts import closed_json_text, literal_text
+from quire.server.call_grammars.objects import ObjectNotation, members_of, object_text
+from quire.server.call_grammars.rules import Rules, alternatives
+from quire.server.call_grammars.strings import enumerated_texts, has_regexes, text_body
 from quire.server.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
 
-Schema = Mapping[str, Any]
-NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-_MAX_PARTS = 64
-_OF_OTHERS = ("properties", "required", "items", "minLength", "maxLength", "pattern", "$defs", "definitions")
-_PYTHON = {"true": '"True"', "false": '"False"', "null": '"None"'}
+_PYTHON_NAMES, _GEMMA_NAMES = "[A-Za-z_][A-Za-z0-9_]{0,63}", r"[^:{}\[\],<>|\"'\s]{1,64}"
+_PYTHON = {"boolean": ('"True"', '"False"'), "null": ('"None"',)}
 
 
-def within(root: Schema, schema: object) -> dict[str, Any]:
-    """Return a part of a schema by itself: with the definitions that it may refer to."""
-    if not isinstance(schema, Mapping):
-        return {"not": {}} if schema is False else {}
-    return {key: root[key] for key in ("$defs", "definitions") if key in root} | dict(schema)
+def arguments_text(rules: Rules, document: Document, notation: ObjectNotation) -> str:
+    """Return an expression for the arguments that a tool takes. ValueError if it takes none that can be written."""
+    members = []
+    for shape in document.shapes([Part(document.root, "")]):
+        if shape.kind == "object":
+            if shape.enumerated() is not None:
+                refuse(shape.place, "unsupported keyword: enum of the arguments")
+            members.append(members_of(shape))
+    names = {key for each in members for key, _, _ in each.named}
+    texts = [object_text(rules, each, notation, names) for each in members]
+    written = [rules.add(text) for text in texts if text is not None]
+    if not written:
+        raise ValueError("takes no arguments that can be written in the format of its calls")
+    return alternatives(list(dict.fromkeys(written)))
 
 
-def string_body(schema: Schema, character: str = "(?s:.)") -> str:
-    """Return a regular expression of the strings that a schema allows, by its limits and its pattern."""
-    if isinstance(schema.get("pattern"), str):
-        return _searched(schema["pattern"])
-    if "minLength" in schema or "maxLength" in schema:
-        return f"/{character}{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"
-    return ANY_TEXT
-
-
-def _searched(pattern: str) -> str:
-    """Return a regular expression of the texts in which a pattern is found; its anchors are those of the text."""
-    before = after = "(?s:.*)"
-    if not _has_alternatives(pattern):
-        if pattern.startswith("^"):
-            before, pattern = "", pattern[1:]
-        if (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 and pattern.endswith("$"):
-            after, pattern = "", pattern[:-1]
-    return regex_text(f"{before}(?:{pattern}){after}")
-
-
-def _has_alternatives(pattern: str) -> bool:
-    """Return whether a pattern has `|` outside of groups."""
-    depth = 0
-    for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", pattern, re.DOTALL):
-        depth += (piece == "(") - (piece == ")")
-        if piece == "|" and depth == 0:
-            return True
-    return False
-
-
-def choices(schema: Schema) -> list[Any] | None:
-    """Return the values of an enumeration, or None."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else None
-
-
-def string_parts(schema: Schema) -> list[Schema]:
-    """Return the parts of a schema that allow strings: itself, what it refers to, or some of its branches."""
-    result: list[Schema] = []
-    parts: list[object] = [schema]
-    for _ in range(_MAX_PARTS):  # a bound: references may form circles
-        if not parts:
-            break
-        part = parts.pop(0)
-        if isinstance(part, Mapping):
-            if "string" in own_types(part):
-                result.append(part)
-            for keyword in ("anyOf", "oneOf"):
-                branches = part.get(keyword)
-                parts += branches if isinstance(branches, list) else []
-            parts.append(referenced(schema, part.get("$ref")))
-    return result
-
-
-def properties(schema: Schema, key_pattern: str) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return keys, schemas and necessity of an object's properties, without those that cannot be written.
-
-    ValueError for one that is required, and not written as `key_pattern` says.
-    """
-    names = schema.get("required", ())
-    required = {key for key in names if isinstance(key, str)} if isinstance(names, list) else set()
-    parts = schema.get("properties")
-    parts = dict(parts) if isinstance(parts, Mapping) else {}
-    for key in sorted(required - parts.keys()):
-        parts[key] = schema.get("additionalProperties", {})
-    result = []
-    for key, part in parts.items():
-        is_written = part is not False and re.fullmatch(key_pattern, key) is not None and key == key.strip()
-        if key in required and not is_written:
-            raise ValueError(f"requires the property {shown(key)}, which cannot be written in the format of its calls")
-        if is_written:
-            result.append((key, within(schema, part), key in required))
-    return result
-
-
-def is_open(schema: Schema) -> bool:
-    """Return whether a schema of an object names no properties and allows any."""
-    return "properties" not in schema and schema.get("additionalProperties", True) is not False
-
-
-def joined(rules: Rules, parts: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Return an expression for parts in their order; those that are not required (False) may be left out."""
-    required = [part for part, is_required in parts if is_required]
-    between = f"{literal_text(separator)} " if separator else ""
-    rest = '""'
-    starts = ['""']
-    for part, is_required in reversed(parts):
-        if not is_required:
-            starts.insert(0, f"{part} {rest}")
-            rest = rules.add(f"({between}{part})? {rest}")
-    return f" {between}".join(required) + f" {rest}" if required else alternatives(starts)
-
-
-def python_arguments(rules: Rules, schema: Schema) -> str:
+def python_arguments(rules: Rules, document: Document) -> str:
     """Return an expression for keyword arguments in Python: JSON is a literal there, but for its three names."""
-    if is_open(schema):
-        pair = rules.add(f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {json_text({})}')
-        return f'({pair} (", " {pair})*)?'
-    parts = []
-    for key, part, is_required in properties(schema, PYTHON_KEY):
-        types = types_of({"properties": {key: part}} | part, key)
-        value = closed_json_text(part)
-        if types <= {"boolean", "null"} and types and choices(part) is None:
-            names = ["true", "false"] * ("boolean" in types) + ["null"] * ("null" in types)
-            value = alternatives([_PYTHON[name] for name in names])
-        parts.append((f"{literal_text(key + '=')} {rules.add(value)}", is_required))
-    return joined(rules, parts, ", ")
+    values: dict[tuple[int, ...], str | None] = {}
+
+    def pair(name: str, parts: list[Part], _: str | None) -> str | None:
+        key, parts = _identity(document, parts)
+        if key not in values:
+            values[key] = _python_value(rules, document, document.shapes(parts))
+        value = values[key]
+        return None if value is None else f'{name} "=" {value}'
+
+    return arguments_text(rules, document, ObjectNotation(pair, literal_text, ", ", PYTHON_KEY, _PYTHON_NAMES))
+
+
+def _python_value(rules: Rules, document: Document, shapes: Sequence[Shape]) -> str | None:
+    names = [name for shape in shapes if not shape.parts for name in _PYTHON.get(shape.kind, ())]
+    others = [shape for shape in shapes if shape.parts or shape.kind not in _PYTHON]
+    options = [*names, *([closed_json_text(document.alone(others))] if others else [])]
+    return rules.add(alternatives(options)) if options else None
+
+
+def _identity(document: Document, parts: Sequence[Part]) -> tuple[tuple[int, ...], list[Part]]:
+    """Return a key that is the same for the same schemas, which the document holds, and the schemas."""
+    targets = [document.target(part) for part in parts]
+    return tuple(id(part.schema) for part in targets), targets
 
 
 class GemmaValues:
     """Expressions for values in Gemma's notation: keys without quotes, strings in quotes of their own."""
 
-    def __init__(self, rules: Rules, root: Schema, quote: str) -> None:
-        self._rules = rules
-        self._root = root
-        self._quote = quote
-        self._referenced: dict[str, str] = {}  # rules of the parts that are referred to
+    def __init__(self, rules: Rules, document: Document, quote: str) -> None:
+        self._rules, self._document, self._quote = rules, document, quote
+        self._values: dict[tuple[int, ...], tuple[str, bool]] = {}  # rules of values, and if there are any
+        self._notation = ObjectNotation(self._pair, literal_text, ",", GEMMA_KEY, _GEMMA_NAMES)
 
-    def object_text(self, schema: Schema) -> str:
-        """Return an expression for an object with the schema's properties, or with any."""
-        if is_open(schema):
-            key = self._rules.add("/[A-Za-z_][A-Za-z0-9_]{0,63}/")
-            return f'"{{" ({key} ":" {self._any()} ("," {key} ":" {self._any()})*)? "}}"'
-        parts = [
-            (f"{literal_text(key + ':')} {self._rules.add(self._value(part))}", is_required)
-            for key, part, is_required in properties(schema, GEMMA_KEY)
-        ]
-        return f'"{{" {joined(self._rules, parts, ",")} "}}"'
+    def arguments(self) -> str:
+        """Return an expression for the arguments of a call."""
+        return f'"{{" {arguments_text(self._rules, self._document, self._notation)} "}}"'
 
-    def _value(self, schema: Schema) -> str:
-        """Return an expression for the values that a schema allows."""
-        reference = schema.get("$ref")
-        if isinstance(reference, str):
-            if reference not in self._referenced:
-                name = self._referenced[reference] = self._rules.reserve()
-                part = referenced(self._root, reference)
-                self._rules.define(name, self._value(part if isinstance(part, Mapping) else {}))
-            return self._referenced[reference]
-        if (values := choices(schema)) is not None:
-            return alternatives([self._constant(value) for value in values])
-        branches = schema.get("anyOf", schema.get("oneOf"))
-        if isinstance(branches, list) and branches:
-            return alternatives([self._value(branch) for branch in branches if isinstance(branch, Mapping)])
-        kinds = sorted(own_types(schema))
-        return alternatives([self._kind(kind, schema) for kind in kinds]) if kinds else self._any()
+    def _pair(self, name: str, parts: list[Part], _: str | None) -> str | None:
+        value = self._value(parts)
+        return None if value is None else f'{name} ":" {value}'
 
-    def _any(self) -> str:
-        """Return an expression for any value."""
-        if "" not in self._referenced:
-            name = self._referenced[""] = self._rules.reserve()
-            kinds = ("string", "number", "boolean", "null", "object", "array")
-            self._rules.define(name, alternatives([self._kind(kind, {}) for kind in kinds]))
-        return self._referenced[""]
+    def _value(self, parts: Sequence[Part]) -> str | None:
+        """Return the rule of the values that fit some schemas; None if none can be written."""
+        key, parts = _identity(self._document, parts)
+        if key not in self._values:
+            name = self._rules.reserve()
+            self._values[key] = name, True  # (in itself, a value is taken for one that can be written)
+            options = [self._shape(shape) for shape in self._document.shapes(parts)]
+            written = [option for option in options if option is not None]
+            self._values[key] = name, bool(written)
+            self._rules.define(name, alternatives(written) if written else '"" "\\u0000"')
+        name, is_written = self._values[key]
+        return name if is_written else None
 
-    def _kind(self, kind: str, schema: Schema) -> str:
-        if kind == "string":
-            text = self._rules.text_before(self._quote, body=string_body(schema))
-            return f"{self._rules.literal(self._quote)} {text}"
-        if kind == "object":
-            return self.object_text(schema)
-        if kind != "array":
-            return json_text({key: value for key, value in schema.items() if key not in _OF_OTHERS} | {"type": kind})
-        items = schema.get("items")
-        item = self._rules.add(self._value(items if isinstance(items, Mapping) else {}))
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+    def _shape(self, shape: Shape) -> str | None:
+        match shape.kind:
+            case "string":
+                return self._string(shape)
+            case "object" | "array" if shape.enumerated() is not None:
+                return self._constants(shape)
+            case "object":
+                inside = object_text(self._rules, members_of(shape), self._notation)
+                return None if inside is None else f'"{{" {inside} "}}"'
+            case "array":
+                return self._array(shape)
+            case _:
+                return closed_json_text(self._document.alone([shape]))
+
+    def _string(self, shape: Shape) -> str | None:
+        quote = self._rules.literal(self._quote)
+        texts = enumerated_texts(shape)
+        if texts is None:
+            return f"{quote} {self._rules.text_before(self._quote, body=text_body(self._rules, shape, None))}"
+        texts = [text for text in texts if self._quote not in text]
+        if not texts:
+            return None
+        if has_regexes(shape):
+            return f"{quote} {text_body(self._rules, shape, texts)} {quote}"
+        return f"{quote} {self._rules.one_of(texts)} {quote}"
+
+    def _array(self, shape: Shape) -> str | None:
+        """Return an expression for arrays: items in front by their places, then others."""
+        least, most = shape.limits("minItems", "maxItems")
+        num_first = max((len(_first_items(part)) for part in shape.parts), default=0)
+        items: list[str] = []
+        for index in range(num_first):
+            item = self._value(_items(shape, index))
+            if item is None:
+                most = index if most is None else min(most, index)
+                break
+            items.append(item)
+        other = self._value(_items(shape, num_first))
+        if other is None:
+            most = num_first if most is None else min(most, num_first)
+        if most is not None and least > most:
+            return None
         if most == 0:
             return '"[" "]"'
-        more = f'"[" {item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}} "]"'
-        return more if least else f'({more} | "[" "]")'
+        rest = '""'
+        if other is not None and (most is None or most > len(items)):
+            items = items or [other]
+            if most is None or most > len(items):
+                bounds = f"{{{max(least - len(items), 0)},{'' if most is None else most - len(items)}}}"
+                rest = f'("," {other}){bounds}'
+        for index in reversed(range(1, len(items) if most is None else min(len(items), most))):
+            rest = self._rules.add(f'"," {items[index]} {rest}' + (" | " if index >= least else ""))
+        first = f"{items[0]} {rest}"
+        return f'"[" {first} "]"' if least else f'("[" {first} "]" | "[" "]")'
 
-    def _constant(self, value: object) -> str:
-        """Return an expression for one value."""
+    def _constants(self, shape: Shape) -> str | None:
+        """Return an expression for the arrays or objects of an enumeration."""
+        if others := shape.keywords() - {"enum", "const"}:
+            refuse(shape.place, f"unsupported keywords: enum of {shape.kind}s beside {', '.join(sorted(others))}")
+        options = [self._constant(value) for value in shape.enumerated() or ()]
+        written = [option for option in options if option is not None]
+        return alternatives(written) if written else None
+
+    def _constant(self, value: object) -> str | None:
+        """Return an expression for one value; None if it cannot be written."""
         if isinstance(value, str):
-            return self._rules.literal(f"{self._quote}{value}{self._quote}")
+            return None if self._quote in value else self._rules.literal(f"{self._quote}{value}{self._quote}")
+        if not isinstance(value, list | dict):
+            return literal_text(compact_json(value))
+        parts: list[str | None]
         if isinstance(value, list):
-            inside = ' "," '.join(map(self._constant, value))
-            return f'"[" {inside} "]"'
-        if isinstance(value, dict):
-            inside = ' "," '.join(f"{literal_text(key + ':')} {self._constant(part)}" for key, part in value.items())
-            return f'"{{" {inside} "}}"'
-        return literal_text(compact_json(value))
+            parts = [self._constant(part) for part in value]
+        else:
+            if not all(map(self._notation.can_write, value)):
+                return None
+            parts = [_after(literal_text(f"{key}:"), self._constant(part)) for key, part in value.items()]
+        if None in parts:
+            return None
+        start, end = ('"["', '"]"') if isinstance(value, list) else ('"{"', '"}"')
+        return " ".join([start, ' "," '.join(part for part in parts if part), end])
+
+
+def _after(first: str, second: str | None) -> str | None:
+    return None if second is None else f"{first} {second}"
+
+
+def _first_items(part: Part) -> Sequence[object]:
+    """Return the schemas of the items in front, which have places."""
+    for keyword in ("prefixItems", "items"):
+        if isinstance(part.schema.get(keyword), list):
+            return part.schema[keyword]  # type: ignore[no-any-return]
+    return ()
+
+
+def _items(shape: Shape, index: int) -> list[Part]:
+    """Return the schemas that the item at a place fits."""
+    found = []
+    for part in shape.parts:
+        first = _first_items(part)
+        keyword = "additionalItems" if first and isinstance(part.schema.get("items"), list) else "items"
+        if index < len(first):
+            found.append(Part(first[index], f"{part.place}/{index}"))
+        elif keyword in part.schema:
+            found.append(Part(part.schema[keyword], f"{part.place}/{keyword}"))
+    return found

@@ -6,6 +6,12 @@ from collections.abc import Mapping, Sequence
 from quire.grammar_writing.texts import literal_text, marker_text
 
 ANY_TEXT = "/(?s:.*)/"
+MAX_GRAMMAR_BYTES = 1 << 20  # of one request's calls: compiled, a character takes up to 256 bytes
+MAX_WRITTEN_BYTES = 8 << 20  # the same, with expressions that are written several times and stored once
+
+
+class GrammarSizeError(ValueError):
+    """The tools of a request need a grammar past MAX_GRAMMAR_BYTES."""
 
 
 class Rules:
@@ -16,13 +22,17 @@ class Rules:
         self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         self._rules: dict[str, str] = {}  # by their names, with attributes
         self._names: dict[str, str] = {}  # of rules, by what they are
+        self._num_bytes = self._num_written = 0
 
     def add(self, expression: str, attribute: str = "", *, is_terminal: bool = False) -> str:
-        """Return the name of a rule for an expression; the same one for the same expression."""
-        key = f"{attribute}: {expression}"
+        """Return the name of a rule for an expression; the same one for the same expression.
+
+        Only terminals, and rules with an attribute, may be intersections.
+        """
+        key = f"{'R' if is_terminal else 'r'}{attribute}: {expression}"
+        self._count(0 if key in self._names else len(expression), len(expression))
         if key not in self._names:
-            is_terminal |= " & " in expression and not attribute  # only terminals may be intersections
-            self._names[key] = f"{'R' if is_terminal else 'r'}{len(self._names)}"
+            self._names[key] = f"{key[0]}{len(self._names)}"
             self._rules[self._names[key] + attribute] = expression
         return self._names[key]
 
@@ -35,6 +45,13 @@ class Rules:
     def define(self, name: str, expression: str) -> None:
         """Define a reserved rule."""
         self._rules[name] = expression
+        self._count(len(expression), len(expression))
+
+    def _count(self, num_stored: int, num_written: int) -> None:
+        self._num_bytes += num_stored
+        self._num_written += num_written
+        if self._num_bytes > MAX_GRAMMAR_BYTES or self._num_written > MAX_WRITTEN_BYTES:
+            raise GrammarSizeError(f"their schemas need a grammar of more than {MAX_GRAMMAR_BYTES} bytes")
 
     def is_special(self, text: str) -> bool:
         """Return whether a text is a special token."""
@@ -58,12 +75,22 @@ class Rules:
             return alternatives(expressions)
         return self.add(" | ".join(expressions), is_terminal=True)
 
-    def text_before(self, end: str, without: Sequence[str] = (), body: str = ANY_TEXT) -> str:
-        """Return an expression for text by a regular expression, up to and including `end`, and without some texts."""
+    def text_before(self, end: str, without: Sequence[str] = (), body: str = "") -> str:
+        """Return an expression for a text up to and including `end`, and without some texts.
+
+        `body`: terminal of the text; empty: any text.
+        """
         if found := self._pattern.search(end):  # ends the text: its last characters are the end's first ones
-            return f"{body[:-1]}{_escape(end[: found.start()])}/ {self.literal(end[found.start() :])}"
-        terminal = " & ".join([body, *(f"~/(?s:.*){_escape(text)}(?s:.*)/" for text in without)])
+            last = escaped(end[: found.start()])
+            text = self.add(f"{body} /{last}/", is_terminal=True) if body and last else body or f"/(?s:.*){last}/"
+            return f"{text} {self.literal(end[found.start() :])}"
+        terminal = " & ".join([body or ANY_TEXT, *(f"~/(?s:.*){escaped(text)}(?s:.*)/" for text in without)])
         return self.add(terminal, f"[suffix={literal_text(end)}]")
+
+    def text_without(self, texts: Sequence[str]) -> str:
+        """Return an expression for text without some texts, of which special tokens are none anyway."""
+        found = [f"~/(?s:.*){escaped(text)}(?s:.*)/" for text in texts if not self._pattern.search(text)]
+        return self.add(" & ".join([ANY_TEXT, *found]), is_terminal=True)
 
     def text(self, start: str) -> str:
         """Return the grammar that starts with an expression."""
@@ -71,7 +98,8 @@ class Rules:
         return "\n".join(rules) + "\n"
 
 
-def _escape(text: str) -> str:
+def escaped(text: str) -> str:
+    """Return a text as a part of a regular expression."""
     return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
 
 

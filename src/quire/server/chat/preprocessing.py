@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from msgspec.json import encode
+
 from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.input_processor import CheckedParams
@@ -57,7 +59,8 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
         except ValueError as error:
             raise InvalidRequestError(f"tools cannot be enforced: {error}", param="tools") from error
 
-    grammar, own = await service.threads.run(len(prompt), grammars, call.client_id)
+    num_chars = len(prompt) + sum(len(encode(tool)) for tool in _forced_tools(call))
+    grammar, own = await service.threads.run(num_chars, grammars, call.client_id)
     if grammar is None:
         return replace(call, reading=reading)
     if own is not None and service.constraints is not None:

@@ -5,6 +5,7 @@ has been compiled, and the first masks were computed, over the 256 bytes as a vo
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +16,9 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.core.schema_limits import check_json_bytes, check_schema
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
-from quire.grammar_writing.limits import GRAMMAR_LIMITS
-from quire.grammar_writing.texts import schema_fault
+from quire.grammar_writing.limits import GRAMMAR_LIMITS, has_text
+from quire.grammar_writing.places import place_of_fault
+from quire.grammar_writing.texts import NO_FORCING, schema_fault
 from quire.grammar_writing.writer import grammar_of
 from quire.server.sandbox_worker import serve_jobs
 from quire.server.structured.jobs import (
@@ -29,13 +31,13 @@ from quire.server.structured.jobs import (
     Refused,
     decode_command,
 )
-from quire.server.structured.places import place_of_fault
 from quire.server.structured.regex_length import regex_length
 
 LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
 _STEPS = 8                  # tokens by which a grammar is tried: limits of a step strike early
 _MAX_REASON_CHARS = 500
-_NO_FORCING = '%llguidance {"no_forcing": true}\n'  # a forced text of a client's grammar may be of any length
+_TERMINAL = re.compile(r"^(R[0-9]+): (.*)$", re.MULTILINE)  # of a grammar that the server made
+_NAME = re.compile(r"\bR[0-9]+\b")
 
 
 class GrammarJobs:
@@ -73,7 +75,7 @@ class GrammarJobs:
         if params.grammar is not None:
             if "no_forcing" in grammar or grammar.lstrip().startswith("{"):
                 raise InvalidRequestError("grammar must be Lark or GBNF, without no_forcing", param="grammar")
-            grammar = _NO_FORCING + grammar
+            grammar = NO_FORCING + grammar  # a forced text of a client's grammar may be of any length
         if reason := self._fault(grammar):
             [field] = [name for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
                        if getattr(params, name)]  # fmt: skip
@@ -96,7 +98,23 @@ class GrammarJobs:
             matcher.compute_ff_bytes()
             if not matcher.is_error() and not matcher.is_accepting():
                 matcher.consume_token((mask & -mask).bit_length() - 1)
-        return str(matcher.get_error()) if matcher.is_error() else ""
+        if matcher.is_error():
+            return str(matcher.get_error())
+        if not has_text(matcher):
+            return "it allows no text"
+        return self._empty_terminal(grammar)
+
+    def _empty_terminal(self, grammar: str) -> str:
+        """Return what is wrong with an intersection that no text fits, up to which an output could lead; or nothing."""
+        terminals = dict(_TERMINAL.findall(grammar))
+        for name, expression in terminals.items():
+            if " & " in expression:
+                used = {below: terminals[below] for below in _NAME.findall(expression) if below in terminals}
+                rules = "".join(f"{below}: {terminals[below]}\n" for below in {**used, name: ""})
+                matcher = LLMatcher(self._bytes, f"start: {name}\n{rules}", log_level=0, limits=LIMITS)
+                if not has_text(matcher):
+                    return f"no text fits all of {expression[:_MAX_REASON_CHARS]}"
+        return ""
 
 
 def _decoded(field: str, text: str) -> Any:  # noqa: ANN401 (JSON)
@@ -173,4 +191,5 @@ def _refusal(error: InvalidRequestError, names: dict[str, str]) -> Refused:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(levelname)s grammars: %(message)s")
     serve_jobs(GrammarJobs().answer, CHECK_LIMIT_S)

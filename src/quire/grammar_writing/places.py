@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from quire.grammar_writing.schemas import SCHEMAS_BY_NAME, escaped_name
 from quire.grammar_writing.texts import json_text, schema_fault
 
 _MAX_TRIES = 256        # subschemas that are compiled by themselves
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "not", "contains", "propertyNames")
 
@@ -37,13 +37,9 @@ def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 (JSON
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):
-            yield from ((f"/{key}/{_escaped(name)}", each) for name, each in value.items())
+        if key in SCHEMAS_BY_NAME and isinstance(value, dict):
+            yield from ((f"/{key}/{escaped_name(name)}", each) for name, each in value.items())
         elif key in _LISTS and isinstance(value, list):
             yield from ((f"/{key}/{number}", each) for number, each in enumerate(value))
         elif key in _SINGLE and isinstance(value, dict):
             yield f"/{key}", value
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quire.server.tools.json_values import json_value
+from quire.server.tool_formats.json_values import json_value
 
 NUMBER, STRING = frozenset({"number"}), frozenset({"string"})
 

@@ -1,0 +1,69 @@
+"""Plain schemas: what constrains nothing is dropped, and names of properties become properties or patterns."""
+
+from typing import Any
+
+import pytest
+
+from quire.grammar_writing.plain_schemas import plain_schema
+from quire.grammar_writing.schemas import SchemaError
+
+INTEGER = {"type": "integer"}
+MAP = {"type": "object", "additionalProperties": INTEGER}
+REFERRED = {"$defs": {"name": {"type": "string", "enum": ["a"]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "string", "format": "color"}, {"type": "string"}),
+        ({"type": "string", "format": "date"}, {"type": "string", "format": "date"}),
+        ({"properties": {"format": {"format": "x"}}}, {"properties": {"format": {}}}),
+        ({"enum": [{"format": "x"}]}, {"enum": [{"format": "x"}]}),
+        (MAP | {"propertyNames": {"type": "string"}}, MAP),
+        (MAP | {"propertyNames": {"type": "string", "minLength": 0, "description": "d"}}, MAP),
+        (MAP | {"propertyNames": True}, MAP),
+        (MAP | {"propertyNames": False}, MAP | {"maxProperties": 0}),
+        (MAP | {"propertyNames": {"type": "integer"}}, MAP | {"maxProperties": 0}),
+        (
+            MAP | {"propertyNames": {"enum": ["a", 1]}, "properties": {"b": {}}},
+            {"type": "object", "properties": {"a": INTEGER, "b": False}, "additionalProperties": False},
+        ),
+        (
+            MAP | REFERRED | {"propertyNames": {"$ref": "#/$defs/name"}},
+            {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False} | REFERRED,
+        ),
+        (
+            MAP | {"propertyNames": {"pattern": "^k"}},
+            {"type": "object", "patternProperties": {"^k": INTEGER}, "additionalProperties": False},
+        ),
+        (
+            MAP | {"propertyNames": {"maxLength": 2}},
+            {"type": "object", "patternProperties": {r"^[\s\S]{0,2}$": INTEGER}, "additionalProperties": False},
+        ),
+        (MAP | {"propertyNames": {"not": {"const": "a"}}}, MAP | {"propertyNames": {"not": {"const": "a"}}}),
+        ({"uniqueItems": False, "not": False, "then": {}, "minContains": 1, "unevaluatedItems": True}, {}),
+        ({"uniqueItems": True, "contains": {}}, {"uniqueItems": True, "contains": {}}),
+        ({"maxLength": 2.0, "const": 1.0, "enum": [1.0, 2.5]}, {"maxLength": 2, "const": 1, "enum": [1, 2.5]}),
+    ],
+)
+def test_same_values_fit_a_plain_schema(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert plain_schema(schema) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"items": MAP | {"minProperties": 2}}, "at /items: unsupported keyword: minProperties 2"),
+        ({"properties": {"a/b": {"$ref": "#/properties/a~1b"}}}, "at /properties/a~1b: .* leads to more than 32"),
+    ],
+)
+def test_what_no_grammar_holds_is_refused_with_its_place(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SchemaError, match=reason):
+        plain_schema(schema)
+
+
+def test_what_is_dropped_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        plain_schema({"format": "a format that no other test has"})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "'a format that no other test has' has no meaning" in caplog.text
