@@ -235,6 +235,34 @@ def test_allowed_tokens_outside_of_the_grammar_fail_the_request(demo_model: Path
         assert error.value.param == "allowed_token_ids"
 
 
+def test_bad_words_that_the_grammar_asks_for_fail_the_request(demo_model: Path) -> None:
+    with LLM(demo_model, max_model_len=160) as llm:
+        asked = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]"), bad_words=["a", "b"])
+        with pytest.raises(InvalidRequestError, match="its grammar and bad_words leave no token") as error:
+            run(llm, [(PROMPTS[0], asked)])
+        assert error.value.param == "bad_words"
+
+
+def test_lists_of_tokens_choose_among_the_spellings_of_a_text_that_must_follow(demo_model: Path) -> None:
+    """Where a text is forced, its first token alone is allowed: not where the request names tokens."""
+    constraint = StructuredOutputsParams(choice=["return value"])
+    with LLM(demo_model, max_model_len=160) as llm:
+        tokenizer = llm.get_tokenizer()
+        spelt = (tokenizer.encode(letter, add_special_tokens=False) for letter in "return value")
+        letters = sorted({token for tokens in spelt for token in tokens})
+        [plain] = run(llm, [(PROMPTS[0], SamplingParams(structured_outputs=constraint))])
+        long = plain.outputs[0].token_ids[0]
+        assert len(tokenizer.decode([long])) > 1
+        lists: list[dict[str, Any]] = [
+            {"allowed_token_ids": letters}, {"logit_bias": {long: -100}}, {"bad_words": ["return"]},
+        ]  # fmt: skip
+        for fields in lists:
+            asked = SamplingParams(structured_outputs=constraint, temperature=0.0, max_tokens=40, **fields)
+            [output] = run(llm, [(PROMPTS[0], asked)])
+            assert output.outputs[0].text == "return value"
+            assert long not in output.outputs[0].token_ids, fields
+
+
 def test_models_without_a_tokenizer_refuse_grammars(tmp_path: Path) -> None:
     with LLM(write_random_model(tmp_path)) as llm:
         with pytest.raises(InvalidRequestError, match="has no tokenizer") as error:
@@ -247,9 +275,9 @@ def held_compiler(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Yield an engine whose grammars are not compiled before the event is set."""
     may_compile, compile_grammar = threading.Event(), compiler.CompiledGrammar
 
-    def compile_later(*given: Any) -> compiler.CompiledGrammar:  # noqa: ANN401
+    def compile_later(*given: Any, **options: Any) -> compiler.CompiledGrammar:  # noqa: ANN401
         assert may_compile.wait(60)
-        return compile_grammar(*given)
+        return compile_grammar(*given, **options)
 
     monkeypatch.setattr(compiler, "CompiledGrammar", compile_later)
     with LLM(demo_model, max_model_len=160) as llm:

@@ -1,9 +1,9 @@
 """Logits processors: grammars, allowed_token_ids, bad_words, min_tokens, logit_bias and penalties, in this order.
 
 A forbidden token gets a logit of minus infinity. If bad_words and min_tokens forbid every allowed token of a row, they
-are ignored for this draw, but grammars and allowed_token_ids never are: a row that has only one of them always has a
-token to draw, a row with both may have none and fails. No counts are kept between steps, so a sequence that was
-preempted and resumed is penalized the same.
+are ignored for this draw, but grammars and allowed_token_ids never are, nor bad_words beside a grammar: a row that has
+a grammar and one of the others may have no token to draw, and fails. No counts are kept between steps, so a sequence
+that was preempted and resumed is penalized the same.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,15 @@ def process_logits(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> 
     lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(TOKEN_LISTS).tolist()}
     _keep_allowed(logits, {i: lists[i].allowed_ids for i in samples.using(ALLOWED).tolist()})
     forbidden = {i: lists[i].early_stop_ids for i in samples.using(MIN_TOKENS).tolist()}
+    always_forbidden = dict[int, NDArray[np.int64]]()
     for i in samples.using(BAD_WORDS).tolist():
         completing = lists[i].bad_words.forbidden_next(samples.output(i))
-        forbidden[i] = np.concatenate([forbidden[i], completing]) if i in forbidden else completing
+        if samples.features[i] & GRAMMAR:
+            always_forbidden[i] = completing
+        else:
+            forbidden[i] = np.concatenate([forbidden[i], completing]) if i in forbidden else completing
+    if always_forbidden:
+        logits[_logit_indices(logits, always_forbidden)] = -torch.inf
     _forbid(logits, forbidden)
     biased = samples.using(BIAS).tolist()
     _add_bias(logits, {i: lists[i].bias_ids for i in biased}, [lists[i].bias_values for i in biased])

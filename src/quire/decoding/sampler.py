@@ -32,6 +32,7 @@ from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import (
     ALLOWED,
     ALLOWED_CANDIDATES,
+    BAD_WORDS,
     GRAMMAR,
     LOGITS_PROCESSED,
     LOGPROBS,
@@ -44,8 +45,11 @@ from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
 
 CANDIDATES_AT_ONCE = 1 << 20  # in arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
 NOT_FINITE = "the model gave logits that are NaN or infinite"
-BOTH_MASKS = GRAMMAR | ALLOWED
-NOTHING_ALLOWED = "its grammar and allowed_token_ids leave no token"
+NOTHING_ALLOWED = {  # reasons of failures, and the field of the request that is at fault
+    "its grammar and allowed_token_ids leave no token": "allowed_token_ids",
+    "its grammar and bad_words leave no token": "bad_words",
+}
+_BY_ALLOWED, _BY_BAD_WORDS = NOTHING_ALLOWED
 
 
 class SampledTokens(NamedTuple):
@@ -74,8 +78,9 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> 
     chosen = choice.numpy(force=True) if isinstance(choice, Tensor) else choice
     failures = _without_distribution(logits, chosen)
     for index in failures:
-        if samples.features[index] & BOTH_MASKS == BOTH_MASKS:
-            failures[index] = NOTHING_ALLOWED
+        features = samples.features[index]
+        if features & GRAMMAR and features & (ALLOWED | BAD_WORDS):
+            failures[index] = _BY_ALLOWED if features & ALLOWED else _BY_BAD_WORDS
     if not asking.size:
         return SampledTokens(chosen.tolist(), None, failures)
     counts = samples.take(asking).settings()["num_logprobs"].astype(np.int64)

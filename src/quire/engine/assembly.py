@@ -270,8 +270,7 @@ def _build(
     executor = (device if ranks is None else ranks).executor(parts, scheduling.max_num_batched_tokens)
 
     def unprepared(request: Request) -> Lack | None:
-        structured_outputs = request.params.structured_outputs
-        if structured_outputs is not None and grammars is not None and not grammars.is_compiled(structured_outputs):
+        if grammars is not None and not grammars.is_compiled(request.params):
             return Lack("grammar")
         return None if adapters is None or adapters.is_ready(request) else Lack("adapter", adapters.is_held)
 

@@ -39,7 +39,6 @@ from quire.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
-ALLOWED_FIELD = "allowed_token_ids"  # of a request, at fault for a failure
 PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256 x 150,000 x 4 bytes is 154 MB
 
 
@@ -124,7 +123,7 @@ class Worker:
         at_fault = dict[int, str]()
         if inputs.grammars is not None:
             at_fault = {int(inputs.sample_rows[index]): GRAMMAR_FIELD for index in inputs.grammars.masks().at_fault}
-            at_fault |= {row: ALLOWED_FIELD for row, why in failures.items() if why == NOTHING_ALLOWED}
+            at_fault |= {row: NOTHING_ALLOWED[why] for row, why in failures.items() if why in NOTHING_ALLOWED}
             results |= advance_grammars(self._batch, inputs, inputs.grammars, sampled, results, failures, at_fault)
             results |= late_rows(inputs, inputs.grammars.masks().late, results)
         if inputs.pooled:

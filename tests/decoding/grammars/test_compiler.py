@@ -41,7 +41,7 @@ def test_what_was_used_last_stays(vocabulary: Vocabulary, monkeypatch: pytest.Mo
         compiled(cache, number(index))
     compiled(cache, number(0))
     compiled(cache, number(4))
-    assert list(cache._entries) == [number(2), number(3), number(0), number(4)]
+    assert [params for params, _ in cache._entries] == [number(2), number(3), number(0), number(4)]
     assert cache.num_entries == 4
 
 
@@ -92,10 +92,11 @@ def test_pending_grammars_are_bounded(vocabulary: Vocabulary) -> None:
     ("constraint", "reason"),
     [
         (StructuredOutputsParams(grammar="start: nothing_of_the_kind"), "nothing_of_the_kind"),
-        (StructuredOutputsParams(json={"type": "string", "format": "no such format"}), "no such format"),
+        (StructuredOutputsParams(json={"not": {"type": "string"}}), "not"),
+        (StructuredOutputsParams(regex=r"[^\s\S]"), "allows no text"),
         (StructuredOutputsParams(regex="(" * 3000 + ")" * 3000), ""),
     ],
-    ids=["unknown rule", "unknown format", "deep"],
+    ids=["unknown rule", "unsupported keyword", "no text", "deep"],
 )
 def test_grammar_that_cannot_be_used_has_a_reason(
     vocabulary: Vocabulary, constraint: StructuredOutputsParams, reason: str

@@ -16,8 +16,10 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import EngineError, InvalidRequestError
+from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.grammar_writing.limits import GRAMMAR_LIMITS
+from quire.grammar_writing.limits import GRAMMAR_LIMITS, NOTHING_FOLLOWS
+from quire.grammar_writing.texts import without_forcing
 from quire.grammar_writing.writer import grammar_of
 from quire.kernels.token_masks import num_words
 
@@ -61,27 +63,48 @@ def fault_of(matcher: LLMatcher) -> GrammarError | None:
 
 def check_grammar(params: StructuredOutputsParams) -> None:
     """Raise InvalidGrammarError for a grammar that has no meaning, or is past a limit before it has any output."""
-    is_error, notes = LLMatcher.validate_grammar_with_warnings(grammar_of(params), limits=LIMITS)
+    grammar = grammar_of(params)
+    is_error, notes = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if is_error:
         raise InvalidGrammarError(reason_of(notes[0]))
+    if not any("special_token" in note for note in notes):  # (bytes have none)
+        tokenizer = LLTokenizer("byte")
+        _check_start(LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), tokenizer)
+
+
+def _check_start(first: LLMatcher, tokenizer: LLTokenizer) -> None:
+    """Raise GrammarError for a matcher that has no first mask, or an empty one: some limits show only there."""
+    mask = np.empty(num_words(tokenizer.vocab_size), np.uint32)
+    if not first.is_error():
+        first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    error = fault_of(first)
+    if first.stop_reason() == NOTHING_FOLLOWS or str(error).startswith(NOTHING_FOLLOWS):
+        raise InvalidGrammarError("it allows no text")
+    if error is not None:
+        raise error
+
+
+def forces_tokens(params: SamplingParams) -> bool:
+    """Return whether the grammar of a request may leave one token alone where a text must follow.
+
+    Not where the request names tokens: those that it allows may spell the text otherwise.
+    """
+    return not (params.allowed_token_ids or params.bad_words or params.logit_bias or params.min_tokens)
 
 
 class CompiledGrammar:
     """A grammar for one vocabulary. Matchers of it share its lexer: LIMITS bound its states in all.
 
-    `text_ends`: tokens that end an output, and have a text, as ids that a model's files name may.
+    `text_ends`: tokens that end an output, and have a text, as ids that a model's files name may. Unless it `forces`,
+    masks allow each spelling of a text that must follow.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
-        self.num_bytes, self.tokenizer = num_bytes_of(text), tokenizer
+    def __init__(self, tokenizer: LLTokenizer, text: str, *, forces: bool = True) -> None:
+        self.num_bytes, self.tokenizer, self.forces = num_bytes_of(text), tokenizer, forces
         self.text_ends = tuple(token for token in tokenizer.eos_tokens if not tokenizer.is_special_token(token))
-        self._matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
-        first = self.start()  # some limits show only when a mask is filled
-        mask = np.empty(num_words(tokenizer.vocab_size), np.uint32)
-        if not first.is_error():
-            first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if (error := fault_of(first)) is not None:
-            raise error
+        own = text if forces else without_forcing(text)
+        self._matcher = LLMatcher(tokenizer, own, log_level=0, limits=LIMITS)
+        _check_start(self.start(), tokenizer)
 
     def start(self) -> LLMatcher:
         """Return a matcher at the beginning of an output."""
@@ -94,8 +117,9 @@ def num_bytes_of(text: str) -> int:
 
 
 class GrammarCache:
-    """Compiled grammars by their parameters, the least recently used first. Used by the step's and the mask's threads.
+    """Compiled grammars by their parameters and whether they force tokens, the least recently used first.
 
+    Used by the step's and the mask's threads.
     `load_tokenizer` runs in a thread of its own, when the first grammar arrives or `load` is called.
     """
 
@@ -104,7 +128,7 @@ class GrammarCache:
         self._tokenizer: Future[LLTokenizer] | None = None
         self._pool = ThreadPoolExecutor(1, "grammars", initializer=_lower_priority)
         self._lock = threading.Lock()
-        self._entries = OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]]()
+        self._entries = OrderedDict[tuple[StructuredOutputsParams, bool], Future[CompiledGrammar]]()
         self._pending = dict[Future[CompiledGrammar], int]()  # with the bytes that they are charged
         self._alive = WeakSet[CompiledGrammar]()
         self.num_compiled = 0  # since start
@@ -123,28 +147,28 @@ class GrammarCache:
         """Return whether the tokenizer is being loaded, or has been."""
         return self._tokenizer is not None
 
-    def is_compiled(self, params: StructuredOutputsParams) -> bool:
+    def is_compiled(self, params: StructuredOutputsParams, *, forces: bool = True) -> bool:
         """Return whether a grammar has been compiled, or has failed; else have it compiled as soon as there is room."""
         self.load()
         with self._lock:
-            future = self._find(params)
+            future = self._find(params, forces)
             if future is None and self._make_room(_num_bytes(params)):
-                future = self._submit(params)
+                future = self._submit(params, forces)
             return future is not None and future.done()
 
-    def get(self, params: StructuredOutputsParams) -> CompiledGrammar:
+    def get(self, params: StructuredOutputsParams, *, forces: bool = True) -> CompiledGrammar:
         """Return a grammar, once it is compiled; GrammarError if it cannot be."""
         self.load()
         with self._lock:
-            future = self._find(params) or self._submit(params)
+            future = self._find(params, forces) or self._submit(params, forces)
         return future.result()
 
     def discard(self, params: StructuredOutputsParams, grammar: CompiledGrammar) -> None:
         """Have a grammar compiled anew for the next request, if this one is still cached: its lexer is full."""
         with self._lock:
-            future = self._entries.get(params)
+            future = self._entries.get((params, grammar.forces))
             if future is not None and future.done() and not future.exception() and future.result() is grammar:
-                del self._entries[params]
+                del self._entries[params, grammar.forces]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a pending grammar is compiled, at most this long."""
@@ -168,10 +192,10 @@ class GrammarCache:
         """Bytes charged for all grammars: pending, cached, and in use by rows."""
         return sum(self._pending.values()) + sum(grammar.num_bytes for grammar in self._alive)
 
-    def _find(self, params: StructuredOutputsParams) -> Future[CompiledGrammar] | None:
-        future = self._entries.get(params)
+    def _find(self, params: StructuredOutputsParams, forces: bool) -> Future[CompiledGrammar] | None:
+        future = self._entries.get((params, forces))
         if future is not None:
-            self._entries.move_to_end(params)
+            self._entries.move_to_end((params, forces))
         return future
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -181,23 +205,23 @@ class GrammarCache:
         """
         if len(self._pending) >= MAX_PENDING:
             return False
-        evictable = [params for params, future in self._entries.items() if future not in self._pending]
-        for params in evictable:
+        evictable = [key for key, future in self._entries.items() if future not in self._pending]
+        for key in evictable:
             if len(self._entries) < MAX_ENTRIES and self.num_bytes + num_bytes <= MAX_BYTES:
                 break
-            del self._entries[params]
+            del self._entries[key]
         return self.num_bytes + num_bytes <= MAX_BYTES or self.num_bytes == 0
 
-    def _submit(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        future = self._pool.submit(self._compile, params)
-        self._entries[params], self._pending[future] = future, _num_bytes(params)
+    def _submit(self, params: StructuredOutputsParams, forces: bool) -> Future[CompiledGrammar]:
+        future = self._pool.submit(self._compile, params, forces)
+        self._entries[params, forces], self._pending[future] = future, _num_bytes(params)
         self.num_compiled += 1
         future.add_done_callback(self._record)
         return future
 
-    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+    def _compile(self, params: StructuredOutputsParams, forces: bool) -> CompiledGrammar:
         try:
-            return CompiledGrammar(self.load().result(), grammar_of(params))
+            return CompiledGrammar(self.load().result(), grammar_of(params), forces=forces)
         except GrammarError:
             raise
         except InvalidRequestError as error:

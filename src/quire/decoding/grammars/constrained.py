@@ -4,8 +4,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from quire.core.errors import InvalidRequestError
+from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.decoding.grammars.compiler import GrammarCache, GrammarError, check_grammar
+from quire.decoding.grammars.compiler import GrammarCache, GrammarError, check_grammar, forces_tokens
 from quire.decoding.grammars.row_state import FIELD, failure_of
 from quire.decoding.grammars.rows import GrammarRows
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
@@ -56,9 +57,10 @@ class ConstrainedDecoding(GrammarChecks):
         """Return whether the tokenizer is being loaded, or has been."""
         return self._cache.is_loading
 
-    def is_compiled(self, params: StructuredOutputsParams) -> bool:
-        """Return whether a request with this grammar can be admitted; else the grammar is being compiled, or waits."""
-        return self._cache.is_compiled(params)
+    def is_compiled(self, params: SamplingParams) -> bool:
+        """Return whether a request can be admitted; else its grammar, if it has one, is being compiled, or waits."""
+        grammar = params.structured_outputs
+        return grammar is None or self._cache.is_compiled(grammar, forces=forces_tokens(params))
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a grammar while no request runs, at most this long. Rows keep no state meanwhile."""

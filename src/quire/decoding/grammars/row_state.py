@@ -25,15 +25,16 @@ from quire.decoding.grammars.compiler import (
     GrammarError,
     InvalidGrammarError,
     fault_of,
+    forces_tokens,
     reason_of,
 )
 from quire.decoding.row_grammars import RowProgress
+from quire.grammar_writing.limits import NOTHING_FOLLOWS
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
 MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing them again for each token takes long
 MAX_TOKEN_BYTES = 64     # of a forced text that are looked at for another first token
 LEXER_IS_FULL = "too many states"  # in the library's error
-NOTHING_FOLLOWS = "NoExtensionBias"
 ALL_BITS = 0xFFFFFFFF
 FAILED = "its grammar has failed"
 FIELD = "structured_outputs"
@@ -88,7 +89,8 @@ class RowState:
     def __init__(self, new: NewRow, params: StructuredOutputsParams) -> None:
         self._params = params
         self._num_prompt_tokens = new.num_prompt_tokens
-        self._may_force = new.params.logprobs is None  # forced tokens have no logprobs
+        self._forces = forces_tokens(new.params)
+        self._may_force = self._forces and new.params.logprobs is None  # forced tokens have no logprobs
         self._is_beam = new.beam is not None           # the search chooses its next token, after the step
         self._output = list[int]()                     # known tokens, as of the last job
         self._grammar: CompiledGrammar | None = None
@@ -190,7 +192,7 @@ class RowState:
     def _caught_up(self, cache: GrammarCache) -> LLMatcher:
         """Return the matcher behind the output."""
         if self._matcher is None:
-            self._grammar, self._num_consumed = cache.get(self._params), 0
+            self._grammar, self._num_consumed = cache.get(self._params, forces=self._forces), 0
             self._matcher = self._grammar.start()
         new = self._output[self._num_consumed :]
         if new and not self._matcher.consume_tokens(new):
