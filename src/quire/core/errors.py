@@ -30,10 +30,16 @@ class InvalidRequestError(EngineError, ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt and the tokens asked for do not fit into the model's length or the KV cache."""
+    """The prompt and the tokens asked for do not fit into the model's length or the KV cache.
 
-    def __init__(self, message: str, *, param: str | None = "prompt") -> None:
+    `excess`: the tokens of a prompt that is too long by itself, at least, and the most that fit.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = "prompt", excess: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+        self.excess = excess
 
 
 class RequestFailedError(EngineError):

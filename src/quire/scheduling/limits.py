@@ -55,7 +55,8 @@ class AdmissionLimits:
         if least_tokens >= self.max_model_len:
             raise ContextLengthError(
                 f"the prompt is too long: it has {least_tokens} tokens or more, but this model's maximum context "
-                f"length is {self.max_model_len} tokens (max_model_len)"
+                f"length is {self.max_model_len} tokens (max_model_len)",
+                excess=(least_tokens, self.max_model_len - 1),
             )
 
     def check_pinnable(self, num_tokens: int, num_pins: int, most_needed: int) -> None:
@@ -86,10 +87,12 @@ class AdmissionLimits:
         if length <= self.max_model_len:
             return
         given = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together {length}"
+        excess = None
         if num_prompt_tokens >= self.max_model_len:
             given = f"the prompt is too long: it has {num_prompt_tokens} tokens"
+            excess = num_prompt_tokens, self.max_model_len - 1
         limit = f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
-        raise ContextLengthError(f"{given}, but {limit}")
+        raise ContextLengthError(f"{given}, but {limit}", excess=excess)
 
 
 def check_pinnable(

@@ -325,6 +325,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"extra_body": {"thread": {"type": "continue", "previous_message_id": "m"}}}, "thread is not supported"),
     ({"extra_body": {"output_format": {"type": "xml"}}}, "output_format must be"),
     ({"messages": [{"role": "user", "content": []}]}, "at least one message"),
+    ({"messages": [{"role": "user", "content": "x" * 9000}]}, "prompt is too long: "),
+    ({"messages": [{"role": "user", "content": "x" * 200_000}]}, f" tokens > {MAX_MODEL_LEN - 1} maximum"),
     ({"extra_body": {"top_p": 9}}, "top_p must be"),
 ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 
-from quire.core.errors import InvalidRequestError
+from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.server.api.bodies import request_body
 from quire.server.api.generation import Generation
 from quire.server.api.output_formats import ToolUse
@@ -181,4 +181,7 @@ def _anthropic_names() -> Iterator[None]:
         name = _NAMES.get(error.param or "", error.param)
         if text.startswith(f"{error.param} ") and name is not None:
             text = name + text.removeprefix(str(error.param))
+        if isinstance(error, ContextLengthError) and error.excess is not None:
+            # Anthropic's words, by which Claude Code knows that it has to compact its session.
+            text = "prompt is too long: {} tokens > {} maximum".format(*error.excess)
         raise ApiError(400, text, param=name, code=error.code) from error
