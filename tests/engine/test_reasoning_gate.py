@@ -3,6 +3,8 @@
 import pytest
 
 from quire.engine.reasoning_gate import MAX_BLANKS, ReasoningGate, ReasoningMarkers
+from quire.engine.stop_matcher import StopMatcher
+from quire.engine.stop_strings import StopStringFinder
 
 THINK = ReasoningMarkers(("<think>",), ("</think>", "<call>"))
 OPEN = THINK._replace(is_open=True)
@@ -51,3 +53,17 @@ def test_text_that_cannot_be_a_marker_is_not_held() -> None:
     gate = ReasoningGate(THINK)
     assert list(gate.split(" " * MAX_BLANKS)) == []
     assert list(gate.split(" ")) == [(" " * (MAX_BLANKS + 1), True)]
+
+
+@pytest.mark.parametrize("num_chars", [1, 2, 4, 100])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_match_behind_the_reasoning_alone(include: bool, num_chars: int) -> None:
+    finder = StopStringFinder(StopMatcher(["Q:", "k>\n\nI", "\n\n"]), include=include, reasoning=THINK)
+    output = "<think>Q: ?</think>\n\nIt is.\nQ: next"
+    text = ""
+    for at in range(0, len(output), num_chars):
+        piece, stop = finder.feed(output[at : at + num_chars])
+        text += piece
+        if stop is not None:
+            break
+    assert (text, stop) == ("<think>Q: ?</think>\n\nIt is.\n" + ("Q:" if include else ""), "Q:")

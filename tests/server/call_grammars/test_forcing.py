@@ -247,3 +247,25 @@ def test_special_reasoning_markers_may_be_in_the_text_around_calls() -> None:
     events = parse("hermes", [output], "qwen3")
     assert events[1:3] == [CallBegan(0, "now"), Arguments(0, events[2].text)]  # type: ignore[union-attr]
     assert CallEnded(0) in events
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("qwen3_coder", "a <function=echo>\n<parameter=other>\n1\n</parameter>\n</function>"),
+        ("gemma4", "a <|tool_call>:echo{other:1}<tool_call|>"),
+        ("granite", 'a <tool_call>[{"name": "echo", "arguments": {"other": 1}}]'),
+        ("deepseek_v32", 'a <｜DSML｜invoke name="echo">\n</｜DSML｜invoke>'),
+    ],
+)
+def test_strict_calls_are_written_in_one_way(name: str, output: str) -> None:
+    """Other ways are read, too: a call in one of them would not be held to its schema."""
+    assert ended_calls(parse(name, [output], tools=TOOLS))
+    assert not GrammarWalk().accepts(forcing_grammar(find_format(name), TOOLS, is_triggered=True), output)
+
+
+def test_text_behind_the_last_call_of_an_output_has_no_further_call() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    grammar, walks = forcing_grammar(find_format("hermes"), TOOLS, is_triggered=True), GrammarWalk()
+    assert walks.accepts(grammar, f"{call}\n" * 128 + "a < b")
+    assert not walks.accepts(grammar, f"{call}\n" * 129)

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from quire.core.errors import ConfigError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
+from quire.engine.reasoning_gate import ReasoningMarkers
 from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
 from quire.server.options import ServerOptions
 from quire.server.template_renderer import TemplateRenderer
@@ -146,6 +147,22 @@ def test_answer_is_the_grammar_of_an_output_without_calls(tmp_path: Path) -> Non
     assert "get_weather" in str(served.grammar(PROMPT, AUTO, answer))
     assert "[ab]" in str(served.grammar(PROMPT, AUTO, answer))
     assert "[ab]" not in str(served.grammar(PROMPT, REQUIRED, answer))
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "expected"),
+    [
+        ("qwen3", "a", ReasoningMarkers(("<think>",), ("</think>",))),
+        ("qwen3", "a<think>\n", ReasoningMarkers(("<think>",), ("</think>",), is_open=True)),
+        ("gpt_oss", "a", ReasoningMarkers(("<|channel|>analysis<|message|>",), ("<|end|>",), recurs=True)),
+    ],
+)
+def test_reading_knows_where_stop_strings_are_not_looked_for(
+    tmp_path: Path, parser: str, prompt: str, expected: ReasoningMarkers
+) -> None:
+    reading = reading_of(formats(tmp_path, reasoning_parser=parser), ToolUse(), prompt)
+    assert reading is not None
+    assert reading.reasoning == expected
 
 
 def test_grammar_follows_the_reasoning(tmp_path: Path) -> None:
