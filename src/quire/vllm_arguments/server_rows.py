@@ -65,7 +65,7 @@ _ROWS = (
     *refused("tools of a request are always given to the chat template", switch("exclude_tools_when_tool_choice_none")),
     same(config("default_chat_template_kwargs")),
     same(switch("enable_force_include_usage")),
-    *refused("a probe of the chat template finds the form of contents", text("chat_template_content_format", "auto")),
+    *accepted("a probe of the chat template finds the form of contents", text("chat_template_content_format")),
     *refused("chat templates of requests are never run", switch("trust_request_chat_template")),
     *refused("efforts of reasoning are given to the chat template as they are", config("reasoning_effort_map"),
              text("anthropic_disabled_thinking_effort", "auto")),
