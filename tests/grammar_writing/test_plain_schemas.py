@@ -9,6 +9,7 @@ from quire.grammar_writing.schemas import SchemaError
 
 INTEGER = {"type": "integer"}
 MAP = {"type": "object", "additionalProperties": INTEGER}
+NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
 REFERRED = {"$defs": {"name": {"type": "string", "enum": ["a"]}}}
 
 
@@ -53,6 +54,8 @@ def test_same_values_fit_a_plain_schema(schema: dict[str, Any], expected: dict[s
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
+        ({"$ref": "#/$defs/n", "$defs": {"n": NODE}}, "at /: .* leads back to itself in each value"),
+        ({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": NODE}}, "at /properties/a: .* back to itself"),
         ({"items": MAP | {"minProperties": 2}}, "at /items: unsupported keyword: minProperties 2"),
         ({"properties": {"a/b": {"$ref": "#/properties/a~1b"}}}, "at /properties/a~1b: .* leads to more than 32"),
     ],
@@ -60,6 +63,17 @@ def test_same_values_fit_a_plain_schema(schema: dict[str, Any], expected: dict[s
 def test_what_no_grammar_holds_is_refused_with_its_place(schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(SchemaError, match=reason):
         plain_schema(schema)
+
+
+def test_circles_with_a_way_out_are_allowed() -> None:
+    nodes = [
+        NODE | {"required": []},
+        NODE | {"properties": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}},
+        NODE | {"properties": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}},
+        NODE | {"type": ["object", "null"]},
+    ]
+    for node in nodes:
+        plain_schema({"$ref": "#/$defs/n", "$defs": {"n": node}})
 
 
 def test_what_is_dropped_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

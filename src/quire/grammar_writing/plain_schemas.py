@@ -5,7 +5,7 @@ with a warning in the log. Other `propertyNames` become properties, or patterns 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from quire.grammar_writing.schemas import Part, parts_below, referenced, refuse,
 log = logging.getLogger(__name__)
 
 MAX_REFERENCES = 32  # to references alone
+MAX_LOOKS = 20_000   # at schemas, for circles of references
 ANNOTATIONS = frozenset((
     "title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema",
     "$defs", "definitions",
@@ -48,7 +49,7 @@ def plain_schema(schema: Any) -> Any:  # noqa: ANN401 (JSON)
     SchemaError for what no grammar holds, and llguidance does not refuse.
     """
     root = schema if isinstance(schema, Mapping) else {}
-    _check(Part(schema, ""), root)
+    _check(Part(schema, ""), root, _Circles(root))
 
     def plain(part: Any) -> Any:  # noqa: ANN401 (JSON)
         below = rewritten_below(part, plain)
@@ -57,8 +58,8 @@ def plain_schema(schema: Any) -> Any:  # noqa: ANN401 (JSON)
     return plain(schema)
 
 
-def _check(part: Part, root: Mapping[str, Any]) -> None:
-    """Raise SchemaError for a number of properties with free names, which may be repeated, and for empty circles."""
+def _check(part: Part, root: Mapping[str, Any], circles: "_Circles") -> None:
+    """Raise SchemaError for a number of properties with free names, which may be repeated, and for endless circles."""
     schema, place = part
     if isinstance(schema, Mapping):
         least, required = schema.get("minProperties"), schema.get("required")
@@ -73,8 +74,46 @@ def _check(part: Part, root: Mapping[str, Any]) -> None:
             target = referenced(root, target["$ref"])
         else:
             refuse(place, f"$ref {shown(schema['$ref'])} leads to more than {MAX_REFERENCES} others")
+        if "$ref" in schema and circles.is_endless(schema):
+            refuse(place, f"$ref {shown(schema['$ref'])} leads back to itself in each value that would fit")
     for below in parts_below(part):
-        _check(below, root)
+        _check(below, root, circles)
+
+
+class _Circles:
+    """References of a schema that lead back to themselves. The search is bounded: past MAX_LOOKS none is found."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._ending = set[int]()  # schemas that some finite value fits, by their identities
+        self._num_left = MAX_LOOKS
+
+    def is_endless(self, schema: object, above: frozenset[int] = frozenset()) -> bool:
+        """Return whether each value that fits a schema has one in it that fits a schema above, and so on."""
+        self._num_left -= 1
+        is_bounded = len(above) <= MAX_REFERENCES and self._num_left >= 0
+        if not isinstance(schema, Mapping) or id(schema) in self._ending or not is_bounded:
+            return False
+        if id(schema) in above:
+            return True
+        below = above | {id(schema)}
+        any_of = schema.get("anyOf")
+        if any(self.is_endless(part, below) for part in self._needed(schema)) or (
+            isinstance(any_of, list) and any_of and all(self.is_endless(part, below) for part in any_of)
+        ):
+            return True
+        self._ending.add(id(schema))
+        return False
+
+    def _needed(self, schema: Mapping[str, Any]) -> Iterator[object]:
+        """Yield the schemas that a part of each value fits, or the value itself."""
+        yield referenced(self._root, schema.get("$ref"))
+        all_of, named, required = schema.get("allOf"), schema.get("properties"), schema.get("required")
+        yield from all_of if isinstance(all_of, list) else ()
+        if schema.get("type") == "object" and isinstance(named, Mapping) and isinstance(required, list):
+            yield from (named.get(name) for name in required if isinstance(name, str))
+        if schema.get("type") == "array" and schema.get("minItems"):
+            yield schema.get("items")
 
 
 def _plain_keywords(schema: Schema, root: Mapping[str, Any]) -> Schema:

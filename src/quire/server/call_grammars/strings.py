@@ -12,11 +12,10 @@ from quire.server.call_grammars.rules import Rules
 
 
 def enumerated_texts(shape: Shape) -> list[str] | None:
-    """Return the strings of an enumeration that have an allowed length, or None if there is no enumeration."""
-    values = shape.enumerated()
+    """Return the strings of an enumeration that have an allowed length; None without one, if some length is allowed."""
+    values, (least, most) = shape.enumerated(), shape.limits("minLength", "maxLength")
     if values is None:
-        return None
-    least, most = shape.limits("minLength", "maxLength")
+        return [] if most is not None and least > most else None
     return [value for value in values if least <= len(value) and (most is None or len(value) <= most)]
 
 
