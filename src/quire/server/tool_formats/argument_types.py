@@ -58,4 +58,6 @@ def own_types(part: Mapping[str, Any]) -> set[str]:
         types = {TYPE_NAMES[type(part["const"])]}
     if not types and "properties" in part:
         types = {"object"}
+    if types and part.get("nullable") is True:  # of OpenAPI 3.0
+        types.add("null")
     return types
