@@ -166,25 +166,32 @@ def test_names_with_the_adapter_and_without_prefixes_are_read(folder: Path, targ
     assert len(targets.read(folder, 16).weights.layers) == 8
 
 
-@pytest.mark.parametrize("is_part", [False, True], ids=["text model", "text model of a wrapped one"])
-@pytest.mark.parametrize(
-    "parent", ["", "model.", "language_model.", "language_model.model.", "model.language_model.",
-               "model.language_model.model."],
-)  # fmt: skip
-def test_adapter_of_a_text_model_fits_it_alone_and_as_a_part(
-    parent: str, is_part: bool, model: Path, folder: Path
-) -> None:
-    spec = read_folder(model).spec
-    if is_part:
-        spec = replace(spec, weights=replace(spec.weights, prefixes=PREFIXES))
-    targets = ModelTargets(spec, choose_back_end(torch.device("cpu")), torch.float16, Shard(0, 1), {})
+def renamed(folder: Path, parent: str) -> None:
+    """Put the modules of an adapter of a text model below another parent."""
 
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
             tensors[name.replace("base_model.model.model.", f"base_model.model.{parent}")] = tensors.pop(name)
 
     spoil(folder, rename)
+
+
+@pytest.mark.parametrize("parent", ["", "model.", *PREFIXES])
+def test_adapter_of_a_text_model_fits_it_as_a_part_of_a_wrapped_model(parent: str, model: Path, folder: Path) -> None:
+    spec = read_folder(model).spec
+    spec = replace(spec, weights=replace(spec.weights, prefixes=PREFIXES))
+    targets = ModelTargets(spec, choose_back_end(torch.device("cpu")), torch.float16, Shard(0, 1), {})
+    renamed(folder, parent)
     assert len(targets.read(folder, 16).weights.layers) == 8
+
+
+@pytest.mark.parametrize("parent", ["language_model.", *PREFIXES])
+def test_adapter_of_a_wrapped_model_is_refused_by_a_text_model(
+    parent: str, folder: Path, targets: ModelTargets
+) -> None:
+    renamed(folder, parent)
+    with pytest.raises(ModelError, match=rf"no target module '{parent}layers\.0\."):
+        targets.read(folder, 16)
 
 
 def test_other_parts_of_a_model_and_a_module_by_two_names_are_refused_by_name(
@@ -197,10 +204,10 @@ def test_other_parts_of_a_model_and_a_module_by_two_names_are_refused_by_name(
 
         return change
 
-    spoil(folder, add("base_model.model.model.language_model.layers.0.self_attn.q_proj"))
-    with pytest.raises(ModelError, match=r"'model\.language_model\.layers\.0\..*are the same module of the model"):
+    spoil(folder, add("base_model.model.layers.0.self_attn.q_proj"))
+    with pytest.raises(ModelError, match=r"'layers\.0\..*are the same module of the model"):
         targets.read(folder, 16)
-    spoil(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "language_model" in name])
+    spoil(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".model.model." not in name])
     spoil(folder, add("base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj"))
     with pytest.raises(ModelError, match=r"no target module 'model\.vision_tower\.encoder\.layers\.0"):
         targets.read(folder, 16)

@@ -28,8 +28,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 HEADER_BYTES = 16 << 20  # of a file of weights, at most
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
-# What precedes a text model's names where it is alone, a base model, or a part of a model of images and text.
-_PARENTS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+_TEXT_MODEL = "model.", ""  # prefixes of a text model alone, and of its base model
 _REFUSED = {
     "lora_magnitude_vector": "DoRA", "lora_embedding_": "factors of embeddings", "modules_to_save": "modules_to_save",
     ".bias": "biases", "lora_": "factors of another kind",
@@ -78,8 +77,7 @@ class ModelTargets:
         shard: Shard,
         summed_inputs: Mapping[str, Range],
     ) -> None:
-        own = {*spec.weights.prefixes, "model.", ""}
-        self._prefixes = sorted({parent + prefix for parent in _PARENTS for prefix in own}, key=len, reverse=True)
+        self._prefixes = sorted({*spec.weights.prefixes, *_TEXT_MODEL}, key=len, reverse=True)
         self._targets = dict(_targets(spec, shard, summed_inputs))
         self._back_end, self._dtype = back_end, dtype
 
@@ -146,7 +144,7 @@ class ModelTargets:
         return found
 
     def _target(self, module: str) -> Target | None:
-        """Return the target of a module, whatever text model its name is one of: alone, or a part of another."""
+        """Return the target of a module named as in the model, or as in its text model alone."""
         for prefix in self._prefixes:
             if module.startswith(prefix) and (target := self._targets.get(module[len(prefix) :])) is not None:
                 return target
