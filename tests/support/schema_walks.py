@@ -96,39 +96,3 @@ def _misfit(notation: str, schema: Any, tools: list[dict[str, Any]], text: str) 
     except ValueError as wrong:
         return f"{text!r} is read as {arguments!r}: {wrong}"
     return "" if error is None else f"{text!r} is read as {arguments}: {error.message}"
-
-
-def written(notation: str, arguments: Any) -> str:  # noqa: ANN401 (JSON)
-    """Return a value in a notation: as JSON alone, or as the arguments of a call of `f`, an object."""
-    text = json.dumps(arguments, ensure_ascii=False)
-    tagged = {
-        "qwen3_coder": (
-            "<tool_call>\n<function=f>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n</tool_call>"
-        ),
-        "glm45": ("<tool_call>f\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>"),
-    }  # fmt: skip
-    if notation in tagged:
-        before, pair, after = tagged[notation]
-        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        return before + "".join(pair.format(key, value) for key, value in values.items()) + after
-    return {
-        "json": text,
-        "hermes": f'<tool_call>\n{{"name": "f", "arguments": {text}}}\n</tool_call>',
-        "gemma4": f"<|tool_call>call:f{_in_gemma(arguments)}<tool_call|>",
-        "pythonic": f"[f({', '.join(f'{key}={_in_python(value)}' for key, value in arguments.items())})]"
-        if isinstance(arguments, dict) else "",
-    }[notation]  # fmt: skip
-
-
-def _in_gemma(value: Any) -> str:  # noqa: ANN401 (JSON)
-    if isinstance(value, str):
-        return f'<|"|>{value}<|"|>'
-    if isinstance(value, list):
-        return f"[{','.join(map(_in_gemma, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_in_gemma(below)}' for key, below in value.items())}}}"
-    return json.dumps(value)
-
-
-def _in_python(value: Any) -> str:  # noqa: ANN401 (JSON)
-    return repr(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
