@@ -220,7 +220,7 @@ def test_bad_line_stops_everything_before_a_model_is_loaded(
         ({"prompt_token_ids": []}, "empty"),
         ({"prompt": "a", "n": 9}, "n is 9"),
         ({"prompt": "a", "structured_outputs": {"regex": "(a"}}, "structured_outputs cannot be used"),
-        ({"prompt": "a", "structured_outputs": {"json": {"type": "string", "format": "odd"}}}, "odd"),
+        ({"prompt": "a", "structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
     ],
 )
 def test_line_that_the_model_refuses_is_named_and_nothing_runs(

@@ -36,6 +36,9 @@ def plain_edit(new: NewRow, raw: np.ndarray, grammar: Collection[int] | None) ->
     if params.allowed_token_ids is not None:
         logits[[token for token in range(len(raw)) if token not in params.allowed_token_ids]] = -np.inf
     forbidden = {word[-1] for word in new.bad_words_token_ids if (*output, word[-1])[-len(word) :] == word}
+    if grammar is not None:
+        logits[list(forbidden)] = -np.inf
+        forbidden = set()
     if len(output) < params.min_tokens:
         forbidden |= new.eos_token_ids | set(params.stop_token_ids or ())
     if any(logits[token] > -np.inf for token in range(len(raw)) if token not in forbidden):
@@ -126,8 +129,9 @@ def test_tokens_are_those_of_the_plain_steps(sample_rows: SampleRows, data: st.D
     sampled = sample_rows(rows, logits, grammars)
     for index, (new, row_logits, token) in enumerate(zip(rows, logits, sampled.token_ids, strict=True)):
         own, listed = grammars.get(index), new.params.allowed_token_ids
-        if own is not None and listed is not None and own.isdisjoint(listed):
-            assert sampled.failures[index] == NOTHING_ALLOWED
+        if own is not None and np.isneginf(plain_edit(new, row_logits, own)).all():
+            field = "bad_words" if listed is None else "allowed_token_ids"
+            assert NOTHING_ALLOWED[sampled.failures[index]] == field
         else:
             assert index not in sampled.failures
             check_token(new, row_logits, token, own)

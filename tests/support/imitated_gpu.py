@@ -252,6 +252,7 @@ def turn_on(
     imitated = replace(
         real,
         linear=_linear,
+        head=partial(_linear, dtype=torch.float32),
         norm=TorchNorm,
         paged_attention=_kernel(_attend),
         write_kv=_kernel(write_kv),
