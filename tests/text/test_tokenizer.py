@@ -266,13 +266,18 @@ def test_templates_without_a_default_are_none(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(folder).chat_templates == {}
 
 
-def test_other_special_tokens_are_variables_as_in_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [{"image_token": "<image>", "extra_special_tokens": {"boi_token": "<boi>"}},
+     {"model_specific_special_tokens": {
+         "image_token": "<image>", "boi_token": {"__type": "AddedToken", "content": "<boi>"},
+     }}],
+    ids=", ".join,
+)  # fmt: skip
+def test_other_special_tokens_are_variables_as_in_transformers(tmp_path: Path, others: dict[str, Any]) -> None:
     names = ("bos_token", "image_token", "boi_token", "list_token", "no_token")
     template = "".join(f"{{{{ {name} }}}}|" for name in names)
-    folder = small_folder(
-        tmp_path, chat_template=template, image_token="<image>", list_token=["<s>"],
-        no_token=None, extra_special_tokens={"boi_token": "<boi>"},
-    )  # fmt: skip
+    folder = small_folder(tmp_path, chat_template=template, list_token=["<s>"], no_token=None, **others)
     assert Tokenizer.from_folder(folder).apply_chat_template(HELLO) == "<s>|<image>|<boi>|||"
     theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(folder)
     assert theirs.apply_chat_template(HELLO, tokenize=False) == "<s>|<image>|<boi>|||"

@@ -17,7 +17,9 @@ DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"  # names of templates
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MORE_TEMPLATES = "additional_chat_templates"    # a folder
 _PLACES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path", "_name_or_path")  # of another machine
-_LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")  # or objects, with tokens by their names
+_LISTS_OF_TOKENS = (  # or objects, with tokens by their names
+    "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ def read_text_settings(folder: Path) -> TextSettings:
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens by their names, which are variables of chat templates.
 
-    As in transformers, each name of a token that ends in `_token` is one, and each of `extra_special_tokens` if that is
-    an object.
+    As in transformers, each name of a token that ends in `_token` is one, and each of `extra_special_tokens` and of
+    `model_specific_special_tokens` if that is an object.
     """
     named = {name: config.get(name) for name in NAMED_TOKENS}
     named |= {name: value for name, value in config.items() if name.endswith("_token")}
