@@ -184,6 +184,38 @@ def test_results_as_text_and_what_follows_them_are_one_message() -> None:
     )
 
 
+ALTERNATING_CALLS = (
+    "{% for m in messages | rejectattr('role', 'equalto', 'tool') | selectattr('tool_calls', 'undefined') %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}{% endfor %}"
+) + JSON_CALLS
+UNHEARD_CALLS = JSON_CALLS.replace(
+    "<{{ m.role }}>{{ m.content }}",
+    "<{{ m.role }}>{{ m.content if m.role != 'user' or loop.first or loop.previtem.role != 'tool' }}",
+)
+UNHEARD_RESULTS = UNHEARD_CALLS.replace(calls("c.function.arguments | tojson"), "{{ '!' if m.role == 'tool' }}")
+
+
+@pytest.mark.parametrize("source", [ALTERNATING_CALLS, UNHEARD_CALLS], ids=["refused", "lost"])
+def test_text_of_the_user_behind_results_is_in_the_last_one_where_the_template_has_no_place_for_it(source: str) -> None:
+    assert not forms(source).shows_user_behind_results
+    two = call()["tool_calls"] + call("call00002")["tool_calls"]
+    turn = [{"role": "assistant", "content": "", "tool_calls": two}, result(), result("call00002", parts("19"))]
+    text = render(source, USER, *turn, LAST, {"role": "user", "content": parts("W")}, ANSWER, LAST)
+    assert text.endswith("<tool>18</><tool>19\n\nV\n\nW</><assistant>A</><user>V</>")
+    assert render(source, USER, *turn).endswith("<tool>18</><tool>19</>")
+
+
+def test_text_of_the_user_behind_results_is_in_the_last_one_where_calls_are_text() -> None:
+    text = render(UNHEARD_RESULTS, USER, call(), result(), LAST)
+    assert text.endswith("\n</tool_call></><tool>18\n\nV!</>")
+
+
+@pytest.mark.parametrize("source", [JSON_CALLS, TEXT_CALLS, CHATML], ids=["as JSON", "joined", "not shown"])
+def test_text_of_the_user_behind_results_is_a_message_where_the_template_shows_it(source: str) -> None:
+    assert forms(source).shows_user_behind_results
+    assert render(source, USER, call(), result(), LAST).endswith("V</>")
+
+
 # --- ids --------------------------------------------------------------------------------------------------------------
 
 CHECKED = "{% if id|length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ id }}"

@@ -1,7 +1,7 @@
 """Messages of a checked conversation in the forms that one chat template reads.
 
 What a template does not show becomes text that it shows: tools and their results, calls, and system messages that are
-not the first message.
+not the first message. What the user says behind results becomes text of the last one where the template loses it.
 """
 
 import json
@@ -37,6 +37,8 @@ def fitted_messages(conversation: Sequence[Json], forms: TemplateForms, write_ca
         messages = _with_early_system(messages, forms)
     if not forms.shows_results:
         messages = _with_results_as_text(messages, forms)
+    elif not forms.shows_user_behind_results:
+        messages = _with_user_in_results(messages)
     return [
         _with_calls(message, forms, write_calls) if "tool_calls" in message else _with_call_id(message, forms)
         for message in messages
@@ -134,6 +136,19 @@ def _with_results_as_text(messages: Sequence[Json], forms: TemplateForms) -> lis
             turns.append((_text_message("user", _result_text(text), forms), []))
         follows_result = is_result
     return [_with_more(message, more, "\n") if more else message for message, more in turns]
+
+
+def _with_user_in_results(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with what the user says behind results as text of the last one."""
+    turns: list[tuple[Json, list[str]]] = []    # messages, each with the texts that follow its own
+    follows_result = False                      # maybe with texts of the user between
+    for message in messages:
+        if follows_result and message["role"] == "user":
+            turns[-1][1].append(text_of(message.get("content")))
+        else:
+            turns.append((message, []))
+            follows_result = message["role"] == "tool"
+    return [_with_more(message, more) if more else message for message, more in turns]
 
 
 def _result_text(text: str) -> str:

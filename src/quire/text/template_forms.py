@@ -39,6 +39,7 @@ class TemplateForms:
     shows_calls: bool = True
     shows_calls_beside_content: bool = True
     shows_results: bool = True                     # messages of the role `tool`
+    shows_user_behind_results: bool = True         # where results are shown
     arguments: Arguments = "object"
     empty_contents: tuple[EmptyContent, ...] = ("absent", "empty", "null")  # of calls without a text, preferred first
     id_chars: tuple[int, int | None] = (0, None)   # least and most characters of the id of a call
@@ -66,6 +67,8 @@ class TemplateForms:
         else:
             words.append("calls as text")
         words.append(f"results {'shown' if self.shows_results else 'as text of the user'}")
+        if not self.shows_user_behind_results:
+            words.append("text of the user behind results in the last of them")
         late = {"kept": "kept", "merged": "merged into the first", "user": "as text of the user"}
         words.append(f"late system messages {late[self.late_system]}")
         if not self.knows_developer:
@@ -197,7 +200,11 @@ class _Probe:
         is_known = self._shows(result("tool"), (_RESULT,)) if shows_tools else self._knows("tool", result, _RESULT)
         if is_known:
             self._contents["tool"] = self._content_form("tool", said, fields=fields)
-        return {"shows_calls": False, "shows_results": is_known}
+        return {
+            "shows_calls": False,
+            "shows_results": is_known,
+            "shows_user_behind_results": not is_known or self._shows_user_behind(result("tool")),
+        }
 
     def _turn(self, user: Message, arguments: Arguments, *, shows_results: bool) -> "_Turn":
         """Return which contents beside a call with such arguments let the call appear."""
@@ -222,10 +229,15 @@ class _Probe:
         return {
             "shows_calls_beside_content": self._shows(turn.messages(beside), _CALL, [_tool()]),
             "shows_results": turn.shows_results,
+            "shows_user_behind_results": not turn.shows_results or self._shows_user_behind(turn.messages(empty)),
             "arguments": turn.arguments,
             "empty_contents": turn.empty_contents,
             "id_chars": (0 if works["short"] else NUM_ID_CHARS, None if works["long"] else NUM_ID_CHARS),
         }
+
+    def _shows_user_behind(self, messages: Sequence[Message]) -> bool:
+        """Return whether a text of the user is shown behind messages that end with a result."""
+        return self._shows([*messages, self._says("user", _LAST)], (_LAST,), [_tool()])
 
     def _knows(self, role: str, conversation: Callable[[str], list[Message]], mark: str) -> bool:
         """Return whether a role's text is shown otherwise than that of a role which no template knows."""
