@@ -30,7 +30,7 @@ from side_by_side.workloads import peer_workloads
 QUIRE = (sys.executable, "-c", "from quire.cli.main import main; main()")
 READY = re.compile(r"Quire is serving .+ on (http://\S+)")
 NUM_STREAMS = 32
-INPUT_LEN, OUTPUT_LEN = 40, 65  # of requests to the demo model, which knows fewer ids: the means of http32
+INPUT_LEN, OUTPUT_LEN = 40, 65  # requests to the demo model, which knows fewer ids: the means of http32
 DRAIN_S = 30
 
 

@@ -35,11 +35,11 @@ class Agent:
     """An agent's name, and its commands and settings for a server. `{url}`: that of the server."""
 
     name: str
-    command: Sequence[str]                      # of a session's first turn, without the prompt
-    next_turn: Sequence[str]                    # of a later one
-    compaction: Sequence[str] | None            # that compacts the session, and may answer a prompt behind it
+    command: Sequence[str]                      # command of a session's first turn, without the prompt
+    next_turn: Sequence[str]                    # command of a later turn
+    compaction: Sequence[str] | None            # command that compacts the session, and may answer a prompt behind it
     env: Mapping[str, str]
-    files: Mapping[str, str]                    # in the home, by their paths
+    files: Mapping[str, str]                    # files in the home, keyed by path
 
     def steps(self, project: Path) -> list[str]:
         """Return what the model answers in a session that lists, searches, reads and edits a file."""

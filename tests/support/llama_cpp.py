@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 NUM_THREADS = 1
-_ALL_F32 = 0  # of llama_ftype
+_ALL_F32 = 0  # a llama_ftype
 
 
 class _ModelParams(Structure):

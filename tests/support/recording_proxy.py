@@ -22,7 +22,7 @@ class Exchange:
     path: str
     body: Any                   # JSON, or None
     status: int | None = None
-    text: str = ""              # of the answer, so far
+    text: str = ""              # text of the answer so far
     duration_s: float = 0.0
     is_over: bool = False
 

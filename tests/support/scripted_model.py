@@ -24,8 +24,8 @@ from support.small_tokenizers import EOS, save
 NUM_POSITIONS = 196_608
 PLAIN = "plain"
 _WIDTH = 64
-_MARGIN = 100.0             # of logits: at temperature 1, too, a step has one text
-_PIECE_BYTES = 8            # of a text, in a token
+_MARGIN = 100.0             # between logits: at temperature 1, too, a step has one text
+_PIECE_BYTES = 8            # bytes of a text in a token
 
 _TEMPLATE = """\
 {%- for tool in tools or [] %}{{ tool | tojson }}
@@ -51,7 +51,7 @@ _TEMPLATE = """\
 def write_scripted_model(folder: Path, scripts: Mapping[str, Sequence[str]], endless: Sequence[str] = ()) -> Path:
     """Write the model; return its folder. The last text of an `endless` script is repeated for ever."""
     pieces = _Pieces()
-    starts = dict[str, int]()           # of scripts and steps, by their marker
+    starts = dict[str, int]()           # starts of scripts and steps, keyed by marker
     successors = dict[int, int]()
     for name, texts in scripts.items():
         for step, text in enumerate(texts):

@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
         raise
     FleetSimulation = None  # type: ignore[assignment,misc]  # optional: without it one engine is simulated
 
-_NO_FACTS = ("title", "figures", "verdict", "not_servable_yet")  # of the record: printed in ways of their own
+_NO_FACTS = ("title", "figures", "verdict", "not_servable_yet")  # fields printed in ways of their own
 Routing = Literal["prefix", "round-robin", "affinity"]
 
 _load = partial(flag_field, panel="Load")

@@ -98,7 +98,7 @@ def _assemble(options: EngineOptions, ranks: "RankSet | None", *, loads_tokenize
         draft_model = _draft_model(options, loaded, text_source)
         return build_engine(options, loaded, read_tokenizer=read_tokenizer, draft_model=draft_model, ranks=ranks)
     use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
-    with ThreadPoolExecutor(1) as reader:  # which has a CPU for itself while kernels read weights without Python's lock
+    with ThreadPoolExecutor(1) as reader:  # a CPU is free while kernels read weights without Python's lock
         tokenizer = reader.submit(load_tokenizer, text_source, use)
         loaded = _load_model(options, folder, ranks)
         draft_model = _draft_model(options, loaded, text_source)

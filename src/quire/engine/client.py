@@ -94,7 +94,7 @@ class EngineClient(SingleEngine):
         neither computed nor read for `start_timeout_s`. In each case the process has ended. With `requires_tokenizer` a
         model without one is a ModelError, unless the options skip it. `tokenizer`: that of another engine with the same
         options, which is not read again. `on_close` is called with the number of each request whose stream has ended.
-        `packs_outputs`: as of `OutputProcessor`. `on_stall`: of an engine that has work and makes no progress for the
+        `packs_outputs`: as in `OutputProcessor`. `on_stall`: of an engine that has work and makes no progress for the
         stall limit.
         """
         unskipped: TokenizerUse = "required" if requires_tokenizer else "optional"

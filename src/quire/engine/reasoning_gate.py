@@ -7,7 +7,7 @@ in front of the first marker.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-MAX_BLANKS = 256  # in front of the reasoning; an output with more of them has none
+MAX_BLANKS = 256  # blanks before the reasoning; an output with more of them has none
 
 
 class ReasoningMarkers(NamedTuple):

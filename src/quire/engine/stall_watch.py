@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 OnStall = Literal["ignore", "tell", "end"]
-# Of a client whose engine has work and makes no progress: nothing is done; idle engines are asked for signs, so that
+# The engine has work and makes no progress: nothing is done; idle engines are asked for signs, so that
 # `stalled_s` is true of them, too; the engine is ended as well, like a dead one.
 
 LOOKS_PER_LIMIT = 10
@@ -25,7 +25,7 @@ async def wait_for_stall(
     `limit_s` seconds in which none was; it makes the engine send a sign as soon as it can.
     """
     seen, num_late, num_idle = num_signs(), 0, 0
-    while num_late <= LOOKS_PER_LIMIT:      # in the first interval the work may just have begun
+    while num_late <= LOOKS_PER_LIMIT:      # the work may have begun within the first interval
         await pause(limit_s / LOOKS_PER_LIMIT)
         has_sign, seen = num_signs() != seen, num_signs()
         num_late = num_late + 1 if is_awaited() and not has_sign else 0

@@ -16,9 +16,9 @@ from quire.grammar_writing.plain_schemas import plain_schema
 from quire.grammar_writing.schemas import NO_SCHEMAS, SCHEMAS_BY_NAME, Part, escaped_name, referenced, refuse
 from quire.grammar_writing.texts import without_named_patterns
 
-MAX_VISITS = 50_000    # of schemas, for one request: some 8 us each
-MAX_DEPTH = 64          # of references and alternatives inside of each other
-MAX_SHAPES = 256        # of one value
+MAX_VISITS = 50_000    # schemas visited for one request: some 8 us each
+MAX_DEPTH = 64          # references and alternatives inside of each other
+MAX_SHAPES = 256        # alternatives of one value
 MAX_CHOICES = 32        # lists of alternatives of one value
 _UNSUPPORTED = (
     "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "uniqueItems", "contains",
@@ -40,7 +40,7 @@ _ATOMS = {  # a number is an integer or a fraction
     "null": {"null"}, "boolean": {"boolean"}, "integer": {"integer"}, "number": {"integer", "fraction"},
     "string": {"string"}, "array": {"array"}, "object": {"object"},
 }  # fmt: skip
-OTHER_NAMES = {  # of types in the schemas of tools that were made by hand
+OTHER_NAMES = {  # type names in schemas of tools that were written by hand
     "str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean", "dict": "object",
     "list": "array",
 }  # fmt: skip
@@ -126,7 +126,7 @@ class Document:
         self._budget = budget or Budget()
         self.root = without_named_patterns(without_disjoint_one_of(plain_schema(schema)))
         self._anchors: dict[str, object] | None = None
-        self._names: dict[str, str] = {}  # of definitions, by their references
+        self._names: dict[str, str] = {}  # names of definitions, keyed by reference
         self._definitions: dict[str, tuple[Any, set[str]]] = {}  # with the references in them, by their references
 
     def target(self, part: Part) -> Part:

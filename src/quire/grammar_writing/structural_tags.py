@@ -24,7 +24,7 @@ _FIRST_OF_JSON = {  # first characters of values, by their types
     "integer": "[-0-9]",
 }  # fmt: skip
 _IN_NUMBERS = "[-+.eE0-9]"
-_OPTIONS: Mapping[str, tuple[str, ...]] = {  # of each type of format
+_OPTIONS: Mapping[str, tuple[str, ...]] = {  # options that each type of format takes
     "const_string": ("value",),
     "json_schema": ("json_schema", "style"),
     "any_text": ("excludes", "max_chars"),

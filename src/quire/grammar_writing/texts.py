@@ -20,7 +20,7 @@ from quire.grammar_writing.schemas import rewritten_below
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
-_ESCAPES_BUT_CODES = 'nrbtf\\"'  # of JSON: all but characters by their numbers
+_ESCAPES_BUT_CODES = 'nrbtf\\"'  # JSON's escapes but characters by their numbers
 
 # At most one line break with its indentation, or two blanks: small models would write blanks until max_tokens.
 WHITESPACE_PATTERN = r"\n[ \t]{0,16}|[ \t]{0,2}"

@@ -26,7 +26,7 @@ class RequestQueues:
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.held: list[Request] = []   # waiting or swapped out, and not to be admitted (quire.scheduling.isolation)
-        self.lines = WaitingLines(policy.rank, policy.make_line)  # those of `waiting`
+        self.lines = WaitingLines(policy.rank, policy.make_line)  # the lines of `waiting`
         self.wait_reasons = WaitReasonCounters()
         self.num_running_seqs = 0              # unfinished sequences of running requests
         self.num_drafted = 0                   # sequences that have drafts: they hold rows

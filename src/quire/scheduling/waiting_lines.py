@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from quire.core.deltas import WaitReason
 from quire.core.sequence import QueueKey, Request
 
-MAX_LOOKS = 32  # of a step in a line of those that lack something: its front, which is prepared first
+MAX_LOOKS = 32  # looks of a step at the front of a line of requests that lack something, which is prepared first
 
 Rank = tuple[Any, ...]  # sort key of waiting requests: the lower is admitted first
 
@@ -199,7 +199,7 @@ class LineReader:
     def __init__(self, lines: WaitingLines) -> None:
         self._lines, self._looks = lines, dict[LineName, int]()
         self._read: dict[LineName, WaitingLine] = dict(lines.items())
-        self._heads: list[tuple[Rank, int, LineName]] = []   # of lines that are read; ranks may be too low: see `next`
+        self._heads: list[tuple[Rank, int, LineName]] = []   # fronts of lines; ranks may be too low: see `next`
         for number, (name, line) in enumerate(self._read.items()):
             if (request := line.next()) is not None:
                 self._heads.append((lines.rank(request), number, name))

@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.core.errors import ConfigError
 
-_LENGTH_COLUMNS = (  # of prompts and outputs; `_plain`: without a template around the prompt
+_LENGTH_COLUMNS = (  # lengths of prompts and outputs; `_plain`: without a template around the prompt
     ("prompt_tokens", "output_tokens"), ("prompt_plain_tokens", "output_tokens"), ("source_tokens", "target_tokens"),
 )  # fmt: skip
 _TURN_COLUMNS = {"conversation", "turn", "role", "tokens"}

@@ -63,7 +63,7 @@ def _checked(index: int, message: object, names: dict[object, str], limits: Tool
 
 
 def content_text(where: str, content: object) -> str:
-    """Return the content of a message as one text, parts joined by newlines. Errors as of `checked_conversation`."""
+    """Return the content of a message as one text, parts joined by newlines. Errors as in `checked_conversation`."""
     return text_of(_content(where, content))
 
 

@@ -23,15 +23,15 @@ EmptyContent = Literal["absent", "empty", "null"]
 Arguments = Literal["object", "text"]
 Role = Literal["system", "user"]
 
-NUM_ID_CHARS = 9  # of the ids of calls that Mistral's templates accept
+NUM_ID_CHARS = 9  # length of the ids of calls that Mistral's templates accept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateForms:
     """Forms that a template reads; the defaults are for a template that renders no conversation of the probe."""
 
-    contents: Mapping[str, ContentForm] = field(default_factory=dict)  # by role; "one part": a list of one
-    knows_developer: bool = False                  # in front; elsewhere a developer is a system
+    contents: Mapping[str, ContentForm] = field(default_factory=dict)  # keyed by role; "one part": a list of one
+    knows_developer: bool = False                  # a first developer message; a later one is a system
     late_system: Literal["kept", "merged", "user"] = "kept"  # "merged": into the first message; "user": has that role
     shows_tools: bool = True
     tool_defaults: tuple[str, ...] = ()            # fields without which a function is refused
@@ -41,7 +41,7 @@ class TemplateForms:
     shows_results: bool = True                     # messages of the role `tool`
     shows_user_behind_results: bool = True         # where results are shown
     arguments: Arguments = "object"
-    empty_contents: tuple[EmptyContent, ...] = ("absent", "empty", "null")  # of calls without a text, preferred first
+    empty_contents: tuple[EmptyContent, ...] = ("absent", "empty", "null")  # for calls without a text, preferred first
     id_chars: tuple[int, int | None] = (0, None)   # least and most characters of the id of a call
 
     def content_form(self, role: str) -> ContentForm:

@@ -23,7 +23,7 @@ from quire.core.errors import InvalidRequestError
 from quire.text.conversation import refuse
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024  # longer than any context
-MAX_ERROR_CHARS = 1000                 # of an error that a template raises
+MAX_ERROR_CHARS = 1000                 # characters kept of an error that a template raises
 
 
 class TemplateProgram:

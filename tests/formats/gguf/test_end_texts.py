@@ -9,7 +9,7 @@ from quire.formats.gguf.config import gguf_eos_token_ids
 from quire.formats.gguf.file import GGUFFile
 from support.gguf_files import write_gguf
 
-ENDS = (  # of llama.cpp
+ENDS = (  # llama.cpp's
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
     "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>",

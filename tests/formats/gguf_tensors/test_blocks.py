@@ -71,7 +71,7 @@ def test_every_float16_scale_is_read(name: str) -> None:
     blocks, is_finite = read(name, torch.from_numpy(rows))
     expected = reference(name, torch.from_numpy(rows))
     assert not is_finite
-    numbers = ~expected.scales.isnan()  # those have no bits of their own
+    numbers = ~expected.scales.isnan()  # NaN has no bits of its own
     assert torch.equal(bits(blocks.scales)[numbers], bits(expected.scales)[numbers])
     assert torch.equal(blocks.scales.isnan(), expected.scales.isnan())
 

@@ -14,7 +14,7 @@ from quire.cli.flag_groups import check_output, flag_field, with_flag_groups
 from quire.paper.figures import FIGURES, Result, Settings, as_json, chosen, made, title_of
 from quire.sim.datasets import DATA_FOLDER
 
-NAMES = (  # of the figures, in the paper's order; their modules load torch, which --help does not need
+NAMES = (  # the figures, in the paper's order; their modules load torch, which --help does not need
     "layout", "memory", "tables", "lengths", "latency", "batched", "measured", "decoding", "sharing", "prefix", "chat",
     "kernel", "block-size", "swap",
 )  # fmt: skip

@@ -21,7 +21,7 @@ Routing = Literal["prefix", "round-robin", "affinity"]
 # busy by its length, and the copies evict other prefixes: docs/decisions/0023 has the figures.
 CACHED_TOKEN_WEIGHT = 4
 
-NO_ROOM: frozenset[WaitReason | None] = frozenset({"max_num_seqs", "kv_blocks", "swapped_first"})  # of an engine
+NO_ROOM: frozenset[WaitReason | None] = frozenset({"max_num_seqs", "kv_blocks", "swapped_first"})
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Engine:
     requests: dict[int, _Routed] = field(default_factory=dict)
     num_pending: int = 0                # sum over its requests
     num_seqs: int = 0                   # open branches, sum over its requests
-    num_used_blocks: int = 0            # by its last report, as the next field
+    num_used_blocks: int = 0            # as last reported, like the next field
     has_no_room: bool = False           # requests wait there for rows or blocks
     num_routed_tokens: int = 0          # prompt tokens that were expected to be computed there, since its start
 

@@ -19,7 +19,7 @@ NUMBER_BYTES = 32
 RANK_BYTES = 4
 CODE_BYTES = 32
 HANDSHAKE_TIMEOUT_S = 5.0   # for all of it
-REFUSAL = b"refused".ljust(CODE_BYTES)  # in the place of rank 0's proof: the rank's own is wrong
+REFUSAL = b"refused".ljust(CODE_BYTES)  # replaces rank 0's proof: the rank's own is wrong
 
 
 class FrameSeal:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_HANDSHAKES = 64
 MAX_PER_ADDRESS = 32
 MAX_WAITING = 256           # connections that were accepted and not greeted; further ones are closed
-TURN_S = 1.0                # of a handshake that others wait for; an honest one takes milliseconds
+TURN_S = 1.0                # seconds of a handshake while others wait; an honest one takes milliseconds
 POLL_S, BUSY_POLL_S = 0.25, 0.02
 MAX_LOGGED = 10             # refused connections: others could fill the log
 
@@ -55,7 +55,7 @@ class JoinPort:
         self.joined = SimpleQueue[Joined | ConfigError]()
         self._listener, self._key, self._clock = listener, key, clock
         self._lock = threading.Lock()
-        self._greeted: list[_Handshake] = []                # in the order of their beginning
+        self._greeted: list[_Handshake] = []                # oldest first
         self._waiting = deque[tuple[socket.socket, str]]()
         self._num_refused = 0
 

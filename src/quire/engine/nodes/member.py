@@ -81,7 +81,7 @@ class Member:
 def join_run(join: Join) -> tuple[socket.socket, tuple[FrameSeal, FrameSeal]]:
     """Return a connection to rank 0 that has proven the secret, and its seals. Tries until the time is over.
 
-    EngineError if rank 0 does not listen for long, or closes every connection. ConfigError as of `answer`.
+    EngineError if rank 0 does not listen for long, or closes every connection. ConfigError as in `answer`.
     """
     limit_s = CONNECT_SHARE * join.options.start_timeout
     deadline_s = time.monotonic() + limit_s

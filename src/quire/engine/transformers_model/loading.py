@@ -39,7 +39,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "
 _MOVING_ROTARY = ("dynamic", "longrope")  # frequencies that change as a sequence grows, which cached keys cannot follow
 _TRIAL = [1, 2, 5, 8, 17]                 # rows that the trial computes together, one after the other
 _ROUNDING = 0.05                          # the largest difference of logits in a trial, of their spread
-_MAX_REASON_CHARACTERS = 400              # of an error of the model's own code
+_MAX_REASON_CHARACTERS = 400              # characters kept of an error of the model's own code
 
 
 def knows(folder: Path) -> bool:

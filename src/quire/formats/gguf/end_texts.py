@@ -4,7 +4,7 @@ Converters write any type for them, control, user-defined or normal:
 as in llama.cpp the text alone counts, also where a prompt spells it.
 """
 
-ENDS = frozenset((  # of answers
+ENDS = frozenset((  # texts that end an answer
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",

@@ -14,7 +14,7 @@ from quire.formats.gguf.file import GGUFFile
 from quire.formats.gguf_tensors.blocks import KINDS, Blocks, empty_blocks, read_blocks, read_values
 
 RESIDENT_BYTES = 64 << 20     # read before pages are dropped
-PORTION_BYTES = 16 << 20      # of blocks, read at a time
+PORTION_BYTES = 16 << 20      # blocks read at a time
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
            "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}  # fmt: skip

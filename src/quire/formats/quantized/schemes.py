@@ -29,7 +29,7 @@ class StoredScheme:
     zero_offset: int = 0            # to be added to zero points as stored: 1 in GPTQ v1
     has_input_order: bool = False   # groups need not be of consecutive inputs, a tensor says which are
     quantizes_activations: bool = False  # to int8, a scale per token
-    stored_bits: int = 0            # of an element, where fewer than those of its kind
+    stored_bits: int = 0            # bits of a stored element, where fewer than its kind has
     scale_kind: ScaleKind = "float"
 
 

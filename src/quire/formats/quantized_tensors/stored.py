@@ -12,7 +12,7 @@ from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.weight_formats.format import ModuleRows
 
 WORD_BITS = 32
-EXPONENT_BIAS, MAX_EXPONENT = 127, 127 + 96  # of scales that are powers of two; 255 is NaN
+EXPONENT_BIAS, MAX_EXPONENT = 127, 127 + 96  # scales that are powers of two; 255 is NaN
 MAX_SCALE = 1e30  # far past any weight; products with elements of a byte stay finite in float32 and bfloat16
 BITS = {"int4": 4, "int8": 8, "codebook4": 4, "fp8": 8}
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0", "F8_E4M3")

@@ -126,7 +126,7 @@ class ClientLine(WaitingLine):
     """A line by the places of clients in the counters, and by queue key within a client."""
 
     def __init__(self, counters: TokenCounters) -> None:
-        self._queues: dict[str, list[Request]] = {}     # by queue key
+        self._queues: dict[str, list[Request]] = {}     # keyed by queue key
         self._passed: dict[str, QueueKey] = {}
         self._clients = ClientHeap(counters)
         self._read: dict[str, None] = {}    # clients of which all was passed over, taken from the heap until `rewind`

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from quire.grammar_writing.texts import literal_text, marker_text
 
 ANY_TEXT = "/(?s:.*)/"
-MAX_GRAMMAR_BYTES = 1 << 20  # of one request's calls: compiled, a character takes up to 256 bytes
+MAX_GRAMMAR_BYTES = 1 << 20  # grammar of one request's calls: compiled, a character takes up to 256 bytes
 MAX_WRITTEN_BYTES = 8 << 20  # the same, with expressions that are written several times and stored once
 
 

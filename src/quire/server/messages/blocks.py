@@ -9,10 +9,10 @@ from quire.text.parts import part_text
 Json = Mapping[str, Any]
 
 CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")     # the last two: that a server ran
-RESULT = "tool_result"                                      # of the client; those of servers end with it
+RESULT = "tool_result"                                      # a client's result; types of servers' results end with it
 # Marks of Anthropic's servers in turns that they wrote.
 SILENT = ("fallback", "mcp_tool_listing")
-_SOURCES = {"text": "data", "content": "content"}           # of documents that are text, and their field
+_SOURCES = {"text": "data", "content": "content"}           # kinds of text documents, and the field of the text
 
 
 def block_text(block: object) -> str | None:

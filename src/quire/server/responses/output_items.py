@@ -22,7 +22,7 @@ class Item:
         self.kind, self.id, self.output_index = kind, id_, output_index
         self.status = "in_progress"
         self.call_id = self.name = ""
-        self.namespace: str | None = None           # of the function
+        self.namespace: str | None = None           # namespace of the function
         self.texts: list[str] = []                  # of the content or the arguments
         self.logprobs = LogprobTable()              # of the content
 

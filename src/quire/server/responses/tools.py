@@ -25,7 +25,7 @@ _CUSTOM_PARAMETERS = {
 class Tools(NamedTuple):
     """Tools of a body, and how their calls are written in items."""
 
-    functions: list[dict[str, Any]]                             # in the form of chats
+    functions: list[dict[str, Any]]                             # functions in the form of chats
     custom: frozenset[str] = frozenset()                        # names of those with one text as argument
     namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({})    # and own names, by the names of functions
 

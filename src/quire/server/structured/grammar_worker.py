@@ -36,7 +36,7 @@ from quire.server.structured.regex_length import regex_length
 LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
 _STEPS = 8                  # tokens by which a grammar is tried: limits of a step strike early
 _MAX_REASON_CHARS = 500
-_TERMINAL = re.compile(r"^(R[0-9]+): (.*)$", re.MULTILINE)  # of a grammar that the server made
+_TERMINAL = re.compile(r"^(R[0-9]+): (.*)$", re.MULTILINE)  # a terminal of a grammar that the server made
 _NAME = re.compile(r"\bR[0-9]+\b")
 
 

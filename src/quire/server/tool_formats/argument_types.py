@@ -6,7 +6,7 @@ from typing import Any
 from quire.grammar_writing.schemas import referenced
 from quire.grammar_writing.shapes import OTHER_NAMES
 
-_MAX_SCHEMAS = 64  # that are looked at for one parameter, and for the object that it is of
+_MAX_SCHEMAS = 64  # looked at for one parameter, and for its object
 TYPE_NAMES: dict[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object", list: "array"
 }  # fmt: skip
@@ -58,6 +58,6 @@ def own_types(part: Mapping[str, Any]) -> set[str]:
         types = {TYPE_NAMES[type(part["const"])]}
     if not types and "properties" in part:
         types = {"object"}
-    if types and part.get("nullable") is True:  # of OpenAPI 3.0
+    if types and part.get("nullable") is True:  # OpenAPI 3.0
         types.add("null")
     return types

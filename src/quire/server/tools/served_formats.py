@@ -123,7 +123,7 @@ class ServedFormats:
         """Return the format of the calls in an output that may use tools so."""
         if not use.allowed:
             return None
-        is_told = self._templates is not None and self._templates.tells_format  # in the prompt that was just rendered
+        is_told = self._templates is not None and self._templates.tells_format  # the prompt has just been rendered
         return self.calls or (FALLBACK if use.is_required or is_told else None)
 
 

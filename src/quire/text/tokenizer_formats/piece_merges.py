@@ -36,7 +36,7 @@ def piece_merges(texts: Sequence[str], scores: Sequence[float], is_result: Seque
     starts = stops - lengths
     whole = prefixes.hashes(starts, stops)
     num_cuts = np.where(np.asarray(is_result, bool), np.maximum(lengths - 1, 0), 0)
-    result = np.repeat(np.arange(len(texts)), num_cuts)                                # of each cut
+    result = np.repeat(np.arange(len(texts)), num_cuts)                                # text of each cut
     cut = np.arange(len(result)) - (np.cumsum(num_cuts) - num_cuts - starts - 1)[result]
     first = _find(whole, prefixes.hashes(starts[result], cut))
     kept = np.flatnonzero(first >= 0)
