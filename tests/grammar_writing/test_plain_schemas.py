@@ -58,11 +58,30 @@ def test_same_values_fit_a_plain_schema(schema: dict[str, Any], expected: dict[s
         ({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": NODE}}, "at /properties/a: .* back to itself"),
         ({"items": MAP | {"minProperties": 2}}, "at /items: unsupported keyword: minProperties 2"),
         ({"properties": {"a/b": {"$ref": "#/properties/a~1b"}}}, "at /properties/a~1b: .* leads to more than 32"),
+        ({"properties": {"id": {"const": 2**53 + 1}}}, r"at /properties/id/const: 9007199254740993 is beyond 2\*\*53"),
+        ({"items": {"enum": ["a", [{"b": 2**60}]]}}, "at /items/enum: 1152921504606846976 is beyond"),
+        ({"minimum": 2**53 + 1}, "at /minimum: 9007199254740993 is beyond"),
+        ({"exclusiveMaximum": 1e18}, "at /exclusiveMaximum: 1e.18 is beyond"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "at /exclusiveMinimum: 0 and another bound less than 1 away"),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, "at /exclusiveMaximum: 0 and another bound"),
+        ({"exclusiveMinimum": 1, "allOf": [{"maximum": 1.5}]}, "at /exclusiveMinimum: 1 and another bound"),
     ],
 )
 def test_what_no_grammar_holds_is_refused_with_its_place(schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(SchemaError, match=reason):
         plain_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 2**53}, {"enum": [-(2**53), True]}, {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
+        {"exclusiveMinimum": 0}, {"exclusiveMinimum": 0, "maximum": 1}, {"exclusiveMinimum": 0.5, "maximum": 1},
+        {"type": "integer", "exclusiveMinimum": 0, "maximum": 0.5}, {"properties": {"minimum": {"maximum": 3}}},
+    ],
+)  # fmt: skip
+def test_numbers_that_grammars_hold_are_allowed(schema: dict[str, Any]) -> None:
+    assert plain_schema(schema) == schema
 
 
 def test_circles_with_a_way_out_are_allowed() -> None:

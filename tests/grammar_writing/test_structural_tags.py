@@ -36,6 +36,9 @@ ANY, END = {"type": "any_text"}, {"type": "const_string", "value": "END"}
 WORDS = {"type": "regex", "pattern": "[a-z]*"}
 JSON = {"type": "json_schema", "json_schema": NUMBER}
 INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+NUMBERS = {
+    "type": "tags_with_separator", "separator": ",", "tags": [{"begin": "a", "content": INTEGER, "end": ""}],
+}  # fmt: skip
 TRIGGERED = {"triggers": ["<f", "<w"], "tags": [TAG, WORD]}
 SEPARATED = {"tags": [TAG, WORD], "separator": ", "}
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
@@ -102,6 +105,17 @@ def test_texts_have_the_form(given: dict[str, Any], right: list[str], wrong: lis
         (form("any_text") | {"formats": []}, "structural_tag.formats is not supported"),
         (OLD | {"structures": [{"begin": "<f>"}]}, "structural_tag.structures[0].end must be a string"),
         (OLD | {"structures": [5]}, "structural_tag.structures[0].begin must be a string"),
+        (
+            OLD | {"structures": [{"begin": "<f>", "end": "</f>", "max_chars": 1}]},
+            "structural_tag.structures[0].max_chars is not supported",
+        ),
+        ({"type": "tag", "format": INTEGER}, "structural_tag.type must be structural_tag, got 'tag'"),
+        (
+            form("sequence", elements=[NUMBERS, {"type": "const_string", "value": "5"}]),
+            "must not go on with a number in front of it",
+        ),
+        (form("tags_with_separator", tags=NUMBERS["tags"], separator="5"), "must not go on with a number in front"),
+        (form("triggered_tags", triggers=["a"], tags=NUMBERS["tags"]), "tags[0].end must not be empty behind a number"),
     ],
 )
 def test_what_is_not_known_is_refused_by_its_place(given: dict[str, Any], reason: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.core.checks import shown
 from quire.grammar_writing.formats import FORMATS
+from quire.grammar_writing.numbers import check_numbers
 from quire.grammar_writing.schemas import Part, parts_below, referenced, refuse, rewritten_below
 
 log = logging.getLogger(__name__)
@@ -59,9 +60,10 @@ def plain_schema(schema: Any) -> Any:  # noqa: ANN401 (JSON)
 
 
 def _check(part: Part, root: Mapping[str, Any], circles: "_Circles") -> None:
-    """Raise SchemaError for a number of properties with free names, which may be repeated, and for endless circles."""
+    """Raise SchemaError for what no grammar holds: numbers, counts of free names, which may repeat, endless circles."""
     schema, place = part
     if isinstance(schema, Mapping):
+        check_numbers(schema, place)
         least, required = schema.get("minProperties"), schema.get("required")
         num_required = len(required) if isinstance(required, list) else 0
         is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))

@@ -48,12 +48,17 @@ def structural_tag_grammar(given: object, whitespace: str | None) -> str:
         _refuse("", "an object", given)
     is_old = "structures" in given
     _check_options(given, ("type", "structures", "triggers") if is_old else ("type", "format"), "")
+    if given.get("type", "structural_tag") != "structural_tag":
+        _refuse("type", "structural_tag", given["type"])
     return _Formats(whitespace).text(_from_structures(given) if is_old else given.get("format"))
 
 
 def _from_structures(given: Json) -> Json:
     """Return the format that the older form means."""
     structures = _list_in(given, "structures", "")
+    for index, each in enumerate(structures):
+        if isinstance(each, Mapping):
+            _check_options(each, ("begin", "schema", "end"), f"structures[{index}]")
     tags = [
         {
             "begin": _text_in(each, "begin", where := f"structures[{index}]"),
@@ -167,7 +172,7 @@ class _Formats:
         return piece
 
     def _json(self, given: Json, where: str) -> _Piece:
-        if given.get("style", "json") != "json":
+        if given.get("style") not in (None, "json"):
             _refuse(f"{where}.style", "json, the only supported style", given["style"])
         schema = given.get("json_schema", True)
         try:
@@ -218,16 +223,21 @@ class _Formats:
         pieces = [_constant(begin, where), *content, _constant(end, where)]
         return [piece for piece in pieces if not isinstance(piece, _Text) or piece.constant != ""]
 
-    def _tags(self, given: Json, where: str) -> list[str]:
+    def _tags(self, given: Json, where: str) -> list[list[_Piece]]:
         tags = _list_in(given, "tags", where)
-        return [self._joined(self._tag(each, f"{where}.tags[{index}]")) or '""' for index, each in enumerate(tags)]
+        return [self._tag(each, f"{where}.tags[{index}]") for index, each in enumerate(tags)]
 
     def _separated(self, given: Json, where: str) -> _Piece:
-        tags = self._rule(" | ".join(self._tags(given, where)))
-        separator = literal_text(_text_in(given, "separator", where))
+        pieces = self._tags(given, where)
+        is_number = any(map(_ends_in_number, pieces))
+        tags = self._rule(" | ".join(self._joined(each) or '""' for each in pieces))
+        between = _text_in(given, "separator", where)
+        self._check_number(_Rule(tags, where, is_number=is_number), _constant(between, f"{where}.separator"))
+        separator = literal_text(between)
         is_one = _flag(given, "stop_after_first", where)
         several = tags if is_one else f"{tags} ({separator} {tags}){{0,{MAX_TAGS - 1}}}"
-        return _Rule(self._rule(several if _flag(given, "at_least_one", where) else f"({several})?"), where)
+        rule = self._rule(several if _flag(given, "at_least_one", where) else f"({several})?")
+        return _Rule(rule, where, is_number=is_number)
 
     def _triggered(self, given: Json, where: str) -> _Piece:
         """Return free text in which a trigger begins one of the tags that start with it."""
@@ -244,6 +254,8 @@ class _Formats:
                 if begin.startswith(trigger) and number not in begun:
                     begun.add(number)
                     pieces = self._tag(tag, f"{where}.tags[{number}]", len(trigger))
+                    if _ends_in_number(pieces):
+                        _refuse_text(f"{where}.tags[{number}].end", "must not be empty behind a number")
                     rests.append(self._joined(pieces) or '""')
             if rests:
                 before = self._rule(text, f"[suffix={literal_text(trigger)}]")
@@ -336,6 +348,16 @@ class _Formats:
 
 def _is_text(piece: _Piece) -> bool:
     return isinstance(piece, _Text)
+
+
+def _ends_in_number(pieces: Sequence[_Piece]) -> bool:
+    """Return whether the last piece may end with a number, which digits behind it would continue."""
+    match pieces[-1] if pieces else None:
+        case _Rule(is_number=is_number):
+            return is_number
+        case _OneOf(choices=choices):
+            return any(map(_ends_in_number, choices))
+    return False
 
 
 def _constant(text: str, where: str) -> _Text:

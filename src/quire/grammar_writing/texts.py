@@ -103,15 +103,16 @@ def choice_text(choices: Sequence[str]) -> str:
     return f"start: CHOICE\nCHOICE: {' | '.join(map(literal_text, choices))}\n"
 
 
-def regex_text(pattern: str) -> str:
+def regex_text(pattern: str, *, is_of_schema: bool = False) -> str:
     r"""Return an expression for the texts that a regex in Python's syntax matches from beginning to end.
 
     `\d` is 0 to 9, and `[` in a set of characters is itself, unless it begins a class such as `[:alpha:]`.
+    `is_of_schema`: `\w` has the ASCII letters, digits and underscore alone, as in JSON Schema.
     """
-    return f"/{''.join(_regex_parts(pattern))}/"
+    return f"/{''.join(_regex_parts(pattern, _WORDS if is_of_schema else {}))}/"
 
 
-def _regex_parts(pattern: str) -> Iterable[str]:
+def _regex_parts(pattern: str, words: Mapping[bool, Mapping[str, str]]) -> Iterable[str]:
     """Yield the pattern in pieces, with Python's meaning and without what would end it early."""
     is_in_set, position = False, 0
     while position < len(pattern):
@@ -128,11 +129,13 @@ def _regex_parts(pattern: str) -> Iterable[str]:
             position = position if end < 0 else end + 2
         else:
             is_in_set = is_in_set and piece != "]"
-            yield _DIGITS[is_in_set].get(piece) or _ESCAPED.get(piece, piece)
+            word = words.get(is_in_set, {}).get(piece)
+            yield word or _DIGITS[is_in_set].get(piece) or _ESCAPED.get(piece, piece)
 
 
 _ESCAPED = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n"}
 _DIGITS = {False: {"\\d": "[0-9]", "\\D": "[^0-9]"}, True: {"\\d": "0-9", "\\D": "[^0-9]"}}
+_WORDS = {False: {"\\w": "[A-Za-z0-9_]"}, True: {"\\w": "A-Za-z0-9_"}}  # ECMA-262's; a grammar's `\W` is narrower
 
 
 def closed_objects(schema: Any) -> Any:  # noqa: ANN401 (JSON)

@@ -57,7 +57,7 @@ def _regexes(shape: Shape) -> Iterator[str]:
 
 def searched(pattern: str) -> str:
     """Return a regular expression of the texts in which a pattern is found; its anchors are those of the text."""
-    return regex_text("|".join(map(_anchored, _alternatives(pattern))))
+    return regex_text("|".join(map(_anchored, _alternatives(pattern))), is_of_schema=True)
 
 
 def _anchored(pattern: str) -> str:
