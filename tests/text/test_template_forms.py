@@ -184,6 +184,38 @@ def test_results_as_text_and_what_follows_them_are_one_message() -> None:
     )
 
 
+SINGLE_CALLS = JSON_CALLS.replace(
+    HEAD, HEAD + "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+)
+FIRST_CALLS = JSON_CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+
+
+@pytest.mark.parametrize("source", [SINGLE_CALLS, FIRST_CALLS], ids=["refused", "lost"])
+def test_each_call_is_a_message_with_its_results_behind_it_where_the_template_allows_one(source: str) -> None:
+    assert not forms(source).shows_parallel_calls
+    made = [call(id_, {"city": id_})["tool_calls"][0] for id_ in "abc"]
+    results = [result("c", "of c"), result("x", "of x"), result("a", "of a"), result([], "of none")]
+    text = render(source, USER, {"role": "assistant", "content": "So.", "tool_calls": made}, *results, LAST)
+    assert text == (
+        '<user>U</><assistant>So.[get_weather {"city": "a"}]</><tool>of a</><assistant>[get_weather {"city": "b"}]</>'
+        '<assistant>[get_weather {"city": "c"}]</><tool>of c</><tool>of x</><tool>of none</><user>V</>'
+    )
+    assert render(source, USER, call(), result()) == render(JSON_CALLS, USER, call(), result())
+
+
+def test_each_call_is_followed_by_its_result_where_results_are_text_of_the_user() -> None:
+    source = SINGLE_CALLS.replace(HEAD, HEAD + "{% if m.role == 'tool' %}{{ raise_exception('role') }}{% endif %}")
+    made = [call(id_)["tool_calls"][0] for id_ in "ab"]
+    text = render(source, USER, {"role": "assistant", "tool_calls": made}, result("a", "of a"), result("b", "of b"))
+    assert re.findall("<user>|<assistant>|of .", text) == ["<user>", *["<assistant>", "<user>", "of a"],
+                                                           *["<assistant>", "<user>", "of b"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [JSON_CALLS, TEXT_CALLS, CHATML], ids=["as JSON", "joined", "not shown"])
+def test_parallel_calls_stay_together_where_the_template_shows_them(source: str) -> None:
+    assert forms(source).shows_parallel_calls
+
+
 ALTERNATING_CALLS = (
     "{% for m in messages | rejectattr('role', 'equalto', 'tool') | selectattr('tool_calls', 'undefined') %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}{% endfor %}"

@@ -2,6 +2,7 @@
 
 What a template does not show becomes text that it shows: tools and their results, calls, and system messages that are
 not the first message. What the user says behind results becomes text of the last one where the template loses it.
+Calls of one message become messages of their own where the template shows one alone.
 """
 
 import json
@@ -35,6 +36,8 @@ def fitted_messages(conversation: Sequence[Json], forms: TemplateForms, write_ca
     messages += [_with_known_role(message, False, forms) for message in others]
     if forms.late_system != "kept":
         messages = _with_early_system(messages, forms)
+    if not forms.shows_parallel_calls:
+        messages = _with_single_calls(messages)
     if not forms.shows_results:
         messages = _with_results_as_text(messages, forms)
     elif not forms.shows_user_behind_results:
@@ -117,6 +120,36 @@ def _with_early_system(messages: Sequence[Json], forms: TemplateForms) -> list[J
 
 
 # --- calls and results ------------------------------------------------------------------------------------------------
+
+
+def _with_single_calls(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with a message for each call, and behind it the results with its id.
+
+    Results without a call's id are behind the last call.
+    """
+    single, index = list[Json](), 0
+    while index < len(messages):
+        message, calls = messages[index], messages[index].get("tool_calls", ())
+        index += 1
+        if len(calls) < 2:
+            single.append(message)
+            continue
+        ids = [_id_or_none(call.get("id")) for call in calls]
+        results: dict[str | None, list[Json]] = {id_: [] for id_ in (*ids, None)}
+        while index < len(messages) and messages[index]["role"] == "tool":
+            given = _id_or_none(messages[index].get("tool_call_id"))
+            results[given if given in results else None].append(messages[index])
+            index += 1
+        others = results.pop(None)
+        for number, (id_, call) in enumerate(zip(ids, calls, strict=True)):
+            alone = message if number == 0 else {"role": message["role"]}
+            single += [alone | {"tool_calls": [call]}, *results.pop(id_, ())]
+        single += others
+    return single
+
+
+def _id_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _with_results_as_text(messages: Sequence[Json], forms: TemplateForms) -> list[Json]:

@@ -38,6 +38,7 @@ class TemplateForms:
     tools_role: Role | None = None                 # the role with a text that describes tools; None: none is shown
     shows_calls: bool = True
     shows_calls_beside_content: bool = True
+    shows_parallel_calls: bool = True              # several calls of one message
     shows_results: bool = True                     # messages of the role `tool`
     shows_user_behind_results: bool = True         # where results are shown
     arguments: Arguments = "object"
@@ -63,7 +64,8 @@ class TemplateForms:
         if self.shows_calls:
             beside = "" if self.shows_calls_beside_content else " where they have no content"
             content, arguments = self.empty_contents[0], {"object": "objects", "text": "JSON text"}[self.arguments]
-            words.append(f"calls shown{beside} (arguments as {arguments}, an empty content {content})")
+            each_call = "calls" if self.shows_parallel_calls else "single calls"
+            words.append(f"{each_call} shown{beside} (arguments as {arguments}, an empty content {content})")
         else:
             words.append("calls as text")
         words.append(f"results {'shown' if self.shows_results else 'as text of the user'}")
@@ -95,7 +97,8 @@ _SYSTEM, _USER, _ANSWER, _LATE, _LAST, _RESULT = (f"quire{number}mark" for numbe
 _PAIR = ("quirefirst", "quiresecond")
 _UNKNOWN_ROLE = "quirerole"
 _CALL = ("quirecall", "quirekey", "quirevalue")   # name, key and value of an argument
-_IDS = {"short": "c1", "nine": "quirecall", "long": "call_0123456789abcdef01234567"}
+_OTHER_CALL = ("quirenext", "quirekey", "quireother")
+_IDS = {"short": "c1", "nine": "quirecall", "long": "call_0123456789abcdef01234567", "other": "quirenext"}
 _TOOL: Mapping[str, Any] = {
     "name": "quiretool",
     "description": "quiredescribes",
@@ -225,9 +228,12 @@ class _Probe:
             *before, result = turn.messages(empty)
             fields = {name: result[name] for name in ("name", "tool_call_id")}
             self._contents["tool"] = self._content_form("tool", before, fields=fields)
-        works = {kind: self._shows(turn.messages(empty, kind), _CALL, [_tool()]) for kind in _IDS}
+        two_calls = [turn.two_calls(empty, together=together) for together in (True, False)]
+        together, single = (self._shows(turns, (_CALL[2], _OTHER_CALL[2]), [_tool()]) for turns in two_calls)
+        works = {kind: self._shows(turn.messages(empty, kind), _CALL, [_tool()]) for kind in ("short", "long")}
         return {
             "shows_calls_beside_content": self._shows(turn.messages(beside), _CALL, [_tool()]),
+            "shows_parallel_calls": together or not single,
             "shows_results": turn.shows_results,
             "shows_user_behind_results": not turn.shows_results or self._shows_user_behind(turn.messages(empty)),
             "arguments": turn.arguments,
@@ -265,13 +271,29 @@ class _Turn:
 
     def messages(self, content: Message, kind: str = "nine") -> list[Message]:
         """Return the messages, with this content beside the call and an id of this kind."""
-        name, key, value = _CALL
+        calling = {"role": "assistant", **content, "tool_calls": [self._call(_CALL, kind)]}
+        return [self.user, calling, self._result(_CALL, kind)]
+
+    def two_calls(self, content: Message, *, together: bool) -> list[Message]:
+        """Return the messages with another call, in the message of the first one or behind its result."""
+        calls = self._call(_CALL, "nine"), self._call(_OTHER_CALL, "other")
+        results = self._result(_CALL, "nine"), self._result(_OTHER_CALL, "other")
+        calling: dict[str, Any] = {"role": "assistant", **content}
+        if together:
+            answers = results if self.shows_results else results[:1]
+            return [self.user, {**calling, "tool_calls": list(calls)}, *answers]
+        single = [{**calling, "tool_calls": [call]} for call in calls]
+        return [self.user, single[0], results[0], single[1], results[1]]
+
+    def _call(self, words: tuple[str, str, str], kind: str) -> dict[str, Any]:
+        name, key, value = words
         arguments = {key: value} if self.arguments == "object" else f'{{"{key}": "{value}"}}'
-        call = {"id": _IDS[kind], "type": "function", "function": {"name": name, "arguments": arguments}}
-        calling = {"role": "assistant", **content, "tool_calls": [call]}
+        return {"id": _IDS[kind], "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def _result(self, words: tuple[str, str, str], kind: str) -> Message:
         if not self.shows_results:
-            return [self.user, calling, self.user]
-        return [self.user, calling, {"role": "tool", "tool_call_id": _IDS[kind], "name": name, "content": _RESULT}]
+            return self.user
+        return {"role": "tool", "tool_call_id": _IDS[kind], "name": words[0], "content": _RESULT}
 
 
 def _tool(function: Mapping[str, Any] = _TOOL) -> Tool:
