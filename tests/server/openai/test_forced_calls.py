@@ -191,7 +191,8 @@ def test_only_allowed_tools_are_called(caller: OpenAIServer, model: CallingModel
 def test_strict_arguments_fit_their_schema(caller: OpenAIServer, model: CallingModel) -> None:
     schema = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"],
               "additionalProperties": False}  # fmt: skip
-    tool = {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": schema}}
+    function = {"name": "get_weather", "description": "of a city", "strict": True, "parameters": schema}
+    tool = {"type": "function", "function": function}  # the template writes no tool that names a city
     choice = choice_of(caller, model, "calls", tools=[tool], parallel_tool_calls=False)
     ((name, arguments),) = calls_of(choice)
     assert (name, arguments["unit"] in "CF") == ("get_weather", True)
