@@ -88,7 +88,7 @@ $(TRITON)/.set-up: $(STAMP)
 	@$(TRITON)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --ignore-installed triton==3.6.0 numpy==2.3.5
 	@touch $@
 
-test: $(STAMP) ## run the tests in JOBS=2 processes (14 minutes on 2 cores)
+test: $(STAMP) ## run the tests in JOBS=2 processes (17 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
