@@ -64,6 +64,57 @@ def test_reasoning_is_found_under_each_name(name: str) -> None:
     assert render("{{ messages[0].reasoning }}|{{ messages[0].reasoning_content }}", messages) == "2 + 2|2 + 2"
 
 
+# --- OpenAI's older calls of functions --------------------------------------------------------------------------------
+
+SHOWS_IDS = (
+    "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}]{% endfor %}{{ m.tool_call_id }}{{ m.name }}={{ m.content or '' }}{% endfor %}"
+)
+
+
+def older_call(name: str, arguments: str = "{}") -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "function_call": {"name": name, "arguments": arguments}}
+
+
+def older_result(name: str, content: str) -> dict[str, Any]:
+    return {"role": "function", "name": name, "content": content}
+
+
+def test_older_calls_are_calls_of_tools() -> None:
+    messages = [older_call("f", '{"x": 1}'), older_result("f", "a"), older_call("g"), older_result("g", "b")]
+    assert render(SHOWS_IDS, messages) == (
+        '<assistant>[function_call_0 f {"x": 1}]=<tool>function_call_0f=a'
+        "<assistant>[function_call_1 g {}]=<tool>function_call_1g=b"
+    )
+
+
+def test_older_result_belongs_to_the_last_call_of_its_function() -> None:
+    again = [older_call("f"), older_result("f", "a"), older_call("f"), older_result("f", "b"), older_result("h", "c")]
+    assert render(SHOWS_IDS, again).endswith("<tool>function_call_1f=b<tool>h=c")
+
+
+def test_older_call_is_shown_where_a_template_shows_no_calls() -> None:
+    older = older_call("get_weather", '{"city": "Ulm"}'), older_result("get_weather", "18")
+    text = render(CHATML, [CONVERSATION[0], *older])
+    assert text == render(CHATML, [*CONVERSATION[:2], {"role": "tool", "content": "18"}])
+    assert '"Ulm"' in text
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"function_call": "f"}, "messages[0].function_call must be an object, got str"),
+        ({"function_call": {}}, "messages[0].function_call must have a name"),
+        ({"function_call": {"name": "f", "arguments": "x" * 9}}, "[0].function_call.arguments must have at most 8"),
+        ({"function_call": {"name": "f"}, "tool_calls": [CALL]}, "messages[0] must have tool_calls or function_call"),
+        ({"role": "function", "content": "x"}, "messages[0] must have a name"),
+    ],
+)
+def test_invalid_older_calls_are_refused(message: dict[str, Any], reason: str) -> None:
+    limits = ToolLimits(max_argument_bytes=8)
+    assert reason in refusal([{"role": "assistant", **message}], limits=limits)[1]
+
+
 # --- templates that render no tools -----------------------------------------------------------------------------------
 
 
@@ -188,6 +239,18 @@ def test_invalid_calls_are_refused(calls: object, reason: str) -> None:
     param, message = refusal([{"role": "assistant", "tool_calls": calls}])
     assert param == "messages"
     assert reason in message
+
+
+def test_arguments_that_a_template_cannot_read_are_named() -> None:
+    source = CHATML + (
+        "{% for m in messages for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% for name, value in c.function.arguments.items() %}{{ name }}{{ value }}{% endfor %}{% endfor %}"
+    )
+    cut = CALL | {"function": {"name": "f", "arguments": '{"city": "U'}}
+    with pytest.raises(InvalidRequestError) as caught:
+        render(source, [CONVERSATION[0], {"role": "assistant", "tool_calls": [CALL, cut]}])
+    assert str(caught.value).startswith("messages[1].tool_calls[1].function.arguments must be a JSON object, got '{")
+    assert caught.value.param == "messages"
 
 
 def test_hostile_arguments_and_schemas_take_bounded_time() -> None:

@@ -109,6 +109,13 @@ def test_parts_have_their_texts_alone() -> None:
     assert render(source, {"role": "user", "content": content}) == "<user>a2b2</>"
 
 
+def test_empty_list_of_parts_is_an_empty_part() -> None:
+    source = HEAD + "{{ m.content[0].text }}{% for p in m.content[1:] %}{{ p.text }}{% endfor %}</>{% endfor %}"
+    assert forms(source).contents["user"] == "parts"
+    text = render(source, USER | {"content": parts("U")}, call(content=[]), result(content=[]))
+    assert text.startswith("<user>U</><assistant>")
+
+
 def test_continued_parts_end_with_the_last_one() -> None:
     source = HEAD + LOOP + "</>{% endfor %}"
     begun = {"role": "assistant", "content": parts("a", "b ")}

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.core.errors import InvalidRequestError
 from quire.text.conversation import Message, checked_conversation, refuse
-from quire.text.fitted_messages import WriteCalls, fitted_messages, hermes_calls, told_of_tools
+from quire.text.fitted_messages import WriteCalls, check_arguments, fitted_messages, hermes_calls, told_of_tools
 from quire.text.parts import plain_part
 from quire.text.template_forms import TemplateForms, probe
 from quire.text.template_program import TemplateProgram
@@ -119,7 +119,12 @@ class ChatTemplate:
         elif tools:
             text = tools_text(tools, write_calls if forms.tells_format else None)
             fitted = told_of_tools(fitted, text, forms)
-        rendered = self._programs[name].run({"documents": None, **variables, "messages": fitted, "tools": shown})
+        try:
+            rendered = self._programs[name].run({"documents": None, **variables, "messages": fitted, "tools": shown})
+        except InvalidRequestError as error:
+            if forms.shows_calls:
+                check_arguments(conversation, error)
+            raise
         if text not in rendered:
             raise InvalidRequestError("the model's chat template does not show tools", param="tools")
         return rendered

@@ -1,22 +1,22 @@
 """Messages of a conversation in OpenAI's form, checked, and one form of each content.
 
 A content is a text, a list of text parts, or, beside calls, missing. A tool's message has its function's name, and
-reasoning is found under each of the names that templates read. `quire.text.fitted_messages` turns such messages into
-those of one chat template.
+reasoning is found under each of the names that templates read. OpenAI's older `function_call`, and messages of the role
+`function`, are calls of tools and their results. `quire.text.fitted_messages` turns such messages into those of one
+chat template.
 """
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
 from quire.core.schema_limits import check_json_bytes
-from quire.text.parts import TEXT_TYPES, part_reasoning, part_text, part_type, plain_part
+from quire.text.parts import part_problem, part_reasoning, part_text, plain_part
 from quire.text.tools import ToolLimits
 
 _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")  # vLLM's, DeepSeek's and Qwen's, gpt-oss's
 
-_SPEAKERS = ("user", "system", "developer")  # null is no content of theirs; an assistant's message may have calls alone
+_SPEAKERS = ("user", "system", "developer")  # their contents are never null or []; an assistant may have calls alone
 _LISTENED_TO = (*_SPEAKERS, "tool")  # messages of these roles have no reasoning
 
 Message = Mapping[str, Any]
@@ -26,36 +26,90 @@ def checked_conversation(messages: object, limits: ToolLimits) -> list[dict[str,
     """Return copies of the messages, checked. InvalidRequestError names an invalid one."""
     if not isinstance(messages, list | tuple) or not messages:
         refuse("messages must be a list of at least one message")
-    names: dict[object, str] = {}                 # of the functions called so far, by the ids of their calls
-    return [_checked(index, message, names, limits) for index, message in enumerate(messages)]
+    calls = _Calls(limits)
+    return [_checked(f"messages[{index}]", message, calls) for index, message in enumerate(messages)]
 
 
-def refuse(message: str, cause: Exception | None = None) -> NoReturn:
+def refuse(message: str, cause: BaseException | None = None) -> NoReturn:
     """Raise InvalidRequestError for the field `messages`."""
     raise InvalidRequestError(message, param="messages") from cause
 
 
-def _checked(index: int, message: object, names: dict[object, str], limits: ToolLimits) -> dict[str, Any]:
-    where = f"messages[{index}]"
+class _Calls:
+    """Calls of a conversation so far, for the messages of their results."""
+
+    def __init__(self, limits: ToolLimits) -> None:
+        self._limits = limits
+        self._names: dict[object, str] = {}        # keyed by the ids of calls
+        self._older_ids: dict[object, str] = {}    # keyed by names: the last `function_call` of each function
+        self._num_older = 0
+
+    def checked(self, where: str, calls: object) -> list[dict[str, Any]]:
+        """Return the value of `tool_calls`, checked."""
+        if not isinstance(calls, list | tuple):
+            refuse(f"{where} must be a list, got {type(calls).__name__}")
+        return [self._call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+
+    def _call(self, where: str, call: object) -> dict[str, Any]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict):
+            refuse(f"{where} must be an object with a function that is an object")
+        function = self._function(f"{where}.function", function)
+        self._names[_hashable(call.get("id"))] = function["name"]
+        return {"type": "function"} | call | {"function": function}
+
+    def older(self, where: str, function: object) -> list[dict[str, Any]]:
+        """Return the value of `function_call`, checked, as calls. Ids are numbers: prompts keep their prefixes."""
+        if not isinstance(function, dict):
+            refuse(f"{where} must be an object, got {type(function).__name__}")
+        function, id_ = self._function(where, function), f"function_call_{self._num_older}"
+        self._num_older += 1
+        self._older_ids[function["name"]] = id_
+        return [{"type": "function", "id": id_, "function": function}]
+
+    def _function(self, where: str, function: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(function.get("name"), str):
+            refuse(f"{where} must have a name that is a string")
+        place, arguments, limit = f"{where}.arguments", function.get("arguments"), self._limits.max_argument_bytes
+        check_json_bytes(place, arguments, limit, "max_argument_bytes", "messages")
+        return function | {"arguments": arguments}
+
+    def with_call(self, where: str, result: dict[str, Any]) -> dict[str, Any]:
+        """Return the message of a result with the id of its call, and the name of its function."""
+        if result["role"] == "function":
+            if not isinstance(result.get("name"), str):
+                refuse(f"{where} must have a name that is a string")
+            id_ = self._older_ids.get(result["name"])
+            return result | {"role": "tool"} | ({} if id_ is None else {"tool_call_id": id_})
+        name = self._names.get(_hashable(result.get("tool_call_id")))
+        return result if name is None else result | {"name": result.get("name", name)}
+
+
+def _checked(where: str, message: object, calls: _Calls) -> dict[str, Any]:
     if not isinstance(message, dict):
         refuse(f"{where} must be an object, got {type(message).__name__}")
     if not isinstance(message.get("role"), str):
         refuse(f"{where} must have a role that is a string")
     checked = {name: value for name, value in message.items() if value is not None}  # clients send null for nothing
-    calls = checked.pop("tool_calls", None)
-    if calls:
-        checked["tool_calls"] = _tool_calls(where, calls, names, limits)
-    elif "content" in message and message["content"] is None and checked["role"] in _SPEAKERS:
-        refuse(f"{where}.content must be a string or a list of parts, got null")
+    given, older = checked.pop("tool_calls", None), checked.pop("function_call", None)
+    if given and older is not None:
+        refuse(f"{where} must have tool_calls or function_call, not both")
+    if given:
+        checked["tool_calls"] = calls.checked(f"{where}.tool_calls", given)
+    elif older is not None:
+        checked["tool_calls"] = calls.older(f"{where}.function_call", older)
+    elif checked["role"] in _SPEAKERS and message.get("content", "") in (None, []):
+        given = "null" if message["content"] is None else "[]"
+        refuse(f"{where}.content must be a string or a list of at least one part, got {given}")
+    if checked["role"] in ("tool", "function"):
+        checked = calls.with_call(where, checked)
     content = message.get("content")
     if checked["role"] not in _LISTENED_TO:
         content, thought = split_reasoning(content)
         if thought and not any(isinstance(checked.get(name), str) for name in _REASONING_NAMES):
             checked[_REASONING_NAMES[0]] = thought
-    if content is not None or not calls:
+    if content is not None or "tool_calls" not in checked:
         checked["content"] = _content(where, content)
-    if checked["role"] == "tool" and (name := names.get(_hashable(checked.get("tool_call_id")))):
-        checked.setdefault("name", name)
     reasoning = next((text for name in _REASONING_NAMES if isinstance(text := checked.get(name), str)), None)
     if reasoning is not None:
         checked |= {name: reasoning for name in _REASONING_NAMES if name not in checked}
@@ -82,10 +136,7 @@ def _content(where: str, content: object) -> str | list[dict[str, Any]]:
     for index, part in enumerate(content):
         text = part_text(part)
         if text is None:
-            refuse(
-                f'{where}.content[{index}] must be a text or a part of text ({", ".join(TEXT_TYPES)}), '
-                f"got the type {shown(part_type(part))}"
-            )
+            refuse(part_problem(f"{where}.content[{index}]", part))
         parts.append(plain_part(text))
     return parts
 
@@ -97,27 +148,6 @@ def split_reasoning(content: object) -> tuple[object, str]:
     thoughts = [part_reasoning(part) for part in content]
     rest = [part for part, thought in zip(content, thoughts, strict=True) if thought is None]
     return rest, "\n".join(filter(None, thoughts))
-
-
-def _tool_calls(where: str, calls: object, names: dict[object, str], limits: ToolLimits) -> list[dict[str, Any]]:
-    """Return the calls, and add the names of their functions to `names`."""
-    if not isinstance(calls, list | tuple):
-        refuse(f"{where}.tool_calls must be a list, got {type(calls).__name__}")
-    return [_tool_call(f"{where}.tool_calls[{index}]", call, names, limits) for index, call in enumerate(calls)]
-
-
-def _tool_call(where: str, call: object, names: dict[object, str], limits: ToolLimits) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        refuse(f"{where} must be an object with a function that is an object")
-    name = function.get("name")
-    if not isinstance(name, str):
-        refuse(f"{where}.function must have a name that is a string")
-    names[_hashable(call.get("id"))] = name
-    arguments = function.get("arguments")
-    place, limit = f"{where}.function.arguments", limits.max_argument_bytes
-    check_json_bytes(place, arguments, limit, "max_argument_bytes", "messages")
-    return {"type": "function"} | call | {"function": function | {"arguments": arguments}}
 
 
 def _hashable(value: object) -> object:

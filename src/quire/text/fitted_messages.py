@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
-from quire.text.conversation import text_of
+from quire.core.checks import shown
+from quire.core.errors import InvalidRequestError
+from quire.text.conversation import refuse, text_of
 from quire.text.parts import plain_part
 from quire.text.template_forms import NUM_ID_CHARS, EmptyContent, TemplateForms, as_content
 
@@ -88,6 +90,7 @@ def _with_known_role(message: Json, may_develop: bool, forms: TemplateForms) -> 
         return message | {"role": role}
     content, form = message["content"], forms.content_form(role)
     is_read = form == "text or parts" or (form == "parts" and not isinstance(content, str))
+    is_read &= content != []           # some templates read the first part
     return message | {"role": role, "content": content if is_read else as_content(text_of(content), form)}
 
 
@@ -224,6 +227,16 @@ def _with_call_id(value: Json, forms: TemplateForms) -> Json:
     number = int.from_bytes(sha256(given.encode(errors="surrogatepass")).digest())
     digits = (_ID_LETTERS[number // len(_ID_LETTERS) ** place % len(_ID_LETTERS)] for place in range(NUM_ID_CHARS))
     return value | {name: "".join(digits)}
+
+
+def check_arguments(conversation: Sequence[Json], error: InvalidRequestError) -> None:
+    """Name arguments that are no object, such as cut ones, as the cause of a template's error, if there are any."""
+    for index, message in enumerate(conversation):
+        for number, call in enumerate(message.get("tool_calls", ())):
+            arguments = call["function"]["arguments"]
+            if not isinstance(_as_object(arguments), dict):
+                field = f"messages[{index}].tool_calls[{number}].function.arguments"
+                refuse(f"{field} must be a JSON object, got {shown(arguments)}: {error}", error.__cause__)
 
 
 def _as_object(arguments: object) -> object:

@@ -7,6 +7,8 @@ A part may also be a text by itself.
 
 from collections.abc import Mapping
 
+from quire.core.checks import shown
+
 # The field with the text, by the type of a part.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text", "summary_text": "text"}
@@ -43,6 +45,15 @@ def part_reasoning(part: object) -> str | None:
 def part_type(part: object) -> object:
     """Return the type of a part, for errors."""
     return part.get("type") if isinstance(part, dict) else type(part).__name__
+
+
+def part_problem(where: str, part: object) -> str:
+    """Return the error of a part that is no text: a field that is no string, or the type."""
+    kind = part_type(part)
+    field = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if isinstance(part, dict) and field is not None:
+        return f"{where}.{field} must be a string, got {shown(part.get(field))}"
+    return f"{where} must be a text or a part of text ({', '.join(TEXT_TYPES)}), got the type {shown(kind)}"
 
 
 def _text(part: object, fields: Mapping[str, str]) -> str | None:

@@ -123,6 +123,20 @@ def test_errors_name_fields_inside_others(body: dict[str, Any], param: str) -> N
     assert refusal(msgspec.json.encode(body), ChatBody).param == param
 
 
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        ({"type": "text", "text": None}, "messages[0].content[1].text must be a string, got None"),
+        ({"type": "refusal"}, "messages[0].content[1].refusal must be a string, got None"),
+        ({"type": "image_url"}, "messages[0].content[1] must be a text or a part of text"),
+        (5, "messages[0].content[1] must be a text or a part of text"),
+    ],
+)
+def test_errors_name_parts_of_contents(part: object, problem: str) -> None:
+    body = {"messages": [MESSAGE | {"content": ["hi", part]}]}
+    assert refusal(msgspec.json.encode(body), ChatBody).message.startswith(problem)
+
+
 def test_required_fields_are_named() -> None:
     assert refusal(b"{}", CompletionBody).message == "prompt is missing"
     assert refusal(b"{}", DetokenizeBody).param == "tokens"

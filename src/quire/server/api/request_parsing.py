@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from quire.core.checks import refuse, shown
-from quire.server.api.bodies import Body, OtherFields
+from quire.server.api.bodies import ELEMENT, Body, OtherFields
 from quire.server.api.json_decoding import (
     SLICE_BYTES,
     SLICE_VALUES,
@@ -141,7 +141,7 @@ def _refuse_first(error: ValidationError) -> NoReturn:
         invalid(f"{param} is missing", param=param)
     if first["type"] in _WORDS or first["msg"].startswith(_EXPECTED):
         refuse(param, first["input"], _WORDS.get(first["type"], first["msg"].removeprefix(_EXPECTED)))
-    invalid(f"{param}: {first['msg']}", param=param)
+    invalid(f"{param}{'' if first['type'] == ELEMENT else ': '}{first['msg']}", param=param)
 
 
 def _param(location: tuple[int | str, ...]) -> str:

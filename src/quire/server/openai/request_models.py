@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.core.beam_search_params import MAX_LENGTH_PENALTY
-from quire.core.checks import MAX_INT, shown
+from quire.core.checks import MAX_INT
 from quire.core.prompt_scores import PADDING
 from quire.core.sampling_params import (
     MAX_PENALTY,
@@ -19,10 +19,10 @@ from quire.core.sampling_params import (
     MIN_SEED,
 )
 from quire.engine.input_processor import MAX_PRIORITY
-from quire.server.api.bodies import MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
+from quire.server.api.bodies import ELEMENT, MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
 from quire.server.chat.conversation import EFFORTS
 from quire.server.openai.field_support import OTHER_FIELDS
-from quire.text.parts import PART_FIELDS, TEXT_TYPES, part_reasoning, part_text, part_type
+from quire.text.parts import PART_FIELDS, part_problem, part_reasoning, part_text
 from quire.text.tools import NAME_PATTERN
 
 MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more
@@ -57,9 +57,7 @@ def _checked_content(content: object) -> object:
         raise PydanticCustomError("content", "Input should be a string, a list of text parts or null")
     for index, part in enumerate(content):
         if part_text(part) is None and part_reasoning(part) is None:
-            problem = "part {index} must be a text or a part of text ({types}), got the type {kind}"
-            facts = {"index": index, "types": ", ".join(TEXT_TYPES), "kind": shown(part_type(part))}
-            raise PydanticCustomError("content_part", problem, facts)
+            raise PydanticCustomError(ELEMENT, "{problem}", {"problem": part_problem(f"[{index}]", part)})
     return content
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from quire.core.checks import refuse, shown
 from quire.server.errors import invalid
-from quire.text.parts import TEXT_TYPES, part_reasoning, part_text, part_type
+from quire.text.parts import PART_FIELDS, TEXT_TYPES, part_reasoning, part_text, part_type
 
 Message = dict[str, Any]
 
@@ -244,7 +244,7 @@ def _text(where: str, content: Any) -> str:  # noqa: ANN401 (JSON)
         if text is None:
             kind, place = part_type(part), f"{where}[{index}]"
             if kind in _TEXT_PARTS:
-                refuse(f"{place}.{'refusal' if kind == 'refusal' else 'text'}", None, "a string")
+                refuse(f"{place}.{PART_FIELDS[kind]}", part.get(PART_FIELDS[kind]), "a string")
             message = f"{place}.type must be one of {', '.join(_TEXT_PARTS)}, got {shown(kind)}"
             invalid(message, param="input", code="unsupported_parameter")
         texts.append(text)
