@@ -12,11 +12,12 @@ from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import MemoryPolicy
 from quire.core.plan import StepResult
+from quire.core.sampling_params import SamplingParams
 from quire.core.task import BeamSearch
 from quire.engine.engine import Engine
 from quire.scheduling import result_recorder
 from support.fake_executor import FakeExecutor
-from support.scheduling import Harness
+from support.scheduling import Harness, make_request
 
 
 class FailingExecutor:
@@ -158,3 +159,16 @@ def test_admission_tells_what_was_found_at_first() -> None:
         request = harness.add([*prompt, 49], max_tokens=1)
         engine.step()
         assert [admission[:3] for admission in engine.admissions] == [(request.request_id, 0, expected)]
+
+
+def test_clock_is_read_once_for_each_request_and_each_step() -> None:
+    harness, times = Harness(num_blocks=8), count(100)
+    engine = Engine(harness.scheduler, harness.executor, clock=lambda: float(next(times)))
+    request = make_request(0, [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.add(request, age_s=7.5)
+    assert request.arrived_s == 92.5
+    num_steps = 0
+    while harness.scheduler.has_requests:
+        engine.step()
+        num_steps += 1
+    assert next(times) == 101 + num_steps

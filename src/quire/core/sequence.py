@@ -80,6 +80,7 @@ class Request:
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key
     weight: float = 1.0               # of its client, under the policy `fair`
+    arrived_s: float = 0.0            # when its client asked, on the engine's clock; set by the engine
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
     prompt_scores: bytearray = field(default_factory=bytearray)  # of the tokens that params name, as far as computed

@@ -1,5 +1,6 @@
 """The step loop: schedule, execute, update (Yu et al. 2022)."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -53,17 +54,22 @@ class Adapters(Protocol):
 
 
 class Engine:
-    """A scheduler and an executor. Requests are added; each step returns deltas of their sequences."""
+    """A scheduler and an executor. Requests are added; each step returns deltas of their sequences.
+
+    `clock` returns seconds, and is read once per step: the scheduler, which has no clock, plans with what it read, so
+    a run with the same requests, results and times has the same plans.
+    """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, grammars: "Grammars | None" = None,
-        adapters: "Adapters | None" = None,
+        adapters: "Adapters | None" = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.grammars = grammars            # None: requests with grammars are refused
         self.adapters = adapters            # None: requests with adapters are refused
         self.num_computed_tokens = 0        # by the last step
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
+        self._clock = clock
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that may have made the last step fail
         self._is_certain = False            # the only suspect was being planned or recorded
@@ -71,13 +77,14 @@ class Engine:
         self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs
         self._in_flight = deque[StepPlan]()  # submitted and not collected
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError if it could never run."""
+    def add(self, request: Request, age_s: float = 0.0) -> None:
+        """Queue a request whose client asked `age_s` seconds ago. Raises InvalidRequestError if it could never run."""
         if request.params.structured_outputs is not None and self.grammars is None:
             message = "structured_outputs cannot be used: the model has no tokenizer, or this installation no grammars"
             raise InvalidRequestError(message, param="structured_outputs")
         if request.scope.adapter is not None and self.adapters is None:
             raise InvalidRequestError(NO_ADAPTERS, param="model")
+        request.arrived_s = self._clock() - age_s
         self.scheduler.add(request)
 
     def abort(self, request_id: int) -> bool:
@@ -101,7 +108,7 @@ class Engine:
             for request_id in self.adapters.start_step():
                 self.scheduler.fail(request_id, UNLOADABLE, param="model")
         try:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self._clock())
             if plan.is_empty:
                 self._wait_for_preparation()
                 return self.scheduler.take_deltas()

@@ -224,9 +224,10 @@ class Scheduler:
 
     # --- the plan -------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, now_s: float = 0.0) -> StepPlan:
         """Plan the next step. The plan is empty only if no request runs, and those that wait are being prepared.
 
+        `now_s`: the time by the clock of `Request.arrived_s`.
         Returns the plan of `schedule_next`, which admits no request, if there is one.
         """
         if self._ahead is not None:

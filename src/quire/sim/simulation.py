@@ -174,7 +174,7 @@ class Simulation:
             cost = SimulatedExecutor(cost.step_s, cost.swap_s, cost.rates)
         self._executor: ClockedExecutor = cost
         self._executor.on_step = self._observe
-        self._engine = Engine(scheduler, self._executor)
+        self._engine = Engine(scheduler, self._executor, clock=lambda: self._executor.now_s)
         self.record = SimulatedRun()
         self._answers: dict[int, Answer] = {}
 
@@ -210,7 +210,7 @@ class Simulation:
         if not self.has_requests:
             self._executor.now_s = max(self._executor.now_s, due_s)
         try:
-            self._engine.add(request)
+            self._engine.add(request, self._executor.now_s - due_s)
         except InvalidRequestError:
             self.record.num_refused += 1
             return False
