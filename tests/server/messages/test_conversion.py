@@ -98,6 +98,22 @@ def test_tools_that_a_server_ran_become_calls_and_results() -> None:
     assert last["role"] == "user"
 
 
+def test_results_stand_behind_their_calls_whatever_stands_between() -> None:
+    def result(id_: str) -> Json:
+        return {"type": "tool_result", "tool_use_id": id_, "content": "18"}
+
+    calls = [{"type": "tool_use", "id": id_, "name": "f", "input": {}} for id_ in ("a", "b")]
+    found = converted(
+        USER, {"role": "assistant", "content": calls}, {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [text("first"), result("b"), text("then"), result("a")]},
+    )  # fmt: skip
+    assert [(message["role"], message["content"]) for message in found] == [
+        ("user", "hi"), ("assistant", ""), ("tool", "18"), ("tool", "18"), ("system", "Be brief."),
+        ("user", "first\nthen"),
+    ]  # fmt: skip
+    assert [message["tool_call_id"] for message in found[2:4]] == ["b", "a"]
+
+
 def test_a_message_of_the_system_for_one_turn_is_left_out_of_later_ones() -> None:
     hint = {"role": "system", "content": "Be quick.", "clear_at": "next_user_message"}
     stays = hint | {"clear_at": "never"}

@@ -1,6 +1,7 @@
 """Conversion of the Messages API's conversation to that of all chats: blocks become messages and tool calls.
 
-A message may have results of tools and text: each run of texts becomes one message, each result another.
+A message may have results of tools and text: each run of texts becomes one message, each result another, right behind
+its call.
 Turns of one role that follow each other are one turn, as in Anthropic's API: templates demand that roles alternate.
 """
 
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.core.checks import check_optional_int, shown
+from quire.server.chat.conversation import paired
 from quire.server.errors import invalid, unsupported
 from quire.server.messages.blocks import CALLS, RESULT, SILENT, block_text, server_result_text
 from quire.server.messages.bodies import ConversationBody, InputMessage
@@ -44,9 +46,7 @@ def system_blocks(system: object) -> list[Json]:
 
 def openai_messages(system: Sequence[Json], messages: Sequence[InputMessage]) -> list[Json]:
     """Return the conversation in OpenAI's form. ApiError 400 names an invalid block."""
-    converted: list[Json] = []
-    if system:
-        converted.append({"role": "system", "content": list(system)})
+    turns = [{"role": "system", "content": list(system)}] if system else []
     last_of_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
@@ -54,11 +54,13 @@ def openai_messages(system: Sequence[Json], messages: Sequence[InputMessage]) ->
             invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(message.role)}", param="messages")
         if _is_over(message, index, last_of_user):
             continue
-        for turn in _turns(f"{where}.content", message):
-            if converted and turn["role"] != "tool" and converted[-1]["role"] == turn["role"]:
-                _join(converted[-1], turn)
-            else:
-                converted.append(turn)
+        turns += _turns(f"{where}.content", message)
+    converted: list[Json] = []
+    for turn in paired(turns):
+        if converted and turn["role"] != "tool" and converted[-1]["role"] == turn["role"]:
+            _join(converted[-1], turn)
+        else:
+            converted.append(turn)
     return converted
 
 

@@ -1,7 +1,7 @@
 """Input items as messages of a chat.
 
 Chat templates expect instructions in one system message in front, and each turn of the assistant, its reasoning, text
-and calls, in one message.
+and calls, in one message, and results behind it.
 """
 
 import json
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from quire.core.checks import refuse, shown
+from quire.server.chat.conversation import paired
 from quire.server.errors import invalid
 from quire.text.parts import PART_FIELDS, TEXT_TYPES, part_reasoning, part_text, part_type
 
@@ -71,7 +72,7 @@ def messages_of(instructions: str | None, given: Any, max_items: int) -> list[Me
         if add is None:
             _refuse_kind(where, kind)
         add(conversation, where, item)
-    return conversation.messages
+    return paired(conversation.messages)
 
 
 class _Conversation:
@@ -87,7 +88,7 @@ class _Conversation:
         if role == _SYSTEM and last is not None and last["role"] == _SYSTEM and len(self.messages) == 1:
             last["content"] += f"\n\n{text}"
         elif role == "assistant":
-            self._turn("content", "tool_calls")["content"] = text
+            self._turn("content")["content"] = text
         else:
             self.messages.append({"role": role, "content": text})
 
