@@ -8,6 +8,7 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.text.chat_template import ChatTemplate
+from quire.text.conversation import paired
 from quire.text.fitted_messages import hermes_calls
 from quire.text.tools import ToolLimits, tools_text
 
@@ -113,6 +114,43 @@ def test_older_call_is_shown_where_a_template_shows_no_calls() -> None:
 def test_invalid_older_calls_are_refused(message: dict[str, Any], reason: str) -> None:
     limits = ToolLimits(max_argument_bytes=8)
     assert reason in refusal([{"role": "assistant", **message}], limits=limits)[1]
+
+
+# --- results behind their calls ---------------------------------------------------------------------------------------
+
+
+def calling(*ids: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [CALL | {"id": id_} for id_ in ids]}
+
+
+def told(id_: object) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id_, "name": "get_weather", "content": "18"}
+
+
+USER, WAIT, BRIEF = ({"role": role, "content": "x"} for role in ("user", "user", "system"))
+AGAIN = [calling("1"), told("1")]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([USER, calling("1"), told("1"), USER], [USER, calling("1"), told("1"), USER]),
+        ([calling("1", "2"), told("2"), WAIT, told("1")], [calling("1", "2"), told("2"), told("1"), WAIT]),
+        ([calling("1"), BRIEF, USER, told("1")], [calling("1"), told("1"), BRIEF, USER]),
+        (
+            [calling("1"), WAIT, calling("2"), told("2"), told("1")],
+            [calling("1"), told("1"), WAIT, calling("2"), told("2")],
+        ),
+        ([*AGAIN, WAIT, *AGAIN], [*AGAIN, WAIT, *AGAIN]),
+        ([told("1"), calling("1"), USER, told("2"), told(None)], None),
+    ],
+    ids=["as sent", "parallel", "late system", "turns", "an id again", "unknown"],
+)
+def test_messages_between_a_call_and_its_result_follow_the_result(given: list[Any], expected: list[Any] | None) -> None:
+    expected = expected or given
+    assert paired(given) == expected
+    source = "{% for m in messages %}{{ m.role }}{{ m.tool_call_id }}{{ m.tool_calls }}{% endfor %}"
+    assert render(source, given) == render(source, expected)
 
 
 # --- templates that render no tools -----------------------------------------------------------------------------------

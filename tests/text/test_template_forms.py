@@ -319,6 +319,35 @@ def test_late_system_messages_are_kept_or_moved(source: str, messages: list[dict
     assert render(source, *as_developer) == expected
 
 
+BEHIND_RESULT = "{% if m.role == 'system' and loop.previtem and loop.previtem.role == 'tool' %}"
+LOSES_BEHIND_RESULTS = JSON_CALLS.replace(
+    HEAD + "{{ m.content }}", HEAD + BEHIND_RESULT + "{% else %}{{ m.content }}{% endif %}"
+)
+FAILS_BEHIND_RESULTS = JSON_CALLS.replace(HEAD, HEAD + BEHIND_RESULT + "{{ raise_exception('no') }}{% endif %}")
+ALTERNATING_AROUND_SYSTEM = (
+    "{% set ns = namespace(last='') %}{% for m in messages %}{% if m.role != 'system' %}{% if m.role == ns.last %}"
+    "{{ raise_exception('alternate') }}{% endif %}{% set ns.last = m.role %}{% endif %}"
+    "{% if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('role') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [FAILS_BEHIND_RESULTS, LOSES_BEHIND_RESULTS, ALTERNATING_AROUND_SYSTEM])
+@pytest.mark.parametrize("behind", [[], [ANSWER, LAST], [LAST]], ids=["at the end", "answer", "user"])
+def test_late_system_messages_behind_results_are_merged_where_the_template_has_no_place_for_them(
+    source: str, behind: list[dict[str, Any]]
+) -> None:
+    text = render(source, SYSTEM, USER, call(content=""), result(), LATE, *behind)
+    assert text.startswith("<system>S\n\nL</><user>U</>")
+    assert "18" in text.split("L</>")[1]
+    assert all(message["content"] in text for message in behind)
+
+
+def test_late_system_messages_behind_results_are_kept_where_the_template_shows_them() -> None:
+    text = render(JSON_CALLS, SYSTEM, USER, call(content=""), result(), LATE, LAST)
+    assert text.endswith("<tool>18</><system>L</><user>V</>")
+
+
 def test_late_parts_are_added_to_the_last_part() -> None:
     source = ONE_SYSTEM.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text | trim }}{% endfor %}")
     messages = [{"role": "system", "content": parts("a", "b")}, USER, {"role": "system", "content": parts("c", "d")}]

@@ -6,7 +6,7 @@ reasoning is found under each of the names that templates read. OpenAI's older `
 chat template.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from quire.core.errors import InvalidRequestError
@@ -28,6 +28,23 @@ def checked_conversation(messages: object, limits: ToolLimits) -> list[dict[str,
         refuse("messages must be a list of at least one message")
     calls = _Calls(limits)
     return [_checked(f"messages[{index}]", message, calls) for index, message in enumerate(messages)]
+
+
+def paired(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with each result right behind its call, as models were trained on them.
+
+    Messages between a call and its results follow the results.
+    """
+    turns: list[list[dict[str, Any]]] = []                 # messages, each with the results of its calls
+    callers: dict[object, list[dict[str, Any]]] = {}       # keyed by the ids of calls
+    for message in messages:
+        id_ = _hashable(message.get("tool_call_id"))
+        if message["role"] == "tool" and id_ is not None and id_ in callers:
+            callers[id_].append(message)
+            continue
+        turns.append([message])
+        callers |= {_hashable(call.get("id")): turns[-1] for call in message.get("tool_calls", ())}
+    return [message for turn in turns for message in turn]
 
 
 def refuse(message: str, cause: BaseException | None = None) -> NoReturn:

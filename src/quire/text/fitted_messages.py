@@ -1,8 +1,9 @@
 """Messages of a checked conversation in the forms that one chat template reads.
 
-What a template does not show becomes text that it shows: tools and their results, calls, and system messages that are
-not the first message. What the user says behind results becomes text of the last one where the template loses it.
-Calls of one message become messages of their own where the template shows one alone.
+Results stand right behind their calls. What a template does not show becomes text that it shows: tools and their
+results, calls, and system messages that are not the first message. What the user says behind results becomes text of
+the last one where the template loses it. Calls of one message become messages of their own where the template shows one
+alone.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
-from quire.text.conversation import refuse, text_of
+from quire.text.conversation import paired, refuse, text_of
 from quire.text.parts import plain_part
 from quire.text.template_forms import NUM_ID_CHARS, EmptyContent, TemplateForms, as_content
 
@@ -33,7 +34,7 @@ def hermes_calls(calls: Sequence[tuple[str, Any]]) -> str:
 
 def fitted_messages(conversation: Sequence[Json], forms: TemplateForms, write_calls: WriteCalls) -> list[Json]:
     """Return the messages that a template with such forms is run with, as new dicts."""
-    first, *others = conversation
+    first, *others = paired(conversation)
     messages = [_with_known_role(first, forms.knows_developer, forms)]
     messages += [_with_known_role(message, False, forms) for message in others]
     if forms.late_system != "kept":

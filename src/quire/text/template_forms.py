@@ -93,7 +93,7 @@ def probe(run: Run) -> TemplateForms:
 # --- the probe --------------------------------------------------------------------------------------------------------
 
 # Marks are words of letters and digits, which no template changes.
-_SYSTEM, _USER, _ANSWER, _LATE, _LAST, _RESULT = (f"quire{number}mark" for number in range(6))
+_MARKS = _SYSTEM, _USER, _ANSWER, _LATE, _LAST, _RESULT = tuple(f"quire{number}mark" for number in range(6))
 _PAIR = ("quirefirst", "quiresecond")
 _UNKNOWN_ROLE = "quirerole"
 _CALL = ("quirecall", "quirekey", "quirevalue")   # name, key and value of an argument
@@ -129,8 +129,9 @@ class _Probe:
         knows_developer = self._knows("developer", lambda role: [{"role": role, "content": _SYSTEM}, user], _SYSTEM)
         if knows_developer:
             self._contents["developer"] = self._contents["system"]
-        late_system, tools = self._late_system(user), self._tools(user)
-        calls = self._calls(user, shows_tools=tools.get("shows_tools", True))
+        tools = self._tools(user)
+        calls, called = self._calls(user, shows_tools=tools.get("shows_tools", True))
+        late_system = self._late_system(user, called)
         return TemplateForms(
             contents=self._contents, knows_developer=knows_developer, late_system=late_system, **tools, **calls
         )
@@ -154,15 +155,18 @@ class _Probe:
             return "parts"
         return "one part" if reads([plain_part(" ".join(_PAIR))]) else self._contents.get("user", "text")
 
-    def _late_system(self, user: Message) -> Literal["kept", "merged", "user"]:
-        """Return what is done with a system message that is not the first message."""
-        system, late = self._says("system", _SYSTEM), self._says("system", _LATE)
-        answered = [self._says("assistant", _ANSWER), late, self._says("user", _LAST)]
-        if (
-            self._shows([user, late], (_USER, _LATE))
-            and self._shows([system, user, late], (_SYSTEM, _USER, _LATE))
-            and self._shows([system, user, *answered], (_SYSTEM, _USER, _ANSWER, _LATE, _LAST))
-        ):
+    def _late_system(self, user: Message, called: Sequence[Message]) -> Literal["kept", "merged", "user"]:
+        """Return what is done with a system message that is not the first message.
+
+        It may follow a text of the user, one of the assistant, or the result of a call, which `called` ends with, and
+        precede each of them.
+        """
+        system, late, last = self._says("system", _SYSTEM), self._says("system", _LATE), self._says("user", _LAST)
+        answer = self._says("assistant", _ANSWER)
+        places = [[user, late], [system, user, late], [system, user, answer, late, last]]
+        if self._run(called, [_tool()]) is not None:
+            places += [[*called, late, *behind] for behind in ([], [last], [answer, last])]
+        if all(self._shows_all(messages) for messages in places):
             return "kept"
         return "merged" if self._shows([system, user], (_SYSTEM, _USER)) else "user"
 
@@ -183,8 +187,8 @@ class _Probe:
         failed = (name for name, function in lacking.items() if self._run([user], [_tool(function)]) is None)
         return {"tool_defaults": tuple(failed)}
 
-    def _calls(self, user: Message, *, shows_tools: bool) -> dict[str, Any]:
-        """Return the fields of the record that are about calls and their results.
+    def _calls(self, user: Message, *, shows_tools: bool) -> tuple[dict[str, Any], list[Message]]:
+        """Return the fields of the record that are about calls and their results, and messages that end with a result.
 
         A template that shows calls or tools is of a model that knows the role of results, also if it repeats the role.
         """
@@ -193,7 +197,7 @@ class _Probe:
             shown = [turn for turn in turns if turn.empty_contents]
             if shown:
                 turn = next((turn for turn in shown if turn.is_json), shown[0])
-                return self._shown_calls(turn)
+                return self._shown_calls(turn), turn.messages(_EMPTY[turn.empty_contents[0]])
         said = [user, self._says("assistant", _ANSWER)]
         fields = {"name": _CALL[0], "tool_call_id": _IDS["nine"]}
 
@@ -203,11 +207,12 @@ class _Probe:
         is_known = self._shows(result("tool"), (_RESULT,)) if shows_tools else self._knows("tool", result, _RESULT)
         if is_known:
             self._contents["tool"] = self._content_form("tool", said, fields=fields)
-        return {
+        known = {
             "shows_calls": False,
             "shows_results": is_known,
             "shows_user_behind_results": not is_known or self._shows_user_behind(result("tool")),
         }
+        return known, result("tool") if is_known else [*said, user]
 
     def _turn(self, user: Message, arguments: Arguments, *, shows_results: bool) -> "_Turn":
         """Return which contents beside a call with such arguments let the call appear."""
@@ -253,6 +258,10 @@ class _Probe:
     def _says(self, role: str, text: str) -> Message:
         """Return a message with a text, in the form that was found for the role."""
         return {"role": role, "content": as_content(text, self._contents[role])}
+
+    def _shows_all(self, messages: Sequence[Message]) -> bool:
+        """Return whether the marks of all messages are shown."""
+        return self._shows(messages, [mark for mark in _MARKS if mark in str(messages)], [_tool()])
 
     def _shows(self, messages: Sequence[Message], marks: Sequence[str], tools: Sequence[Tool] | None = None) -> bool:
         text = self._run(messages, tools)

@@ -78,25 +78,6 @@ def test_what_follows_in_another_order_is_another_turn() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("between", [said("user", "wait"), said("system", "Be brief.")])
-def test_message_between_a_call_and_its_result_follows_the_result(between: dict[str, Any]) -> None:
-    calling = {"role": "assistant", "tool_calls": called("1", "2")}
-    found = messages(call("1"), call("2"), result("1"), between, result("2"), said("user", "hi"))
-    assert found == [calling, told("1"), told("2"), between, said("user", "hi")]
-
-
-def test_results_of_several_turns_stand_behind_their_calls() -> None:
-    found = messages(call("1"), said("user", "wait"), call("2"), result("2"), result("1"), result("unknown"))
-    first, second = ({"role": "assistant", "tool_calls": called(id_)} for id_ in "12")
-    assert found == [first, told("1"), said("user", "wait"), second, told("2"), told("unknown")]
-
-
-def test_ids_of_calls_that_are_used_again_belong_to_the_last_call() -> None:
-    found = messages(call("1"), result("1"), said("user", "again"), call("1"), result("1"))
-    calling = {"role": "assistant", "tool_calls": called("1")}
-    assert found == [calling, told("1"), said("user", "again"), calling, told("1")]
-
-
 def test_text_of_the_assistant_behind_a_call_is_in_its_turn() -> None:
     found = messages(reasoning("R"), call("1"), said("assistant", "I look."), result("1"), said("assistant", "B"))
     turn = {"role": "assistant", "reasoning": "R", "tool_calls": called("1"), "content": "I look."}

@@ -1,6 +1,6 @@
 """Conversation of a chat request, as every API gives it, and its text by the chat template."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,23 +25,6 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template
     adds_special_tokens: bool = False           # the template writes them itself
     truncation: Truncation | None = None        # of its tokens
-
-
-def paired(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each result right behind its call, as models were trained on them.
-
-    Messages between a call and its results follow the results.
-    """
-    turns: list[list[dict[str, Any]]] = []                 # messages, each with the results of its calls
-    callers: dict[object, list[dict[str, Any]]] = {}       # keyed by the ids of calls
-    for message in messages:
-        caller = callers.get(message["tool_call_id"]) if message["role"] == "tool" else None
-        if caller is not None:
-            caller.append(message)
-            continue
-        turns.append([message])
-        callers |= {call["id"]: turns[-1] for call in message.get("tool_calls", ())}
-    return [message for turn in turns for message in turn]
 
 
 async def rendered(

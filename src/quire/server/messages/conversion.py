@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.core.checks import check_optional_int, shown
-from quire.server.chat.conversation import paired
 from quire.server.errors import invalid, unsupported
 from quire.server.messages.blocks import CALLS, RESULT, SILENT, block_text, server_result_text
 from quire.server.messages.bodies import ConversationBody, InputMessage
+from quire.text.conversation import paired
 from quire.text.parts import part_reasoning
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Input items as messages of a chat.
 
 Chat templates expect instructions in one system message in front, and each turn of the assistant, its reasoning, text
-and calls, in one message, and results behind it.
+and calls, in one message.
 """
 
 import json
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from quire.core.checks import refuse, shown
-from quire.server.chat.conversation import paired
 from quire.server.errors import invalid
 from quire.text.parts import PART_FIELDS, TEXT_TYPES, part_reasoning, part_text, part_type
 
@@ -72,7 +71,7 @@ def messages_of(instructions: str | None, given: Any, max_items: int) -> list[Me
         if add is None:
             _refuse_kind(where, kind)
         add(conversation, where, item)
-    return paired(conversation.messages)
+    return conversation.messages
 
 
 class _Conversation:
