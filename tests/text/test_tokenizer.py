@@ -225,18 +225,50 @@ def test_chat_template_names_the_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == "<s>user: hi\n"
 
 
-def test_newest_kind_of_template_file_wins(tmp_path: Path) -> None:
-    folder = small_folder(tmp_path, chat_template="config")
-    assert Tokenizer.from_folder(folder).chat_template == "config"
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
-    assert Tokenizer.from_folder(folder).chat_template == "json"
-    (folder / "chat_template.jinja").write_text("jinja")
-    assert Tokenizer.from_folder(folder).chat_template == "jinja"
+CONFIGURED: dict[str, Any] = {
+    "none": None,
+    "text": "configured",
+    "object": {"default": "configured", "tool_use": "configured for tools"},
+    "list": [{"name": "tool_use", "template": "configured for tools"}, {"name": "default", "template": "configured"}],
+    "others, too": [{"name": "rag", "template": "r"}, {"name": "default", "template": "configured"}],
+    "tools alone": [{"name": "tool_use", "template": "configured for tools"}],
+}
+TEMPLATE_FILES = {
+    "chat_template.jinja": "file",
+    "additional_chat_templates/tool_use.jinja": "file for tools",
+    "additional_chat_templates/default.jinja": "additional file",
+    "chat_template.json": json.dumps({"chat_template": "JSON"}),
+}
 
 
-@pytest.mark.parametrize("named", [[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]])
-def test_default_of_several_templates_is_taken(tmp_path: Path, named: list[dict[str, str]]) -> None:
-    assert Tokenizer.from_folder(small_folder(tmp_path, chat_template=named)).chat_template == "d"
+@pytest.mark.parametrize("configured", CONFIGURED)
+def test_template_is_the_one_that_transformers_chooses(tmp_path: Path, configured: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for number in range(1 << len(TEMPLATE_FILES)):
+        folder = small_folder(tmp_path / str(number), chat_template=CONFIGURED[configured])
+        (folder / "additional_chat_templates").mkdir()
+        files = {name: text for bit, (name, text) in enumerate(TEMPLATE_FILES.items()) if number >> bit & 1}
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        ours = Tokenizer.from_folder(folder).chat_templates
+        for given in (None, tools):
+            try:
+                expected = reference.get_chat_template(None, given)
+            except ValueError:  # no template, or none without tools, for which ours has another
+                expected = chosen_instead(configured, files)
+            chosen = ours.get("tool_use" if given else "default", ours.get("default"))
+            assert chosen == expected, (files, given)
+
+
+def chosen_instead(configured: str, files: dict[str, str]) -> str | None:
+    """Return the template of conversations without tools where transformers has one for tools or none."""
+    if "additional_chat_templates/tool_use.jinja" in files:
+        return "file for tools" if configured in ("none", "tools alone") else "configured"
+    if configured == "tools alone":
+        return "configured for tools"
+    return "JSON" if "chat_template.json" in files else None
 
 
 TOOL_TEMPLATES = {"default": "d {{ messages[0].content }}", "tool_use": "{{ tools | tojson }}"}
@@ -262,7 +294,7 @@ def test_template_for_tools_is_used_with_tools(tmp_path: Path, place: str) -> No
 
 
 def test_templates_without_a_default_are_none(tmp_path: Path) -> None:
-    folder = small_folder(tmp_path, chat_template=[{"name": "tool_use", "template": "t"}])
+    folder = small_folder(tmp_path, chat_template=[{"name": "rag", "template": "t"}])
     assert Tokenizer.from_folder(folder).chat_templates == {}
 
 

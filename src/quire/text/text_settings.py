@@ -1,8 +1,8 @@
 """Text settings of a model folder in Hugging Face format: special tokens and chat template.
 
 Three generations of files are read: `special_tokens_map.json`, `tokenizer_config.json`, and the template files
-`chat_template.jinja`, `additional_chat_templates/tool_use.jinja` and `chat_template.json`; where two disagree, the
-newer one wins, as in transformers.
+`chat_template.jinja` and `additional_chat_templates/tool_use.jinja`; where two disagree, the newer one wins, as in
+transformers' tokenizers.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,8 @@ from quire.core.model_files import read_json_object, read_text
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"  # names of templates
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMES = (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
+_TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"    # a folder
 _PLACES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path", "_name_or_path")  # of another machine
 _LISTS_OF_TOKENS = (  # or objects, with tokens by their names
@@ -86,20 +88,41 @@ def _list(value: object) -> list[Any]:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """Return the template of the newest kind of file that has one, or with one for tools both, by their names."""
-    template: Any = object_if_any(folder, "chat_template.json").get("chat_template", config.get("chat_template"))
+    """Return the template of transformers' tokenizers, or with one for tools both, by their names.
+
+    Template files replace the templates of `config`. `chat_template.json`, which only transformers' processors read,
+    counts where there is no other template.
+    """
+    files = {}
+    if (folder / _TEMPLATE_FILE).exists():
+        files[DEFAULT_TEMPLATE] = read_text(folder, _TEMPLATE_FILE)
+    for name in _NAMES:
+        if (folder / _MORE_TEMPLATES / f"{name}.jinja").exists():
+            files[name] = read_text(folder, f"{name}.jinja", _MORE_TEMPLATES)
+    configured = _by_name(config.get("chat_template"))
+    if files:
+        return default_and_tool_template({DEFAULT_TEMPLATE: configured.get(DEFAULT_TEMPLATE)} | files)
+    template = default_and_tool_template(configured)
+    if template is not None:
+        return template
+    return default_and_tool_template(_by_name(object_if_any(folder, "chat_template.json").get("chat_template")))
+
+
+def _by_name(template: object) -> dict[str, Any]:
+    """Return templates by their names, given as one text, a list of objects with a name, or an object."""
+    if isinstance(template, dict):
+        return template
     listed = {str(each.get("name")): each.get("template") for each in _list(template) if isinstance(each, dict)}
-    named: dict[str, Any] = template if isinstance(template, dict) else listed or {DEFAULT_TEMPLATE: template}
-    if (folder / "chat_template.jinja").exists():
-        named = {DEFAULT_TEMPLATE: read_text(folder, "chat_template.jinja")}
-    if (folder / _MORE_TEMPLATES / f"{TOOL_TEMPLATE}.jinja").exists():
-        named = named | {TOOL_TEMPLATE: read_text(folder, f"{TOOL_TEMPLATE}.jinja", _MORE_TEMPLATES)}
-    return default_and_tool_template(named)
+    return listed or {DEFAULT_TEMPLATE: template}
 
 
 def default_and_tool_template(named: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the default of named templates, or with one for tools both, by their names; None without a default."""
-    default, tool = named.get(DEFAULT_TEMPLATE), named.get(TOOL_TEMPLATE)
-    if not isinstance(default, str):
-        return None
-    return {DEFAULT_TEMPLATE: default, TOOL_TEMPLATE: tool} if isinstance(tool, str) else default
+    """Return the default of named templates, or with one for tools both, by their names.
+
+    A template for tools without a default is both; transformers refuses conversations without tools then. None if
+    neither is given.
+    """
+    default, tool = (text if isinstance(text := named.get(name), str) else None for name in _NAMES)
+    if default is None:
+        return tool
+    return default if tool is None else {DEFAULT_TEMPLATE: default, TOOL_TEMPLATE: tool}
