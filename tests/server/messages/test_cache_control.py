@@ -149,3 +149,27 @@ def test_any_block_may_be_marked(server: OpenAIServer, fields: dict[str, Any]) -
     assert len(pinned) == (first.cache_creation_input_tokens != 0 or bool(pinned))
     if pinned:
         assert (again.cache_read_input_tokens or 0) >= pinned[0]["num_tokens"]
+
+
+def test_deferred_tools_are_described_where_a_result_refers_to_them(server: OpenAIServer) -> None:
+    hello = {"role": "user", "content": "hi"}
+    search, weather = ({"name": name, "input_schema": {"type": "object"}} for name in ("search", "weather"))
+    later = weather | {"defer_loading": True}
+    found = [
+        hello,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "search", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
+            {"type": "tool_reference", "tool_name": "weather"}]}]},
+    ]  # fmt: skip
+
+    def count(messages: Any, *tools: Any) -> int:  # noqa: ANN401 (the body's)
+        with Anthropic(base_url=server.url, api_key=KEYS[0], max_retries=0, timeout=LIMIT_S) as client:
+            return client.messages.count_tokens(model=NAME, messages=messages, tools=tools).input_tokens
+
+    assert count([hello], search, later) == count([hello], search) < count([hello], search, weather)
+    assert count(found, search) < count(found, search, later)
+    marked = [*found[:2], {"role": "user", "content": [{**found[2]["content"][0], "cache_control": MARK}]}]  # type: ignore[dict-item]
+    asked = {"system": "x", "messages": marked, "tools": [search, later]}
+    first, again = ask(server, "", **asked), ask(server, "", **asked)
+    assert first.cache_creation_input_tokens
+    assert again.cache_read_input_tokens == first.cache_creation_input_tokens + (first.cache_read_input_tokens or 0)

@@ -1,13 +1,20 @@
 """Blocks of the Messages API as messages of all chats: what is text, a call, a result, reasoning, or says nothing."""
 
+import json
 import logging
 from typing import Any
 
 import pytest
 
 from quire.server.errors import ApiError
-from quire.server.messages.bodies import ConversationBody
-from quire.server.messages.conversion import check_context_edits, openai_messages, system_blocks, thinking_effort
+from quire.server.messages.bodies import ConversationBody, InputMessage
+from quire.server.messages.conversion import (
+    check_context_edits,
+    deferred_tools,
+    openai_messages,
+    system_blocks,
+    thinking_effort,
+)
 
 Json = dict[str, Any]
 USER = {"role": "user", "content": "hi"}
@@ -16,7 +23,7 @@ USER = {"role": "user", "content": "hi"}
 def converted(*messages: Json, system: object = None) -> list[Json]:
     """Return messages in OpenAI's form, with contents as one text."""
     body = ConversationBody(messages=list(messages), system=system)  # type: ignore[arg-type]
-    whole = openai_messages(system_blocks(body.system), body.messages)
+    whole = openai_messages(system_blocks(body.system), body.messages, {})
     return [message | {"content": "\n".join(part["text"] for part in message["content"])} for message in whole]
 
 
@@ -112,6 +119,67 @@ def test_results_stand_behind_their_calls_whatever_stands_between() -> None:
         ("user", "first\nthen"),
     ]  # fmt: skip
     assert [message["tool_call_id"] for message in found[2:4]] == ["b", "a"]
+
+
+SEARCHED = {"type": "tool_search_tool_search_result", "tool_references": [
+    {"type": "tool_reference", "tool_name": "a"}, {"type": "tool_reference", "tool_name": "b"},
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ({"type": "tool_result", "content": "no such file", "is_error": True}, "Error: no such file"),
+        ({"type": "tool_result", "content": [text("a"), text("b")], "is_error": True}, "Error: a\nb"),
+        ({"type": "tool_result", "is_error": True}, "Error:"),
+        ({"type": "tool_result", "content": "fine", "is_error": False}, "fine"),
+        ({"type": "tool_result", "content": "fine", "is_error": None}, "fine"),
+        ({"type": "mcp_tool_result", "content": [text("timeout")], "is_error": True}, "Error: timeout"),
+        ({"type": "tool_search_tool_result", "content": SEARCHED}, "a\nb"),
+        (
+            {"type": "tool_search_tool_result", "content": {"type": "some_error", "error_code": "x"}},
+            '{"type": "some_error", "error_code": "x"}',
+        ),
+    ],
+)
+def test_results_say_that_a_call_failed_and_name_the_tools_that_were_found(result: Json, shown: str) -> None:
+    (message,) = converted({"role": "user", "content": [result | {"tool_use_id": "t"}]})
+    assert message == {"role": "tool", "tool_call_id": "t", "content": shown}
+
+
+def test_an_error_that_is_neither_true_nor_false_is_refused() -> None:
+    with pytest.raises(ApiError, match=r"messages\[0\].content\[0\].is_error must be true or false, got 'yes'"):
+        converted({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "is_error": "yes"}]})
+
+
+def tool(name: str, **fields: object) -> Json:
+    return {"name": name, "input_schema": {"type": "object"}, **fields}
+
+
+def definition(name: str) -> str:
+    return json.dumps({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
+
+
+@pytest.mark.parametrize(
+    ("tools", "names"),
+    [
+        (None, []),
+        ([tool("a"), tool("b", defer_loading=False)], []),
+        ([tool("a"), tool("b", defer_loading=True), tool("c", defer_loading=True)], ["b", "c"]),
+        ([tool("a", defer_loading=True)], []),                                          # no other would remain
+        ([tool("a"), tool("b", defer_loading=True), {"type": "tool_search_tool_bm25_20251119", "name": "s"}], []),
+    ],
+)
+def test_tools_that_the_client_searches_are_deferred(tools: Any, names: list[str]) -> None:  # noqa: ANN401 (JSON)
+    assert deferred_tools(tools) == {name: definition(name) for name in names}
+
+
+def test_first_reference_to_a_deferred_tool_is_its_definition() -> None:
+    deferred = {"a": definition("a"), "unknown": "x"}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": SEARCHED["tool_references"]}
+    found = openai_messages([], [InputMessage(role="user", content=[result, result])], deferred)
+    assert [[part["text"] for part in message["content"]] for message in found] == [[definition("a"), "b"], ["a", "b"]]
+    assert len(deferred) == 2
 
 
 def test_a_message_of_the_system_for_one_turn_is_left_out_of_later_ones() -> None:

@@ -197,6 +197,12 @@ def test_tools_of_other_kinds_are_left_out(
     assert "1 tools of a request are no functions of its client and are left out: 'web_search_20250305'" in caplog.text
 
 
+def test_deferred_tools_may_be_called(client: Anthropic, model: CallingModel) -> None:
+    tools: Any = [TOOLS[0], {**TOOLS[1], "defer_loading": True}]
+    message = answer(client, messages=model.messages["calls"], tools=tools)
+    assert [block.name for block in message.content if block.type == "tool_use"] == ["get_weather", "get_time"]
+
+
 def test_billing_header_is_no_part_of_the_prompt(client: Anthropic) -> None:
     asked: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "x"}]}
     plain = client.messages.count_tokens(**asked, system="Be brief.")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.text.parts import part_text
+from quire.text.parts import part_text, plain_part
 
 Json = Mapping[str, Any]
 
@@ -37,8 +37,26 @@ def block_text(block: object) -> str | None:
 
 def server_result_text(content: object) -> str:
     """Return the text of the result of a tool that a server ran: its texts, or its JSON without encrypted parts."""
-    text = _content_text(content)
+    found = content.get("tool_references", content) if isinstance(content, dict) else content
+    text = _content_text(found)
     return json.dumps(_readable(content), ensure_ascii=False) if text is None else text
+
+
+def with_definitions(value: object, definitions: dict[str, str]) -> object:
+    """Return blocks with the definition of a tool in place of the first reference to it, and remove that definition.
+
+    `definitions` are texts by the names of tools. The tools themselves bound what is added.
+    """
+    if not definitions:
+        return value
+    if isinstance(value, list):
+        return [with_definitions(item, definitions) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get("tool_name") if value.get("type") == "tool_reference" else None
+    if isinstance(name, str) and name in definitions:
+        return plain_part(definitions.pop(name))
+    return {key: with_definitions(item, definitions) for key, item in value.items()}
 
 
 def _readable(value: object) -> object:

@@ -23,7 +23,7 @@ from quire.server.api.request import ApiRequest
 from quire.server.chat.conversation import Conversation, rendered
 from quire.server.errors import ApiError, invalid
 from quire.server.messages.bodies import ConversationBody, InputMessage
-from quire.server.messages.conversion import openai_messages, openai_tools, system_blocks
+from quire.server.messages.conversion import deferred_tools, openai_messages, openai_tools, system_blocks
 from quire.server.service import Service
 
 _TTLS_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
@@ -91,16 +91,20 @@ def cut_conversation(body: ConversationBody, mark: Mark, whole: Conversation) ->
     """Return the conversation up to the marked block, and a text that no prompt has behind it."""
     if mark.message == -2:
         extra = {"type": "function", "function": {"name": "cut", "description": _CUT, "parameters": {}}}
-        return replace(whole, tools=[*openai_tools(body.tools[: mark.block + 1]), extra])
+        shown = {tool["function"]["name"] for tool in whole.tools}
+        cut_tools = openai_tools(body.tools[: mark.block + 1])
+        return replace(whole, tools=[*(tool for tool in cut_tools if tool["function"]["name"] in shown), extra])
     cut: list[Json] = []
     if mark.message == -1:
         # A billing header that was left out has no mark.
-        cut = openai_messages(system_blocks(body.system[: mark.block + 1]), ())
+        cut = openai_messages(system_blocks(body.system[: mark.block + 1]), (), {})
     else:
         message = body.messages[mark.message]
         content = message.content if mark.block < 0 else message.content[: mark.block + 1]
         last = InputMessage(role=message.role, content=content)
-        cut = openai_messages(system_blocks(body.system), [*body.messages[: mark.message], last])
+        cut = openai_messages(
+            system_blocks(body.system), [*body.messages[: mark.message], last], deferred_tools(body.tools)
+        )
     if cut and isinstance(cut[-1]["content"], list) and cut[-1]["content"] and "tool_calls" not in cut[-1]:
         *earlier, text = cut[-1]["content"]
         cut[-1] = cut[-1] | {"content": [*earlier, {"type": "text", "text": text["text"] + _CUT}]}

@@ -5,16 +5,18 @@ its call.
 Turns of one role that follow each other are one turn, as in Anthropic's API: templates demand that roles alternate.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.core.checks import check_optional_int, shown
 from quire.server.errors import invalid, unsupported
-from quire.server.messages.blocks import CALLS, RESULT, SILENT, block_text, server_result_text
+from quire.server.messages.blocks import CALLS, RESULT, SILENT, block_text, server_result_text, with_definitions
 from quire.server.messages.bodies import ConversationBody, InputMessage
 from quire.text.conversation import paired
 from quire.text.parts import part_reasoning
+from quire.text.tools import without_nulls
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ _BILLING = "x-anthropic-billing-header:"
 _ROLES = ("user", "assistant", "system")
 _THINKING = ("enabled", "adaptive", "between_tools")
 _KEEP_ALL = ("all", {"type": "all"})
+_FAILED = "Error:"
+_SEARCH = "tool_search_tool"    # prefix of the types of tools with which Anthropic's servers search for others
 _MAX_NAMES_LOGGED = 8
 
 
@@ -44,8 +48,14 @@ def system_blocks(system: object) -> list[Json]:
     return [block for block in text_blocks("system", system) if not block["text"].startswith(_BILLING)]
 
 
-def openai_messages(system: Sequence[Json], messages: Sequence[InputMessage]) -> list[Json]:
-    """Return the conversation in OpenAI's form. ApiError 400 names an invalid block."""
+def openai_messages(
+    system: Sequence[Json], messages: Sequence[InputMessage], deferred: Mapping[str, str]
+) -> list[Json]:
+    """Return the conversation in OpenAI's form. ApiError 400 names an invalid block.
+
+    The first reference to a `deferred` tool is its definition.
+    """
+    definitions = dict(deferred)
     turns = [{"role": "system", "content": list(system)}] if system else []
     last_of_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
     for index, message in enumerate(messages):
@@ -54,7 +64,7 @@ def openai_messages(system: Sequence[Json], messages: Sequence[InputMessage]) ->
             invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(message.role)}", param="messages")
         if _is_over(message, index, last_of_user):
             continue
-        turns += _turns(f"{where}.content", message)
+        turns += _turns(f"{where}.content", message, definitions)
     converted: list[Json] = []
     for turn in paired(turns):
         if converted and turn["role"] != "tool" and converted[-1]["role"] == turn["role"]:
@@ -78,7 +88,7 @@ def continues(messages: Sequence[Mapping[str, Any]]) -> bool:
     return bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
 
 
-def _turns(where: str, message: InputMessage) -> Iterator[Json]:
+def _turns(where: str, message: InputMessage, definitions: dict[str, str]) -> Iterator[Json]:
     """Yield the messages of OpenAI's form that one message becomes.
 
     Each run of texts, reasoning and calls is one, and each result of a tool, also of one that a server ran.
@@ -92,7 +102,7 @@ def _turns(where: str, message: InputMessage) -> Iterator[Json]:
             if turn:
                 yield turn
                 turn = {}
-            yield _tool_message(place, block)
+            yield _tool_message(place, block, definitions)
             continue
         turn = turn or {"role": message.role, "content": []}
         if message.role == "assistant" and (thought := part_reasoning(block)) is not None:
@@ -112,12 +122,19 @@ def _call(where: str, block: Mapping[str, Any]) -> Json:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
 
 
-def _tool_message(where: str, block: Mapping[str, Any]) -> Json:
-    content = block.get("content")
+def _tool_message(where: str, block: Mapping[str, Any], definitions: dict[str, str]) -> Json:
+    """Return the message of a result; that of a call that failed says so first, since templates have no other place."""
+    content = with_definitions(block.get("content"), definitions)
     if block["type"] != RESULT:
         texts = [_text_part(server_result_text(content))]
     else:
         texts = [] if content is None else text_blocks(f"{where}.content", content)
+    is_error = block.get("is_error")
+    if not isinstance(is_error, bool | None):
+        invalid(f"{where}.is_error must be true or false, got {shown(is_error)}", param="messages")
+    if is_error:
+        first = texts[0]["text"] if texts else ""
+        texts[:1] = [_text_part(f"{_FAILED} {first}".rstrip())]
     return {"role": "tool", "tool_call_id": _string(where, block, "tool_use_id"), "content": texts}
 
 
@@ -181,15 +198,36 @@ def openai_tools(tools: object) -> list[Json]:
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
             invalid(f"tools[{index}] must be an object, got {shown(tool)}", param="tools")
-        if tool.get("type") not in (None, "custom"):
+        if _is_function(tool):
+            converted.append(_openai_tool(tool))
+        else:
             left_out.append(shown(tool["type"]))
-            continue
-        function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
-        converted.append({"type": "function", "function": function | {"parameters": tool.get("input_schema")}})
     if left_out:
         names = ", ".join(left_out[:_MAX_NAMES_LOGGED])
         log.warning("%d tools of a request are no functions of its client and are left out: %s", len(left_out), names)
     return converted
+
+
+def deferred_tools(tools: Any) -> dict[str, str]:  # noqa: ANN401 (JSON that `openai_tools` has checked)
+    """Return the definitions of the tools that a search of the client's is to find, by their names.
+
+    None is deferred if Anthropic's servers are to search, which this one cannot, or if no tool would remain.
+    """
+    functions = [tool for tool in tools or () if _is_function(tool)]
+    deferred = [tool for tool in functions if tool.get("defer_loading") is True]
+    if len(deferred) == len(functions) or any(str(tool.get("type")).startswith(_SEARCH) for tool in tools):
+        return {}
+    found = without_nulls([_openai_tool(tool) for tool in deferred])
+    return {tool["function"]["name"]: json.dumps(tool, ensure_ascii=False) for tool in found}
+
+
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") in (None, "custom")
+
+
+def _openai_tool(tool: Mapping[str, Any]) -> Json:
+    function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
 
 
 def openai_tool_choice(choice: Mapping[str, Any] | None) -> tuple[str | Json | None, bool]:

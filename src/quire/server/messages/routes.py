@@ -28,6 +28,7 @@ from quire.server.messages.cache_control import CachedPrefixes, cut_conversation
 from quire.server.messages.conversion import (
     check_context_edits,
     continues,
+    deferred_tools,
     openai_messages,
     openai_tool_choice,
     openai_tools,
@@ -158,11 +159,13 @@ async def _conversation(body: ConversationBody, service: Service, use: ToolUse, 
     """Return the conversation of a body, converted in a thread. ApiError 400 names an invalid block."""
 
     def convert() -> Conversation:
-        messages = openai_messages(system_blocks(body.system), body.messages)
+        deferred = deferred_tools(body.tools)
+        messages = openai_messages(system_blocks(body.system), body.messages, deferred)
         is_continued = continues(messages)
         variables = template_variables(thinking_effort(body), None, param="output_config.effort")
         return Conversation(
-            messages=messages, tools=use.tools, variables=variables,
+            messages=messages, variables=variables,
+            tools=[tool for tool in use.tools if tool["function"]["name"] not in deferred],
             add_generation_prompt=not is_continued, continue_final_message=is_continued,
         )  # fmt: skip
 
