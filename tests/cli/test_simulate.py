@@ -50,6 +50,29 @@ def test_rate_above_what_fits_is_told(run: Run, tmp_path: Path, rate: float | No
     assert record["workload"]["arrivals"] == ("all at once" if rate is None else "Poisson, 300/s")
 
 
+def test_highest_rate_is_searched_and_its_load_reported(run: Run, tmp_path: Path) -> None:
+    load = ("--workload", "alpaca", "--num-prompts", 200, "--rate", 1)
+    goal = ("--goodput", "ttft:200", "tpot:40", "--find-rate", "--precision", 0.2)
+    record = simulated(run, tmp_path, *load, *goal)
+    found, best = record["find_rate"], record["find_rate"]["rate"]
+    assert [probe["rate"] for probe in found["probes"]][:2] == [1.0, 2.0]
+    assert best < found["missed_rate"] <= best * 1.2
+    assert {probe["rate"]: probe["is_met"] for probe in found["probes"]}[best]
+    assert record["workload"]["arrivals"] == f"Poisson, {best:g}/s"
+    assert 180 <= record["requests"]["met_limits"] < 200
+    stricter = simulated(run, tmp_path, *load, *goal, "--attain", 1.0)
+    assert stricter["find_rate"]["rate"] < best
+    both = simulated(run, tmp_path, *load, *goal, "--replicas", 2)
+    assert both["find_rate"]["rate"] > best
+
+
+def test_targets_that_no_rate_meets_are_an_error(run: Run) -> None:
+    load = ("--data", "/no/such/folder", "--workload", "alpaca", "--num-prompts", 3)
+    ran = run("simulate", *MODEL, *load, "--find-rate", "--goodput", "ttft:0.001")
+    assert ran.code == 1
+    assert "no rate meets the limits, down to 0.0009766 requests/s" in ran.err
+
+
 def test_fits_are_told_and_arrive_at_the_traces_rate(run: Run, tmp_path: Path) -> None:
     record = simulated(run, tmp_path, "--workload", "azure-conv", "--num-prompts", 40)
     fit = "log-normal fit (no azure_llm_2023_conv.csv.gz in /no/such/folder)"
@@ -107,6 +130,8 @@ def test_long_prompts_are_refused_and_told(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--find-rate",), "find-rate needs a limit: goodput"),
+        (("--goodput", "ttft:"), "goodput ttft must be milliseconds of at least 0, got 'ttft:'"),
         (("--rate", 0), "rate must be above 0 requests per second, got 0"),
         (("--workload", "squad"), "workload must be one of alpaca"),
         (("--tensor-parallel-size", 41), "tensor_parallel_size 41 is above the model's 40 attention heads"),

@@ -25,6 +25,7 @@ from quire.core.options import SIZE, Declared, declared_options, option
 GROUP_SETTINGS: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
 COMMAND_SETTINGS = GROUP_SETTINGS | {"auto_envvar_prefix": "QUIRE"}
 STANDARD_STREAM = Path("-")
+SEVERAL = " ..."                # end of the metavar of a flag that may have several values behind it
 VLLM_FLAGS = "vllm_flags"       # of a context's `meta`: the translation of names in its command's files
 _NOT_FROM_FILE = frozenset({"config", "help"})
 

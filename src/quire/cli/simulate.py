@@ -1,14 +1,15 @@
 """`quire simulate`: throughput, latencies and bottleneck of a model on given hardware under given requests."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from quire.cli.bench import report
 from quire.cli.bench.diagnosis import LatencyLimits, Observation, diagnose, observe
-from quire.cli.bench.flags import LimitFlags
+from quire.cli.bench.flags import LimitFlags, RateFlags
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
 from quire.cli.plan import DeviceFlags, print_refusals
 from quire.core.errors import ConfigError
@@ -19,6 +20,7 @@ from quire.sim.datasets import DATA_FOLDER, DATASETS, due_times, fit_note, workl
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
 from quire.sim.planning import MemoryPlan
+from quire.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed
 from quire.sim.simulation import SimulatedRun, Simulation, paged_scheduler
 from quire.sim.statistics import Timeline, distribution, latencies
 from quire.sim.workloads import WorkItem
@@ -31,7 +33,8 @@ except ModuleNotFoundError as error:
         raise
     FleetSimulation = None  # type: ignore[assignment,misc]  # optional: without it one engine is simulated
 
-_NO_FACTS = ("title", "figures", "verdict", "not_servable_yet")  # fields printed in ways of their own
+_LOWEST_RATE = 2**-10  # requests per second that a search tries
+_NO_FACTS = ("title", "figures", "find_rate", "verdict", "not_servable_yet")  # fields printed in ways of their own
 Routing = Literal["prefix", "round-robin", "affinity"]
 
 _load = partial(flag_field, panel="Load")
@@ -102,9 +105,11 @@ def simulate(
     device: DeviceFlags,
     load: LoadFlags,
     limits: LimitFlags,
+    search: RateFlags,
     json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind."""
+    search.check(limits.limits)
     if device.hardware is None:
         raise ConfigError("hardware must be given: a name, or a file of `quire bench calibrate`")
     if engine.data_parallel_size > 1:
@@ -129,12 +134,13 @@ def simulate(
         model.quantization,
         exchange_mode(engine.tensor_parallel_mode_on(hardware.device), hardware.device),
     )
+    serve = partial(_serve, load, found, cost, items)
+    searched: report.Record = {}
+    if search.find_rate:
+        rate, searched = _find_rate(serve, load, items, limits.limits, search, engine.seed)
+        load, due_s = replace(load, rate=rate), due_times(items, rate, engine.seed)
     begun_s = time.process_time()
-    fleet = _simulate_fleet(load, found, cost, items, due_s) if load.replicas > 1 else None
-    if fleet is not None:
-        run = fleet.whole
-    else:
-        run = Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s)
+    run, fleet = serve(due_s)
     per_s = run.num_sequence_steps / (time.process_time() - begun_s)
     if not run.finished:
         longest = found.scheduler.max_model_len
@@ -143,7 +149,7 @@ def simulate(
     devices = devices if load.replicas == 1 else f"{load.replicas} replicas of {devices}"
     title = ", ".join(filter(None, (f"{found.model} on {devices}", load.workload, load.fit_note, "seconds")))
     record: report.Record = {"title": title, "workload": load.told(items)}
-    record |= _record(run, found, limits.limits) | _cost(run, found, hardware, load)
+    record |= _record(run, found, limits.limits) | _cost(run, found, hardware, load) | searched
     if fleet is not None:
         record["replicas"] = {
             "num_replicas": load.replicas, "routing": load.routing, "computed_tokens_max_over_mean": fleet.imbalance,
@@ -157,13 +163,38 @@ def simulate(
     report.write_json(json, record)
 
 
-def _simulate_fleet(
+def _serve(
     load: LoadFlags, found: MemoryPlan, cost: CostModel, items: list[WorkItem], due_s: list[float]
-) -> "FleetRun":
-    """Return the run of several engines. Raises ConfigError where routing is not installed."""
+) -> tuple[SimulatedRun, "FleetRun | None"]:
+    """Return the run of one engine or of all of several. Raises ConfigError where routing is not installed."""
+    if load.replicas == 1:
+        return Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s), None
     if FleetSimulation is None:
         raise ConfigError(f"--replicas needs the package {_absent}, which is not in this installation")
-    return FleetSimulation(load.replicas, found.cache, found.scheduler, cost, load.routing).run(items, due_s)
+    fleet = FleetSimulation(load.replicas, found.cache, found.scheduler, cost, load.routing).run(items, due_s)
+    return fleet.whole, fleet
+
+
+def _find_rate(
+    serve: "Callable[[list[float]], tuple[SimulatedRun, FleetRun | None]]", load: LoadFlags, items: list[WorkItem],
+    limits: LatencyLimits, search: RateFlags, seed: int,
+) -> tuple[float, report.Record]:  # fmt: skip
+    """Return the highest rate at which enough requests meet the limits, and the record of the search.
+
+    A request that is refused meets none. Raises ConfigError where no rate is low enough.
+    """
+    found, probes = RateSearch(load.rate or 1.0, search.precision, _LOWEST_RATE, HIGHEST_RATE), list[Probed]()
+    while (rate := found.next_rate()) is not None:
+        run, _ = serve(due_times(items, rate, seed))
+        num_met = limits.num_met([run.timeline(answer) for answer in run.finished])
+        is_met = num_met >= num_needed(search.attain, len(items))
+        found.record(rate, is_met=is_met)
+        probes.append(Probed(rate, is_met, num_met, len(items), run.duration_s))
+        report.print_line(str(probes[-1]))
+    if found.best is None:
+        raise ConfigError(found.verdict(search.attain))
+    report.print_line(found.verdict(search.attain))
+    return found.best, {"find_rate": found.figures(probes)}
 
 
 def _record(run: SimulatedRun, found: MemoryPlan, limits: LatencyLimits) -> report.Record:

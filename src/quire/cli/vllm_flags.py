@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from quire.cli.flag_groups import SEVERAL
 from quire.core.errors import ConfigError
 from quire.core.optional_package import absent_package
 
@@ -57,7 +58,7 @@ class VllmFlags:
 
     def arguments(self, arguments: list[str], environment: MutableMapping[str, str]) -> list[str]:
         """Return the arguments of the command, with those that `environment` has in vLLM's names or forms before."""
-        if not self._rows:
+        if not self._rows and not any(map(_has_several, self._own.values())):
             return arguments
         typed = self._typed(deque(arguments))
         for name in self._off:
@@ -130,7 +131,8 @@ class VllmFlags:
             flag = self._flag(word, words)
             typed += flag
             has_argument |= bool(flag) and (flag[0] == "--config" or not flag[0].startswith("-"))
-            if len(flag) > 2 and not flag[-1].isdigit():    # which no model is
+            is_list_of_own = _has_several(self._own_flags.get(flag[0])) if flag else False
+            if len(flag) > 2 and not flag[-1].isdigit() and not is_list_of_own:    # else it is no model
                 further = len(typed) - 2
         if further is not None and not has_argument:    # `--served-model-name NAME MODEL`
             del typed[further]
@@ -174,8 +176,8 @@ class VllmFlags:
             return [flag]
         if param.param_type_name == "argument":
             return [words.popleft()]
-        taken = [flag, words.popleft()]
-        while row is not None and row.takes == "list" and words and not words[0].startswith("-"):
+        taken, is_list = [flag, words.popleft()], _has_several(param) or (row is not None and row.takes == "list")
+        while is_list and words and not words[0].startswith("-"):
             taken += [flag, words.popleft()]
         return taken
 
@@ -236,3 +238,8 @@ class VllmFlags:
             else:
                 words += [param.opts[0], str(value)]
         return words
+
+
+def _has_several(param: Any) -> bool:  # noqa: ANN401 (of the click that typer brings; None: no flag of the command)
+    """Return whether a flag of the command may have several values behind it, as those of vLLM's lists."""
+    return (getattr(param, "metavar", None) or "").endswith(SEVERAL)

@@ -78,6 +78,17 @@ def test_goodput_and_the_servers_counters_are_reported(measured: Measured, serve
     assert record["kv_cache"]["num_preemptions"] == 6
 
 
+def test_goodput_is_asked_for_and_reported_as_vllm_does(measured: Measured) -> None:
+    ran, record = measured("--goodput", "ttft:1e9", "tpot:1e9", "e2el:1e9", *SMALL)
+    assert ran.code == 0, ran.err
+    assert record["limits"] == {"ttft_s": 1e6, "tpot_s": 1e6, "e2e_s": 1e6, "attained": 1.0}
+    assert record["request_goodput"] == record["rates"]["goodput_rps"] == record["rates"]["requests_per_s"]
+    assert f"Request goodput (req/s): {record['request_goodput']:.4g}" in ran.out
+    _, record = measured(*SMALL, "--goodput", "ttft:1e9", "--goodput=e2el:0")
+    assert (record["request_goodput"], record["limits"]["attained"]) == (0.0, 0.0)
+    assert "request_goodput" not in measured(*SMALL)[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "due_s"),
     [
@@ -217,6 +228,15 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(measured: Measured, server: C
         (("--start-s", 2), "are for traces"),
         (("--workload", "w.txt"), "must be random, or a .json"),
         (("--find-rate",), "find-rate needs a limit"),
+        (("--goodput", "ttft:500", "itls:3"), "goodput must be pairs of ttft, itl, tpot, e2el and milliseconds, got"),
+        (("--goodput", "ttft:500", "3000"), "got '3000'"),
+        (("--goodput", "tpot"), "goodput tpot must be milliseconds of at least 0, got 'tpot'"),
+        (("--goodput", "tpot:-1"), "got 'tpot:-1'"),
+        (("--goodput", "ttft:nan"), "got 'ttft:nan'"),
+        (("--goodput", "ttft:inf"), "got 'ttft:inf'"),
+        (("--goodput", "ttft:5:6"), "got 'ttft:5:6'"),
+        (("--goodput", "ttft:5", "ttft:6"), "goodput names ttft twice, the second time in 'ttft:6'"),
+        (("--goodput", "ttft:5", "--ttft-limit-ms", 5), "goodput has ttft:5, ttft-limit-ms is 5; give one"),
         (("--find-rate", "--ttft-limit-ms", 9, "--concurrency", 3), "leave arrivals and concurrency out"),
         (("--find-rate", "--ttft-limit-ms", 9, "--arrivals", "burst"), "leave arrivals and concurrency out"),
     ],

@@ -91,7 +91,7 @@ def observe(
 
     `reported`: fields of the observation that the server, or the simulator, knows.
     """
-    ttft_limit_s = limits.ttft_s or TTFT_LIMIT_S
+    ttft_limit_s = limits.given.get("ttft_s", TTFT_LIMIT_S)
     ttft_s = distribution([timeline.ttft_s for timeline in timelines])
     late = [num for num, timeline in zip(prompt_lens, timelines, strict=True) if timeline.ttft_s > ttft_limit_s]
     return Observation(
@@ -101,7 +101,7 @@ def observe(
         is_queue_growing=is_queue_growing(timelines, ttft_limit_s),
         itl_s=_limited_gap_s(timelines, limits),
         ttft_limit_s=ttft_limit_s,
-        itl_limit_s=limits.itl_s or limits.tpot_s or ITL_LIMIT_S,
+        itl_limit_s=limits.given.get("itl_s", limits.given.get("tpot_s", ITL_LIMIT_S)),
         is_too_long=limits.e2e_s is not None
         and distribution([timeline.e2e_s for timeline in timelines]).p95 > limits.e2e_s,
         **reported,

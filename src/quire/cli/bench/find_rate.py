@@ -1,7 +1,4 @@
-"""Search for the highest rate that meets the limits: doubling until one does not, then bisection.
-
-Each rate is probed with a bounded load, of prompts that the server has not seen.
-"""
+"""Probes of a server at the rates of a search: a bounded load at each, of prompts that the server has not seen."""
 
 import math
 from collections.abc import Callable
@@ -12,43 +9,11 @@ from quire.cli.bench.flags import ArrivalFlags, SearchFlags
 from quire.cli.bench.http_load import SentRequest
 from quire.cli.bench.server import Measured, ServerUnderTest
 from quire.sim.arrivals import Schedule, poisson_arrivals
+from quire.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed
 from quire.sim.workloads import WorkItem, renewed
 
 _FEWEST_REQUESTS = 10   # of a probe: a share of fewer says nothing
 _SHORTEST_END_S = 10.0  # for the answers to the last arrivals of a short probe
-_HIGHEST_RATE = 1024.0  # requests per second; beyond it this client would measure itself
-
-
-@dataclass(slots=True)
-class RateSearch:
-    """Search for the highest rate: the next one is above the best and below the lowest one that missed."""
-
-    start: float
-    precision: float             # stop when the interval is this narrow, relative to its lower end
-    lowest: float                # below it a probe has too few requests to judge by
-    highest: float
-    best: float | None = None    # the highest rate that met the limits
-    missed: float | None = None  # the lowest that did not
-
-    def next_rate(self) -> float | None:
-        """Return the next rate to try, or None when the search is over."""
-        if self.best is not None and self.missed is not None:
-            is_close = self.missed <= self.best * (1 + self.precision)
-            return None if is_close else (self.best + self.missed) / 2
-        rate = self.start
-        if self.best is not None:
-            rate = self.best * 2
-        elif self.missed is not None:
-            rate = self.missed / 2
-        rate = min(max(rate, self.lowest), self.highest)
-        return None if rate in (self.best, self.missed) else rate
-
-    def record(self, rate: float, *, is_met: bool) -> None:
-        """Take down what a probe has shown."""
-        if is_met:
-            self.best = rate
-        else:
-            self.missed = rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +24,12 @@ class Probe:
     num_met: int
     is_met: bool
     measured: Measured
+
+    @property
+    def figures(self) -> Probed:
+        """The rate and its requests, without what was measured."""
+        run = self.measured.run
+        return Probed(self.rate, self.is_met, self.num_met, run.num_due, run.duration_s)
 
 
 @dataclass(slots=True)
@@ -79,7 +50,7 @@ class RateFinder:
     async def find(self) -> RateSearch:
         """Search until the rate is known, or Ctrl-C; return it, with the best rate and the lowest that missed."""
         lowest = _FEWEST_REQUESTS / self.search.probe_s
-        search = RateSearch(self.arrivals.rate or 1.0, self.search.precision, lowest, max(_HIGHEST_RATE, lowest))
+        search = RateSearch(self.arrivals.rate or 1.0, self.search.precision, lowest, max(HIGHEST_RATE, lowest))
         while (rate := search.next_rate()) is not None:
             probe = await self._probe(rate)
             if self.server.interrupted.is_set():
@@ -92,13 +63,13 @@ class RateFinder:
     async def _probe(self, rate: float) -> Probe:
         """Load the server until it is clear whether enough requests meet the limits; what is open at the end missed."""
         count, probe_s = round(rate * self.search.probe_s), self.search.probe_s
-        num_needed = math.ceil(self.search.attain * count - 1e-9)  # else 0.07 * 100, a little above 7, would be 8
+        needed = num_needed(self.search.attain, count)
         num_missed = 0
 
         def is_enough(request: SentRequest) -> bool:
             nonlocal num_missed
             num_missed += not (request.is_finished and self.limits.are_met_by(request.timeline))
-            return num_missed > count - num_needed
+            return num_missed > count - needed
 
         items = renewed(self.items, count, self.num_rounds)
         self.num_rounds += math.ceil(count / len(self.items))
@@ -110,4 +81,4 @@ class RateFinder:
             limit_s=probe_s + max(probe_s, _SHORTEST_END_S),
         )
         num_met = self.limits.num_met(measured.run.timelines)
-        return Probe(rate, num_met, num_met >= num_needed, measured)
+        return Probe(rate, num_met, num_met >= needed, measured)

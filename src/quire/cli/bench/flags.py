@@ -1,15 +1,17 @@
 """Flags of `quire bench`, and the requests, schedule and limits made from them. Loads no HTTP client."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from quire.cli.bench.diagnosis import LatencyLimits
-from quire.cli.flag_groups import JSON, flag_field
+from quire.cli.flag_groups import JSON, SEVERAL, flag_field
+from quire.core.checks import shown
 from quire.core.config import Batching, MemoryPolicy
 from quire.core.errors import ConfigError
-from quire.core.options import same_option
+from quire.core.options import option, same_option
 from quire.engine.options import EngineOptions
 from quire.sim.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
 from quire.sim.datasets import DATA_FOLDER, DATASETS, is_dataset, named_file, workload
@@ -17,6 +19,7 @@ from quire.sim.traces import TraceSlice, is_trace, trace_workload
 from quire.sim.workloads import WorkItem, length_workload, random_workload, token_id_workload
 
 _DEFAULT_NUM = 64
+_LIMIT_NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e"}  # of --goodput: vLLM's, and the flags'
 _workload = partial(flag_field, panel="Workload")
 _policy = partial(same_option, EngineOptions, kind="flag", panel="Policy")
 _server = partial(flag_field, panel="Server")
@@ -156,29 +159,68 @@ class ArrivalFlags:
             raise ConfigError(f"burstiness is for arrivals poisson; arrivals are {kind}")
 
 
+def _named_limits(pairs: list[str]) -> tuple[tuple[str, float], ...]:
+    """Return the limits of `--goodput`: names and milliseconds. ConfigError names the pair that is none."""
+    limits: dict[str, float] = {}
+    for pair in " ".join(pairs).split():                        # a file may have several in one text
+        name, _, text = pair.partition(":")
+        if name not in _LIMIT_NAMES:
+            raise ConfigError(f"goodput must be pairs of {', '.join(_LIMIT_NAMES)} and milliseconds, got {shown(pair)}")
+        if name in limits:
+            raise ConfigError(f"goodput names {name} twice, the second time in {shown(pair)}")
+        try:
+            limits[name] = float(text)
+        except ValueError:
+            limits[name] = math.nan
+        if not 0 <= limits[name] < math.inf:
+            raise ConfigError(f"goodput {name} must be milliseconds of at least 0, got {shown(pair)}")
+    return tuple(limits.items())
+
+
 @dataclass(frozen=True, slots=True)
 class LimitFlags:
     """Latency limits that a request meets to count as good."""
 
-    ttft_limit_ms: float | None = _limits(None, "to the first token", min=0.001)
-    itl_limit_ms: float | None = _limits(None, "every gap between chunks", min=0.001)
-    tpot_limit_ms: float | None = _limits(None, "mean per token after the first", min=0.001)
-    e2e_limit_ms: float | None = _limits(None, "to the last token", min=0.001)
+    goodput: tuple[tuple[str, float], ...] = option(
+        (), f"limits in milliseconds by name, as vLLM has them ({', '.join(_LIMIT_NAMES)}); the flags below are other "
+        "names of the same", panel="Limits", metavar=f"NAME:MS{SEVERAL}", parse=_named_limits,
+    )  # fmt: skip
+    ttft_limit_ms: float | None = _limits(None, "ttft: to the first token", min=0.001)
+    itl_limit_ms: float | None = _limits(None, "itl: every gap between chunks", min=0.001)
+    tpot_limit_ms: float | None = _limits(None, "tpot: mean per token after the first", min=0.001)
+    e2e_limit_ms: float | None = _limits(None, "e2el: to the last token", min=0.001)
 
     @property
     def limits(self) -> LatencyLimits:
-        """The limits in seconds."""
-        given = (self.ttft_limit_ms, self.itl_limit_ms, self.tpot_limit_ms, self.e2e_limit_ms)
-        return LatencyLimits(*(None if limit_ms is None else limit_ms / 1e3 for limit_ms in given))
+        """The limits in seconds. Raises ConfigError for one that is given in both ways."""
+        named_ms, limits_s = dict(self.goodput), dict[str, float | None]()
+        for name, flag in _LIMIT_NAMES.items():
+            limit_ms = getattr(self, f"{flag}_limit_ms")
+            if limit_ms is not None and name in named_ms:
+                raise ConfigError(f"goodput has {name}:{named_ms[name]:g}, {flag}-limit-ms is {limit_ms:g}; give one")
+            limit_ms = named_ms.get(name, limit_ms)
+            limits_s[f"{flag}_s"] = None if limit_ms is None else limit_ms / 1e3
+        return LatencyLimits(**limits_s)
 
 
 @dataclass(frozen=True, slots=True)
-class SearchFlags:
+class RateFlags:
     """Search for the highest rate within the limits."""
 
     find_rate: bool = _limits(False, "search the highest Poisson rate at which requests meet the limits")
-    attain: float = _limits(0.99, "share of requests that must meet them", min=0.01, max=1.0)
+    attain: float = _limits(0.9, "share of requests that must meet them", min=0.01, max=1.0)
+    precision: float = _limits(0.05, "of the rate found, relative", min=0.001, max=1.0)
+
+    def check(self, limits: LatencyLimits) -> None:
+        """Raise ConfigError for a search without a limit."""
+        if self.find_rate and not limits.given:
+            raise ConfigError("find-rate needs a limit: goodput, or one of the flags that end with -limit-ms")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchFlags(RateFlags):
+    """The same for a server, which takes its time."""
+
     probe_s: float = _limits(
         30.0, "seconds of arrivals at each rate; what is open that long after them is cut", min=0.1
     )
-    precision: float = _limits(0.05, "of the rate found, relative", min=0.001, max=1.0)

@@ -8,7 +8,7 @@ import typer
 import uvloop
 
 from quire.cli.bench import report
-from quire.cli.bench.find_rate import Probe, RateFinder, RateSearch
+from quire.cli.bench.find_rate import Probe, RateFinder
 from quire.cli.bench.flags import ArrivalFlags, LimitFlags, SearchFlags, ServedWorkloadFlags, ServerFlags
 from quire.cli.bench.machine import client_facts
 from quire.cli.bench.serve_report import request_records, sentence, serve_record
@@ -36,6 +36,7 @@ class ServeCommand:
 
     def run(self) -> None:
         """Measure and report. Raises NothingMeasuredError when there is nothing to report, Exit after Ctrl-C."""
+        self.search.check(self.limits.limits)
         items = self.workload.items()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # half the CPU per chunk
             runner.run(self._search(items) if self.search.find_rate else self._measure(items))
@@ -55,8 +56,6 @@ class ServeCommand:
     async def _search(self, items: list[WorkItem]) -> None:
         """Search the highest rate within the limits and report it."""
         limits = self.limits.limits
-        if not limits.given:
-            raise ConfigError("find-rate needs a limit: ttft-limit-ms, itl-limit-ms, tpot-limit-ms or e2e-limit-ms")
         if self.arrivals.arrivals not in (None, "poisson") or self.arrivals.concurrency is not None:
             raise ConfigError("find-rate tries rates of poisson arrivals; leave arrivals and concurrency out")
         async with server_under_test(self.server) as server:
@@ -72,19 +71,22 @@ class ServeCommand:
             report.print_line(f"at {found.missed:.4g} requests/s: {cause}")
         problem = None
         if found.best is None and found.missed is not None:
-            problem = f"no rate meets the limits, down to {found.missed:.4g} requests/s"
+            problem = found.verdict(self.search.attain)
         if problem is None or server.interrupted.is_set():
-            report.print_line(_verdict(found, self.search.attain))
-        self._end(server, record | {"find_rate": _search_record(found, finder.probes)}, problem)
+            interrupted = "interrupted before any rate met the limits"
+            report.print_line(interrupted if found.best is None else found.verdict(self.search.attain))
+        self._end(server, record | {"find_rate": found.figures(probe.figures for probe in finder.probes)}, problem)
 
     def _print(self, server: ServerUnderTest, measured: Measured, items: list[WorkItem]) -> report.Record:
         """Print a load's report and return it as a record."""
         limits = self.limits.limits
         record = serve_record(*measured, limits)
         record |= {"workload": report.workload_record(items, self.workload), "machine": client_facts()}
-        facts = {name: values for name, values in record.items() if name != "figures"}
+        facts = {name: values for name, values in record.items() if isinstance(values, dict) and name != "figures"}
         title = f"serve {server.target.model_name}, seconds"
         report.print_tables(title, report.DISTRIBUTION_COLUMNS, record["figures"], facts)
+        if limits.given:
+            report.print_line(f"Request goodput (req/s): {record['request_goodput']:.4g}")
         record["diagnosis"] = sentence(*measured, limits)
         report.print_line(record["diagnosis"])
         return record
@@ -100,38 +102,4 @@ class ServeCommand:
 
 
 def _print_probe(probe: Probe) -> None:
-    run = probe.measured.run
-    report.print_line(
-        f"{probe.rate:.4g} requests/s for {run.duration_s:.1f} s: {probe.num_met} of {run.num_due} met the limits, "
-        f"{'enough' if probe.is_met else 'too few'}"
-    )
-
-
-def _search_record(found: RateSearch, probes: list[Probe]) -> report.Record:
-    """Return what was found and every probe on the way."""
-    return {
-        "rate": found.best,
-        "missed_rate": found.missed,
-        "probes": [
-            {
-                "rate": probe.rate,
-                "is_met": probe.is_met,
-                "num_met": probe.num_met,
-                "num_requests": probe.measured.run.num_due,
-                "duration_s": probe.measured.run.duration_s,
-            }
-            for probe in probes
-        ],
-    }
-
-
-def _verdict(found: RateSearch, attain: float) -> str:
-    """Return the last line: the rate, and how sure it is."""
-    if found.best is None:
-        return "interrupted before any rate met the limits"
-    if found.missed is None:
-        return f"at least {found.best:.4g} requests/s meet the limits; higher rates were not tried"
-    return (
-        f"highest rate at which {attain:.4g} of the requests meet the limits: {found.best:.4g}/s "
-        f"(at {found.missed:.4g}/s too few do)"
-    )
+    report.print_line(str(probe.figures))

@@ -27,7 +27,8 @@ def serve_record(run: LoadRun, use: Record, limits: LatencyLimits) -> Record:
         "error_messages": {failure.label: failure.message for failure in run.failures},
         "client": _client(run),
     }
-    return {"figures": figures, **{name: values for name, values in facts.items() if values}}
+    goodput = {"request_goodput": facts["rates"]["goodput_rps"]} if limits.given else {}  # vLLM's name of it
+    return {"figures": figures, **{name: values for name, values in facts.items() if values}, **goodput}
 
 
 def sentence(run: LoadRun, use: Record, limits: LatencyLimits) -> str:

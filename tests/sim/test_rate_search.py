@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cli.bench.find_rate import RateSearch
+from quire.sim.rate_search import RateSearch
 
 
 def searched(
