@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from quire.server.errors import ApiError, too_many_connections
 from quire.server.http.lingering_close import LingeringConnections
 from quire.server.http.paced_calls import PacedCalls
+from quire.server.http.read_gate import GatedFlow, ReadGate
 from quire.server.http.sockets import max_connections
 from quire.server.options import Limits
 
@@ -45,10 +46,11 @@ class Protocol(HttpToolsProtocol):
     """One connection."""
 
     def __init__(
-        self, limits: Limits, refused: LingeringConnections, paced: PacedCalls, *args: Any, **kwargs: Any  # noqa: ANN401
+        self, limits: Limits, refused: LingeringConnections, paced: PacedCalls, gate: ReadGate,
+        *args: Any, **kwargs: Any,  # noqa: ANN401 (uvicorn's)
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
-        self._limits, self._refused, self._paced = limits, refused, paced
+        self._limits, self._refused, self._paced, self._gate = limits, refused, paced, gate
         self._is_in_head = self._is_in_body = False   # of an incomplete request
         self._num_headers = self._num_header_bytes = 0
         self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
@@ -63,6 +65,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request, unless max_connections is exceeded."""
         super().connection_made(transport)
+        self.flow: GatedFlow = GatedFlow(transport, self._gate)
         transport.set_write_buffer_limits(self._limits.max_buffered_bytes)
         self._start_receive_timer()
         limit = max_connections(self._limits.max_connections)
@@ -72,6 +75,7 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers, and notify the current request: uvicorn notifies the latest."""
         self._cancel_receive_timer()
+        self.flow.close()
         self._refused.discard(self.transport)
         self.connections.discard(self)
         if self._is_answering:
@@ -103,6 +107,10 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, or refuse the connection."""
+        self._parse(data)
+        self.flow.finish_read()
+
+    def _parse(self, data: bytes) -> None:
         if self._is_refused:
             return
         self._unset_keepalive_if_required()
@@ -112,7 +120,7 @@ class Protocol(HttpToolsProtocol):
             self._check_header_bytes(self._num_held_bytes)
         except httptools.HttpParserUpgrade as upgrade:
             head, self.parser = self._plain_head(), httptools.HttpRequestParser(self)
-            self.data_received(head + data[upgrade.args[0] :])
+            self._parse(head + data[upgrade.args[0] :])
         except ApiError as error:
             self._refuse(error)
         except httptools.HttpParserError as error:

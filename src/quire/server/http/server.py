@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from quire.server.http.lingering_close import LingeringConnections
 from quire.server.http.paced_calls import PacedCalls
 from quire.server.http.protocol import Protocol
+from quire.server.http.read_gate import ReadGate
 from quire.server.http.sockets import BACKLOG, listen
 from quire.server.options import DEFAULT_LIMITS, Limits
 
@@ -100,7 +101,8 @@ class HttpServer(uvicorn.Server):
         )
         self._limits, self._tls = limits, tls
         self._is_listening = asyncio.Event()
-        self._paced: PacedCalls | None = None  # from the start on
+        self._paced: PacedCalls | None = None  # from the start on, as the gate
+        self._gate: ReadGate | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -131,6 +133,8 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
         assert self._serving is not None
         await self._serving
+        if self._gate is not None:
+            self._gate.close()
 
     # --- uvicorn's hooks ------------------------------------------------------------------------------------------
 
@@ -141,9 +145,9 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Create a Listener for each socket, and set the event for `start`."""
-        self._paced = PacedCalls()
+        self._paced, self._gate = PacedCalls(), ReadGate()
         make_protocol = partial(
-            Protocol, self._limits, LingeringConnections(), self._paced, self.config, self.server_state, {}
+            Protocol, self._limits, LingeringConnections(), self._paced, self._gate, self.config, self.server_state, {}
         )
         self.servers = [
             Listener(each, make_protocol, self._limits, self._tls) for each in sockets or ()  # type: ignore[misc]
