@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "thread_pool.hpp"
 
@@ -204,6 +205,29 @@ void share_rows(long num_rows, long blocks_per_row, auto&& body) {
     share_range(num_rows, std::max<long>(1, ELEMENTS_AT_ONCE / (blocks_per_row * Type::ELEMENTS)), body);
 }
 
+// Whether check(row) is true of all rows. All threads take part.
+template <typename Type>
+bool all_rows(long num_rows, long blocks_per_row, auto&& check) {
+    std::atomic<bool> is_true{true};
+    share_rows<Type>(num_rows, blocks_per_row, [&](long begin, long end) {
+        bool is_own_true = true;
+        for (long row = begin; row < end; row++) is_own_true &= check(row);
+        if (!is_own_true) is_true.store(false, std::memory_order_relaxed);
+    });
+    return is_true.load();
+}
+
+template <typename Type>
+bool has_finite_values(const float* scales, const float* minimums) {
+    bool is_finite = true;
+    for (long group = 0; group < Type::GROUPS; group++) {
+        float greatest = std::fabs(scales[group]) * Type::LARGEST;
+        if constexpr (Type::HAS_MINIMUMS) greatest += std::fabs(minimums[group]);
+        is_finite &= greatest < INFINITY;  // NaN is not
+    }
+    return is_finite;
+}
+
 template <typename Type>
 void write_values(const std::uint8_t* elements, const float* scales, const float* minimums, float* values) {
     constexpr long size = Type::ELEMENTS / Type::GROUPS;
@@ -218,43 +242,71 @@ void write_values(const std::uint8_t* elements, const float* scales, const float
         }
 }
 
+template <typename Type>
+void read_row(const std::uint8_t* blocks, long num_blocks, float* values) {
+    std::uint8_t elements[MAX_ELEMENTS];
+    float scales[MAX_GROUPS], minimums[MAX_GROUPS];
+    for (long i = 0; i < num_blocks; i++) {
+        Type::read(blocks + i * Type::BYTES, elements, scales, minimums);
+        write_values<Type>(elements, scales, minimums, values + i * Type::ELEMENTS);
+    }
+}
+
 }  // namespace
 
 bool read_blocks(BlockType type, const std::uint8_t* rows, long stride, long num_rows, long blocks_per_row,
                  std::uint8_t* elements, float* scales, float* minimums) {
     return with_type(type, [&]<typename Type>() {
-        std::atomic<bool> is_finite{true};
-        share_rows<Type>(num_rows, blocks_per_row, [&](long begin, long end) {
-            float greatest = 0;
-            bool is_own_finite = true;
-            for (long row = begin; row < end; row++)
-                for (long i = 0; i < blocks_per_row; i++) {
-                    const long place = row * blocks_per_row + i;
-                    float* own_scales = scales + place * Type::GROUPS;
-                    float* own_minimums = Type::HAS_MINIMUMS ? minimums + place * Type::GROUPS : nullptr;
-                    Type::read(rows + row * stride + i * Type::BYTES, elements + place * Type::ELEMENTS, own_scales, own_minimums);
-                    for (long group = 0; group < Type::GROUPS; group++) {
-                        greatest = std::fabs(own_scales[group]) * Type::LARGEST;
-                        if constexpr (Type::HAS_MINIMUMS) greatest += std::fabs(own_minimums[group]);
-                        is_own_finite &= greatest < INFINITY;  // NaN is not
-                    }
-                }
-            if (!is_own_finite) is_finite.store(false, std::memory_order_relaxed);
+        return all_rows<Type>(num_rows, blocks_per_row, [&](long row) {
+            bool is_finite = true;
+            for (long i = 0; i < blocks_per_row; i++) {
+                const long place = row * blocks_per_row + i;
+                float* own_scales = scales + place * Type::GROUPS;
+                float* own_minimums = Type::HAS_MINIMUMS ? minimums + place * Type::GROUPS : nullptr;
+                Type::read(rows + row * stride + i * Type::BYTES, elements + place * Type::ELEMENTS, own_scales, own_minimums);
+                is_finite &= has_finite_values<Type>(own_scales, own_minimums);
+            }
+            return is_finite;
         });
-        return is_finite.load();
+    });
+}
+
+bool copy_blocks(BlockType type, const std::uint8_t* rows, long stride, long num_rows, long blocks_per_row, std::uint8_t* copy) {
+    return with_type(type, [&]<typename Type>() {
+        return all_rows<Type>(num_rows, blocks_per_row, [&](long row) {
+            std::uint8_t elements[MAX_ELEMENTS];
+            float scales[MAX_GROUPS], minimums[MAX_GROUPS];
+            const std::uint8_t* blocks = rows + row * stride;
+            bool is_finite = true;
+            for (long i = 0; i < blocks_per_row; i++) {
+                Type::read(blocks + i * Type::BYTES, elements, scales, minimums);
+                is_finite &= has_finite_values<Type>(scales, minimums);
+            }
+            std::memcpy(copy + row * blocks_per_row * Type::BYTES, blocks, blocks_per_row * Type::BYTES);
+            return is_finite;
+        });
     });
 }
 
 void read_block_values(BlockType type, const std::uint8_t* rows, long stride, long num_rows, long blocks_per_row, float* values) {
     with_type(type, [&]<typename Type>() {
         share_rows<Type>(num_rows, blocks_per_row, [&](long begin, long end) {
-            std::uint8_t elements[MAX_ELEMENTS];
-            float scales[MAX_GROUPS], minimums[MAX_GROUPS];
             for (long row = begin; row < end; row++)
-                for (long i = 0; i < blocks_per_row; i++) {
-                    Type::read(rows + row * stride + i * Type::BYTES, elements, scales, minimums);
-                    write_values<Type>(elements, scales, minimums, values + (row * blocks_per_row + i) * Type::ELEMENTS);
-                }
+                read_row<Type>(rows + row * stride, blocks_per_row, values + row * blocks_per_row * Type::ELEMENTS);
+        });
+    });
+}
+
+void look_up_blocks(BlockType type, const std::uint8_t* table, long num_rows, long blocks_per_row, const std::int64_t* row_ids,
+                    long num_ids, float* values) {
+    for (long i = 0; i < num_ids; i++)
+        if (row_ids[i] < 0 || row_ids[i] >= num_rows)
+            throw std::out_of_range("row " + std::to_string(row_ids[i]) + " of a table of " + std::to_string(num_rows));
+    with_type(type, [&]<typename Type>() {
+        share_rows<Type>(num_ids, blocks_per_row, [&](long begin, long end) {
+            for (long i = begin; i < end; i++)
+                read_row<Type>(table + row_ids[i] * blocks_per_row * Type::BYTES, blocks_per_row,
+                               values + i * blocks_per_row * Type::ELEMENTS);
         });
     });
 }

@@ -304,7 +304,9 @@ NB_MODULE(_kernels, module) {
     def(module, "expanded_size", expanded_size);
     def_long(module, "pack_expanded", pack_expanded);
     def_long(module, "read_blocks", read_blocks);
+    def_long(module, "copy_blocks", copy_blocks);
     def_long(module, "read_block_values", read_block_values);
+    def(module, "look_up_blocks", look_up_blocks);
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);

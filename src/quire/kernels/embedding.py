@@ -1,17 +1,34 @@
 """Embedding lookup of token ids, and of positions where they are learned."""
 
+from typing import Protocol, runtime_checkable
+
 from torch import Tensor
 
 
+@runtime_checkable
+class StoredTable(Protocol):
+    """A table on a CPU in another form than floats, as a file has it: in less memory, and read sooner."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
+
+
+Table = Tensor | StoredTable  # [num_rows, width]
+
+
 def embed(
-    table: Tensor, token_ids: Tensor, position_table: Tensor | None = None, positions: Tensor | None = None
+    table: Table, token_ids: Tensor, position_table: Tensor | None = None, positions: Tensor | None = None
 ) -> Tensor:
     """Return table[token_ids], plus position_table[positions] where there is one; [num_tokens, width].
 
-    table and position_table [any, width] of one dtype, which the result has; token_ids and positions [num_tokens]
-    int64. An id past its table is an IndexError.
+    table and position_table [any, width] of one dtype, which rows of a stored table and the result have; token_ids and
+    positions [num_tokens] int64. An id past its table is an IndexError.
     """
-    tokens = table.index_select(0, token_ids)
+    tokens = table.index_select(0, token_ids) if isinstance(table, Tensor) else table.look_up(token_ids)
     if position_table is None:
         return tokens
     assert positions is not None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.kernels.embedding import Table
 from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import build_metadata
@@ -131,7 +132,7 @@ class Decoder:
 
 
 def _head(
-    spec: DecoderSpec, shape: LinearShape, embedding: Tensor, weights: WeightReader, ranks: Ranks | None
+    spec: DecoderSpec, shape: LinearShape, embedding: Table, weights: WeightReader, ranks: Ranks | None
 ) -> Linear:
     """Read the head, of a rank its part of the vocabulary; return that of all ranks."""
     if ranks is None:
@@ -149,7 +150,7 @@ class Embedding:
     """
 
     def __init__(self, spec: DecoderSpec, shapes: DecoderShapes, weights: WeightReader) -> None:
-        self.tokens = weights.table(shapes.embedding)
+        self.tokens = weights.embedding(shapes.embedding)
         self._project = None if shapes.project_in is None else weights.linear(shapes.project_in)
         self._positions = None if shapes.positions is None else weights.table(shapes.positions)[spec.position_offset:]
         self._types = None if shapes.token_types is None else weights.table(shapes.token_types)

@@ -7,7 +7,7 @@ the packages of `quire.formats` have subclasses for layers that differ.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from quire.core.errors import ConfigError
 
@@ -46,6 +46,13 @@ class WeightScheme:
         return f"{self.format} weights in {groups}, int8 activations in groups of {self.activation_group_size}"
 
 
+class TableBlocks(NamedTuple):
+    """Blocks of an embedding table that a CPU keeps as they are stored, unless the model's dtype is float16."""
+
+    num_elements: int  # of a block
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Quantization of a model."""
@@ -53,6 +60,7 @@ class Quantization:
     method: str = "none"
     layers: WeightScheme = WeightScheme()  # of a checkpoint's, that of most
     head: WeightScheme = WeightScheme()
+    table: TableBlocks | None = None       # None: the embedding table is of floats
 
     def scheme(self, modules: Sequence[str]) -> WeightScheme:
         """Return the scheme of the layer that modules, by their full names in the checkpoint, are fused to."""

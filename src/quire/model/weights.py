@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
+from quire.kernels.embedding import Table
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
@@ -71,8 +72,18 @@ class WeightReader:
         return scoped
 
     def table(self, shape: TableShape) -> Tensor:
-        """Return an embedding table [num_rows, width]."""
+        """Return a table of floats [num_rows, width]."""
         return self._read_kept([f"{self._prefix}{shape.module}.weight"], [(shape.num_rows, shape.width)])
+
+    def embedding(self, shape: TableShape) -> Table:
+        """Return the table of token embeddings [num_rows, width]: of floats, or as the checkpoint stores it."""
+        module = ModuleRows.whole(f"{self._prefix}{shape.module}", shape.num_rows)
+        stored = self._format.read_table(self._tensors, module, shape.width)
+        if stored is None:
+            return self.table(shape)
+        self.tally.num_parameters += shape.num_rows * shape.width
+        self.tally.weight_bytes += stored.num_bytes
+        return stored
 
     def norm(self, shape: NormShape) -> tuple[Tensor, Tensor | None]:
         """Return a norm's weight, [width] or [num_heads, width], and, if it has one, its bias."""
@@ -164,7 +175,7 @@ class WeightReader:
         return KVScales(self._scale(f"{stem}.k_scale"), self._scale(f"{stem}.v_scale"))
 
     def head(
-        self, shape: LinearShape, embedding: Tensor, *, is_tied: bool, rows: Range | None = None
+        self, shape: LinearShape, embedding: Table, *, is_tied: bool, rows: Range | None = None
     ) -> Linear:
         """Return the layer from hidden states to logits, in float32; by default the embedding table itself when tied.
 
@@ -174,8 +185,9 @@ class WeightReader:
         num_read, names, num_rows = len(self._tensors.names_read), self._tensors.names, shape.num_rows[0]
         others = (stem for stem in self.names.other_heads if any(name.startswith(f"{stem}.") for name in names))
         module = ModuleRows(next(others, shape.modules[0]), num_rows, *(rows or (0, num_rows)))
-        tied = embedding[slice(*module.rows)] if is_tied else None
-        weight = self._format.read_head(self._tensors, module, shape.width, tied)
+        if isinstance(embedding, Tensor):
+            embedding = embedding[slice(*module.rows)]
+        weight = self._format.read_head(self._tensors, module, shape.width, embedding if is_tied else None)
         bias = self._read_biases([module]) if shape.has_bias else None
         layer = self.back_end.head(weight, bias)
         is_counted = len(self._tensors.names_read) > num_read

@@ -38,6 +38,8 @@ def weight_bytes(
         if isinstance(shape, LinearShape) and not shape.is_always_dense:
             scheme = quantization.scheme([prefix + module for module in shape.modules])
         num_bytes = _kept_bytes(shape, dtype, packing, scheme)
+        if shape == around.embedding and packing.keeps_table_blocks and quantization.table and dtype != "float16":
+            num_bytes = num_elements(shape) // quantization.table.num_elements * quantization.table.num_bytes
         if not of_one_token:
             return num_bytes
         if isinstance(shape, LinearShape):

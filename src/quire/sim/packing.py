@@ -14,12 +14,16 @@ CACHE_LINE = 64  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Storage of linear weights in a back end: rows and inputs padded to multiples, dtypes, a tied head kept twice."""
+    """Storage of weights in a back end: rows and inputs of linear ones padded to multiples, dtypes.
+
+    A tied head may be kept twice, and an embedding table in the blocks of its file.
+    """
 
     row_multiple: int
     input_multiple: int            # of bfloat16 weights
     kernel_dtypes: frozenset[str]  # everything else is float32, the KV cache too
     copies_tied_head: bool
+    keeps_table_blocks: bool
 
     def kernel_dtype(self, dtype: str) -> str:
         """Return the dtype in which weights and KV cache of a model of `dtype` are kept."""
@@ -31,8 +35,8 @@ class Packing:
         return -(-num_rows // self.row_multiple) * self.row_multiple * -(-width // inputs) * inputs
 
 
-CPU_PACKING = Packing(16, 32, frozenset({"float32", "bfloat16"}), copies_tied_head=True)
-PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False)
+CPU_PACKING = Packing(16, 32, frozenset({"float32", "bfloat16"}), copies_tied_head=True, keeps_table_blocks=True)
+PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False, keeps_table_blocks=False)
 
 
 def scheme_bits(scheme: WeightScheme, dtype: str, width: int) -> float:

@@ -6,8 +6,18 @@ import torch
 from torch import Tensor
 
 from quire.formats.gguf_tensors import blocks as module
-from quire.formats.gguf_tensors.blocks import KINDS, Blocks, empty_blocks, read_blocks, read_values, reference
+from quire.formats.gguf_tensors.blocks import (
+    KINDS,
+    Blocks,
+    BlockTable,
+    copy_blocks,
+    empty_blocks,
+    read_blocks,
+    read_values,
+    reference,
+)
 from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.cpp.embedding import embed
 from support.gguf_blocks import HALVES, random_rows
 
 LEAST = {"MXFP4": -50}  # magnitudes of scales
@@ -76,6 +86,26 @@ def test_every_float16_scale_is_read(name: str) -> None:
     assert torch.equal(blocks.scales.isnan(), expected.scales.isnan())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_a_table_in_blocks_are_those_of_its_values_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    rows = torch.from_numpy(random_rows(name, 50, WIDTH, least=LEAST.get(name, -7)))
+    copy = torch.empty_like(rows)
+    assert copy_blocks(name, rows, copy)
+    table, ids = BlockTable(name, copy, dtype), torch.tensor([49, 0, 3, 3, 17])
+    assert table.num_bytes == rows.nbytes
+    assert torch.equal(table.look_up(ids), read_values(name, rows).to(dtype)[ids])
+    added = torch.randn(9, WIDTH).to(dtype)
+    assert torch.equal(embed(table, ids[:2], added, torch.tensor([8, 1])), table.look_up(ids[:2]) + added[[8, 1]])
+
+
+@pytest.mark.parametrize("token", [-1, 50])
+def test_id_past_a_table_in_blocks_is_an_error(token: int) -> None:
+    table = BlockTable("Q8_0", torch.from_numpy(random_rows("Q8_0", 50, WIDTH)), torch.bfloat16)
+    with pytest.raises(IndexError):
+        table.look_up(torch.tensor([0, token]))
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_XS"])
 @pytest.mark.parametrize("half", [np.inf, -np.inf, np.nan])
 def test_scales_that_are_no_numbers_are_seen(name: str, half: float) -> None:
@@ -83,3 +113,4 @@ def test_scales_that_are_no_numbers_are_seen(name: str, half: float) -> None:
         rows = random_rows(name, 2, WIDTH)
         rows[1, place : place + 2] = np.array([half], np.float16).view(np.uint8)
         assert not read(name, torch.from_numpy(rows))[1]
+        assert not copy_blocks(name, torch.from_numpy(rows), torch.empty(rows.shape, dtype=torch.uint8))

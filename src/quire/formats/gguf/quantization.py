@@ -15,6 +15,7 @@ from quire.model.quantization import (
     Activations,
     Quantization,
     QuantizationOptions,
+    TableBlocks,
     WeightScheme,
     activation_group_size,
     resolve,
@@ -76,7 +77,11 @@ def gguf_quantization(file: GGUFFile, spec: DecoderSpec, asked: QuantizationOpti
         for name, entry in file.tensors.items()
         if name.endswith(".weight")
     }
-    return GGUFQuantization(f"{GGUF} ({kinds})", layers, of_head, modules=modules, activations=asked.activations)
+    table = file.tensors[f"{names.embedding}.weight"].type
+    return GGUFQuantization(
+        f"{GGUF} ({kinds})", layers, of_head, modules=modules, activations=asked.activations,
+        table=TableBlocks(table.block_size, table.block_bytes) if table.name in SCHEMES else None,
+    )  # fmt: skip
 
 
 def block_scheme(kind: str, activations: Activations | None) -> WeightScheme:

@@ -134,6 +134,48 @@ def read_values(type_name: str, rows: Tensor) -> Tensor:
     return values
 
 
+def copy_blocks(type_name: str, rows: Tensor, out: Tensor) -> bool:
+    """Copy the bytes of some rows, uint8 [num_rows, bytes_per_row], to `out`, without gaps.
+
+    Return whether no value is NaN or infinite.
+    """
+    assert out.shape == rows.shape, f"{out.shape} for {rows.shape}"
+    assert out.is_contiguous(), "a copy with gaps"
+    if not usable_isas():
+        return reference(type_name, out.copy_(rows)).is_finite()
+    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+    return _kernels.copy_blocks(*_rows_of_blocks(type_name, rows), out.data_ptr())
+
+
+class BlockTable:
+    """An embedding table that stays in blocks; a `StoredTable`. Rows are expanded where they are looked up."""
+
+    def __init__(self, type_name: str, rows: Tensor, dtype: torch.dtype) -> None:
+        """`rows` as of `read_blocks`, without gaps and with finite values. dtype: that of looked-up rows."""
+        assert rows.is_contiguous(), "rows with gaps"
+        self._type_name, self._rows, self._dtype = type_name, rows, dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self._rows.nbytes
+
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
+        if not usable_isas():
+            return reference(self._type_name, self._rows.index_select(0, token_ids)).values().to(self._dtype)
+        from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+        assert token_ids.dtype == torch.int64, f"ids of {token_ids.dtype}"
+        assert token_ids.is_contiguous(), "ids with gaps"
+        block_type, place, _, num_rows, blocks_per_row = _rows_of_blocks(self._type_name, self._rows)
+        values = torch.empty(len(token_ids), blocks_per_row * _LAYOUTS[self._type_name].block_size)
+        ids = token_ids.data_ptr(), len(token_ids)
+        _kernels.look_up_blocks(block_type, place, num_rows, blocks_per_row, *ids, values.data_ptr())
+        return values.to(self._dtype)
+
+
 def _rows_of_blocks(type_name: str, rows: Tensor) -> tuple[int, int, int, int, int]:
     """Return rows as the extension takes them."""
     from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)

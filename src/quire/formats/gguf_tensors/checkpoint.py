@@ -10,8 +10,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from quire.core.errors import ModelError
 from quire.formats.gguf.file import GGUFFile
-from quire.formats.gguf_tensors.blocks import KINDS, Blocks, empty_blocks, read_blocks, read_values
+from quire.formats.gguf_tensors.blocks import KINDS, Blocks, copy_blocks, empty_blocks, read_blocks, read_values
+from quire.kernels.cpp.huge_pages import huge_pages
 
 RESIDENT_BYTES = 64 << 20     # read before pages are dropped
 PORTION_BYTES = 16 << 20      # blocks read at a time
@@ -30,6 +32,10 @@ class GGUFCheckpoint:
         self._file = file
         self._permuted, self._raised = permuted, frozenset(raised)
         self._bytes_read = 0
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor's elements or blocks, by ggml's names."""
+        return self._file.tensors[name].type.name
 
     @property
     def names(self) -> Collection[str]:
@@ -82,8 +88,24 @@ class GGUFCheckpoint:
         for first, last in self._portions(name, start, stop):
             rows = self._bytes(name, first, last)
             if not read_blocks(entry.type.name, rows, whole.rows(first - start, last - start)):
-                raise self._file.error(f"tensor {name} has values that are NaN or infinite")
+                raise self._not_finite(name)
         return whole
+
+    def table(self, name: str) -> Tensor:
+        """Return the bytes of a quantized matrix in memory of their own, uint8 [num_rows, bytes_per_row].
+
+        Raises ModelError if a value is NaN or infinite in float32.
+        """
+        entry = self._file.tensors[name]
+        num_rows = entry.shape[0]
+        whole = huge_pages(entry.num_bytes, torch.uint8).view(num_rows, -1)
+        for first, last in self._portions(name, 0, num_rows):
+            if not copy_blocks(entry.type.name, self._bytes(name, first, last), whole[first:last]):
+                raise self._not_finite(name)
+        return whole
+
+    def _not_finite(self, name: str) -> ModelError:
+        return self._file.error(f"tensor {name} has values that are NaN or infinite")
 
     def _portions(self, name: str, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the rows [start, stop) of a matrix in parts whose pages may be dropped in between."""

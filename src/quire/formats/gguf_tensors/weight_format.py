@@ -11,8 +11,9 @@ from torch import Tensor
 
 from quire.formats.gguf.file import GGUFFile
 from quire.formats.gguf.quantization import GGUFQuantization
-from quire.formats.gguf_tensors.blocks import Blocks
+from quire.formats.gguf_tensors.blocks import Blocks, BlockTable
 from quire.formats.gguf_tensors.checkpoint import GGUFCheckpoint
+from quire.kernels.embedding import Table
 from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight
 from quire.model.checkpoints.checkpoint import require_tensor
 from quire.model.checkpoints.tensor_reader import TensorReader
@@ -55,8 +56,17 @@ class GGUFFormat:
             return LinearWeight.dense([read_floats(tensors, each, width) for each in modules])
         return self._stacked(alike, tensors)
 
+    def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> BlockTable | None:
+        """Return an embedding table in blocks on a CPU, in float32 or bfloat16: in float16 a value may be infinite."""
+        if not self._is_quantized(module) or tensors.device.type != "cpu" or tensors.dtype == torch.float16:
+            return None
+        name = f"{module.module}.weight"
+        require_tensor(self._checkpoint, name, (module.num_rows, width))
+        tensors.names_read.add(name)
+        return BlockTable(self._checkpoint.kind(name), self._checkpoint.table(name), tensors.dtype)
+
     def read_head(
-        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
     ) -> LinearWeight:
         """Return the head; a tied one has the blocks of the embedding table."""
         if embedding is not None and f"{module.module}.weight" not in tensors.names:

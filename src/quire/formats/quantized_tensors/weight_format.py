@@ -19,6 +19,7 @@ from quire.formats.quantized_tensors.gptq import read_gptq
 from quire.formats.quantized_tensors.mxfp4 import read_mxfp4
 from quire.formats.quantized_tensors.plain import read_plain
 from quire.formats.quantized_tensors.stored import StoredModule
+from quire.kernels.embedding import Table
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
@@ -66,8 +67,11 @@ class QuantizedFormat:
             self._has_warned = True
         return weight
 
+    def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> None:
+        """Return None: tables are read as floats."""
+
     def read_head(
-        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
     ) -> LinearWeight:
         """Return the head as the checkpoint has it."""
         has_tensors = any(name.startswith(f"{module.module}.") for name in tensors.names)

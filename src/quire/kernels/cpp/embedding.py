@@ -5,15 +5,16 @@ from torch import Tensor
 
 from quire.kernels import embedding
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+from quire.kernels.embedding import Table
 
 _KERNELS = pair("embedding")
 
 
 def embed(
-    table: Tensor, token_ids: Tensor, position_table: Tensor | None = None, positions: Tensor | None = None
+    table: Table, token_ids: Tensor, position_table: Tensor | None = None, positions: Tensor | None = None
 ) -> Tensor:
     """Return what `embedding.embed` returns; tables without gaps. float16 is left to PyTorch: nothing is summed."""
-    if kernel_dtype(table.dtype) != table.dtype:
+    if not isinstance(table, Tensor) or kernel_dtype(table.dtype) != table.dtype:
         return embedding.embed(table, token_ids, position_table, positions)
     num_tokens, width = len(token_ids), table.shape[1]
     assert token_ids.dtype == torch.int64

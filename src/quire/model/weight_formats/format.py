@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
+from quire.kernels.embedding import StoredTable, Table
 from quire.kernels.linear_weight import LinearWeight
 from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
@@ -40,12 +39,16 @@ class WeightFormat(Protocol):
         `is_transposed`: float weights are stored as [in_features, out_features].
         """
 
+    def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> StoredTable | None:
+        """Return the embedding table in the checkpoint's own form; None: it is read as floats."""
+
     def read_head(
-        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
     ) -> LinearWeight:
         """Return the weight of the output head: the checkpoint's, or if it has none the embedding table.
 
-        embedding: [stop - start, width], in the model's dtype, of a tied head; None: the head is not tied.
+        embedding: of a tied head, [stop - start, width] in the model's dtype, or the whole table that `read_table`
+        returned; None: the head is not tied.
         """
 
 

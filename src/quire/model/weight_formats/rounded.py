@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from quire.kernels.embedding import Table
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import round_to_nearest
 from quire.model.checkpoints.checkpoint import Checkpoint
@@ -31,8 +32,11 @@ class RoundedFormat:
             [_rounded(read_floats(tensors, each, width, is_transposed=is_transposed), layers) for each in modules]
         )
 
+    def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> None:
+        """Return None: tables are read as floats."""
+
     def read_head(
-        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
     ) -> LinearWeight:
         """Return the head; a tied one is quantized beside the embedding table, which stays as it is."""
         (weight,) = DenseFormat().read_head(tensors, module, width, embedding).data
