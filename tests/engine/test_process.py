@@ -482,6 +482,18 @@ def test_abort_does_not_wait_behind_requests_that_are_not_added(monkeypatch: pyt
     assert all(is_add(frame(command)[LENGTH_BYTES:]) == isinstance(command, Add) for command in (request(1), Abort(1)))
 
 
+def test_burst_of_aborts_is_handled_over_several_steps_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MAX_COMMANDS_PER_STEP", 2)
+    monkeypatch.setattr(process, "MAX_ADD_BYTES_PER_STEP", 1)  # a request per step
+    aborts: list[Command] = [Abort(number) for number in range(1, 6)]
+    script = Script([request(number) for number in range(1, 6)], [], [], [], [], [*aborts, request(9), Abort(9)])
+    reports = script.run()
+    steps = [report.state for report in reports if isinstance(report, Stepped)]
+    assert [step.num_running + step.num_waiting for step in steps] == [1, 2, 3, 4, 5, 3, 1]
+    assert [type(report) for report in reports[-2:]] == [Stepped, Idle], "no report between the last aborts"
+    assert kv_of(reports[-1]).used_blocks == 0
+
+
 def test_abort_frees_its_blocks_before_the_next_step() -> None:
     first, second, third, last = Script([request(1), request(2)], [], [Abort(1), Abort(2)]).run()
     assert isinstance(first, Idle)
