@@ -219,7 +219,7 @@ class KVCacheManager:
     @property
     def pins(self) -> tuple[int, ...]:
         """The ids of all pins."""
-        return tuple(self._prefixes.pinned)
+        return self._prefixes.pin_ids
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -446,5 +446,6 @@ class KVCacheManager:
 
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""
-        tables = [table for table in self._holders().values() if table.columns]
-        return sum({table.columns[-1]: -table.num_filled % self.block_size for table in tables}.values())
+        tables = [table for table in self._tables.values() if table.columns]
+        last_blocks = {table.columns[-1]: -table.num_filled % self.block_size for table in tables}
+        return self._prefixes.count_empty_slots(last_blocks)

@@ -91,9 +91,21 @@ class Prefixes:
         return {}
 
     @property
+    def pin_ids(self) -> tuple[int, ...]:
+        """The ids of all pins."""
+        return ()
+
+    @property
     def num_pinned_blocks(self) -> int:
         """Blocks that pins hold, each counted once."""
         return 0
+
+    def count_empty_slots(self, last_blocks: Mapping[int, int]) -> int:
+        """Return the empty slots of pinned blocks and of some blocks, given with their empty slots.
+
+        Linear in the blocks given, not in the pins.
+        """
+        return sum(last_blocks.values())
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class PrefixCache(Prefixes):
         self._tree = PrefixTree(config.num_blocks, config.block_size)
         self.pool = BlockPool(config.num_blocks, EvictionQueue(self._tree, config.num_blocks))
         self._size = config.block_size
-        self.pins = Pins(config.block_size)
+        self.pins = Pins(config.num_blocks, config.block_size)
         self._computing: dict[int, Path] = {}  # by the first node that the step computes for each
         self._swapping_in: list[Path] = []        # of the sequences that the step under way swaps in
 
@@ -247,9 +247,19 @@ class PrefixCache(Prefixes):
         return {pin_id: pin.table for pin_id, pin in self.pins.items()} if self.pins else {}
 
     @property
+    def pin_ids(self) -> tuple[int, ...]:
+        """The ids of all pins."""
+        return self.pins.ids
+
+    @property
     def num_pinned_blocks(self) -> int:
         """Blocks that pins hold, each counted once."""
         return self.pins.num_blocks
+
+    def count_empty_slots(self, last_blocks: Mapping[int, int]) -> int:
+        """Return the empty slots of pinned blocks and of some blocks, given with their empty slots."""
+        pins = self.pins
+        return pins.num_empty_slots + sum(num for block, num in last_blocks.items() if block not in pins.tails)
 
     def end_step(self) -> None:
         """Let pending nodes be found: the step has succeeded, or nothing of it is left."""
