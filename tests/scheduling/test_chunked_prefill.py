@@ -1,9 +1,12 @@
 """A long prompt does not stall the rest; counted in steps, each of which takes one chunk's time."""
 
+import math
+
 import pytest
 
 from quire.core.sequence import Request
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
+from quire.scheduling.time_budget import TimeBudget
 from support.scheduling import Harness
 
 BUDGET = 16
@@ -97,6 +100,6 @@ def test_long_prompt_that_is_under_way_keeps_its_room() -> None:
 
 
 def test_budget_of_one_has_no_shares() -> None:
-    shares = ChunkedPrefillBudget(1, lambda: iter(()))
+    shares = ChunkedPrefillBudget(1, lambda: iter(()), TimeBudget(math.inf))
     shares.start_step()
-    assert [shares.share(missing, 1) for missing in (1, 2)] == [1, 1]
+    assert [shares.share(missing, 1, 0) for missing in (1, 2)] == [1, 1]

@@ -1,5 +1,6 @@
 """Drives a real scheduler over a real cache and the fake executor."""
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
 from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
+from quire.core.step_times import StepTimes
 from quire.core.task import GENERATE, BeamSearch, Pin, Scope
 from quire.engine.schedulers import make_scheduler
 from quire.scheduling.waiting_lines import Lack
@@ -60,6 +62,7 @@ class Harness:
     batching: Batching = "continuous"
     scheduling_policy: SchedulingPolicy = "priority"
     max_kv_share: float = 1.0
+    itl_target_s: float = math.inf
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # of whole answers of beam searches
@@ -75,7 +78,7 @@ class Harness:
         )
         config = SchedulerConfig(
             self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching, self.scheduling_policy,
-            self.max_kv_share,
+            self.max_kv_share, itl_target_s=self.itl_target_s,
         )  # fmt: skip
         self.scheduler = make_scheduler(config, cache_config, self.unprepared)
         self.cache = self.scheduler.cache
@@ -301,6 +304,12 @@ def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
     }
 
 
+def random_times(rng: random.Random) -> StepTimes | None:
+    """Return prices, a step itself for about 1, most of them so that a few tokens take as long."""
+    prices = (rng.choice([0.0, rng.uniform(0, most)]) for most in (0.5, 0.05, 0.05))
+    return rng.choice([None, *[StepTimes(rng.uniform(0.5, 2), *prices, rng.choice([1.0, 1.3]))] * 4])
+
+
 def random_run(
     seed: int,
     *,
@@ -314,7 +323,7 @@ def random_run(
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
     Windowed: with a sliding window, prefix caching and small blocks, whatever else is drawn.
     """
-    rng, policies = random.Random(seed), random.Random(f"policies of {seed}")
+    rng, policies, times = (random.Random(text) for text in (seed, f"policies of {seed}", f"times of {seed}"))
     block_size = rng.choice([1, 2, 3, 4] if crowded or windowed else [1, 2, 3, 4, 4, 8, 16])
     longest_prompt = rng.choice([3, 12] if crowded else [3, 12, 40])
     typical_blocks = (longest_prompt + 40 * (1 if crowded else rng.randint(1, 2))) // block_size + 1
@@ -328,7 +337,10 @@ def random_run(
         caching=rng.random() < 0.7 or windowed,
         num_swap_blocks=rng.choice([0, 1, typical_blocks // 2, *[10 * typical_blocks] * 4]),
         mode=rng.choice(["auto", "recompute", "swap", "swap"]),
-        rates=MeasuredRates(*(rng.choice([None, *[rng.uniform(1, 100)] * 5]) for _ in range(3))),
+        rates=MeasuredRates(
+            *(rng.choice([None, *[rng.uniform(1, 100)] * 5]) for _ in range(3)), step_times=random_times(times)
+        ),
+        itl_target_s=times.choice([math.inf, *[times.uniform(0.1, 8)] * 3]),
         scheduling_policy=policies.choice(["priority", "fair", "fair"]),
         max_kv_share=policies.choice([1.0, 1.0, policies.random() or 1.0]),
         sends=sends,

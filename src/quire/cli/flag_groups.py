@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 import yaml
 
-from quire.core.options import SIZE, Declared, declared_options, option
+from quire.core.options import MS, SIZE, Declared, declared_options, option
 
 # Names may be written with `_` or `-`; a flag's name in the environment is QUIRE_ and its long name.
 GROUP_SETTINGS: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
@@ -151,7 +151,7 @@ def _parameter_of(declared: Declared) -> inspect.Parameter:
     names = names if made.short is None else [long, made.short]
     if get_origin(hint) is tuple:
         hint, default = list[str], list(default)
-    elif made.metavar == SIZE and int in {hint, *get_args(hint)}:
+    elif made.metavar in (SIZE, MS) and {int, float} & {hint, *get_args(hint)}:
         hint = str | None if NoneType in get_args(hint) else str
     default = default if made.flag_default is None else made.flag_default
     return _parameter(

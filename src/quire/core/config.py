@@ -1,5 +1,6 @@
 """Configurations: one small frozen record per layer, resolved at start and never changed after."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +63,7 @@ class SchedulerConfig:
     scheduling_policy: SchedulingPolicy = "priority"
     max_kv_share: float = 1.0              # of the KV blocks that the running requests of one client may hold
     chunks_prompts: bool = True            # False: a step has all of a prompt or nothing of it
+    itl_target_s: float = math.inf         # that a step with a decode is planned to take, at most
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -72,5 +74,7 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, but prompts of up to {self.max_model_len} "
                 "tokens (max_model_len) are computed in one step each"
             )
+        if not self.itl_target_s > 0:
+            raise ConfigError(f"itl_target_s must be above 0, got {self.itl_target_s}")
         if not 0 < self.max_kv_share <= 1:
             raise ConfigError(f"max_kv_share must be above 0 and at most 1, got {self.max_kv_share}")

@@ -15,6 +15,8 @@ from quire.core.checks import shown
 from quire.core.errors import ConfigError
 
 SIZE = "SIZE"  # metavar of bytes, which may be given as text such as "4MiB"
+MS = "MS"      # metavar of milliseconds, a number or "none"
+LONGEST_MS = 3_600_000
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -96,6 +98,8 @@ def check_options(options: object) -> None:
                 raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
         elif declared.metavar == SIZE:
             parse_bytes(value, name, int(max(declared.low, 0)))
+        elif declared.metavar == MS:
+            parse_ms(value, name)
         elif bool in kinds:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
@@ -133,6 +137,22 @@ def parse_json_object(text: str, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{name} must be a JSON object, got {shown(text)}")
     return found
+
+
+def parse_ms(value: float | str, name: str) -> float:
+    """Return milliseconds from a number, or a text of one, above 0 and at most an hour; `none` is infinity.
+
+    ConfigError names `name`.
+    """
+    if value == "none":
+        return math.inf
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number <= LONGEST_MS:
+        raise ConfigError(f"{name} must be none, or a number above 0, at most {LONGEST_MS} ms, got {shown(value)}")
+    return number
 
 
 def parse_bytes(value: int | str, name: str, low: int = 1) -> int:

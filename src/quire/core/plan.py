@@ -15,6 +15,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.deltas import TokenLogprobs
 from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
+from quire.core.step_times import StepTimes
 from quire.core.task import NO_SCOPE, Scope
 
 BlockIds = Sequence[int]  # of a whole table: thousands, so an array
@@ -125,11 +126,12 @@ class PromptLogprobsChunk:
 
 
 class MeasuredRates(NamedTuple):
-    """Moving averages of the worker's rates: the scheduler has no clock. None: not measured yet."""
+    """Averages of what the worker has measured: the scheduler has no clock. None: not measured yet."""
 
     prefill_tokens_per_s: float | None = None
     swap_out_blocks_per_s: float | None = None
     swap_in_blocks_per_s: float | None = None
+    step_times: StepTimes | None = None
 
 
 UNMEASURED = MeasuredRates()

@@ -1,5 +1,6 @@
 """The step loop: schedule, execute, update (Yu et al. 2022)."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from quire.engine.messages import EngineState
 from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 PREPARATION_WAIT_S = 0.005  # for a grammar or an adapter, if nothing else is to be done; commands are handled between
 UNLOADABLE = "its LoRA adapter cannot be loaded any more: the files have changed, or are gone"
@@ -72,6 +75,7 @@ class Engine:
         self._clock = clock
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that may have made the last step fail
+        self._has_warned = False            # that the target of a step's time cannot be held
         self._is_certain = False            # the only suspect was being planned or recorded
         self._executor = executor
         self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs
@@ -126,7 +130,19 @@ class Engine:
             self._discard()                             # of requests that have just ended
             self.scheduler.roll_back()
         self.num_computed_tokens = sum(plan.counts)
+        self._warn_of_target()
         return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.record_success()
+
+    def _warn_of_target(self) -> None:
+        """Log, once, that steps take longer than the target without any prompt."""
+        time = self.scheduler.time
+        if time.num_unmet and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "itl_target_ms %.4g cannot be held: the decodes of a step alone take %.4g ms, so prompts advance in "
+                "every %dth step; the metric quire:itl_target_unmet_total counts such steps", time.target_s * 1000,
+                time.decode_s * 1000, time.num_between,
+            )  # fmt: skip
 
     def _wait_for_preparation(self) -> None:
         """Wait for what the next waiting request lacks, if there is one."""
@@ -196,6 +212,8 @@ class Engine:
             num_running_seqs=scheduler.num_running_seqs,
             waits_for=scheduler.wait_reason,
             num_deferred=scheduler.num_deferred,
+            step_times=scheduler.time.times,
+            num_itl_unmet=scheduler.time.num_unmet,
             adapters=self.adapters.use() if self.adapters is not None and is_count_due else None,
         )
 

@@ -16,6 +16,7 @@ from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.pooling import PoolerConfig
 from quire.core.sequence import Request
+from quire.core.step_times import StepTimes
 from quire.core.token_ids import PackedTokens
 from quire.engine.options import EngineOptions
 from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -127,6 +128,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     waits_for: WaitReason | None = None  # of the next waiting request
     num_deferred: int = 0               # waiting requests that the last step skipped
     adapters: AdapterUse | None = None  # None: not counted with this report
+    step_times: StepTimes | None = None  # prices of steps; None: nothing was measured yet
+    num_itl_unmet: int = 0              # steps whose decodes left no time for a prompt that wanted some
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):

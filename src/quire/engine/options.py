@@ -1,5 +1,6 @@
 """EngineOptions: every setting of an engine under its public name, checked before anything is loaded."""
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
@@ -18,7 +19,7 @@ from quire.core.config import (
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.lora import DEFAULT_MAX_LORAS, DEFAULT_MAX_RANK, MAX_ADAPTERS, MAX_RANK
-from quire.core.options import SIZE, check_options, option, parse_bytes, parse_json_object
+from quire.core.options import MS, SIZE, check_options, option, parse_bytes, parse_json_object, parse_ms
 from quire.core.pooling import Runner
 from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
 from quire.model.quantization import (
@@ -44,6 +45,7 @@ OVERRIDE = "override_generation_config"
 MAX_ENGINES = 64
 START_TIMEOUT_S = 120.0
 MAX_NUM_SEQS = (1 << 16) - 1  # every row has room for max_model_len tokens; a GPU's grid has no more in y
+DEFAULT_ITL_TARGET_MS = "500"  # of a server: a gap that a reader of a stream hardly notices
 MAX_GRAPH_SIZES, MAX_GRAPH_TOKENS = 128, 8192  # a graph keeps up to a few MiB, beside what the largest step needs
 
 _engine = partial(option, panel="Engine")
@@ -247,6 +249,14 @@ class EngineOptions:
         row=f"tokens in one step; `None`: {DEFAULT_MAX_NUM_BATCHED_TOKENS}. A prompt that needs more than half of it "
         "leaves the other half to other requests as far as they can use it, so short requests do not wait for long "
         "ones",
+    )  # fmt: skip
+    itl_target_ms: float | str | None = _engine(
+        None, "longest step beside a running stream: prompts have shorter chunks; or none", metavar=MS,
+        flag_default=DEFAULT_ITL_TARGET_MS,
+        row="the longest that a step is planned to take while a sequence decodes, so the longest gap between tokens "
+        "of a stream: prompts are computed in chunks that fit, by the times of the steps before "
+        f"([below](#targets-of-time)). The default of commands is {DEFAULT_ITL_TARGET_MS}; `None`, or `none` on the "
+        "command line: no limit but `max_num_batched_tokens`",
     )  # fmt: skip
     enable_prefix_caching: bool = _engine(
         True, "keep what has been computed, and find it again for prompts that begin alike",
@@ -452,6 +462,11 @@ class EngineOptions:
     def resolved_max_num_batched_tokens(self) -> int:
         """Tokens in one step, set or by default."""
         return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+    @property
+    def itl_target_s(self) -> float:
+        """The longest time of a step with a decode, in seconds; infinity without a limit."""
+        return math.inf if self.itl_target_ms is None else parse_ms(self.itl_target_ms, "itl_target_ms") / 1000
 
     def tensor_parallel_mode_on(self, device: str) -> Mode:
         """Return the division of layers on a device, set or by default: of GPUs it is `reduce`, unless exact."""

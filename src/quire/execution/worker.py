@@ -31,6 +31,7 @@ from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter
 from quire.execution.rates import Rate
 from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
+from quire.execution.step_timer import StepTimer
 from quire.execution.swapper import Swapper
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.model.batch import ForwardBatch
@@ -69,7 +70,7 @@ class Worker:
         self._grammars = grammars     # None: no request has a grammar
         self._drafter = drafter       # None: no row has drafts
         self._adapters = adapters     # None: no row has an adapter
-        self._prefill_rate = Rate()
+        self._prefill_rate, self._timer = Rate(), StepTimer()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -82,9 +83,15 @@ class Worker:
         sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
         self._batch.record(inputs, sampled.token_ids)
         result = self._result(inputs, hidden, sampled, swap_s)
-        if max(plan.counts) > 1:                                                   # else every row is a decode
-            self._prefill_rate.add(sum(plan.counts), time.perf_counter() - started_s - swap_s)
+        self._record_time(inputs, time.perf_counter() - started_s - swap_s)
         return result
+
+    def _record_time(self, inputs: StepInputs, seconds: float) -> None:
+        """Record how long a step took, for the results of later ones."""
+        num_tokens = len(inputs.forward.token_ids)
+        if num_tokens > len(inputs.rows):                                          # else every row is a decode
+            self._prefill_rate.add(num_tokens, seconds)
+        self._timer.record(inputs.starts, inputs.stops, seconds)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [T, hidden] of a batch; its keys and values are written to the cache."""
@@ -175,8 +182,9 @@ class Worker:
     def _rates(self) -> MeasuredRates:
         swapper = self._swapper
         if swapper is None:
-            return MeasuredRates(self._prefill_rate.per_s)
-        return MeasuredRates(self._prefill_rate.per_s, swapper.out_rate.per_s, swapper.in_rate.per_s)
+            return MeasuredRates(self._prefill_rate.per_s, step_times=self._timer.times)
+        out_per_s, in_per_s = swapper.out_rate.per_s, swapper.in_rate.per_s
+        return MeasuredRates(self._prefill_rate.per_s, out_per_s, in_per_s, self._timer.times)
 
     def _prompt_logprobs(
         self, inputs: StepInputs, hidden: Tensor, failures: dict[int, str]

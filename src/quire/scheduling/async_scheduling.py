@@ -14,8 +14,10 @@ from typing import NamedTuple
 from quire.cache.manager import KVCacheManager
 from quire.core.pooling import Pool
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
+from quire.core.step_times import StepWork, chunk_work
 from quire.core.task import BeamSearch
 from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.time_budget import TimeBudget
 
 
 class Chunk(NamedTuple):
@@ -29,18 +31,21 @@ class Chunk(NamedTuple):
 
 
 def schedule_next(
-    current: PlanBuilder, running: Iterable[Request], num_running_seqs: int, budget: int, cache: KVCacheManager
-) -> PlanBuilder | None:
+    current: PlanBuilder, running: Iterable[Request], num_running_seqs: int, budget: int, cache: KVCacheManager,
+    time: TimeBudget,
+) -> PlanBuilder | None:  # fmt: skip
     """Return the step after `current`, which has not been recorded; None if it cannot be planned before that.
 
-    `num_running_seqs`: unfinished sequences of `running`. Decodes come first, then prompts by what is left.
+    `num_running_seqs`: unfinished sequences of `running`. Decodes come first, then prompts by what is left, of `budget`
+    in tokens and of the step's time.
     """
     drawn = [each for each in current.sampled if each[1].status is SequenceStatus.RUNNING]
     rested = [each for each in current.resting if each[1].status is SequenceStatus.RUNNING if _num_missing(each[1]) < 2]
     ahead, chunks, num_met = PlanBuilder(), list[Chunk](), len(drawn) + len(rested)
     if num_met < num_running_seqs:
         seen = {sequence.seq_id for _, sequence in (*drawn, *rested)}
-        found = _chunks(current, running, ahead, seen, budget - num_met)
+        time.start_step(lambda: _decode_work(drawn, rested))
+        found = _chunks(current, running, ahead, seen, budget - num_met, time)
         if found is None:
             return None
         chunks = found
@@ -77,8 +82,9 @@ def must_see_tokens(request: Request) -> bool:
 
 
 def _chunks(
-    current: PlanBuilder, running: Iterable[Request], ahead: PlanBuilder, seen: set[int], budget: int
-) -> list[Chunk] | None:
+    current: PlanBuilder, running: Iterable[Request], ahead: PlanBuilder, seen: set[int], budget: int,
+    time: TimeBudget,
+) -> list[Chunk] | None:  # fmt: skip
     """Share the budget that decodes leave among the sequences that are not `seen`: prompts, most of them.
 
     None if branches of a request fork next, or wait for the end of a batch. Beams that have just forked rest.
@@ -101,8 +107,9 @@ def _chunks(
                     left.append((num_known - start, request, sequence, start))
     chunks = list[Chunk]()
     for num_missing, request, sequence, start in sorted(left, key=lambda each: each[0]):
-        if (count := min(num_missing, budget)) <= 0:
+        if budget <= 0 or (count := min(num_missing, budget, time.most_tokens(start))) <= 0:
             break
+        time.spend(start, count)
         is_last = count == num_missing
         if is_last and request.live[-1].row == NO_ROW:
             return None
@@ -115,6 +122,11 @@ def _num_blocks(chunks: Iterable[Chunk], cache: KVCacheManager) -> int:
     """Return the most blocks that chunks take: those that they fill, and a copy of the first if that is shared."""
     size = cache.block_size
     return sum((chunk.start + chunk.num_tokens) // size - chunk.start // size + 1 for chunk in chunks)
+
+
+def _decode_work(*owners: Iterable[tuple[Request, Sequence]]) -> StepWork:
+    """Return what these sequences compute: the token behind the known ones, which the running step samples."""
+    return sum((chunk_work(sequence.num_tokens, 1) for each in owners for _, sequence in each), StepWork())
 
 
 def _num_missing(sequence: Sequence) -> int:

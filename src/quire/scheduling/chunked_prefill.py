@@ -1,14 +1,17 @@
-"""Chunked prefill: the part of a step's token budget that long prompts may take (Agrawal et al. 2024).
+"""Chunked prefill: the part of a step that long prompts may take (Agrawal et al. 2024).
 
-A long prompt is computed in chunks, and a chunk leaves half of the budget to sequences with little to compute, as far
-as they can use it. So a short request waits for a step or two, not for a whole long prompt; without short requests,
-long prompts take the whole budget. A model that computes texts as a whole has no chunks.
+A long prompt is computed in chunks, and a chunk leaves half of the step's budget to sequences with little to compute,
+as far as they can use it. So a short request waits for a step or two, not for a whole long prompt; without short
+requests, long prompts take the whole budget. That is a number of tokens, and with a target for the time of steps no
+more than fit into it beside the decodes (`quire.scheduling.time_budget`). A model that computes texts as a whole has no
+chunks.
 """
 
 from collections.abc import Callable, Iterator
 from itertools import islice
 
 from quire.core.sequence import Request
+from quire.scheduling.time_budget import TimeBudget, decodes
 
 _MAX_LOOKED_AT = 512  # requests counted as wanting budget: more of them change nothing
 _MAX_PASSED = 8       # long prompts in a step that shorter ones behind them pass: each is looked up in the cache
@@ -17,8 +20,8 @@ _MAX_PASSED = 8       # long prompts in a step that shorter ones behind them pas
 class ChunkedPrefillBudget:
     """The part of each step's budget that goes to sequences with more than half a budget to compute."""
 
-    def __init__(self, budget: int, candidates: Callable[[], Iterator[Request]]) -> None:
-        self._budget, self._candidates = budget, candidates
+    def __init__(self, budget: int, candidates: Callable[[], Iterator[Request]], time: TimeBudget) -> None:
+        self._budget, self._candidates, self._time = budget, candidates, time
         self._left: int | None = None       # of this step's part; None: no long prompt was met yet
         self._num_passed = 0
 
@@ -31,26 +34,34 @@ class ChunkedPrefillBudget:
         self._num_passed += 1
         return self._num_passed <= _MAX_PASSED
 
-    def share(self, num_missing: int, budget: int) -> int:
+    def share(self, num_missing: int, budget: int, start: int) -> int:
         """Return how many tokens of what is left of the step's budget a sequence may use that has so many to compute.
 
-        The first long prompt of a step gets at least one; later ones may get none.
+        `start`: the position of the first. The first long prompt of a step gets at least one, unless the step has no
+        time; later ones may get none.
         """
+        num_in_time = self._time.most_tokens(start)
         if num_missing <= max(1, self._budget // 2):
-            return budget
-        if self._left is None:
-            self._left = self._budget - self._wanted_by_short(self._budget // 2)
-        granted = min(num_missing, budget, self._left)
-        self._left -= granted
+            granted = min(budget, num_in_time)
+        else:
+            if self._left is None:
+                whole = min(self._budget, num_in_time)
+                self._left = whole - self._wanted_by_short(whole // 2)
+            granted = min(num_missing, budget, num_in_time, self._left)
+            self._left -= granted
+        self._time.spend(start, min(granted, num_missing))
         return granted
 
     def _wanted_by_short(self, most: int) -> int:
-        """Count the tokens that requests with little to compute could use now, up to `most`."""
-        wanted = 0
+        """Count the tokens that requests with little to compute could use now, up to `most`.
+
+        Where time is the limit, it is what decodes have left already.
+        """
+        wanted, is_timed = 0, self._time.is_limited
         for request in islice(self._candidates(), _MAX_LOOKED_AT):
             sequence = request.live[0]
             num_missing = sequence.num_tokens - sequence.num_computed_tokens
-            if num_missing <= max(1, self._budget // 2):
+            if num_missing <= max(1, self._budget // 2) and not (is_timed and decodes(sequence)):
                 wanted += num_missing + len(request.live) - 1
             if wanted >= most:
                 return most
@@ -60,7 +71,7 @@ class ChunkedPrefillBudget:
 class WholePrompts(ChunkedPrefillBudget):
     """The budget of steps in which a prompt is computed as a whole or not at all: shorter ones may pass it."""
 
-    def share(self, num_missing: int, budget: int) -> int:
+    def share(self, num_missing: int, budget: int, start: int) -> int:
         """Return the tokens of a whole prompt, 0 if they are more than what is left of the budget.
 
         The first prompt of a step always fits: none is longer than a budget.

@@ -26,6 +26,7 @@ from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
 from quire.scheduling.policies import ByPriority
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.queues import RequestQueues
+from quire.scheduling.time_budget import TimeBudget, decode_work, decodes
 from quire.scheduling.waiting_lines import Lack, LineReader
 
 _DECODES_AT_ONCE = 256  # requests that each run of decodes looks at, at most: decodes and groups may alternate
@@ -41,13 +42,14 @@ class Planner:
     def __init__(
         self, config: SchedulerConfig, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
         order: ByPriority, cache: KVCacheManager, shares: BlockShares | None,
-        unprepared: Callable[[Request], Lack | None],
+        unprepared: Callable[[Request], Lack | None], time: TimeBudget,
     ) -> None:  # fmt: skip
         self._shares, self._unprepared = shares, unprepared
         self._queues, self._admission, self._preemption = queues, admission, preemption
         self._order, self._cache = order, cache
         budget = ChunkedPrefillBudget if config.chunks_prompts else WholePrompts
-        self._prefill_budget = budget(config.max_num_batched_tokens, self._budget_candidates)
+        self._prefill_budget = budget(config.max_num_batched_tokens, self._budget_candidates, time)
+        self._time = time
 
     def start_step(self) -> None:
         """Reset what is counted per step."""
@@ -56,6 +58,7 @@ class Planner:
             self._shares.start_step()
         self._queues.wait_reasons.start_step()
         self._prefill_budget.start_step()
+        self._time.start_step(lambda: decode_work(self._queues.running))
         if self._cache.prefix_caching_enabled and self._needs_prefixes():
             self._cache.publish()
 
@@ -79,7 +82,17 @@ class Planner:
     # --- running requests -----------------------------------------------------------------------------------------
 
     def plan_running(self, step: PlanBuilder, budget: int) -> int:
-        """Plan running requests in order. Return the budget left."""
+        """Plan running requests in order. Return the budget left.
+
+        If decodes that a prompt waited for were preempted, it takes the time that was theirs.
+        """
+        budget = self._plan_in_order(step, budget)
+        if not step.num_tokens and self._queues.running and self._time.lift():
+            self._prefill_budget.start_step()
+            budget = self._plan_in_order(step, budget)
+        return budget
+
+    def _plan_in_order(self, step: PlanBuilder, budget: int) -> int:
         running, index = self._order.planning_order(self._queues.running), 0
         step.order = running
         try:
@@ -117,8 +130,7 @@ class Planner:
         """Plan a prompt, which may be long, or a group. Reserve blocks for the rest of the prompt."""
         mark, num_missing = step.mark(), num_missing_tokens(request)
         waits_to_fork, is_alone = request.live[-1].row == NO_ROW, len(request.live) == 1
-        if waits_to_fork or is_alone:
-            budget = self._prefill_budget.share(num_missing, budget)
+        budget = self._share(request, budget)
         try:
             used = self._advance_group(step, request, budget) if budget > 0 else 0
         except SelfPreemptedError:
@@ -127,6 +139,15 @@ class Planner:
         if waits_to_fork or (is_alone and used < num_missing):
             self._admission.reserve(request)
         return used
+
+    def _share(self, request: Request, budget: int) -> int:
+        """Return how many tokens of what is left of the budget a running request may compute: all, if it decodes."""
+        live, num_missing = request.live, num_missing_tokens(request)
+        if live[-1].row != NO_ROW:
+            if all(map(decodes, live)):
+                return budget
+            num_missing = sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in live)
+        return self._prefill_budget.share(num_missing, budget, live[0].num_computed_tokens)
 
     def _advance_group(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Plan the branches of a request, up to `budget` tokens in all. Return how many.
@@ -233,7 +254,8 @@ class Planner:
             num_spare = admission.num_spare_blocks(request, match)
             if num_spare < 0 and queues.running:                        # alone it fits: see AdmissionLimits
                 return "kv_blocks"
-            share = self._prefill_budget.share(num_missing_tokens(request) - match.num_tokens, budget)
+            num_missing = num_missing_tokens(request) - match.num_tokens
+            share = self._prefill_budget.share(num_missing, budget, match.num_tokens)
             if share == 0:
                 if request.num_preemptions or not self._prefill_budget.may_be_passed():
                     return "token_budget"                               # later requests must not take a victim's blocks
@@ -261,7 +283,8 @@ class Planner:
         for sequence in request.live:
             if sequence.row != NO_ROW:
                 self._start_row(step, request, sequence)
-        used = self._advance_group(step, request, budget)
+        share = self._share(request, budget)
+        used = self._advance_group(step, request, share) if share > 0 else 0
         self._admission.reserve(request)
         return used
 

@@ -65,7 +65,7 @@ class PreemptionPolicy:
         return num_tokens
 
     def _cheaper(self, footprint: Footprint, num_tokens: int) -> PreemptionKind:
-        tokens_per_s, blocks_out_per_s, blocks_in_per_s = self._rates
+        tokens_per_s, blocks_out_per_s, blocks_in_per_s, _ = self._rates
         if tokens_per_s is None or blocks_out_per_s is None or blocks_in_per_s is None:
             return "swap"
         num_blocks_back = footprint.num_blocks - footprint.num_held_by_others

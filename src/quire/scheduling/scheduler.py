@@ -34,6 +34,7 @@ from quire.scheduling.preemption import PreemptionPolicy, PreemptionStats
 from quire.scheduling.queues import RequestQueues
 from quire.scheduling.result_recorder import ResultRecorder
 from quire.scheduling.step_rollback import affected_by, release_affected
+from quire.scheduling.time_budget import TimeBudget
 from quire.scheduling.waiting_lines import Lack
 
 
@@ -61,8 +62,9 @@ class Scheduler:
         self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
         make_shares = parts.make_shares
         self._shares = None if make_shares is None else make_shares(cache, self.running, self.admission)
+        self.time = TimeBudget(config.itl_target_s)
         self.planner = Planner(
-            config, self.queues, self.admission, self.preemption, self.order, cache, self._shares, unprepared
+            config, self.queues, self.admission, self.preemption, self.order, cache, self._shares, unprepared, self.time
         )
         self._step = PlanBuilder()                  # that is being planned, or is under way
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
@@ -254,7 +256,7 @@ class Scheduler:
             return None
         self._ahead = schedule_next(
             self._step, self.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
-            self.cache,
+            self.cache, self.time,
         )
         return None if self._ahead is None else self._start_step(self._ahead)
 
@@ -289,6 +291,7 @@ class Scheduler:
         self._recorder.advance(step, result, self._ahead)
         self.cache.end_step()
         self.preemption.record_step(result)
+        self.time.record(result.rates.step_times)
         for chunk in result.prompt_logprobs:
             self._recorder.store_prompt_logprobs(chunk)
         self._recorder.record(step, result, self._ahead)

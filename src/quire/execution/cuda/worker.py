@@ -49,7 +49,6 @@ class StepInFlight(NamedTuple):
     hidden: Tensor                    # [T, hidden]; of a graph that draws, nothing: no row needs them
     sampled: SampledTokens | Tensor   # of `sample_async`, being copied to the host; complete with logprobs
     event: torch.cuda.Event | None    # the copy is complete
-    num_prefilled: int                # tokens; 0 if every row is a decode
     swap_s: float
     started_s: float
 
@@ -113,11 +112,10 @@ class CudaWorker(Worker):
         event = None
         if isinstance(sampled, Tensor):
             sampled, event = _to_host(sampled)
-        num_prefilled = sum(plan.counts) if max(plan.counts) > 1 else 0
         owners = self._batch.write_placeholders(inputs)
         if self._graphs is not None:
             self._graphs.capture_one()
-        return StepInFlight(inputs, owners, hidden, sampled, event, num_prefilled, swap_s, started_s)
+        return StepInFlight(inputs, owners, hidden, sampled, event, swap_s, started_s)
 
     def _resolved(self, batch: ForwardBatch) -> ForwardBatch:
         """Return a batch whose placeholders are replaced by what their rows have sampled last."""
@@ -188,8 +186,7 @@ class CudaWorker(Worker):
             sampled = to_sampled_tokens(sampled[:, : len(step.inputs.sample_rows)])
         self._batch.record(step.inputs, sampled.token_ids, step.owners)
         before_s, self._completed_s = self._completed_s, time.perf_counter()
-        if step.num_prefilled:
-            self._prefill_rate.add(step.num_prefilled, self._completed_s - max(before_s, step.started_s))
+        self._record_time(step.inputs, self._completed_s - max(before_s, step.started_s))
         return self._result(step.inputs, step.hidden, sampled, step.swap_s)
 
     def _is_computed(self) -> Callable[[], bool]:

@@ -1,0 +1,157 @@
+"""Fit of `StepTimes` to the steps that a worker has run: least squares over relative errors, old steps fading.
+
+Decodes, and steps with chunks of prompts, are kept apart and fade apart: an hour of decodes forgets no prompt, and one
+prompt no decode. What has not been measured stays near a guess. Steps that are far off what was predicted wait until
+there are a few in a row. Then either the machine has become faster or slower as a whole, and all that was measured
+before is rescaled to the new speed, or they show something new, such as longer contexts: the better fit decides.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.step_times import StepTimes
+
+Floats = NDArray[np.float64]
+
+NUM_KEPT = 64          # steps of a kind that count: with each new one the others weigh a 64th less
+MOST_OFF = 1.35        # measured to predicted, or the other way round: beyond it a step is a surprise
+NUM_SURPRISES = 4      # in a row that are looked at together
+GUESS_WEIGHT = 0.02    # of the guess of each price, in measured steps
+MARGIN_STEPS = 64      # steps with chunks whose errors give the margin
+MARGIN_SHARE = 0.9     # of these steps are within it
+LEAST_MARGIN_STEPS, FIRST_MARGIN, MOST_MARGIN = 8, 1.1, 1.5
+LOT_S = 0.01           # shorter steps are fitted in lots of this length: a fit takes some 50 microseconds
+# Prices before a measurement, in units of a step without tokens: while the weights are read 4 tokens are computed, one
+# behind 4,000 others takes as long as two, and reading the weights as long as reading 100,000 tokens of context. Only
+# the ratios count, and only until steps of a kind have been measured: then a chunk that is too short costs little.
+GUESS = np.array([1.0, 1 / 4, 1 / 4 / 4000, 1 / 100_000])
+
+
+class _Step(NamedTuple):
+    """Entries of a step at positions [starts[i], stops[i])."""
+
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    seconds: float
+
+
+class _Measured:
+    """Steps as sums of their work per second, the latest with the most weight."""
+
+    def __init__(self) -> None:
+        self.squares, self.sums, self.weight = np.zeros((4, 4)), np.zeros(4), 0.0
+
+    def add(self, work: Floats, seconds: float) -> None:
+        """Add a step of work [4]; those before it fade."""
+        scaled, fading = work / seconds, 1 - 1 / NUM_KEPT
+        self.squares = self.squares * fading + np.outer(scaled, scaled)
+        self.sums = self.sums * fading + scaled
+        self.weight = self.weight * fading + 1
+
+    def rescaled(self, factor: float) -> "_Measured":
+        """Return the same steps, each of which took `factor` times as long."""
+        other = _Measured()
+        other.squares, other.sums, other.weight = self.squares / factor**2, self.sums / factor, self.weight
+        return other
+
+    def error(self, prices: Floats) -> float:
+        """Return the sum of squares of relative errors."""
+        return float(prices @ self.squares @ prices - 2 * prices @ self.sums + self.weight)
+
+
+class StepTimer:
+    """The prices of a worker's steps."""
+
+    def __init__(self) -> None:
+        self.times: StepTimes | None = None                  # None: nothing was measured yet
+        self._prices: Floats | None = None
+        self._lot: list[_Step] = []                          # not yet looked at
+        self._lot_s = 0.0
+        self._kinds = [_Measured(), _Measured()]             # decodes, steps with chunks
+        self._surprises: list[tuple[bool, Floats, float]] = []  # with a chunk, work, seconds: not yet fitted
+        self._ratios = deque[float](maxlen=MARGIN_STEPS)     # measured to predicted, of steps with chunks
+
+    def record(self, starts: NDArray[np.int64], stops: NDArray[np.int64], seconds: float) -> None:
+        """Record a step of entries at positions [starts[i], stops[i])."""
+        self._lot.append(_Step(starts, stops, max(seconds, 1e-9)))
+        self._lot_s += seconds
+        if self._lot_s >= LOT_S:
+            for step in self._lot:
+                self._look_at(step)
+            self._lot, self._lot_s = [], 0.0
+            self._fit()
+
+    def _look_at(self, step: _Step) -> None:
+        work, is_mixed = _work(step)
+        ratio = 1.0 if self._prices is None else step.seconds / float(work @ self._prices)
+        if is_mixed:
+            self._ratios.append(ratio)
+        self._surprises.append((is_mixed, work, step.seconds))
+        is_known = self._kinds[is_mixed].weight > 1
+        if is_known and not 1 / MOST_OFF <= ratio <= MOST_OFF and len(self._surprises) < NUM_SURPRISES:
+            return
+        if len(self._surprises) >= NUM_SURPRISES:
+            self._rescale_if_better()
+        _add(self._kinds, self._surprises)
+        self._surprises = []
+
+    def _rescale_if_better(self) -> None:
+        """Rescale what was measured before the surprises, if one set of prices then explains all of it better."""
+        assert self._prices is not None, "a surprise without a prediction"
+        factor = float(np.median([seconds / float(work @ self._prices) for _, work, seconds in self._surprises]))
+        rescaled = [kind.rescaled(factor) for kind in self._kinds]
+        if _error(rescaled, self._surprises) < _error(self._kinds, self._surprises):
+            self._kinds = rescaled
+            self._ratios.clear()
+
+    def _fit(self) -> None:
+        if any(kind.weight for kind in self._kinds):
+            self._prices = _fitted(self._kinds)
+            step_s, token_s, attended_s, context_s = self._prices.tolist()
+            self.times = StepTimes(step_s, token_s, attended_s, context_s, self._margin())
+
+    def _margin(self) -> float:
+        if len(self._ratios) < LEAST_MARGIN_STEPS:
+            return FIRST_MARGIN
+        return min(max(float(np.quantile(self._ratios, MARGIN_SHARE)), 1.0), MOST_MARGIN)
+
+
+def _add(kinds: list[_Measured], steps: list[tuple[bool, Floats, float]]) -> None:
+    for is_mixed, work, seconds in steps:
+        kinds[is_mixed].add(work, seconds)
+
+
+def _error(kinds: list[_Measured], steps: list[tuple[bool, Floats, float]]) -> float:
+    """Return the error that is left once these steps are fitted together with what was measured before."""
+    together = [kind.rescaled(1.0) for kind in kinds]
+    _add(together, steps)
+    prices = _fitted(together)
+    return sum(kind.error(prices) for kind in together)
+
+
+def _work(step: _Step) -> tuple[Floats, bool]:
+    """Return what a step's prices are multiplied with, and whether it has a chunk."""
+    counts = step.stops - step.starts
+    num_tokens, num_attended = int(counts.sum()), int(counts @ (step.starts + step.stops + 1)) / 2
+    return np.array([1.0, num_tokens, num_attended, int(step.stops.sum())]), num_tokens > len(counts)
+
+
+def _fitted(kinds: list[_Measured]) -> Floats:
+    """Return the prices with the least squares of relative errors, none of them negative.
+
+    They are solved for in units of the guess, itself in the unit that fits best: what was not measured stays there.
+    """
+    squares, sums = sum(kind.squares for kind in kinds), sum(kind.sums for kind in kinds)
+    unit = GUESS * (GUESS @ sums) / (GUESS @ squares @ GUESS)
+    left = np.outer(unit, unit) * squares + GUESS_WEIGHT * np.eye(4)
+    right = unit * sums + GUESS_WEIGHT
+    used = np.ones(4, dtype=bool)
+    while True:
+        found = np.zeros(4)
+        found[used] = np.linalg.solve(left[np.ix_(used, used)], right[used])
+        if (found >= 0).all():
+            return np.asarray(found * unit)
+        used &= found > 0

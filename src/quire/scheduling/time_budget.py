@@ -1,0 +1,114 @@
+"""Time budget: the part of a step's target that prompts may take while a sequence decodes.
+
+Two tokens of a stream are as far apart as the step between them takes. So a step that computes the next token of a
+sequence takes only as many tokens of prompts as keep it within the target, by the prices that the worker has measured
+(`quire.core.step_times`). Without a decode there is no limit, nor before the first measurement. Where the decodes leave
+no room for a token, prompts advance in every m-th step, by a chunk as long as the decodes: m, 2 to 8, is what a step
+takes over the target. Streams and prompts are both slower than asked for then, and none stands still.
+A prompt that takes t alone takes about t T / (T - d) beside decodes of d seconds, T the target.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+from quire.core.sequence import NO_ROW, Request, Sequence
+from quire.core.step_times import StepTimes, StepWork, chunk_work
+
+NO_LIMIT = 1 << 30     # tokens
+MOST_KNOWN = 32        # tokens that a decoding sequence may have to compute: drawn, or forced by a grammar
+MOST_STEPS = 8         # between two that advance prompts, where the target cannot be held
+
+
+class TimeBudget:
+    """Limits the tokens of prompts in the steps of one scheduler to a target, in seconds."""
+
+    def __init__(self, target_s: float) -> None:
+        self.target_s = target_s
+        self.num_unmet = 0                         # steps in which decodes left no room for a token of a prompt
+        self.times: StepTimes | None = None        # the prices; None: nothing was measured yet
+        self._decodes: Callable[[], StepWork] = StepWork
+        self._left_s: float | None = None          # of this step, for prompts; None: no prompt has asked yet
+        self.decode_s = 0.0                        # of the last step that was limited: without its prompts
+        self._num_passed = 0                       # steps since prompts have advanced, where the target cannot be held
+
+    @property
+    def is_limited(self) -> bool:
+        """Return whether prompts of this step have a limit, once one has asked."""
+        return self._left_s is not None and self._left_s != math.inf
+
+    @property
+    def num_between(self) -> int:
+        """Return in which of how many steps prompts advance, where the target cannot be held."""
+        return min(max(math.ceil(self.decode_s / self.target_s), 2), MOST_STEPS)
+
+    def record(self, times: StepTimes | None) -> None:
+        """Use these prices from now on; None: those known before."""
+        if times is not None:
+            self.times = times
+
+    def start_step(self, decodes: Callable[[], StepWork]) -> None:
+        """Begin a step. `decodes`, called if a prompt asks for tokens, returns what decoding sequences compute."""
+        self._decodes, self._left_s = decodes, None
+
+    def lift(self) -> bool:
+        """Remove the limit of this step; return whether there was one."""
+        was_limited = self.is_limited
+        self._left_s = math.inf
+        return was_limited
+
+    def most_tokens(self, start: int) -> int:
+        """Return the most tokens from position `start` of a prompt on that this step has time for."""
+        if self._left_s is None:
+            left_s = self._measure()
+            if left_s != math.inf and self._fitting(start, left_s) < 1:
+                return self._unmet(start)
+            self._left_s, self._num_passed = left_s, 0
+        return self._fitting(start, self._left_s)
+
+    def spend(self, start: int, num_tokens: int) -> None:
+        """Take the time of these tokens of a prompt from what is left."""
+        if self._left_s is not None and self.times is not None:
+            chunk = chunk_work(start, num_tokens)
+            self._left_s -= self.times.seconds(chunk) - self.times.step_s
+
+    def _measure(self) -> float:
+        """Return the seconds that decodes leave; infinity without decodes or prices."""
+        work = self._decodes()
+        if self.times is None or not work.num_tokens:
+            return math.inf
+        self.decode_s = self.times.seconds(work)
+        return max(self.target_s / self.times.margin - self.decode_s, 0.0)
+
+    def _fitting(self, start: int, left_s: float) -> int:
+        if left_s == math.inf or self.times is None:
+            return NO_LIMIT
+        return self.times.most_tokens(start, left_s)
+
+    def _unmet(self, start: int) -> int:
+        """Return the tokens of a step whose decodes leave no room for one: none, or a chunk in every m-th step."""
+        self.num_unmet += 1
+        self._num_passed += 1
+        if self._num_passed < self.num_between:
+            self._left_s = 0.0
+            return 0
+        self._num_passed, self._left_s = 0, self.decode_s
+        return max(1, self._fitting(start, self._left_s))
+
+
+def decodes(sequence: Sequence) -> bool:
+    """Return whether a running sequence has computed its prompt and goes on token by token."""
+    num_known = sequence.num_tokens - sequence.num_computed_tokens
+    return sequence.num_computed_tokens >= sequence.num_prompt_tokens and num_known <= MOST_KNOWN
+
+
+def decode_work(running: Iterable[Request]) -> StepWork:
+    """Return what the decoding sequences of running requests compute in a step, with the drafts that wait."""
+    num_tokens = num_attended = num_context = 0.0
+    for request in running:
+        for sequence in request.live:
+            if sequence.row == NO_ROW or not decodes(sequence):
+                continue
+            start = sequence.num_computed_tokens
+            tokens, attended, context = chunk_work(start, sequence.num_tokens - start + len(sequence.drafts))
+            num_tokens, num_attended, num_context = num_tokens + tokens, num_attended + attended, num_context + context
+    return StepWork(num_tokens, num_attended, num_context)

@@ -1,0 +1,131 @@
+"""A step beside a decode is planned to take no longer than the target, by prices that the test sets: no clock runs."""
+
+import math
+
+import pytest
+
+from quire.core.plan import MeasuredRates, StepPlan
+from quire.core.sequence import Request
+from quire.core.step_times import StepTimes, StepWork, chunk_work
+from support.scheduling import Harness, random_run
+
+PRICES = StepTimes(step_s=0.02, token_s=0.001, attended_s=1e-6, context_s=1e-6)
+BUDGET = 256
+
+
+def harness_of(target_s: float, prices: StepTimes | None = PRICES, **settings: int) -> Harness:
+    settings = {"num_blocks": 3000, "budget": BUDGET, "max_num_seqs": 64} | settings
+    return Harness(**settings, rates=MeasuredRates(step_times=prices), itl_target_s=target_s)  # type: ignore[arg-type]
+
+
+def seconds_of(plan: StepPlan, prices: StepTimes = PRICES) -> float:
+    work = sum((chunk_work(*entry) for entry in zip(plan.starts, plan.counts, strict=True)), StepWork())
+    return prices.seconds(work)
+
+
+def start_streams(harness: Harness, number: int = 4) -> list[Request]:
+    streams = [harness.add(4, max_tokens=2000, ignore_eos=True) for _ in range(number)]
+    while not all(request.live and request.live[0].num_output_tokens for request in streams):
+        harness.step()
+    return streams
+
+
+def run_beside(harness: Harness, request: Request) -> list[StepPlan]:
+    """Step until a request has its first token; return the plans."""
+    plans = []
+    while (request.request_id, 0) not in harness.outputs:
+        plans.append(harness.schedule())
+        harness.execute(plans[-1])
+    return plans
+
+
+@pytest.mark.parametrize("target_s", [0.05, 0.08, 0.2])
+@pytest.mark.parametrize("margin", [1.0, 1.25])
+def test_steps_beside_a_stream_are_filled_up_to_the_target(target_s: float, margin: float) -> None:
+    harness = harness_of(target_s, PRICES._replace(margin=margin))
+    start_streams(harness)
+    *full, last = run_beside(harness, harness.add(2000, max_tokens=1))
+    longest = PRICES.token_s + 0.003  # one token more at the end of the prompt
+    assert all(target_s / margin - longest < seconds_of(plan) <= target_s / margin + 1e-9 for plan in full)
+    assert seconds_of(last) <= target_s / margin + 1e-9
+    assert harness.scheduler.time.num_unmet == 0
+
+
+def test_prompt_alone_has_no_limit() -> None:
+    harness = harness_of(0.03)
+    plans = run_beside(harness, harness.add(2000, max_tokens=1))
+    assert [sum(plan.counts) for plan in plans[:-1]] == [BUDGET] * (len(plans) - 1)
+
+
+@pytest.mark.parametrize(("target_s", "prices"), [(math.inf, PRICES), (0.03, None)])
+def test_without_target_or_prices_there_is_no_limit(target_s: float, prices: StepTimes | None) -> None:
+    harness = harness_of(target_s, prices)
+    start_streams(harness)
+    plans = run_beside(harness, harness.add(2000, max_tokens=1))
+    assert [sum(plan.counts) for plan in plans[:-1]] == [BUDGET] * (len(plans) - 1)
+
+
+def test_long_prompt_takes_as_much_longer_as_decodes_take_of_each_step() -> None:
+    harness = harness_of(0.1)
+    start_streams(harness)
+    plans = run_beside(harness, harness.add(4000, max_tokens=1))
+    alone_s = PRICES.seconds(chunk_work(0, 4000)) - PRICES.step_s
+    decode_s = seconds_of(harness.schedule())
+    assert sum(map(seconds_of, plans)) == pytest.approx(alone_s * 0.1 / (0.1 - decode_s), rel=0.1)
+
+
+def test_short_prompt_waits_a_step_or_two_behind_a_long_one() -> None:
+    harness = harness_of(0.1)
+    start_streams(harness)
+    harness.add(4000, max_tokens=1)
+    for _ in range(3):
+        harness.step()
+    for _ in range(10):
+        assert len(run_beside(harness, harness.add(20, max_tokens=1))) <= 1
+    assert len(run_beside(harness, harness.add(100, max_tokens=1))) <= 4, "half of each step"
+
+
+def test_target_that_decodes_miss_lets_prompts_advance_every_few_steps() -> None:
+    harness = harness_of(0.01)  # decodes take 0.024
+    streams = start_streams(harness)
+    prompt = harness.add(200, max_tokens=1)
+    before = harness.scheduler.time.num_unmet
+    plans = run_beside(harness, prompt)
+    has_chunk = [max(plan.counts) > 1 for plan in plans]
+    assert has_chunk == ([False, False, True] * len(plans))[: len(plans)]
+    assert all(seconds_of(plan) < 0.06 for plan in plans)
+    assert harness.scheduler.time.num_unmet - before == len(plans)
+    assert all(len(plan.sample_rows) >= len(streams) for plan in plans), "a token of each stream in each step"
+
+
+def test_target_of_nearly_nothing_starves_no_prompt() -> None:
+    harness = harness_of(1e-9)
+    start_streams(harness)
+    assert len(run_beside(harness, harness.add(200, max_tokens=1))) < 200
+
+
+def test_prompt_takes_over_where_the_decodes_are_preempted() -> None:
+    """The first in order is a prompt without time, and the decodes behind it lose their blocks."""
+    for seed in range(60):
+        random_run(seed, crowded=True)
+
+
+def test_step_planned_ahead_keeps_the_target() -> None:
+    harness = harness_of(0.08)
+    start_streams(harness)
+    harness.add(3000, max_tokens=1)
+    for _ in range(5):
+        plan = harness.schedule()
+        harness.executor.submit(plan)
+        ahead = harness.scheduler.schedule_next()
+        assert ahead is not None
+        assert max(ahead.counts) > 10
+        assert seconds_of(ahead) <= 0.08 + 1e-9
+        harness.scheduler.update(plan, harness.executor.collect())
+
+
+def test_bursts_of_short_prompts_are_not_held_up_before_a_stream_runs() -> None:
+    harness = harness_of(0.03)
+    for _ in range(10):
+        harness.add(25, max_tokens=1)
+    assert len(harness.schedule().counts) == 10
