@@ -42,6 +42,10 @@ def test_metadata_and_tensors_are_those_that_were_written(tmp_path: Path, versio
     scalars = {key: value for key, value in METADATA.items() if not isinstance(value, list)}
     assert {key: file.metadata[key] for key in scalars} == scalars  # also 1e-5, which the file has in float32
     assert file.strings("tokens") == METADATA["tokens"]
+    first, *others = METADATA["tokens"]
+    assert file.places("tokens", [first, "nothing", *others]) == {
+        text: place for place, text in enumerate(METADATA["tokens"])
+    }
     assert file.numbers("kinds") == (1, 3, 1)
     assert file.numbers("scores") == tuple(map(float, np.float32(METADATA["scores"])))
     for name, (kind, shape, stored) in TENSORS.items():

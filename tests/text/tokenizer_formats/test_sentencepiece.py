@@ -40,8 +40,10 @@ def merged(text: str, scores: dict[str, float]) -> list[str]:
 def test_runs_of_blanks_are_cut_from_the_left(lengths: tuple[int, ...], score: float) -> None:
     scores = {"▁" * count: score for count in lengths}
     scores |= {word: -float(rank) for rank, word in enumerate(WORDS, 1)} | dict.fromkeys("▁ab-", -100.0)
-    pieces = [("<unk>", 0.0, UNKNOWN), *((text, value, NORMAL) for text, value in scores.items())]
-    model = SentencePieceModel(pieces, algorithm=BPE, joins_spaces=False)
+    kinds = [UNKNOWN, *[NORMAL] * len(scores)]
+    model = SentencePieceModel(
+        ["<unk>", *scores], [0.0, *scores.values()], kinds, algorithm=BPE, joins_spaces=False
+    )
     tokenizer = make_sentencepiece(model, "a model", is_legacy=True)
     chance = random.Random(len(lengths))
     for _ in range(60):

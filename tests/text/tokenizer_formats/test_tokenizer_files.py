@@ -197,7 +197,7 @@ def test_unigram_model_is_read(tmp_path: Path) -> None:
     parsed = SentencePieceModel.parse((tmp_path / SENTENCEPIECE_FILE).read_bytes())
     assert (parsed.algorithm, parsed.has_byte_fallback) == (1, True)
     assert (parsed.adds_space, parsed.joins_spaces) == (True, False)
-    assert [text for text, *_ in parsed.pieces] == [text for text, *_ in pieces]
+    assert parsed.texts == [text for text, *_ in pieces]
     tokenizer, ids = load_tokenizer(tmp_path), {text: index for index, (text, *_) in enumerate(pieces)}
     assert tokenizer.encode("abb") == [ids["<s>"], ids["▁ab"], ids["b"]]
     assert tokenizer.encode("ab é")[2:] == [ids["▁"], ids["<0xC3>"], ids["<0xA9>"]]

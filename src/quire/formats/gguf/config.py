@@ -65,9 +65,9 @@ def gguf_eos_token_ids(file: GGUFFile, vocab_size: int) -> frozenset[int]:
     roles = ("eos", "eot", "eom", *CODE_ENDS)
     keys = {role: f"tokenizer.ggml.{role}_token_id" for role in roles}
     named = {role: reader.size(key, least=0, limit=vocab_size - 1) for role, key in keys.items() if reader.has(key)}
-    tokens = file.strings(TOKENS)[:vocab_size] if TOKENS in file.metadata else []
     known = ENDS.union(*(texts for role, texts in CODE_ENDS.items() if role not in named))
-    ids = {token: index for index, token in enumerate(tokens) if token in known}
+    places = file.places(TOKENS, known) if TOKENS in file.metadata else {}
+    ids = {token: place for token, place in places.items() if place < vocab_size}
     ends = {*named.values(), *ids.values()}
     return frozenset(ends - {ids[end] for end, beside in NO_ENDS if end in ids and ids.keys() >= beside})
 

@@ -9,6 +9,8 @@ text that is known to be one of a special token.
 from collections import Counter
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.formats.gguf.end_texts import CONTROL_TEXTS
@@ -81,29 +83,36 @@ _RULE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  #
 
 
 class Vocabulary(NamedTuple):
-    """Tokens of a file by their ids, with their types."""
+    """Tokens of a file by their ids, with their types [num_tokens]."""
 
     tokens: list[str]
-    types: tuple[float, ...]
+    ids: dict[str, int]
+    types: NDArray[np.int64]
 
     @classmethod
     def read(cls, file: GGUFFile) -> "Vocabulary":
         """Read the vocabulary. ModelError if tokens are missing or come twice, or types are of another number."""
         tokens = file.strings(TOKENS_KEY)
-        types = file.numbers(TYPES_KEY) if TYPES_KEY in file.metadata else (NORMAL,) * len(tokens)
+        types = np.full(len(tokens), NORMAL)
+        if TYPES_KEY in file.metadata:
+            types = np.array(file.numbers(TYPES_KEY), np.int64)
         if len(types) != len(tokens):
             raise file.error(f"{TYPES_KEY} has {len(types)} items, and {TOKENS_KEY} {len(tokens)}")
-        if len(set(tokens)) < len(tokens):
+        ids = dict(zip(tokens, range(len(tokens)), strict=True))
+        if len(ids) < len(tokens):
             (twice, _), = Counter(tokens).most_common(1)
             raise file.error(f"{TOKENS_KEY} has the token {twice!r:.80} twice")
-        if not CONTROL_TEXTS.isdisjoint(tokens):
-            pairs = zip(tokens, types, strict=True)
-            types = tuple(CONTROL if token in CONTROL_TEXTS else kind for token, kind in pairs)
-        num_added = sum(map(types.count, ADDED))
+        types[[ids[text] for text in CONTROL_TEXTS if text in ids]] = CONTROL
+        vocabulary = cls(tokens, ids, types)
+        num_added = len(vocabulary.added())
         if num_added > MAX_ADDED_TOKENS:
             raise file.error(f"{TYPES_KEY} has {num_added} special or user-defined tokens, the limit is "
                              f"{MAX_ADDED_TOKENS}")
-        return cls(tokens, types)
+        return vocabulary
+
+    def added(self) -> list[tuple[str, int]]:
+        """Return the special and user-defined tokens with their types."""
+        return [(self.tokens[place], int(self.types[place])) for place in np.flatnonzero(np.isin(self.types, ADDED))]
 
 
 def has_gguf_tokenizer(file: GGUFFile) -> bool:
@@ -158,9 +167,8 @@ def _byte_level(file: GGUFFile, vocabulary: Vocabulary, rule: WordRule) -> Token
         if not first or not second or " " in second:
             raise file.error(f"{MERGES_KEY} {index}: expected two tokens, got {merge!r:.80}")
         merges.append((first, second))
-    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.keeps_words))
-    tokenizer.add_tokens(added_tokens(zip(*vocabulary, strict=True)))
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=rule.keeps_words))
+    tokenizer.add_tokens(added_tokens(vocabulary.added()))
     if rule.composes:
         tokenizer.normalizer = normalizers.NFC()
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.splits)
@@ -177,12 +185,13 @@ def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> Tokenizer:
     scores = file.numbers(SCORES_KEY)
     if len(scores) != len(vocabulary.tokens):
         raise file.error(f"{SCORES_KEY} has {len(scores)} items, and {TOKENS_KEY} {len(vocabulary.tokens)}")
-    pieces = list(zip(vocabulary.tokens, scores, map(int, vocabulary.types), strict=True))
     model = SentencePieceModel(
-        pieces,
+        vocabulary.tokens,
+        list(scores),
+        vocabulary.types.tolist(),
         algorithm=BPE,
-        has_byte_fallback="<0x00>" in vocabulary.tokens,
-        unknown_id=_token_id(file, "unknown", len(pieces), _SENTENCEPIECE_IDS) or 0,
+        has_byte_fallback="<0x00>" in vocabulary.ids,
+        unknown_id=_token_id(file, "unknown", len(scores), _SENTENCEPIECE_IDS) or 0,
         adds_space=_flag(file, "add_space_prefix", True),
         joins_spaces=_flag(file, "remove_extra_whitespaces", False),
     )

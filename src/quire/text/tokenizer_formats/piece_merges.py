@@ -23,7 +23,9 @@ _HALF = np.uint64(32)
 Hashes = NDArray[np.uint64]
 
 
-def piece_merges(texts: Sequence[str], scores: Sequence[float], is_result: Sequence[bool]) -> list[tuple[str, str]]:
+def piece_merges(
+    texts: Sequence[str], scores: Sequence[float], is_result: Sequence[bool] | NDArray[np.bool_]
+) -> list[tuple[str, str]]:
     """Return the pairs of pieces whose texts together are the text of a piece that may be the result of a merge.
 
     The pair of the piece with the highest score comes first; among equal scores that of the longest piece, then that

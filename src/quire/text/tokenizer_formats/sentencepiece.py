@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.core.errors import ModelError
@@ -28,7 +29,9 @@ SPACE = "▁"
 class SentencePieceModel:
     """The fields of a ModelProto that make a tokenizer; the defaults are the format's."""
 
-    pieces: list[tuple[str, float, int]] = field(default_factory=list)  # text, score, kind
+    texts: list[str] = field(default_factory=list)  # of the pieces
+    scores: list[float] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
     algorithm: int = UNIGRAM
     has_byte_fallback: bool = False
     unknown_id: int = 0
@@ -43,8 +46,9 @@ class SentencePieceModel:
         for number, value in _fields(message):
             if number == 1 and isinstance(value, bytes):
                 piece = dict(_fields(value))
-                score = struct.unpack("<f", _bytes(piece.get(2, b"\0\0\0\0")))[0]
-                model.pieces.append((_bytes(piece[1]).decode(), score, int(piece.get(3, NORMAL))))
+                model.texts.append(_bytes(piece[1]).decode())
+                model.scores.append(struct.unpack("<f", _bytes(piece.get(2, b"\0\0\0\0")))[0])
+                model.kinds.append(int(piece.get(3, NORMAL)))
             elif number == 2 and isinstance(value, bytes):
                 trainer = dict(_fields(value))
                 model.algorithm = int(trainer.get(3, UNIGRAM))
@@ -75,17 +79,16 @@ def make_sentencepiece(model: SentencePieceModel, place: str, *, is_legacy: bool
 
     Raises ModelError for a model without the unknown token, with too long pieces, or of another algorithm.
     """
-    if not model.unknown_id < len(model.pieces):
+    if not model.unknown_id < len(model.texts):
         raise ModelError(f"{place}: not a SentencePiece model: no piece {model.unknown_id}, the unknown one")
-    if len(model.pieces) > MAX_PIECES:
-        raise ModelError(f"{place}: has {len(model.pieces)} pieces, the limit is {MAX_PIECES}")
-    unknown = model.pieces[model.unknown_id][0]
+    if len(model.texts) > MAX_PIECES:
+        raise ModelError(f"{place}: has {len(model.texts)} pieces, the limit is {MAX_PIECES}")
     if model.algorithm not in (UNIGRAM, BPE):
         raise ModelError(f"{place}: of SentencePiece's algorithms only BPE and Unigram are supported")
-    if max(len(text) for text, *_ in model.pieces) > MAX_PIECE_CHARS:
+    if max(map(len, model.texts)) > MAX_PIECE_CHARS:
         raise ModelError(f"{place}: has a piece of more than {MAX_PIECE_CHARS} characters")
-    tokenizer = Tokenizer(_bpe(model, unknown) if model.algorithm == BPE else _unigram(model))
-    tokenizer.add_tokens(added_tokens((text, kind) for text, _, kind in model.pieces))
+    tokenizer = Tokenizer(_bpe(model) if model.algorithm == BPE else _unigram(model))
+    tokenizer.add_tokens(added_tokens(zip(model.texts, model.kinds, strict=True)))
     _set_normalizer(tokenizer, model, is_legacy=is_legacy)
     tokenizer.decoder = _decoder(model)
     return tokenizer
@@ -96,19 +99,20 @@ def added_tokens(tokens: Iterable[tuple[str, float]]) -> list[AddedToken]:
 
     The library takes time for all of them whenever some are added: they come in one list.
     """
-    kinds = ((text, kind) for text, kind in tokens if kind in ADDED)
-    return [AddedToken(text, normalized=False, special=kind != USER_DEFINED) for text, kind in kinds]
+    return [
+        AddedToken(text, normalized=False, special=kind != USER_DEFINED) for text, kind in tokens if kind in ADDED
+    ]
 
 
-def _bpe(model: SentencePieceModel, unknown: str) -> models.BPE:
-    texts, scores, kinds = zip(*model.pieces, strict=True)
-    merges = piece_merges(texts, scores, [kind in (NORMAL, USER_DEFINED) for kind in kinds])
-    vocabulary = dict(zip(texts, range(len(texts)), strict=True))
+def _bpe(model: SentencePieceModel) -> models.BPE:
+    merges = piece_merges(model.texts, model.scores, np.isin(model.kinds, (NORMAL, USER_DEFINED)))
+    vocabulary = dict(zip(model.texts, range(len(model.texts)), strict=True))
+    unknown = model.texts[model.unknown_id]
     return models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.has_byte_fallback)
 
 
 def _unigram(model: SentencePieceModel) -> models.Unigram:
-    scores = [(text, score) for text, score, _ in model.pieces]
+    scores = list(zip(model.texts, model.scores, strict=True))
     return models.Unigram(scores, unk_id=model.unknown_id, byte_fallback=model.has_byte_fallback)
 
 
