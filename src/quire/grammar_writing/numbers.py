@@ -1,62 +1,93 @@
-"""Numbers in schemas that grammars cannot hold: those past 2**53, and bounds that leave out one end of a short range.
+"""Numbers in schemas, as llguidance 1.9 reads them: rewritten where it reads others, and refused where it holds none.
 
-llguidance 1.9 holds bounds as float64 and int64, and writes the bare integer of an exclusive bound where both have the
-same integer part: with a maximum of 0.5 an exclusive minimum of 0 would allow 0. Such schemas are refused.
+It holds bounds as int64 and float64. It reads a float64 as its digits, rounded, by a power of ten, rounded again: often
+the next one, as 99 for 99.00000000000001. And it writes the bare integer of an exclusive bound where both bounds have
+the same integer part: with a maximum of 0.5 an exclusive minimum of 0 would allow 0. Such a bound becomes the next
+float64, inclusive; next to 0 that has too many digits, and numbers nearer to 0 than 1e-60 are left out instead.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from quire.core.checks import shown
-from quire.grammar_writing.schemas import refuse
+from quire.grammar_writing.schemas import refuse, rewritten_below
 
 MAX_NUMBER = 2**53           # larger integers have neighbours with the same float64
 MAX_INT64 = 2**63 - 1        # a maximum from here on excludes no integer that is written
+MIN_NUMBER = 1e-60           # a regular expression has a group for each digit, and at most some 80 inside of each other
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_IN_PLACE = ("allOf", "anyOf", "oneOf")
-_MAX_NESTING = 8             # of schemas for the same value
+_VALUES = ("const", "enum")
+_NUMBERS = (*_LOWER, *_UPPER, "multipleOf")
 
 
 def check_numbers(schema: Mapping[str, Any], place: str) -> None:
     """Raise SchemaError, with the keyword, for a number of this schema that no grammar holds."""
-    for key in (*_LOWER, *_UPPER, "multipleOf"):
-        value = schema.get(key)
-        if _is_number(value) and abs(value) > MAX_NUMBER and not (key in _UPPER and value >= MAX_INT64):
-            refuse(f"{place}/{key}", f"{shown(value)} is beyond 2**53, up to which grammars hold numbers")
-    for key in ("const", "enum"):
+    for key in (*_NUMBERS, *_VALUES):
         for value in _numbers(schema.get(key)):
-            if abs(value) > MAX_NUMBER:
+            is_open = key in _UPPER and value >= MAX_INT64
+            if abs(value) > MAX_NUMBER and not is_open:
                 refuse(f"{place}/{key}", f"{shown(value)} is beyond 2**53, up to which grammars hold numbers")
-    if schema.get("type") != "integer":
-        _check_ends(schema, place)
+            if 0 < abs(value) < MIN_NUMBER and key not in _VALUES:
+                refuse(f"{place}/{key}", f"{shown(value)} is nearer to 0 than {MIN_NUMBER}, down to which they do")
+            if not is_open and _written(key, value) is None:
+                refuse(f"{place}/{key}", f"{shown(value)} has more digits than grammars hold")
 
 
-def _check_ends(schema: Mapping[str, Any], place: str) -> None:
-    bounds = list(_bounds(schema))
-    lower = max((value for key, value in bounds if key in _LOWER), default=None)
-    upper = min((value for key, value in bounds if key in _UPPER), default=None)
-    if lower is None or upper is None:
-        return
-    for key, value in bounds:
-        is_near = upper < value + 1 if key == "exclusiveMinimum" else lower > value - 1
-        if key.startswith("exclusive") and value == int(value) and is_near:
-            refuse(f"{place}/{key}", f"{shown(value)} and another bound less than 1 away are not supported together")
+def has_fraction(schema: object) -> bool:
+    """Return whether a bound of this schema is no integer; two integers are far enough apart."""
+    given = (schema.get(key) for key in (*_LOWER, *_UPPER)) if isinstance(schema, Mapping) else ()
+    return any(_is_number(value) and value != value // 1 for value in given)
 
 
-def _bounds(schema: object, nesting: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield the bounds of a value by keyword, those of all alternatives among them."""
-    if not isinstance(schema, Mapping) or nesting == _MAX_NESTING:
-        return
-    for key in (*_LOWER, *_UPPER):
-        if _is_number(value := schema.get(key)) and abs(value) <= MAX_NUMBER:
-            yield key, value
-    for key in _IN_PLACE:
-        for part in schema[key] if isinstance(schema.get(key), list) else ():
-            yield from _bounds(part, nesting + 1)
+def with_inclusive_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema with inclusive bounds in place of the exclusive integers that llguidance may write."""
+    result = dict(schema)
+    for (inclusive, exclusive), sign, nearest in ((_LOWER, 1, max), (_UPPER, -1, min)):
+        value, other = schema.get(exclusive), schema.get(inclusive)
+        if _is_number(value) and value == value // 1 and value * sign >= 0 and schema.get("type") != "integer":
+            bound = math.nextafter(value, sign * math.inf) if value else sign * MIN_NUMBER
+            result[inclusive] = nearest(bound, other) if _is_number(other) else bound
+            del result[exclusive]
+    return result
+
+
+def with_written_numbers(schema: Any) -> Any:  # noqa: ANN401 (JSON)
+    """Return a schema with numbers in the texts of which llguidance reads those of this one."""
+    below = rewritten_below(schema, with_written_numbers)
+    if not isinstance(below, dict):
+        return below
+    return {key: _all_written(key, value) if key in (*_NUMBERS, *_VALUES) else value for key, value in below.items()}
+
+
+def _all_written(key: str, value: Any) -> Any:  # noqa: ANN401 (JSON)
+    if isinstance(value, Mapping):
+        return {name: _all_written(key, part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_all_written(key, part) for part in value]
+    return value if not isinstance(value, float) or (written := _written(key, value)) is None else written
+
+
+def _written(key: str, value: float) -> float | None:
+    """Return the float64 in the text of which llguidance reads a number, or the next number inside of a bound."""
+    if isinstance(value, int) or _read(value) == value:
+        return value
+    sign = 1 if key in _LOWER else -1 if key in _UPPER else 0
+    reads = {_read(near): near for near in (value + number * math.ulp(value) for number in range(-2, 3))}
+    inside = [read for read in reads if read == value or (read - value) * sign > 0]
+    return reads[min(inside, key=lambda read: abs(read - value))] if inside else None
+
+
+def _read(value: float) -> float:
+    """Return the float64 that llguidance reads in the text of another."""
+    mantissa, _, exponent = repr(abs(value)).partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    digits, power = float(int(whole + fraction)), int(exponent or 0) - len(fraction)
+    return math.copysign(digits * float(f"1e{power}") if power >= 0 else digits / float(f"1e{-power}"), value)
 
 
 def _numbers(value: object) -> Iterator[float]:
-    """Yield all integers, and floats without a fraction, in a JSON value."""
+    """Yield all numbers in a JSON value."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):

@@ -2,6 +2,7 @@
 
 A `format` that is not known is an annotation, and `propertyNames` that every name fits says nothing. Both are dropped
 with a warning in the log. Other `propertyNames` become properties, or patterns of properties, which grammars have.
+`nullable: true` beside a type is OpenAPI 3.0's null, unless `$schema` names another language.
 """
 
 import logging
@@ -11,7 +12,7 @@ from typing import Any
 
 from quire.core.checks import shown
 from quire.grammar_writing.formats import FORMATS
-from quire.grammar_writing.numbers import check_numbers
+from quire.grammar_writing.numbers import check_numbers, has_fraction, with_inclusive_bounds
 from quire.grammar_writing.schemas import Part, parts_below, referenced, refuse, rewritten_below
 
 log = logging.getLogger(__name__)
@@ -51,10 +52,14 @@ def plain_schema(schema: Any) -> Any:  # noqa: ANN401 (JSON)
     """
     root = schema if isinstance(schema, Mapping) else {}
     _check(Part(schema, ""), root, _Circles(root))
+    has_near_bounds = _has_fraction(Part(schema, ""))
 
     def plain(part: Any) -> Any:  # noqa: ANN401 (JSON)
         below = rewritten_below(part, plain)
-        return _plain_keywords(below, root) if isinstance(below, dict) else below
+        if not isinstance(below, dict):
+            return below
+        result = _plain_keywords(below, root)
+        return with_inclusive_bounds(result) if has_near_bounds else result
 
     return plain(schema)
 
@@ -80,6 +85,11 @@ def _check(part: Part, root: Mapping[str, Any], circles: "_Circles") -> None:
             refuse(place, f"$ref {shown(schema['$ref'])} leads back to itself in each value that would fit")
     for below in parts_below(part):
         _check(below, root, circles)
+
+
+def _has_fraction(part: Part) -> bool:
+    """Return whether a bound of some schema in a part is no integer."""
+    return has_fraction(part.schema) or any(_has_fraction(below) for below in parts_below(part))
 
 
 class _Circles:
@@ -127,6 +137,9 @@ def _plain_keywords(schema: Schema, root: Mapping[str, Any]) -> Schema:
         result["enum"] = [_integral(value) for value in values]
     if "const" in result:
         result["const"] = _integral(result["const"])
+    types = schema.get("type")
+    if result.pop("nullable", None) is True and "$schema" not in root and isinstance(types, str | list):
+        result["type"] = list(dict.fromkeys([*([types] if isinstance(types, str) else types), "null"]))
     written = result.get("format")
     if isinstance(written, str) and written not in FORMATS:
         del result["format"]

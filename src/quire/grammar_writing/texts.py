@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.core.structured_outputs import compact_json
 from quire.grammar_writing.disjoint_schemas import without_disjoint_one_of
+from quire.grammar_writing.numbers import with_written_numbers
 from quire.grammar_writing.plain_schemas import plain_schema
 from quire.grammar_writing.schemas import rewritten_below
 
@@ -54,7 +55,7 @@ def _json_text(schema: Any, whitespace: str | None) -> str:  # noqa: ANN401 (JSO
             options["json_allowed_escapes"] = _ESCAPES_BUT_CODES
         given = schema.get("x-guidance")
         schema = schema | {"x-guidance": options | given if isinstance(given, dict) else options}
-    return f"%json {compact_json(schema)}"
+    return f"%json {compact_json(with_written_numbers(schema))}"
 
 
 def _has_open_objects(schema: object) -> bool:
