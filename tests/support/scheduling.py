@@ -66,8 +66,10 @@ class Harness:
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # of whole answers of beam searches
+    late: dict[tuple[int, int], SequenceDelta] = field(default_factory=dict)  # ends by deadlines
     num_steps: int = 0
     num_pinned: int = 0
+    now_s: float = 0.0  # of the next step
     sends: bool = False  # plans and results cross a process boundary as bytes
     executor_class: type[FakeExecutor] = FakeExecutor
     unprepared: Callable[[Request], Lack | None] = lambda request: None
@@ -119,9 +121,12 @@ class Harness:
         *,
         priority: int = 0,
         client_id: str = "",
+        ttft_deadline_ms: int | None = None,
+        deadline_ms: int | None = None,
     ) -> Request:
         """Queue a beam search."""
         params = as_sampling_params(beam)
+        params.ttft_deadline_ms, params.deadline_ms = ttft_deadline_ms, deadline_ms
         return self._add(prompt, params, beam, eos, salt, priority=priority, who=(client_id, 1.0))
 
     def _add(
@@ -144,6 +149,7 @@ class Harness:
         if is_pin:
             request.task = Pin()
         request.client_id, request.weight = who
+        request.arrived_s = self.now_s
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -156,7 +162,9 @@ class Harness:
         """Run one step and check every invariant after it."""
         plan = self.schedule()
         if plan.is_empty:
-            return []
+            for delta in (ended := self.scheduler.take_deltas()):
+                self.take(delta)
+            return ended
         if fails:
             self.fail(plan)
             return []
@@ -178,8 +186,10 @@ class Harness:
         key = delta.request_id, delta.index
         assert key not in self.reasons, "a delta after the last"
         self.outputs.setdefault(key, []).extend(delta.token_ids)
-        if delta.finish_reason is not None:
-            self.reasons[key] = delta.finish_reason
+        if delta.finish_reason is not None or delta.error is not None:
+            self.reasons[key] = delta.finish_reason or "error"
+        if delta.is_late:
+            self.late[key] = delta
         if delta.cumulative_logprob is not None:
             self.logprobs[key] = delta.cumulative_logprob
 
@@ -207,7 +217,8 @@ class Harness:
         """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
         scheduler, before = self.scheduler, list(self.scheduler.running)
         swapped = list(scheduler.swapped)  # they return before anything new, whatever their client's share
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(self.now_s)
+        before = [request for request in before if request.live]  # the others were late
         assert not before or before[0] in scheduler.running, "the first in order gave way"
         for victim in (request for request in before if request not in scheduler.running):
             assert all(
@@ -273,7 +284,7 @@ class Harness:
         """A search gives its answers in order, with their logprobs; none, if it was ended early."""
         found = self.searched(request)
         keys = [(request.request_id, index) for index in range(len(found))]
-        if not whole and keys[0] not in self.outputs:
+        if not whole and (keys[0] not in self.outputs or any(key in self.late for key in keys)):
             return
         assert [self.outputs[key] for key in keys] == [each.token_ids for each in found]
         assert [self.reasons[key] for key in keys] == [each.finish_reason for each in found]
@@ -316,13 +327,16 @@ def random_run(
     crowded: bool = False,
     windowed: bool = False,
     sends: bool = False,
+    late: bool = False,
     executor_class: type[FakeExecutor] = FakeExecutor,
 ) -> Harness:
     """Random pool, limits, requests, beams, stops, aborts, pins, failures; safety after each step, liveness at the end.
 
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
     Windowed: with a sliding window, prefix caching and small blocks, whatever else is drawn.
+    Late: with deadlines, on a clock whose steps take any time.
     """
+    deadlines = random.Random(f"deadlines of {seed}")
     rng, policies, times = (random.Random(text) for text in (seed, f"policies of {seed}", f"times of {seed}"))
     block_size = rng.choice([1, 2, 3, 4] if crowded or windowed else [1, 2, 3, 4, 4, 8, 16])
     longest_prompt = rng.choice([3, 12] if crowded else [3, 12, 40])
@@ -359,15 +373,17 @@ def random_run(
             with suppress(InvalidRequestError):
                 eos, salt = rng.sample(range(VOCAB_SIZE), rng.choice([1, 2])), rng.choice([None, None, "salt"])
                 prompt, client_id = prompts.draw(harness), f"client {policies.randrange(num_clients)}"
+                asked = random_deadlines(deadlines) if late else {}
                 if rng.random() < pin_rate:
                     harness.pin(prompt, salt)
                 elif rng.random() < beam_rate:
                     priority = rng.choice(priorities)
-                    harness.add_beams(prompt, random_beams(rng), eos, salt, priority=priority, client_id=client_id)
+                    beams = random_beams(rng)
+                    harness.add_beams(prompt, beams, eos, salt, priority=priority, client_id=client_id, **asked)
                 else:
                     params = random_params(rng, crowded=crowded)
                     who = {"client_id": client_id, "weight": policies.choice([0.5, 1.0, 3.0])}
-                    harness.add(prompt, eos, salt, priority=rng.choice(priorities), **who, **params)
+                    harness.add(prompt, eos, salt, priority=rng.choice(priorities), **who, **params, **asked)
         if harness.requests and rng.random() < early_end_rate:
             victim = rng.choice(list(harness.requests))
             is_abort = rng.random() < 0.5
@@ -378,15 +394,22 @@ def random_run(
                 ended_early.add(victim)
             harness.check()
         harness.step(fails=rng.random() < failure_rate)
+        harness.now_s += deadlines.choice([0.0, 0.01, deadlines.random()]) if late else 0.0
         assert harness.num_steps < 20_000, "no end in sight"
     for pin in harness.cache.pins:
         harness.num_pinned += 1
         assert harness.scheduler.abort(pin)
         harness.check()
     harness.assert_empty()
+    ended_early |= {request_id for request_id, _ in harness.late}
     for request in harness.requests.values():
         harness.assert_right(request, whole=request.request_id not in ended_early)
     return harness
+
+
+def random_deadlines(rng: random.Random) -> dict[str, Any]:
+    """Random deadlines, or none."""
+    return {field: rng.choice([None, rng.randint(1, 6000)]) for field in ("ttft_deadline_ms", "deadline_ms")}
 
 
 class RandomPrompts:

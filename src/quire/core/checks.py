@@ -39,9 +39,9 @@ def check_int(field: str, value: object, low: int, high: int = MAX_INT) -> int:
     return value
 
 
-def check_optional_int(field: str, value: object, low: int) -> int | None:
-    """Return `value` if it is None or an integer in [low, MAX_INT]."""
-    return None if value is None else check_int(field, value, low)
+def check_optional_int(field: str, value: object, low: int, high: int = MAX_INT) -> int | None:
+    """Return `value` if it is None or an integer in [low, high]."""
+    return None if value is None else check_int(field, value, low, high)
 
 
 def check_float(field: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:

@@ -33,8 +33,8 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     """The result of one step for one sequence: the engine's message to the output processor.
 
     `finish_reason` is set in a sequence's last delta. `stop_reason` is the stop token id that ended it,
-    "repetition_detected", or None for an end-of-sequence token. Prompt logprobs ride on branch 0, once, when the whole
-    prompt has been computed. A beam search gives one delta for each answer, when it ends.
+    "repetition_detected", "deadline", or None for an end-of-sequence token. Prompt logprobs ride on branch 0, once,
+    when the whole prompt has been computed. A beam search gives one delta for each answer, when it ends.
     """
 
     request_id: int
@@ -51,6 +51,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     param: str | None = None                            # the field of the request that is at fault for `error`
     num_draft_tokens: int = 0                           # that the step has verified
     num_accepted_tokens: int = 0                        # of them
+    is_late: bool = False                               # its deadline has passed: the reason for its end, or `error`
     prompt_scores: bytes | None = None                  # of params.prompt_logprob_token_ids, beside prompt_logprobs
 
 

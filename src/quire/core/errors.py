@@ -46,6 +46,10 @@ class RequestFailedError(EngineError):
     """A fault, ours or the model's, has ended this request. Nothing else is disturbed."""
 
 
+class DeadlineExceededError(EngineError):
+    """The deadline of a request has passed before its first token. It holds nothing any more."""
+
+
 class UnknownPrefixError(InvalidRequestError):
     """No pinned prefix has this id (any more)."""
 

@@ -29,6 +29,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0               # of presence and frequency, either sign (OpenAI's range)
 MAX_LOGIT_BIAS = 100.0          # either sign (OpenAI's range)
 MAX_LOGPROB_TOKEN_IDS = 128     # as in vLLM; each costs a pass over the logits
+MAX_DEADLINE_MS = 24 * 3600 * 1000  # a day
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 _RANGES = {
     "temperature": (0.0, MAX_TEMPERATURE),
@@ -38,6 +39,14 @@ _RANGES = {
     "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
     "repetition_penalty": (0.0, MAX_REPETITION_PENALTY),
 }
+_OPTIONAL_INTS = (
+    ("max_tokens", 1, MAX_INT),
+    ("logprobs", -1, MAX_INT),
+    ("prompt_logprobs", -1, MAX_INT),
+    ("truncate_prompt_tokens", -1, MAX_INT),
+    ("ttft_deadline_ms", 1, MAX_DEADLINE_MS),
+    ("deadline_ms", 1, MAX_DEADLINE_MS),
+)
 _MAX_ID_DIGITS = len(str(MAX_INT))
 
 
@@ -83,7 +92,9 @@ class SamplingParams:
     `prompt_logprob_token_ids` has a row of token ids for each prompt token but the last, from `prompt_logprob_start` on
     (0 by default): they are scored as the token that follows it. -1 is padding; an array is stored as tuples.
     `truncate_prompt_tokens=k` keeps the last k tokens of a prompt, -1 as many as leave room for the answer.
-    `structured_outputs` and `repetition_detection` may also be mappings of their fields.
+    `structured_outputs` and `repetition_detection` may also be mappings of their fields. The milliseconds of
+    `ttft_deadline_ms` and `deadline_ms` count from the request's arrival: without a first token by either the request
+    fails, and an answer that has begun ends at `deadline_ms` with what is there.
     """
 
     n: int = 1
@@ -114,6 +125,8 @@ class SamplingParams:
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    ttft_deadline_ms: int | None = None
+    deadline_ms: int | None = None
     guided_decoding: StructuredOutputsParams | None = None  # an earlier name, moved to the former
     flat_logprobs: bool = False  # vLLM's; True is refused
 
@@ -123,9 +136,8 @@ class SamplingParams:
             setattr(self, field, check_float(field, getattr(self, field), low, high, above_low=is_open))
         for field, lowest in (("n", 1), ("top_k", -1), ("min_tokens", 0)):
             check_int(field, getattr(self, field), lowest)
-        check_optional_int("max_tokens", self.max_tokens, 1)
-        for field in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            check_optional_int(field, getattr(self, field), -1)
+        for field, lowest, highest in _OPTIONAL_INTS:
+            check_optional_int(field, getattr(self, field), lowest, highest)
         for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(field, getattr(self, field))
         for field, check in _LISTS.items():

@@ -3,6 +3,7 @@
 Both are plain state. The scheduler is their only writer; everyone else reads.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -80,7 +81,8 @@ class Request:
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key
     weight: float = 1.0               # of its client, under the policy `fair`
-    arrived_s: float = 0.0            # when its client asked, on the engine's clock; set by the engine
+    received_at: float | None = None  # when the server received it, in seconds since 1970: clocks of machines differ
+    arrived_s: float = 0.0            # the same on the engine's clock; set by the engine
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
     prompt_scores: bytearray = field(default_factory=bytearray)  # of the tokens that params name, as far as computed
@@ -91,6 +93,21 @@ class Request:
     waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.wait_reasons
     num_recomputed_tokens: int = 0    # of what the last preemption has taken
     num_swapped_blocks: int = 0       # that the last preemption has moved, out and in
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether one of its branches has a token, or has ended."""
+        live = self.live
+        return len(live) < self.params.n or any(branch.num_output_tokens for branch in live)
+
+    @property
+    def due_s(self) -> float:
+        """When its next deadline passes, on the engine's clock: before its first token the earlier of both; or inf."""
+        params = self.params
+        total_ms = math.inf if params.deadline_ms is None else params.deadline_ms
+        if params.ttft_deadline_ms is not None and params.ttft_deadline_ms < total_ms and not self.has_begun:
+            total_ms = params.ttft_deadline_ms
+        return self.arrived_s + total_ms / 1e3
 
     @property
     def num_queued_tokens(self) -> int:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Protocol, Self
 
 from quire.core.block_map import BlockMap, Tier
-from quire.core.errors import EngineError, InvalidRequestError, ModelError, RequestFailedError
+from quire.core.errors import DeadlineExceededError, EngineError, InvalidRequestError, ModelError, RequestFailedError
 from quire.core.frames import frame
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
@@ -338,7 +338,7 @@ class EngineClient(SingleEngine):
     def _fail_outputs(self, failed: Iterable[tuple[int, Exception]]) -> None:
         """Abort requests whose output could not be made, and fail their streams."""
         for request_id, error in failed:
-            if isinstance(error, InvalidRequestError):
+            if isinstance(error, InvalidRequestError | DeadlineExceededError):
                 log.info("request %d is refused: %s", request_id, error)
             else:
                 log.error("request %d has failed", request_id, exc_info=error)

@@ -114,8 +114,9 @@ class Engine:
         try:
             plan = self.scheduler.schedule(self._clock())
             if plan.is_empty:
-                self._wait_for_preparation()
-                return self.scheduler.take_deltas()
+                if not (deltas := self.scheduler.take_deltas()):
+                    self._wait_for_preparation()
+                return deltas
             if not self._in_flight:
                 self._submit(plan)
             if self._may_schedule_next and (ahead := self.scheduler.schedule_next()) is not None:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from msgspec import structs
 
 from quire.core.deltas import WAIT_REASONS, Admission, FinishReason, SequenceDelta
-from quire.core.errors import InvalidRequestError, RequestFailedError
+from quire.core.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import MAX_PREEMPTIONS_KEPT, Logprob, Preemption, RequestMetrics, RequestOutput
 from quire.core.prompt_scores import unpacked, width_of
@@ -324,9 +324,11 @@ def _extend(
     """Add a delta to its branch, and the prompt logprobs of the first one to the request; return the tokens appended.
 
     `is_first`: not the continuation of a delta in parts. RequestFailedError if the delta carries an error,
-    InvalidRequestError if that is the fault of a field of the request.
+    InvalidRequestError if that is the fault of a field of the request, DeadlineExceededError if it is too late.
     """
     if delta.error is not None:
+        if delta.is_late:
+            raise DeadlineExceededError(delta.error)
         if delta.param is not None:
             raise InvalidRequestError(delta.error, param=delta.param)
         raise RequestFailedError(delta.error)
@@ -338,7 +340,7 @@ def _extend(
         if delta.index == 0 and request.params.prompt_logprobs is not None:
             opened.prompt_logprobs = delta.prompt_logprobs or LogprobTable()
         opened.prompt_scores = opened.prompt_scores or delta.prompt_scores
-    elif is_first:
+    elif is_first and delta.token_ids:
         step.itl_s.append(now_s - branch.last_token_s)
     _record_recovery(opened.metrics.preemptions, now_s)
     opened.metrics.num_draft_tokens += delta.num_draft_tokens

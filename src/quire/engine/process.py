@@ -31,6 +31,7 @@ from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.frames import frame, has_room, read_frame
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats
+from quire.core.sequence import Request
 from quire.engine import messages
 from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.heartbeat import Heartbeat
@@ -154,7 +155,7 @@ class EngineLoop:
                 if request.request_id in self._aborted:
                     return
                 try:
-                    self._engine.add(request)
+                    self._engine.add(request, _age_s(request))
                 except InvalidRequestError as error:
                     self._send(messages.Refused(request.request_id, str(error), error.param, error.code))
             case messages.Abort(request_id):
@@ -240,6 +241,11 @@ class EngineLoop:
         pause_s = 0.0 if is_at_rest else max(OWNER_COUNT_INTERVAL_S, (ended_s - started_s) / OWNER_COUNT_TIME_SHARE)
         self._owners_due_s = ended_s + pause_s
         return stats
+
+
+def _age_s(request: Request) -> float:
+    """Return the seconds since the server received a request. Its clock may be ahead: not below 0."""
+    return 0.0 if request.received_at is None else max(0.0, time.time() - request.received_at)
 
 
 def main() -> None:

@@ -34,6 +34,9 @@ class Searches(Protocol):
     def advance(self, request: Request) -> list[SequenceDelta]:
         """Advance a search if all its beams have answered; return its answers if it is over."""
 
+    def conclude(self, request: Request) -> list[SequenceDelta]:
+        """Return the answers of a search with a token that ends before it is over; the caller removes it."""
+
     def check(self, requests: Iterable[Request]) -> None:
         """Assert that exactly the beam requests among `requests` have a search."""
 

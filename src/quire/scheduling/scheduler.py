@@ -26,6 +26,7 @@ from quire.core.task import BeamSearch, Pin
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.async_scheduling import must_see_tokens, schedule_next
+from quire.scheduling.deadlines import DEADLINE, Deadlines, late_ends, late_failure
 from quire.scheduling.limits import AdmissionLimits, check_pinnable, check_pinned, num_pinned_blocks
 from quire.scheduling.parts import SchedulerParts, Searches
 from quire.scheduling.plan_builder import PlanBuilder
@@ -69,6 +70,7 @@ class Scheduler:
         self._step = PlanBuilder()                  # that is being planned, or is under way
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
         self._seq_ids = count()
+        self._deadlines = Deadlines(self.queues.requests)
         self._recorder = ResultRecorder(cache, self.queues, self.order, self._finish, self._complete)
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -164,6 +166,7 @@ class Scheduler:
         request.must_see_tokens = must_see_tokens(request)
         self.admission.check_admissible(request)
         self.queues.add(request)
+        self._deadlines.add(request)
         if searches is not None:
             searches.add(request)
         if isinstance(request.task, Pin):
@@ -198,6 +201,21 @@ class Scheduler:
         if self.abort(request_id):
             self._recorder.deltas.append(SequenceDelta(request_id, 0, [], error=error, param=param))
 
+    def _end_late(self, request: Request) -> None:
+        """End a request whose deadline has passed: with what it has, or with an error if that is nothing."""
+        searches = self._recorder.searches
+        if not request.has_begun:
+            ends = [late_failure(request)]
+        elif searches is not None and isinstance(request.task, BeamSearch):
+            ends = searches.conclude(request)
+            for delta in ends:
+                if delta.finish_reason == "length":
+                    delta.stop_reason, delta.is_late = DEADLINE, True
+        else:
+            ends = late_ends(request)
+        self._finish_all(request)
+        self._recorder.deltas += ends
+
     def finish(self, request_id: int, index: int) -> bool:
         """End one branch, because its text is complete. False if it is not here (any more), or is a beam."""
         request = self.queues.requests.get(request_id)
@@ -229,9 +247,11 @@ class Scheduler:
     def schedule(self, now_s: float = 0.0) -> StepPlan:
         """Plan the next step. The plan is empty only if no request runs, and those that wait are being prepared.
 
-        `now_s`: the time by the clock of `Request.arrived_s`.
+        `now_s`: the time by the clock of `Request.arrived_s`. First, requests end whose deadlines have passed.
         Returns the plan of `schedule_next`, which admits no request, if there is one.
         """
+        for request in self._deadlines.take_passed(now_s):
+            self._end_late(request)
         if self._ahead is not None:
             self._step, self._ahead = self._ahead, None
             return self._step.plan
@@ -353,6 +373,7 @@ class Scheduler:
         self.queues.check()
         assert self.queues.num_running_seqs <= self.config.max_num_seqs
         _check_running(self.running, self._ahead, self.cache)
+        self._deadlines.check()
         if self._recorder.searches is not None:
             self._recorder.searches.check(self.queues.requests.values())
         check_pinned(self.queues.requests.values(), self.cache, self.limits)

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from quire.core.checks import shown
-from quire.core.errors import EngineError, InvalidRequestError, UnknownPrefixError
+from quire.core.errors import DeadlineExceededError, EngineError, InvalidRequestError, UnknownPrefixError
 from quire.engine.admission_rate import RETRY_AFTER_S
 from quire.engine.messages import EngineDeadError
 
@@ -131,6 +131,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), param=error.param, code=error.code)
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.param, code=error.code)
+        case DeadlineExceededError():
+            return ApiError(504, str(error), type="server_error", code="deadline_exceeded")
         case EngineDeadError():
             return engine_unhealthy(str(error))
         case _:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.checks import shown
+from quire.core.errors import DeadlineExceededError
 from quire.core.lora import Adapter
 from quire.engine.base_client import BaseClient
 from quire.engine.input_processor import PreparedRequest
@@ -127,6 +128,6 @@ class Service:
     def to_api_error(self, error: Exception) -> ApiError:
         """Return the error that a client receives for an exception, and count it if the call did not cause it."""
         api_error = as_api_error(error)
-        if api_error.status >= 500 and not isinstance(error, ApiError):
+        if api_error.status >= 500 and not isinstance(error, ApiError | DeadlineExceededError):
             self.metrics.failed(str(api_error.code))
         return api_error

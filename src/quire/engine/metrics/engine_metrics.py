@@ -55,6 +55,7 @@ class _RequestCounters:
     num_aborted: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
+    num_late: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "decoding": 0})
     num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
     num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
 
@@ -90,9 +91,14 @@ class EngineMetrics(EngineObserver):
         self._requests.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
+        late: dict[str, set[int]] = {"prompt": set(), "decoding": set()}
         for delta in step.deltas:
             if delta.num_draft_tokens:
                 self._count_draft(delta.num_draft_tokens, delta.num_accepted_tokens)
+            if delta.is_late:
+                late["prompt" if delta.error is not None else "decoding"].add(delta.request_id)
+        for state, ended_late in late.items():
+            self._requests.num_late[state] += len(ended_late)
         self._histograms.on_step(step.num_computed_tokens, processed)
 
     def on_idle(self, state: EngineState) -> None:
@@ -215,6 +221,8 @@ class EngineMetrics(EngineObserver):
         yield counter("vllm:generation_tokens_total", "Output tokens.", (model, requests.num_generation_tokens))
         yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
         yield counter("quire:requests_aborted_total", "Requests ended by their client.", (own, requests.num_aborted))
+        late = by("state", requests.num_late, own)
+        yield counter("quire:requests_late_total", "Requests whose deadlines have passed, by what they did.", *late)
 
     def _draft_families(self) -> Iterator[Metric]:
         """Yield the families of speculative decoding; in vLLM a page without it has none."""

@@ -18,7 +18,8 @@ from quire.engine.metrics.values import Metric, metric_values
 from quire.engine.observation import Observation
 from quire.engine.options import EngineOptions
 
-REFUSALS = ("server_overloaded", "shutting_down", "key_limit")  # codes of the errors that clients get
+# Codes of the errors that clients get.
+REFUSALS = ("server_overloaded", "shutting_down", "key_limit", "deadline_unmeetable")
 QUEUE_BOUNDS = ("max_num_queued_reqs", "max_num_queued_tokens")  # vLLM's names of max_queued_requests and _tokens
 FAILURES = ("request_failed", "engine_unhealthy")
 OLDER_NAMES = {  # of the same numbers in vLLM up to 0.11, which dashboards of that time still ask for

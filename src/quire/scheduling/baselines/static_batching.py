@@ -38,6 +38,12 @@ class StaticScheduler(Scheduler):
         self._held = {key: delta for key, delta in self._held.items() if key[0] != request_id}
         return super().abort(request_id)
 
+    def _end_late(self, request: Request) -> None:
+        """End a request whose deadline has passed; its withheld deltas are returned."""
+        own = [key for key in self._held if key[0] == request.request_id]
+        self._recorder.deltas += [self._held.pop(key) for key in own]
+        super()._end_late(request)
+
     def finish(self, request_id: int, index: int) -> bool:
         """End one branch, because its text is complete."""
         self._held.pop((request_id, index), None)

@@ -80,6 +80,15 @@ class BeamSearch:
             return []
         return survivors
 
+    def conclude(self, branches: Sequence[Branch]) -> None:
+        """Keep the beams as hypotheses of their present lengths: no token follows."""
+        for index, logprob in self.logprobs.items():
+            token_ids = list(branches[index].token_ids.output)
+            score = logprob / math.pow(len(token_ids), self._length_penalty)
+            self.hypotheses.append(Hypothesis(score, logprob, token_ids, "length"))
+        self.hypotheses.sort(key=attrgetter("score"), reverse=True)
+        del self.hypotheses[self._width :]
+
     def place(self, survivors: Iterable[Continuation]) -> list[tuple[int, Continuation]]:
         """Give each survivor a sequence: the first child of a beam its parent's, the rest those of losers."""
         parents = {each.beam for each in survivors}
@@ -178,6 +187,17 @@ class BeamSearches:
             return _deltas(request, search) if search.is_complete else [_failure(request, search)]
         self._fork(request, search.place(survivors))
         return []
+
+    def conclude(self, request: Request) -> list[SequenceDelta]:
+        """Return the answers of a search with a token that ends before it is over; the caller removes it.
+
+        A grammar may have left fewer beams than answers: the rest are empty.
+        """
+        search = self._searches[request.request_id]
+        search.conclude(request.live)
+        missing = range(len(search.hypotheses), request.params.n)
+        empty = [SequenceDelta(request.request_id, index, [], finish_reason="length") for index in missing]
+        return _deltas(request, search) + empty
 
     def _fork(self, request: Request, placed: list[tuple[int, Continuation]]) -> None:
         """Give the survivors their tokens and tables: one that replaces a loser takes over what the two do not share.

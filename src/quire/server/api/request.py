@@ -16,6 +16,7 @@ class ApiRequest:
     model: str
     created: int                                # seconds since 1970
     checked: CheckedParams
+    received_s: float = 0.0                     # when its body had arrived, on the monotonic clock
     stream: bool = False
     cuts_max_tokens: bool = False               # to what fits behind the prompt; otherwise the call is refused
     hides_output: bool = False                  # the client wants no token; the engine generates at least one

@@ -1,6 +1,7 @@
 """Request body reader: checks content type and length, and receives the body within a time limit and a memory bound."""
 
 import asyncio
+import time
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
@@ -11,6 +12,7 @@ from quire.server.http.api_keys import client_id_of
 from quire.server.service import Service
 
 _BODY = "quire.body"              # of the scope
+_RECEIVED = "quire.received_s"    # of the scope: when the body was complete
 
 
 class RequestBody:
@@ -73,6 +75,7 @@ class RequestBody:
             received += piece
             if not message.get("more_body", False):
                 body.complete()
+                self._scope[_RECEIVED] = time.monotonic()
                 return {"type": "http.request", "body": bytes(received), "more_body": False}
 
     def _memory_full(self) -> ApiError:
@@ -82,6 +85,12 @@ class RequestBody:
     def _too_large(self) -> ApiError:
         message = f"the body is longer than {self._max_bytes} bytes (max_body_bytes)"
         return ApiError(413, message, code="request_too_large")
+
+
+def received_s_of(request: Request) -> float:
+    """Return when the body of a request had arrived, on the monotonic clock; without one, now."""
+    received_s: float = request.scope.get(_RECEIVED) or time.monotonic()
+    return received_s
 
 
 def release_body(request: Request) -> None:

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from quire.core.sampling_params import MAX_TEMPERATURE
 from quire.server.api.bodies import TEXT, Body, OtherFields, Schema, Strict, documented_as, integer, list_of, number
+from quire.server.api.deadlines import Milliseconds
 
 _STRING: Schema = {"type": "string"}
 _MARK: Schema = {
@@ -110,4 +111,6 @@ class MessagesBody(ConversationBody):
     temperature: Annotated[float | None, number(0, MAX_TEMPERATURE)] = None
     top_p: Annotated[float | None, number(0, 1, above_low=True)] = None
     top_k: Annotated[int | None, integer(0)] = None
+    ttft_deadline_ms: Milliseconds = None
+    deadline_ms: Milliseconds = None
     stream: bool | None = None

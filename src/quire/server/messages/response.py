@@ -204,7 +204,8 @@ class MessageBuilder:
             yield from self._grow(text)
         yield from self._close()
         has_calls = self._reader is not None and self._reader.has_complete_calls
-        stopped = piece.stop_reason if isinstance(piece.stop_reason, str) else None
+        is_stopped = piece.finish_reason == "stop" and isinstance(piece.stop_reason, str)
+        stopped = piece.stop_reason if is_stopped else None
         reason = "max_tokens" if piece.finish_reason == "length" else "tool_use" if has_calls else "end_turn"
         if stopped is not None and reason == "end_turn":
             reason = "stop_sequence"

@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.server.api.bodies import request_body
+from quire.server.api.deadlines import deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.output_formats import ToolUse
 from quire.server.api.preparation import constrained, cut_header, sampling_params
@@ -22,6 +23,7 @@ from quire.server.chat.preprocessing import prepare_chat
 from quire.server.chat.tool_choice import tool_use
 from quire.server.errors import ApiError, invalid, use_error_form
 from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.request_body import received_s_of
 from quire.server.http.request_log import record_of
 from quire.server.messages.bodies import ConversationBody, MessagesBody
 from quire.server.messages.cache_control import CachedPrefixes, cut_conversation, last_mark
@@ -72,7 +74,8 @@ async def create_message(request: Request) -> Response:
     with _anthropic_names():
         call = MessagesRequest(
             id=record.request_id, model=record.model, created=int(time.time()),
-            checked=service.client.inputs.check_params(sampling_params(service, _sampling(body, service))),
+            checked=service.client.inputs.check_params(sampling_params(service, _sampling(request, body, service))),
+            received_s=received_s_of(request),
             stream=record.stream, hides_output=body.max_tokens == 0, key_number=key_number_of(request),
             client_id=client_id_of(request.scope), tools=_tool_use(body, service), cuts_max_tokens=True,
             max_reasoning_tokens=_max_reasoning_tokens(body, service),
@@ -117,7 +120,7 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _sampling(body: MessagesBody, service: Service) -> dict[str, object]:
+def _sampling(request: Request, body: MessagesBody, service: Service) -> dict[str, object]:
     """Return the sampling parameters of a body. `max_tokens` 0 fills the cache: the engine generates one token."""
     most = getattr(service.options, MAX_ELEMENTS["stop"])
     if isinstance(body.stop_sequences, list) and len(body.stop_sequences) > most:
@@ -127,7 +130,7 @@ def _sampling(body: MessagesBody, service: Service) -> dict[str, object]:
         invalid(f"max_tokens must be at least 0, got {body.max_tokens}", param="max_tokens")
     given = {"stop": body.stop_sequences, "max_tokens": max(1, body.max_tokens)}
     given |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None} | deadlines_of(request, body)
 
 
 def _constraints(body: MessagesBody) -> dict[str, object]:

@@ -20,6 +20,7 @@ from quire.core.sampling_params import (
 )
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.server.api.bodies import ELEMENT, MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
+from quire.server.api.deadlines import Milliseconds
 from quire.server.chat.conversation import EFFORTS
 from quire.server.openai.field_support import OTHER_FIELDS
 from quire.text.parts import PART_FIELDS, part_problem, part_reasoning, part_text
@@ -219,6 +220,8 @@ class GenerationBody(OpenAIBody):
     repetition_detection: Annotated[dict[str, Any] | None, documented_as(_REPETITION, NULL)] = None
     cache_salt: Salt = None
     priority: Annotated[int | None, _integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
+    ttft_deadline_ms: Milliseconds = None
+    deadline_ms: Milliseconds = None
     use_beam_search: Flag = None
     length_penalty: Annotated[float | None, _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)] = None
     stream: Flag = None

@@ -4,7 +4,7 @@ This module checks the bounds of the server; the parameters check their own rang
 against the model. Parameters that a beam search does not support are refused by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -29,14 +29,16 @@ _SAME_NAMES = (
 )
 
 # Of SamplingParams: those that a beam search uses; those of detokenizing, and the seed, which it does not need.
-_USED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos")
+_USED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos", "ttft_deadline_ms", "deadline_ms")
 _HARMLESS_TO_BEAMS = (
     "truncate_prompt_tokens", "seed", "include_stop_str_in_output", "skip_special_tokens", "detokenize"
 )
 
 
-def checked_params(body: CompletionBody | ChatBody, service: Service) -> CheckedParams:
-    """Return the parameters of a call, checked against everything but its prompts.
+def checked_params(
+    body: CompletionBody | ChatBody, service: Service, deadlines: Mapping[str, object]
+) -> CheckedParams:
+    """Return the parameters of a call, checked against everything but its prompts. `deadlines`: those of the call.
 
     InvalidRequestError or ApiError 400 names the invalid field.
     """
@@ -49,6 +51,7 @@ def checked_params(body: CompletionBody | ChatBody, service: Service) -> Checked
         _check_replaced_logprobs(body, service.client.inputs.max_logprobs)
     if body.logit_bias is not None:
         given["logit_bias"] = _clipped(body.logit_bias)
+    given |= deadlines
     given |= _completion_params(body) if isinstance(body, CompletionBody) else _chat_params(body)
     params = sampling_params(service, given, is_beam_search=bool(body.use_beam_search))
     with field_names(body):

@@ -20,6 +20,7 @@ from quire.server.api.bodies import (
     list_of,
     number,
 )
+from quire.server.api.deadlines import Milliseconds
 from quire.server.chat.conversation import EFFORTS
 from quire.server.errors import ApiError
 
@@ -115,6 +116,8 @@ class ResponsesBody(Body):
     conversation: Annotated[Any, documented_as(NULL)] = None
     prompt: Annotated[Any, documented_as(NULL)] = None
     context_management: Annotated[Any, documented_as(list_of({"type": "object"}), NULL)] = None
+    ttft_deadline_ms: Milliseconds = None
+    deadline_ms: Milliseconds = None
     # vLLM's
     top_k: Annotated[int | None, integer(-1)] = None
     min_p: Annotated[float | None, number(0, 1)] = None

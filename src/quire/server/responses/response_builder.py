@@ -68,14 +68,14 @@ class ResponsesBuilder:
 
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
         """Yield the whole response, from the last output."""
-        reason: FinishReason | None = None
+        last: CompletionOutput | None = None
         for piece in outputs[0].outputs:
-            reason = piece.finish_reason
+            last = piece
             for number, _ in enumerate(self._events(piece)):
                 if number % _TOKENS_PER_SLICE == 0:
                     yield b""
         self._usage, self._metrics = usage, outputs[0].metrics
-        yield from encode_streamed(self._response(_status(reason), reason))
+        yield from encode_streamed(self._response(_status(None if last is None else last.finish_reason), last))
 
     def first_chunk(self) -> bytes:
         """Return the events that begin a stream."""
@@ -96,7 +96,7 @@ class ResponsesBuilder:
                 yield from self._event(kind, fields)
             if piece.finish_reason is not None:
                 status = _status(piece.finish_reason)
-                response = self._response(status, piece.finish_reason)
+                response = self._response(status, piece)
                 yield from self._event(f"response.{status}", {"response": response})
 
     def weight(self, prompt_index: int, output: RequestOutput) -> int:
@@ -160,8 +160,8 @@ class ResponsesBuilder:
         yield from encode_streamed({"type": kind, "sequence_number": number} | fields)
         yield b"\n\n"
 
-    def _response(self, status: str, reason: FinishReason | None = None) -> Json:
-        """Return the response object as it is now."""
+    def _response(self, status: str, last: CompletionOutput | None = None) -> Json:
+        """Return the response object as it is now. `last`: the piece that ends the output."""
         is_begun, is_over = bool(self._items.items), status in ("completed", "incomplete")
         added: Json = {}
         if is_over and self._request.tells_times_of_answer:
@@ -175,7 +175,7 @@ class ResponsesBuilder:
         return self._echo | {
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
+            "incomplete_details": _incomplete_details(last),
             "output": JsonStream(array_from_values(output)) if is_begun else [],
             "usage": self._usage_json() if is_over else None,
             **added,
@@ -194,6 +194,13 @@ class ResponsesBuilder:
 
 def _status(reason: FinishReason | None) -> str:
     return "completed" if reason in ("stop", "repetition") else "incomplete"
+
+
+def _incomplete_details(last: CompletionOutput | None) -> Json | None:
+    """Return why an output is incomplete, if it was cut; `last` ends it."""
+    if last is None or last.finish_reason != "length":
+        return None
+    return {"reason": "deadline" if last.stop_reason == "deadline" else "max_output_tokens"}
 
 
 def _tokens(piece: CompletionOutput, length_of: Callable[[int], int]) -> Iterator[CompletionOutput]:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import refuse
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
+from quire.server.api.deadlines import deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.preparation import constrained, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
@@ -21,6 +22,7 @@ from quire.server.chat.preprocessing import prepare_chat
 from quire.server.chat.tool_choice import tool_use
 from quire.server.errors import renamed_fields, unsupported
 from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.request_body import received_s_of
 from quire.server.http.request_log import record_of
 from quire.server.responses.input_items import added_tools, messages_of
 from quire.server.responses.request_models import (
@@ -80,11 +82,13 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
     tools = functions_of(body.tools, added_tools(body.input), service.options.max_tools)
     choice = choice_of(body.tool_choice)
     is_parallel = body.parallel_tool_calls is not False
+    given = given_params(body) | deadlines_of(request, body)
     return ResponsesRequest(
         id=f"resp_{uuid.uuid4().hex}",
         model=service.check_model(body.model),
         created=int(time.time()),
-        checked=service.client.inputs.check_params(sampling_params(service, given_params(body))),
+        checked=service.client.inputs.check_params(sampling_params(service, given)),
+        received_s=received_s_of(request),
         stream=bool(body.stream),
         cuts_max_tokens=True,
         cache_salt=check_cache_salt(body.cache_salt, service.options.max_salt_chars),

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import check_optional_int, shown
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
+from quire.server.api.deadlines import deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.output_formats import NO_TOOLS, ToolUse
 from quire.server.api.preparation import constrained
@@ -24,6 +25,7 @@ from quire.server.chat.preprocessing import prepare_chat
 from quire.server.chat.tool_choice import tool_use
 from quire.server.errors import invalid
 from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.request_body import received_s_of
 from quire.server.http.request_log import RequestRecord, record_of
 from quire.server.openai.chat_response import ChatResponseBuilder
 from quire.server.openai.completion_response import CompletionResponseBuilder
@@ -105,12 +107,13 @@ def _checked_request(
     record = record_of(request.scope)
     request_id, model = f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
     record.request_id, record.model, record.stream = request_id, model, bool(body.stream)
-    checked = checked_params(body, service)
+    checked = checked_params(body, service, deadlines_of(request, body))
     check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     key_number = key_number_of(request)
     check_priority_granted(service, checked.priority, key_number)
     call = OpenAIRequest(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
+        received_s=received_s_of(request),
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
         client_id=client_id_of(request.scope), body=body,
         always_includes_usage=service.options.enable_force_include_usage,

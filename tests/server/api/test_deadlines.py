@@ -1,0 +1,127 @@
+"""Deadlines through every generating route: fields and header, the error before a token, the end of what has begun."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.core.sampling_params import MAX_DEADLINE_MS
+from support.metrics_page import read_metrics
+from support.openai_server import OpenAIServer
+
+Json = dict[str, Any]
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+GREEDY = {"temperature": 0}
+ROUTES: dict[str, Json] = {
+    "/v1/completions": {"prompt": "def f(", "ignore_eos": True, **GREEDY},
+    "/v1/chat/completions": {"messages": MESSAGES, "ignore_eos": True, **GREEDY},
+    "/v1/responses": {"input": "hi", "ignore_eos": True, **GREEDY},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 900, **GREEDY},
+}
+LIMITS = {"/v1/responses": "max_output_tokens"}
+BAD = [0, -1, 10**12, 1.5, 5.0, "5", True, [5], {"ms": 5}]
+BAD_HEADERS = ["0", "-1", str(10**12), "1.5", "NaN", "", "5 6", "five", "9" * 400]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_bad_values_are_refused_with_their_names(server: OpenAIServer, path: str) -> None:
+    for field in ("ttft_deadline_ms", "deadline_ms"):
+        for value in BAD:
+            response = server.http.post(path, json=ROUTES[path] | {field: value})
+            assert response.status_code == 400, (field, value)
+            assert _names(response, field), (field, value)
+        body = json.dumps(ROUTES[path] | {field: float("nan")})
+        headers = {"content-type": "application/json"}
+        assert server.http.post(path, content=body, headers=headers).status_code == 400
+    for text in BAD_HEADERS:
+        response = server.http.post(path, json=ROUTES[path], headers={"X-Request-Deadline-Ms": text})
+        assert response.status_code == 400, text
+        assert _names(response, "x-request-deadline-ms"), text
+
+
+def _names(response: httpx.Response, field: str) -> bool:
+    """Whether an error names a field, where its form has a place for that, and in its text."""
+    error = response.json()["error"]
+    return error.get("param", field) == field and error["message"].startswith(f"{field} must be ")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_largest_values_and_null_change_nothing(server: OpenAIServer, path: str) -> None:
+    body = ROUTES[path] | {LIMITS.get(path, "max_tokens"): 3}
+    most = {"ttft_deadline_ms": MAX_DEADLINE_MS, "deadline_ms": MAX_DEADLINE_MS}
+    headers = {"x-request-deadline-ms": str(MAX_DEADLINE_MS)}
+    for given in (most, dict.fromkeys(most)):
+        response = server.http.post(path, json=body | given, headers=headers)
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+def test_request_without_a_token_in_time_is_a_504(server: OpenAIServer, path: str, stream: bool) -> None:
+    before = _count(server, "requests_late", state="prompt")
+    answers: list[httpx.Response] = []
+    headers = {"x-request-deadline-ms": "150"}          # the smaller of both wins
+    body = ROUTES[path] | {"stream": stream, "deadline_ms": 80_000}
+
+    def ask() -> None:
+        answers.append(server.http.post(path, json=body, headers=headers))
+
+    asking = threading.Thread(target=ask)
+    with server.held():
+        asking.start()
+        server.wait_until(lambda: server.service.client.num_queued == 1)
+        until_s = time.monotonic() + 0.15
+        server.wait_until(lambda: time.monotonic() > until_s)
+    asking.join()
+    (answer,) = answers
+    assert "the first token was not there within 150 ms (deadline_ms)" in answer.text
+    assert answer.status_code == (200 if stream else 504)
+    assert ("timeout_error" if path == "/v1/messages" else "deadline_exceeded") in answer.text
+    server.wait_until(server.is_idle)
+    assert _count(server, "requests_late", state="prompt") == before + 1
+
+
+def test_answer_that_has_begun_ends_with_what_is_there(server: OpenAIServer) -> None:
+    streams, texts = {}, dict.fromkeys(ROUTES, "")
+    with ExitStack() as stack:
+        for path, body in ROUTES.items():
+            asked = body | {"stream": True, "deadline_ms": 3000, LIMITS.get(path, "max_tokens"): 900}
+            response = stack.enter_context(server.http.stream("POST", path, json=asked))
+            assert response.status_code == 200
+            streams[path] = response.iter_text()
+            while "content" not in texts[path] and "text" not in texts[path]:
+                texts[path] += next(streams[path])
+        with server.held():
+            until_s = time.monotonic() + 3.0
+            server.wait_until(lambda: time.monotonic() > until_s)
+        for path, pieces in streams.items():
+            texts[path] += "".join(pieces)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        *_, last = [json.loads(data) for data in _data(texts[path]) if data != "[DONE]"]
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["choices"][0]["stop_reason"] == "deadline"
+    *_, last = (json.loads(data) for data in _data(texts["/v1/responses"]))
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "deadline"}
+    assert last["response"]["output"][0]["content"][0]["text"]
+    ended = [json.loads(data) for data in _data(texts["/v1/messages"])]
+    (delta,) = (each["delta"] for each in ended if each["type"] == "message_delta")
+    assert delta == {"stop_reason": "max_tokens", "stop_sequence": None}
+    server.wait_until(server.is_idle)
+    assert _count(server, "requests_late", state="decoding") >= 4
+
+
+def _count(server: OpenAIServer, name: str, **label: str) -> float:
+    """A counter of the server."""
+    ((key, value),) = label.items()
+    return read_metrics(server.url)[f'quire:{name}_total{{{key}="{value}"}}']
+
+
+def _data(text: str) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: "))
