@@ -79,3 +79,41 @@ def _common(left: list[int], right: list[int]) -> int:
     """Return the length of the common beginning in whole blocks of 2."""
     length = min(len(left), len(right)) // 2 * 2
     return next((start for start in range(0, length, 2) if left[start : start + 2] != right[start : start + 2]), length)
+
+
+class SlowIndex:
+    """Beginnings of sequences in whole blocks of 2, each with its last use; that used the longest ago is evicted."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks, self._num_uses = num_blocks, 0
+        self._last_uses = dict[tuple[Scope, tuple[int, ...]], int]()
+
+    def match(self, scope: Scope, tokens: list[int]) -> int:
+        return 2 * sum(beginning in self._last_uses for beginning in self._beginnings(scope, tokens))
+
+    def add(self, scope: Scope, tokens: list[int]) -> None:
+        wanted = self._beginnings(scope, tokens)
+        others = sorted(self._last_uses.keys() - set(wanted), key=self._last_uses.__getitem__)
+        num_missing = sum(beginning not in self._last_uses for beginning in wanted)
+        for beginning in others[: max(0, len(self._last_uses) + num_missing - self._num_blocks)]:
+            del self._last_uses[beginning]
+        num_found = len(wanted) - num_missing
+        for beginning in reversed(wanted[: num_found + self._num_blocks - len(self._last_uses)]):
+            self._num_uses += 1
+            self._last_uses[beginning] = self._num_uses
+
+    def _beginnings(self, scope: Scope, tokens: list[int]) -> list[tuple[Scope, tuple[int, ...]]]:
+        return [(scope, tuple(tokens[:stop])) for stop in range(2, len(tokens) + 1, 2)]
+
+
+@pytest.mark.parametrize("num_blocks", [3, 24, 60])
+def test_random_use_evicts_what_was_used_the_longest_ago(num_blocks: int) -> None:
+    generator, index, slow = random.Random(num_blocks), PrefixIndex(num_blocks, 2), SlowIndex(num_blocks)
+    seen: list[tuple[Scope, list[int]]] = []
+    for _ in range(150):
+        tokens = [generator.randrange(3) for _ in range(generator.randrange(1, 24))]
+        seen.append((generator.choice((SCOPE, OTHER)), tokens))
+        index.add(*seen[-1])
+        slow.add(*seen[-1])
+        index.check()
+        assert [index.match(*each) for each in seen] == [slow.match(*each) for each in seen]

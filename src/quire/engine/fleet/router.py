@@ -76,13 +76,14 @@ class Router:
         scope, prompt = request.scope, request.prompt_token_ids
         if self._routing == "round-robin":
             chosen = candidates[self._num_routed % len(candidates)]
-            num_cached = self._engines[chosen].index.match(scope, prompt)
+            found = self._engines[chosen].index.find(scope, prompt)
         else:
-            cached = {number: self._engines[number].index.match(scope, prompt) for number in candidates}
+            paths = {number: self._engines[number].index.find(scope, prompt) for number in candidates}
+            cached = {number: len(path) * self._block_size for number, path in paths.items()}
             chosen = min(candidates, key=lambda number: self._work(number, request, cached[number]))
-            num_cached = cached[chosen]
+            found = paths[chosen]
         self._num_routed += 1
-        self._assign(request, chosen, num_cached)
+        self._assign(request, chosen, found)
         return chosen
 
     def rank(self, request: Request, engines: Collection[int]) -> list[int]:
@@ -94,7 +95,7 @@ class Router:
     def assign(self, request: Request, number: int) -> None:
         """Count a request as the work of an engine from now on; once for each request."""
         self._num_routed += 1
-        self._assign(request, number, self._engines[number].index.match(request.scope, request.prompt_token_ids))
+        self._assign(request, number, self._engines[number].index.find(request.scope, request.prompt_token_ids))
 
     def engine_of(self, request_id: int) -> int | None:
         """Return the engine of a request that has not ended."""
@@ -126,14 +127,15 @@ class Router:
         of_blocks = (engine.num_used_blocks + num_new_blocks - 1) // max(1, num_blocks)
         return max(engine.has_no_room, of_rows, of_blocks)
 
-    def _assign(self, request: Request, number: int, num_cached: int) -> None:
+    def _assign(self, request: Request, number: int, found: list[int]) -> None:
+        """Count a request as the work of an engine; `found`: the blocks of its prompt that the engine's index has."""
         engine, prompt = self._engines[number], request.prompt_token_ids
-        num_pending = max(1, len(prompt) - num_cached)
+        num_pending = max(1, len(prompt) - len(found) * self._block_size)
         engine.requests[request.request_id] = _Routed(prompt, request.scope, num_pending, request.params.n)
         engine.num_pending += num_pending
         engine.num_seqs += request.params.n
         engine.num_routed_tokens += num_pending
-        engine.index.add(request.scope, prompt)
+        engine.index.add(request.scope, prompt, found)
         self._engine_of[request.request_id] = number
 
     # --- reports of engines -----------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ class Router:
     def _finish(self, engine: _Engine, request_id: int, routed: _Routed) -> None:
         """Forget a request that the engine has finished; its tokens stay in the index, its output too."""
         self.forget(request_id)
-        engine.index.add(routed.scope, [*routed.prompt, *routed.output[:-1]])   # the last token is never computed
+        engine.index.add(routed.scope, routed.prompt + routed.output[:-1])  # the last token is never computed
 
     def forget(self, request_id: int) -> None:
         """Forget a request for which its engine does nothing more. Idempotent."""
