@@ -4,10 +4,11 @@ import math
 
 import pytest
 
+from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
 from quire.scheduling.time_budget import TimeBudget
-from support.scheduling import Harness
+from support.scheduling import Harness, make_request
 
 BUDGET = 16
 
@@ -102,4 +103,5 @@ def test_long_prompt_that_is_under_way_keeps_its_room() -> None:
 def test_budget_of_one_has_no_shares() -> None:
     shares = ChunkedPrefillBudget(1, lambda: iter(()), TimeBudget(math.inf))
     shares.start_step()
-    assert [shares.share(missing, 1, 0) for missing in (1, 2)] == [1, 1]
+    request = make_request(0, [1], SamplingParams())
+    assert [shares.share(request, missing, 1, 0) for missing in (1, 2)] == [1, 1]

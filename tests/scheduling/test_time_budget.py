@@ -13,9 +13,11 @@ PRICES = StepTimes(step_s=0.02, token_s=0.001, attended_s=1e-6, context_s=1e-6)
 BUDGET = 256
 
 
-def harness_of(target_s: float, prices: StepTimes | None = PRICES, **settings: int) -> Harness:
-    settings = {"num_blocks": 3000, "budget": BUDGET, "max_num_seqs": 64} | settings
-    return Harness(**settings, rates=MeasuredRates(step_times=prices), itl_target_s=target_s)  # type: ignore[arg-type]
+def harness_of(target_s: float, prices: StepTimes | None = PRICES, first_s: float = math.inf) -> Harness:
+    rates = MeasuredRates(step_times=prices)
+    return Harness(
+        num_blocks=3000, budget=BUDGET, max_num_seqs=64, rates=rates, itl_target_s=target_s, ttft_target_s=first_s
+    )
 
 
 def seconds_of(plan: StepPlan, prices: StepTimes = PRICES) -> float:
@@ -36,6 +38,7 @@ def run_beside(harness: Harness, request: Request) -> list[StepPlan]:
     while (request.request_id, 0) not in harness.outputs:
         plans.append(harness.schedule())
         harness.execute(plans[-1])
+        harness.now_s += seconds_of(plans[-1])
     return plans
 
 
@@ -129,3 +132,44 @@ def test_bursts_of_short_prompts_are_not_held_up_before_a_stream_runs() -> None:
     for _ in range(10):
         harness.add(25, max_tokens=1)
     assert len(harness.schedule().counts) == 10
+
+
+def time_to_first_token(first_s: float, target_s: float = 0.1, num_streams: int = 4) -> tuple[float, list[StepPlan]]:
+    """Return the seconds of a prompt of 400 tokens that arrives behind one of 4,000, and the plans of the steps."""
+    harness = harness_of(target_s, first_s=first_s)
+    start_streams(harness, num_streams)
+    harness.add(4000, max_tokens=1)
+    for _ in range(3):
+        harness.step()
+    arrived_s = harness.now_s
+    plans = run_beside(harness, harness.add(400, max_tokens=1))
+    return harness.now_s - arrived_s, plans
+
+
+def test_prompt_that_can_meet_its_target_is_hurried_past_a_longer_one() -> None:
+    late_s, _ = time_to_first_token(math.inf)
+    assert late_s > 4
+    in_time_s, plans = time_to_first_token(1.6)
+    assert in_time_s <= 1.6
+    assert all(seconds_of(plan) <= 0.1 + 1e-9 for plan in plans)
+    long_tokens = [max(plan.counts) for plan in plans if len(plan.counts) == 6]
+    assert min(long_tokens) >= 20, "the one before it keeps half of each step"
+
+
+def test_prompt_that_cannot_meet_its_target_is_not_hurried() -> None:
+    late_s, _ = time_to_first_token(math.inf)
+    assert time_to_first_token(0.2)[0] == pytest.approx(late_s)
+
+
+def test_prompts_are_hurried_without_a_target_for_steps() -> None:
+    late_s, _ = time_to_first_token(math.inf, math.inf)
+    in_time_s, _ = time_to_first_token(3.0, math.inf)
+    assert in_time_s <= 3.0 < late_s
+
+
+def test_request_with_a_token_is_not_urgent() -> None:
+    harness = harness_of(0.1, first_s=1.0)
+    (stream,) = start_streams(harness, 1)
+    harness.step()
+    assert not harness.scheduler.time.is_urgent(stream, 0, 400)
+    assert harness.scheduler.time.is_urgent(harness.add(400, max_tokens=1), 0, 400)

@@ -63,13 +63,14 @@ class Harness:
     scheduling_policy: SchedulingPolicy = "priority"
     max_kv_share: float = 1.0
     itl_target_s: float = math.inf
+    ttft_target_s: float = math.inf
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # of whole answers of beam searches
     late: dict[tuple[int, int], SequenceDelta] = field(default_factory=dict)  # ends by deadlines
     num_steps: int = 0
     num_pinned: int = 0
-    now_s: float = 0.0  # of the next step
+    now_s: float = 0.0  # when requests arrive, and the next step is planned
     sends: bool = False  # plans and results cross a process boundary as bytes
     executor_class: type[FakeExecutor] = FakeExecutor
     unprepared: Callable[[Request], Lack | None] = lambda request: None
@@ -80,7 +81,7 @@ class Harness:
         )
         config = SchedulerConfig(
             self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching, self.scheduling_policy,
-            self.max_kv_share, itl_target_s=self.itl_target_s,
+            self.max_kv_share, itl_target_s=self.itl_target_s, ttft_target_s=self.ttft_target_s,
         )  # fmt: skip
         self.scheduler = make_scheduler(config, cache_config, self.unprepared)
         self.cache = self.scheduler.cache
@@ -355,6 +356,7 @@ def random_run(
             *(rng.choice([None, *[rng.uniform(1, 100)] * 5]) for _ in range(3)), step_times=random_times(times)
         ),
         itl_target_s=times.choice([math.inf, *[times.uniform(0.1, 8)] * 3]),
+        ttft_target_s=times.choice([math.inf, 10 ** times.uniform(0, 3)]),
         scheduling_policy=policies.choice(["priority", "fair", "fair"]),
         max_kv_share=policies.choice([1.0, 1.0, policies.random() or 1.0]),
         sends=sends,
@@ -394,7 +396,7 @@ def random_run(
                 ended_early.add(victim)
             harness.check()
         harness.step(fails=rng.random() < failure_rate)
-        harness.now_s += deadlines.choice([0.0, 0.01, deadlines.random()]) if late else 0.0
+        harness.now_s += deadlines.choice([0.0, 0.01, deadlines.random()])
         assert harness.num_steps < 20_000, "no end in sight"
     for pin in harness.cache.pins:
         harness.num_pinned += 1

@@ -64,6 +64,7 @@ class SchedulerConfig:
     max_kv_share: float = 1.0              # of the KV blocks that the running requests of one client may hold
     chunks_prompts: bool = True            # False: a step has all of a prompt or nothing of it
     itl_target_s: float = math.inf         # that a step with a decode is planned to take, at most
+    ttft_target_s: float = math.inf        # from arrival to the first token, where prompts can be hurried to meet it
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -74,7 +75,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, but prompts of up to {self.max_model_len} "
                 "tokens (max_model_len) are computed in one step each"
             )
-        if not self.itl_target_s > 0:
-            raise ConfigError(f"itl_target_s must be above 0, got {self.itl_target_s}")
+        for name in ("itl_target_s", "ttft_target_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if not 0 < self.max_kv_share <= 1:
             raise ConfigError(f"max_kv_share must be above 0 and at most 1, got {self.max_kv_share}")

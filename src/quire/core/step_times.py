@@ -63,4 +63,21 @@ class StepTimes(NamedTuple):
         return int(min(2 * left / rate, _MOST_TOKENS)) if rate > 0 else _MOST_TOKENS
 
 
+    def prompt_seconds(
+        self, start: int, num_tokens: int, tokens_per_step: int, decode_s: float = 0.0, target_s: float = math.inf
+    ) -> float:  # fmt: skip
+        """Return the likely seconds until a sequence has computed tokens [start, start + num_tokens) in whole steps.
+
+        Without decodes (decode_s 0) a step has at most `tokens_per_step`; beside decodes that take decode_s by
+        themselves, as many as fit into the target, if it can be held.
+        """
+        chunk_s = self.seconds(chunk_work(start, num_tokens)) - self.step_s
+        if not decode_s:
+            return chunk_s + self.step_s * math.ceil(num_tokens / tokens_per_step)
+        if target_s == math.inf:
+            return chunk_s + decode_s * math.ceil(num_tokens / tokens_per_step)
+        return chunk_s / max(1 - decode_s / target_s, _LEAST_SHARE)
+
+
 _MOST_TOKENS = 1 << 30
+_LEAST_SHARE = 1 / 9  # of the time, for prompts, where decodes take longer than the target: scheduling/time_budget.py

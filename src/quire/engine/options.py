@@ -258,6 +258,12 @@ class EngineOptions:
         f"([below](#targets-of-time)). The default of commands is {DEFAULT_ITL_TARGET_MS}; `None`, or `none` on the "
         "command line: no limit but `max_num_batched_tokens`",
     )  # fmt: skip
+    ttft_target_ms: float | str | None = _engine(
+        None, "time to a first token for which long prompts are hurried; or none", metavar=MS, shown_default="none",
+        row="the time from a request's arrival to its first token that prompts should meet: a long one that meets it "
+        "only if it hurries has a larger part of the steps, never past `itl_target_ms`, and at most half beside other "
+        "long ones that came first ([below](#targets-of-time)); `None`, or `none`: prompts are not hurried",
+    )  # fmt: skip
     enable_prefix_caching: bool = _engine(
         True, "keep what has been computed, and find it again for prompts that begin alike",
         row="`True`: what has been computed is kept while there is room, and found again by prompts that begin alike",
@@ -467,6 +473,11 @@ class EngineOptions:
     def itl_target_s(self) -> float:
         """The longest time of a step with a decode, in seconds; infinity without a limit."""
         return math.inf if self.itl_target_ms is None else parse_ms(self.itl_target_ms, "itl_target_ms") / 1000
+
+    @property
+    def ttft_target_s(self) -> float:
+        """The time to a first token for which prompts are hurried, in seconds; infinity without one."""
+        return math.inf if self.ttft_target_ms is None else parse_ms(self.ttft_target_ms, "ttft_target_ms") / 1000
 
     def tensor_parallel_mode_on(self, device: str) -> Mode:
         """Return the division of layers on a device, set or by default: of GPUs it is `reduce`, unless exact."""

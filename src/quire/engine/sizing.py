@@ -98,6 +98,7 @@ def size_engine(
         scheduling_policy=options.scheduling_policy,
         max_kv_share=options.max_kv_share_per_key,
         itl_target_s=options.itl_target_s,
+        ttft_target_s=options.ttft_target_s,
     )
     cache = CacheConfig(
         num_blocks,

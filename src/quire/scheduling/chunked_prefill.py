@@ -1,10 +1,10 @@
 """Chunked prefill: the part of a step that long prompts may take (Agrawal et al. 2024).
 
-A long prompt is computed in chunks, and a chunk leaves half of the step's budget to sequences with little to compute,
-as far as they can use it. So a short request waits for a step or two, not for a whole long prompt; without short
-requests, long prompts take the whole budget. That is a number of tokens, and with a target for the time of steps no
-more than fit into it beside the decodes (`quire.scheduling.time_budget`). A model that computes texts as a whole has no
-chunks.
+A long prompt is computed in chunks, and a chunk leaves half of the step's budget to requests with little to compute,
+and to urgent ones, as far as they can use it. So a short request waits for a step or two, not for a whole long prompt;
+without such requests, long prompts take the whole budget. That is a number of tokens, and with a target for the time of
+steps no more than fit into it beside the decodes (`quire.scheduling.time_budget`). A model that computes texts as a
+whole has no chunks.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _MAX_PASSED = 8       # long prompts in a step that shorter ones behind them pas
 
 
 class ChunkedPrefillBudget:
-    """The part of each step's budget that goes to sequences with more than half a budget to compute."""
+    """The part of each step's budget that goes to requests with more than half a budget to compute."""
 
     def __init__(self, budget: int, candidates: Callable[[], Iterator[Request]], time: TimeBudget) -> None:
         self._budget, self._candidates, self._time = budget, candidates, time
@@ -34,34 +34,39 @@ class ChunkedPrefillBudget:
         self._num_passed += 1
         return self._num_passed <= _MAX_PASSED
 
-    def share(self, num_missing: int, budget: int, start: int) -> int:
-        """Return how many tokens of what is left of the step's budget a sequence may use that has so many to compute.
+    def share(self, request: Request, num_missing: int, budget: int, start: int) -> int:
+        """Return how many tokens of what is left of the step's budget a request may use that has so many to compute.
 
         `start`: the position of the first. The first long prompt of a step gets at least one, unless the step has no
         time; later ones may get none.
         """
         num_in_time = self._time.most_tokens(start)
-        if num_missing <= max(1, self._budget // 2):
+        if self._is_served_first(request, num_missing, start):
             granted = min(budget, num_in_time)
         else:
             if self._left is None:
                 whole = min(self._budget, num_in_time)
-                self._left = whole - self._wanted_by_short(whole // 2)
+                self._left = whole - self._wanted_first(whole // 2)
             granted = min(num_missing, budget, num_in_time, self._left)
             self._left -= granted
         self._time.spend(start, min(granted, num_missing))
         return granted
 
-    def _wanted_by_short(self, most: int) -> int:
-        """Count the tokens that requests with little to compute could use now, up to `most`.
+    def _is_served_first(self, request: Request, num_missing: int, start: int) -> bool:
+        """Return whether long prompts leave room for a request: it has little to compute, or is urgent."""
+        return num_missing <= max(1, self._budget // 2) or self._time.is_urgent(request, start, num_missing)
+
+    def _wanted_first(self, most: int) -> int:
+        """Count the tokens that requests could use now that are served first, up to `most`.
 
         Where time is the limit, it is what decodes have left already.
         """
         wanted, is_timed = 0, self._time.is_limited
         for request in islice(self._candidates(), _MAX_LOOKED_AT):
             sequence = request.live[0]
-            num_missing = sequence.num_tokens - sequence.num_computed_tokens
-            if num_missing <= max(1, self._budget // 2) and not (is_timed and decodes(sequence)):
+            start = sequence.num_computed_tokens
+            num_missing = sequence.num_tokens - start
+            if self._is_served_first(request, num_missing, start) and not (is_timed and decodes(sequence)):
                 wanted += num_missing + len(request.live) - 1
             if wanted >= most:
                 return most
@@ -71,7 +76,7 @@ class ChunkedPrefillBudget:
 class WholePrompts(ChunkedPrefillBudget):
     """The budget of steps in which a prompt is computed as a whole or not at all: shorter ones may pass it."""
 
-    def share(self, num_missing: int, budget: int, start: int) -> int:
+    def share(self, request: Request, num_missing: int, budget: int, start: int) -> int:
         """Return the tokens of a whole prompt, 0 if they are more than what is left of the budget.
 
         The first prompt of a step always fits: none is longer than a budget.

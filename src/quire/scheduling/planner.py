@@ -51,14 +51,14 @@ class Planner:
         self._prefill_budget = budget(config.max_num_batched_tokens, self._budget_candidates, time)
         self._time = time
 
-    def start_step(self) -> None:
+    def start_step(self, now_s: float) -> None:
         """Reset what is counted per step."""
         self._admission.start_step()
         if self._shares is not None:
             self._shares.start_step()
         self._queues.wait_reasons.start_step()
         self._prefill_budget.start_step()
-        self._time.start_step(lambda: decode_work(self._queues.running))
+        self._time.start_step(lambda: decode_work(self._queues.running), now_s)
         if self._cache.prefix_caching_enabled and self._needs_prefixes():
             self._cache.publish()
 
@@ -147,7 +147,7 @@ class Planner:
             if all(map(decodes, live)):
                 return budget
             num_missing = sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in live)
-        return self._prefill_budget.share(num_missing, budget, live[0].num_computed_tokens)
+        return self._prefill_budget.share(request, num_missing, budget, live[0].num_computed_tokens)
 
     def _advance_group(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Plan the branches of a request, up to `budget` tokens in all. Return how many.
@@ -255,7 +255,7 @@ class Planner:
             if num_spare < 0 and queues.running:                        # alone it fits: see AdmissionLimits
                 return "kv_blocks"
             num_missing = num_missing_tokens(request) - match.num_tokens
-            share = self._prefill_budget.share(num_missing, budget, match.num_tokens)
+            share = self._prefill_budget.share(request, num_missing, budget, match.num_tokens)
             if share == 0:
                 if request.num_preemptions or not self._prefill_budget.may_be_passed():
                     return "token_budget"                               # later requests must not take a victim's blocks

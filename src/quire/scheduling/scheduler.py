@@ -63,7 +63,7 @@ class Scheduler:
         self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
         make_shares = parts.make_shares
         self._shares = None if make_shares is None else make_shares(cache, self.running, self.admission)
-        self.time = TimeBudget(config.itl_target_s)
+        self.time = TimeBudget(config.itl_target_s, config.ttft_target_s, config.max_num_batched_tokens)
         self.planner = Planner(
             config, self.queues, self.admission, self.preemption, self.order, cache, self._shares, unprepared, self.time
         )
@@ -256,7 +256,7 @@ class Scheduler:
             self._step, self._ahead = self._ahead, None
             return self._step.plan
         step = self._step = PlanBuilder()
-        self.planner.start_step()
+        self.planner.start_step(now_s)
         plan = self._start_step(step)
         self.planner.preempt_excess(step)
         self._admit(step, self.planner.plan_running(step, self.config.max_num_batched_tokens))

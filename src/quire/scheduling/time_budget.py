@@ -6,6 +6,11 @@ sequence takes only as many tokens of prompts as keep it within the target, by t
 no room for a token, prompts advance in every m-th step, by a chunk as long as the decodes: m, 2 to 8, is what a step
 takes over the target. Streams and prompts are both slower than asked for then, and none stands still.
 A prompt that takes t alone takes about t T / (T - d) beside decodes of d seconds, T the target.
+
+With a target for first tokens, too, a long prompt that is about to miss it becomes urgent: other long prompts leave
+half of each step to it, as they do for short ones. That begins when four times the seconds are left that it takes
+alone: half of the tokens of a step, the others of which may take longer. One that would be too late even alone waits as
+others do, and nothing is held up for it.
 """
 
 import math
@@ -16,17 +21,22 @@ from quire.core.step_times import StepTimes, StepWork, chunk_work
 
 NO_LIMIT = 1 << 30     # tokens
 MOST_KNOWN = 32        # tokens that a decoding sequence may have to compute: drawn, or forced by a grammar
+HURRY = 4              # times the seconds that a prompt takes alone: with less left to its target it is urgent
 MOST_STEPS = 8         # between two that advance prompts, where the target cannot be held
 
 
 class TimeBudget:
-    """Limits the tokens of prompts in the steps of one scheduler to a target, in seconds."""
+    """Limits the tokens of prompts in the steps of one scheduler to a target, in seconds; infinity: no limit.
 
-    def __init__(self, target_s: float) -> None:
-        self.target_s = target_s
+    `first_s`: the target for the time from a request's arrival to its first token. `tokens_per_step`: at most.
+    """
+
+    def __init__(self, target_s: float, first_s: float = math.inf, tokens_per_step: int = NO_LIMIT) -> None:
+        self.target_s, self._first_s, self._tokens_per_step = target_s, first_s, tokens_per_step
         self.num_unmet = 0                         # steps in which decodes left no room for a token of a prompt
         self.times: StepTimes | None = None        # the prices; None: nothing was measured yet
         self._decodes: Callable[[], StepWork] = StepWork
+        self._now_s = 0.0
         self._left_s: float | None = None          # of this step, for prompts; None: no prompt has asked yet
         self.decode_s = 0.0                        # of the last step that was limited: without its prompts
         self._num_passed = 0                       # steps since prompts have advanced, where the target cannot be held
@@ -46,9 +56,13 @@ class TimeBudget:
         if times is not None:
             self.times = times
 
-    def start_step(self, decodes: Callable[[], StepWork]) -> None:
-        """Begin a step. `decodes`, called if a prompt asks for tokens, returns what decoding sequences compute."""
+    def start_step(self, decodes: Callable[[], StepWork], now_s: float | None = None) -> None:
+        """Begin a step. `decodes`, called if a prompt asks for tokens, returns what decoding sequences compute.
+
+        `now_s`: the time by the clock of requests; None: as in the step before.
+        """
         self._decodes, self._left_s = decodes, None
+        self._now_s = self._now_s if now_s is None else now_s
 
     def lift(self) -> bool:
         """Remove the limit of this step; return whether there was one."""
@@ -65,6 +79,14 @@ class TimeBudget:
             self._left_s, self._num_passed = left_s, 0
         return self._fitting(start, self._left_s)
 
+    def is_urgent(self, request: Request, start: int, num_missing: int) -> bool:
+        """Return whether a request with `num_missing` tokens from `start` on meets its target only if it hurries."""
+        if self._first_s == math.inf or self.times is None or request.live[0].num_output_tokens:
+            return False
+        decode_s = self.decode_s if self.is_limited else 0.0
+        needed_s = self.times.prompt_seconds(start, num_missing, self._tokens_per_step, decode_s, self.target_s)
+        return needed_s <= self._first_s - (self._now_s - request.arrived_s) <= HURRY * needed_s
+
     def spend(self, start: int, num_tokens: int) -> None:
         """Take the time of these tokens of a prompt from what is left."""
         if self._left_s is not None and self.times is not None:
@@ -73,8 +95,7 @@ class TimeBudget:
 
     def _measure(self) -> float:
         """Return the seconds that decodes leave; infinity without decodes or prices."""
-        work = self._decodes()
-        if self.times is None or not work.num_tokens:
+        if self.times is None or self.target_s == math.inf or not (work := self._decodes()).num_tokens:
             return math.inf
         self.decode_s = self.times.seconds(work)
         return max(self.target_s / self.times.margin - self.decode_s, 0.0)
