@@ -1,13 +1,13 @@
 """Quire beside llama.cpp on real GGUF files, taking turns; prints the table of docs/benchmarks.md.
 
-    python bench/real.py [--rounds 5] [--threads 2]
+    python bench/real.py [--rounds 5] [--threads 2] [--binding FOLDER]
 
 llama.cpp is its prebuilt library, with the kernels that it chooses for this CPU. Of its source, which npm brings too,
 two programs are compiled that hold no arithmetic: llama-bench (a prompt, one sequence, and the time of a process that
 computes a prompt of five tokens) and batched-bench (eight sequences). Quire is `LLM` in a process of its own, and for
 the start `quire generate`, with the settings that they have by themselves. An engine waits while the other works; the
 first round does not count, and a ratio is that of one round. Threads of llama.cpp spin at barriers: beside other work
-measure with --threads 1.
+measure with --threads 1. `--binding` adds node-llama-cpp in FOLDER/node_modules: the same library behind JavaScript.
 """
 
 import json
@@ -18,11 +18,12 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
@@ -107,16 +108,12 @@ class LlamaCpp:
         return time.perf_counter() - started_s
 
 
-class Quire:
-    """`LLM` over one file, in a process that is told what to run."""
+class Child:
+    """A process that answers the name of a row with a time."""
 
-    def __init__(self, model: Path, threads: int) -> None:
-        self._model = str(model)
-        self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        command = [sys.executable, __file__, "--child", self._model]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment, text=True
-        )
+    def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
 
     def close(self) -> None:
         """End the process."""
@@ -142,6 +139,15 @@ class Quire:
         """Return the milliseconds of a step of all sequences."""
         return self._ask("eight")
 
+
+class Quire(Child):
+    """`LLM` over one file, in a process that is told what to run."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        self._model = str(model)
+        self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        super().__init__([sys.executable, __file__, "--child", self._model], self._environment)
+
     def start(self) -> float:
         """Return the seconds of a process that makes one token."""
         code = "from quire.cli.entry import main; main()"
@@ -152,6 +158,62 @@ class Quire:
             capture_output=True, check=True,
         )  # fmt: skip
         return time.perf_counter() - started_s
+
+
+BINDING = """
+const [, , folder, modelPath, threads] = process.argv;
+const { getLlama } = await import(folder + "/node_modules/node-llama-cpp/dist/index.js");
+const llama = await getLlama({ gpu: false, build: "never", maxThreads: Number(threads), logLevel: "error" });
+const model = await llama.loadModel({ modelPath });
+const settings = { contextSize: 2048, sequences: NUM_SEQUENCES, batchSize: 2048, threads: Number(threads) };
+const context = await model.createContext(settings);
+const sequences = Array.from({ length: NUM_SEQUENCES }, () => context.getSequence());
+const drawn = () => 1000 + Math.floor(Math.random() * 39000);
+async function times(sequence, promptLen, outputLen) {
+    await sequence.clearHistory();
+    const found = [];
+    const ids = Array.from({ length: promptLen }, drawn);
+    for await (const _ of sequence.evaluate(ids, { temperature: 0, yieldEogToken: true })) {
+        found.push(performance.now());
+        if (found.length == outputLen) return found;
+    }
+}
+async function stepMs(count, promptLen) {
+    const used = sequences.slice(0, count).map((each) => times(each, promptLen, OUTPUT_LEN + 1));
+    const found = await Promise.all(used);
+    return (Math.max(...found.map((each) => each.at(-1))) - Math.max(...found.map((each) => each[0]))) / OUTPUT_LEN;
+}
+const runs = {
+    prompt: async () => {
+        const started = performance.now();
+        return ((await times(sequences[0], PROMPT_LEN, 1))[0] - started) / 1e3;
+    },
+    one: () => stepMs(1, 1),
+    eight: () => stepMs(NUM_SEQUENCES, SHORT_PROMPT_LEN),
+};
+for (const run of Object.values(runs)) await run();
+const { createInterface } = await import("node:readline");
+for await (const name of createInterface({ input: process.stdin })) console.log(await runs[name]());
+process.exit(0);
+"""
+
+
+class Binding(Child):
+    """node-llama-cpp over one file, in a process of node that is told what to run."""
+
+    def __init__(self, folder: Path, model: Path, threads: int) -> None:
+        script = BINDING
+        for name in ("PROMPT_LEN", "OUTPUT_LEN", "SHORT_PROMPT_LEN", "NUM_SEQUENCES"):
+            script = re.sub(rf"\b{name}\b", str(globals()[name]), script)
+        self._script = tempfile.NamedTemporaryFile("w", suffix=".mjs")  # noqa: SIM115 (it lives as long as the process)
+        self._script.write(script)
+        self._script.flush()
+        super().__init__(["node", self._script.name, str(folder.resolve()), str(model), str(threads)])
+
+    def close(self) -> None:
+        """End the process."""
+        super().close()
+        self._script.close()
 
 
 def answer(model: str) -> None:
@@ -187,14 +249,25 @@ def answer(model: str) -> None:
             print(runs[line.strip()](), flush=True)
 
 
+class Engine(Protocol):
+    """What is measured: a method for each row that it has."""
+
+    def prompt(self) -> float: ...
+    def one(self) -> float: ...
+    def eight(self) -> float: ...
+
+
 @contextmanager
-def engines(programs: Path, folder: Path, model: Path, threads: int) -> Iterator[tuple[Quire, LlamaCpp]]:
-    """Open both engines over a file."""
-    ours = Quire(model, threads)
+def engines(programs: Path, folder: Path, model: Path, threads: int, binding: Path | None) -> Iterator[list[Engine]]:
+    """Open the engines over a file: Quire, llama.cpp and, if it is asked for, the binding."""
+    children: list[Child] = [Quire(model, threads)]
+    if binding is not None:
+        children.append(Binding(binding, model, threads))
     try:
-        yield ours, LlamaCpp(programs, folder / REAL_FILES["llama.cpp"].path, model, threads)
+        yield [children[0], LlamaCpp(programs, folder / REAL_FILES["llama.cpp"].path, model, threads), *children[1:]]
     finally:
-        ours.close()
+        for child in children:
+            child.close()
 
 
 def spread(values: list[float]) -> str:
@@ -209,21 +282,27 @@ def main(
     folder: Annotated[Path, typer.Option(help="where `make real` has put the files")] = FOLDER,
     rows: Annotated[str, typer.Option(help="of the table")] = ",".join(ROWS),
     models: Annotated[str, typer.Option(help="names of tools/real_files.py")] = ",".join(MODELS.values()),
+    binding: Annotated[Path | None, typer.Option(help="a folder with node_modules of node-llama-cpp")] = None,
 ) -> None:
-    """Measure both engines in turn."""
+    """Measure the engines in turn."""
     folder = folder.resolve()
     programs = compiled(folder)
     print(f"{cpu()}, {threads} threads, {rounds} rounds; llama.cpp {REAL_FILES['llama.cpp'].archives[0].package}\n")
-    print("| file | | Quire | llama.cpp | Quire / llama.cpp |\n| --- | --- | --- | --- | --- |")
+    names = ["llama.cpp", "node-llama-cpp"] if binding else ["llama.cpp"]
+    print("| file | | Quire |", " | ".join(f"{name} | Quire / {name}" for name in names), "|")
+    print("| --- | --- | --- |" + " --- | --- |" * len(names))
     for title, name in MODELS.items():
         if name not in models.split(","):
             continue
-        with engines(programs, folder, fetch(REAL_FILES[name], folder), threads) as (ours, theirs):
+        with engines(programs, folder, fetch(REAL_FILES[name], folder), threads, binding) as found:
             for row in rows.split(","):
-                turns = [(getattr(ours, row)(), getattr(theirs, row)()) for _ in range(rounds + 1)][1:]
-                mine, others = map(list, zip(*turns, strict=True))
-                ratios = [one / other for one, other in turns]
-                print(f"| {title} | {ROWS[row]} | {spread(mine)} | {spread(others)} | {spread(ratios)} |", flush=True)
+                able = [each for each in found if hasattr(each, row)]
+                turns = [[getattr(each, row)() for each in able] for _ in range(rounds + 1)][1:]
+                mine, *others = map(list, zip(*turns, strict=True))
+                cells = [title, ROWS[row], spread(mine)]
+                for other in others:
+                    cells += [spread(other), spread([one / two for one, two in zip(mine, other, strict=True)])]
+                print("|", " | ".join(cells + ["", ""] * (len(names) - len(others))), "|", flush=True)
 
 
 def cpu() -> str:

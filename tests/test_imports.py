@@ -68,6 +68,12 @@ def test_a_command_starts_without_the_modules_of_others() -> None:
     assert not [name for name in loaded if name.startswith(("quire.cli.bench", "quire.cli.serve", "quire.sim"))]
 
 
+def test_engines_of_a_server_start_before_numpy_and_the_http_server_are_loaded() -> None:
+    loaded = modules_after("from quire.cli.main import make_app\nmake_app(['serve'])")
+    assert "quire.engine.launcher" in loaded
+    assert not {"numpy", "uvicorn", "tokenizers"} & loaded
+
+
 def test_llm_is_found_on_the_package_and_loads_torch() -> None:
     assert {"quire.llm", "torch"} <= modules_after("import quire\nquire.LLM")
 

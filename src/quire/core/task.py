@@ -11,6 +11,8 @@ import msgspec
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.pooling import Pool
 
+MAX_PINNED_PREFIXES = 64  # those that are still being computed count too
+
 
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     """Sample n answers."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
 from quire.core.frames import frame
-from quire.engine.messages import Start
 from quire.engine.options import EngineOptions
+from quire.engine.start_message import Start
 
 # Iterations of about 50 ns for which a thread of the engine spins at a barrier before it sleeps. libgomp's default of
 # 300,000 keeps a core busy that the server or another process needs: beside another server bursts of 32 streams made

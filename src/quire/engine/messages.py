@@ -18,8 +18,8 @@ from quire.core.pooling import PoolerConfig
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes
 from quire.core.token_ids import PackedTokens
-from quire.engine.options import EngineOptions
 from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from quire.engine.start_message import Start
 from quire.scheduling.limits import AdmissionLimits
 
 FAULT = "fault"           # the kind of a Failed that no setting of the user caused
@@ -27,12 +27,6 @@ MAX_FAILURE_CHARS = 2000  # of its message: assertions may show whole tables, an
 
 
 # --- to the engine ----------------------------------------------------------------------------------------------------
-
-
-class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """The first message: the options of the engine to load."""
-
-    options: EngineOptions
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):

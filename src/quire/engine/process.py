@@ -37,6 +37,7 @@ from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.messages import EngineState, Report
 from quire.engine.stall_detector import LayerCost, StallDetector
+from quire.engine.start_message import Start
 from quire.model.resolve import resolve_model, resolve_tokenizer
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class EngineLoop:
                 self._read_adapter(command, folder)
             case messages.Ping():
                 pass                                # a report follows every command
-            case messages.Start():
+            case Start():
                 raise AssertionError("started twice")
 
     def _read_adapter(self, command: messages.ReadAdapter, folder: str) -> None:
@@ -278,7 +279,7 @@ def _exit_with_thread(died: threading.ExceptHookArgs) -> NoReturn:
 def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     """Load the model of the first command, then handle commands."""
     start = messages.decode_command(commands.get())
-    assert isinstance(start, messages.Start), f"the first command must be Start, got {start}"
+    assert isinstance(start, Start), f"the first command must be Start, got {start}"
     folder = resolve_model(start.options.model, start.options.model_files, start.options.revision)
     text_source = resolve_tokenizer(start.options.tokenizer, folder, start.options.tokenizer_revision)
     connection.send(messages.Located(str(text_source)))

@@ -11,9 +11,7 @@ from quire.cache.block_table import blocks_for, worst_case_blocks
 from quire.cache.manager import KVCacheManager
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sequence import Request
-from quire.core.task import Pin
-
-MAX_PINNED_PREFIXES = 64  # those that are still being computed count too
+from quire.core.task import MAX_PINNED_PREFIXES, Pin
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from quire.core.options import (
 )
 from quire.core.owner_labels import MAX_LABELS
 from quire.core.structured_outputs_config import StructuredOutputsConfig, parse_config
+from quire.core.task import MAX_PINNED_PREFIXES
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
-from quire.scheduling.limits import MAX_PINNED_PREFIXES
 from quire.server.adapter_names import AdapterModule, parse_modules
 
 _LONGEST_S = 86400.0
