@@ -167,9 +167,9 @@ def test_prompts_are_hurried_without_a_target_for_steps() -> None:
     assert in_time_s <= 3.0 < late_s
 
 
-def test_request_with_a_token_is_not_urgent() -> None:
+def test_request_with_a_token_is_not_hurried() -> None:
     harness = harness_of(0.1, first_s=1.0)
     (stream,) = start_streams(harness, 1)
     harness.step()
-    assert not harness.scheduler.time.is_urgent(stream, 0, 400)
-    assert harness.scheduler.time.is_urgent(harness.add(400, max_tokens=1), 0, 400)
+    assert not harness.scheduler.time.is_hurried(stream, 0, 400)
+    assert harness.scheduler.time.is_hurried(harness.add(400, max_tokens=1), 0, 400)

@@ -260,9 +260,9 @@ class EngineOptions:
     )  # fmt: skip
     ttft_target_ms: float | str | None = _engine(
         None, "time to a first token for which long prompts are hurried; or none", metavar=MS, shown_default="none",
-        row="the time from a request's arrival to its first token that prompts should meet: a long one that meets it "
-        "only if it hurries has a larger part of the steps, never past `itl_target_ms`, and at most half beside other "
-        "long ones that came first ([below](#targets-of-time)); `None`, or `none`: prompts are not hurried",
+        row="the time from a request's arrival to its first token that prompts should meet: a long one that still can "
+        "has a larger part of the steps, never past `itl_target_ms`, and at most half beside other long ones that came "
+        "first ([below](#targets-of-time)); `None`, or `none`: prompts are not hurried",
     )  # fmt: skip
     enable_prefix_caching: bool = _engine(
         True, "keep what has been computed, and find it again for prompts that begin alike",

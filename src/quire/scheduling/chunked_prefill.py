@@ -1,7 +1,7 @@
 """Chunked prefill: the part of a step that long prompts may take (Agrawal et al. 2024).
 
 A long prompt is computed in chunks, and a chunk leaves half of the step's budget to requests with little to compute,
-and to urgent ones, as far as they can use it. So a short request waits for a step or two, not for a whole long prompt;
+and to hurried ones, as far as they can use it. So a short request waits for a step or two, not for a whole long prompt;
 without such requests, long prompts take the whole budget. That is a number of tokens, and with a target for the time of
 steps no more than fit into it beside the decodes (`quire.scheduling.time_budget`). A model that computes texts as a
 whole has no chunks.
@@ -53,8 +53,8 @@ class ChunkedPrefillBudget:
         return granted
 
     def _is_served_first(self, request: Request, num_missing: int, start: int) -> bool:
-        """Return whether long prompts leave room for a request: it has little to compute, or is urgent."""
-        return num_missing <= max(1, self._budget // 2) or self._time.is_urgent(request, start, num_missing)
+        """Return whether long prompts leave room for a request: it has little to compute, or is hurried."""
+        return num_missing <= max(1, self._budget // 2) or self._time.is_hurried(request, start, num_missing)
 
     def _wanted_first(self, most: int) -> int:
         """Count the tokens that requests could use now that are served first, up to `most`.

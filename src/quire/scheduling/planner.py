@@ -49,7 +49,7 @@ class Planner:
         self._order, self._cache = order, cache
         budget = ChunkedPrefillBudget if config.chunks_prompts else WholePrompts
         self._prefill_budget = budget(config.max_num_batched_tokens, self._budget_candidates, time)
-        self._time = time
+        self.time = time
 
     def start_step(self, now_s: float) -> None:
         """Reset what is counted per step."""
@@ -58,7 +58,7 @@ class Planner:
             self._shares.start_step()
         self._queues.wait_reasons.start_step()
         self._prefill_budget.start_step()
-        self._time.start_step(lambda: decode_work(self._queues.running), now_s)
+        self.time.start_step(lambda: decode_work(self._queues.running), now_s)
         if self._cache.prefix_caching_enabled and self._needs_prefixes():
             self._cache.publish()
 
@@ -87,7 +87,7 @@ class Planner:
         If decodes that a prompt waited for were preempted, it takes the time that was theirs.
         """
         budget = self._plan_in_order(step, budget)
-        if not step.num_tokens and self._queues.running and self._time.lift():
+        if not step.num_tokens and self._queues.running and self.time.lift():
             self._prefill_budget.start_step()
             budget = self._plan_in_order(step, budget)
         return budget

@@ -63,9 +63,9 @@ class Scheduler:
         self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
         make_shares = parts.make_shares
         self._shares = None if make_shares is None else make_shares(cache, self.running, self.admission)
-        self.time = TimeBudget(config.itl_target_s, config.ttft_target_s, config.max_num_batched_tokens)
+        time = TimeBudget(config.itl_target_s, config.ttft_target_s, config.max_num_batched_tokens)
         self.planner = Planner(
-            config, self.queues, self.admission, self.preemption, self.order, cache, self._shares, unprepared, self.time
+            config, self.queues, self.admission, self.preemption, self.order, cache, self._shares, unprepared, time
         )
         self._step = PlanBuilder()                  # that is being planned, or is under way
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
@@ -119,6 +119,11 @@ class Scheduler:
     def num_deferred(self) -> int:
         """Waiting requests that lack something, or that the last plan skipped: those behind them could be admitted."""
         return self.queues.lines.num_lacking + self.queues.wait_reasons.num_skipped
+
+    @property
+    def time(self) -> TimeBudget:
+        """The limit of a step's time, and what it has measured."""
+        return self.planner.time
 
     @property
     def preemption_stats(self) -> PreemptionStats:

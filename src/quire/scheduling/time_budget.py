@@ -7,10 +7,9 @@ no room for a token, prompts advance in every m-th step, by a chunk as long as t
 takes over the target. Streams and prompts are both slower than asked for then, and none stands still.
 A prompt that takes t alone takes about t T / (T - d) beside decodes of d seconds, T the target.
 
-With a target for first tokens, too, a long prompt that is about to miss it becomes urgent: other long prompts leave
-half of each step to it, as they do for short ones. That begins when four times the seconds are left that it takes
-alone: half of the tokens of a step, the others of which may take longer. One that would be too late even alone waits as
-others do, and nothing is held up for it.
+With a target for first tokens, too, a long prompt is hurried while it can still meet that: other long prompts leave
+half of each step to it, as they do for short ones. One that would be too late even alone waits as others do, and
+nothing is held up for it.
 """
 
 import math
@@ -21,7 +20,6 @@ from quire.core.step_times import StepTimes, StepWork, chunk_work
 
 NO_LIMIT = 1 << 30     # tokens
 MOST_KNOWN = 32        # tokens that a decoding sequence may have to compute: drawn, or forced by a grammar
-HURRY = 4              # times the seconds that a prompt takes alone: with less left to its target it is urgent
 MOST_STEPS = 8         # between two that advance prompts, where the target cannot be held
 
 
@@ -79,13 +77,13 @@ class TimeBudget:
             self._left_s, self._num_passed = left_s, 0
         return self._fitting(start, self._left_s)
 
-    def is_urgent(self, request: Request, start: int, num_missing: int) -> bool:
-        """Return whether a request with `num_missing` tokens from `start` on meets its target only if it hurries."""
+    def is_hurried(self, request: Request, start: int, num_missing: int) -> bool:
+        """Return whether a request with `num_missing` tokens to compute from `start` on can meet its target."""
         if self._first_s == math.inf or self.times is None or request.live[0].num_output_tokens:
             return False
         decode_s = self.decode_s if self.is_limited else 0.0
         needed_s = self.times.prompt_seconds(start, num_missing, self._tokens_per_step, decode_s, self.target_s)
-        return needed_s <= self._first_s - (self._now_s - request.arrived_s) <= HURRY * needed_s
+        return needed_s <= self._first_s - (self._now_s - request.arrived_s)
 
     def spend(self, start: int, num_tokens: int) -> None:
         """Take the time of these tokens of a prompt from what is left."""
