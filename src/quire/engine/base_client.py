@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.lora import Adapter
+from quire.core.sequence import Request
+from quire.engine.forecast import Asked
 from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready
@@ -58,6 +60,13 @@ class BaseClient(ABC):
     @abstractmethod
     def num_free_seqs(self) -> int:
         """Requests of one sequence that could run at once, by the last reports; 0 if requests wait or are swapped."""
+
+    def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
+        """Return the predicted seconds until what is asked has its first token; 0 where nothing is known.
+
+        `request`: that of a single prompt, once it is tokenized: of several engines the one counts that it will get.
+        """
+        return 0.0
 
     @abstractmethod
     async def read_adapter(self, folder: str) -> Adapter:

@@ -19,9 +19,11 @@ from quire.core.errors import DeadlineExceededError, EngineError, InvalidRequest
 from quire.core.frames import frame
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
+from quire.core.sequence import Request
 from quire.engine import messages
 from quire.engine.base_client import SingleEngine
 from quire.engine.connection import EngineConnection
+from quire.engine.forecast import Asked, Forecast
 from quire.engine.formats import TokenizerUse
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
@@ -64,6 +66,9 @@ class EngineClient(SingleEngine):
         self.state = EngineState(0, 0, 0)
         self._connection, self._observer = connection, observer
         self._stall_limit_s, self._on_stall = options.stall_limit, on_stall
+        self._forecast = Forecast(
+            ready.max_num_batched_tokens, ready.limits.max_num_seqs, options.itl_target_s, options.scheduling_policy
+        )
         self._has_ranks = options.tensor_parallel_size > 1
         self._num_signs = self._num_reports = 0           # reports that show progress, and all of them
         self._streams = RequestStreams(self.tokenizer, self._on_abort, on_close, is_packed=packs_outputs)
@@ -124,6 +129,10 @@ class EngineClient(SingleEngine):
         if state.num_waiting or state.num_swapped:
             return 0
         return max(0, self.ready.limits.max_num_seqs - state.num_running_seqs)
+
+    def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
+        """Return the predicted seconds until what is asked has its first token; 0 where nothing is known."""
+        return self._forecast.first_token_s(self.state, self._streams.queued, asked, time.monotonic())
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
@@ -321,6 +330,7 @@ class EngineClient(SingleEngine):
             whole.add(processed)
             if not processed.is_last:
                 await asyncio.sleep(0)
+        self._forecast.record_ended(len(whole.finished), time.monotonic())
         self._observer.on_step(step, whole)
 
     def _set_state(self, state: EngineState) -> None:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +16,7 @@ from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
+from quire.core.step_times import StepWork, chunk_work
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.block_holders import count_blocks_by_owner, list_holders
 from quire.engine.messages import EngineState
@@ -73,6 +74,7 @@ class Engine:
         self.num_computed_tokens = 0        # by the last step
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
         self._clock = clock
+        self._prompts_left = StepWork()     # of running requests, after the last step
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that may have made the last step fail
         self._has_warned = False            # that the target of a step's time cannot be held
@@ -131,6 +133,8 @@ class Engine:
             self._discard()                             # of requests that have just ended
             self.scheduler.roll_back()
         self.num_computed_tokens = sum(plan.counts)
+        if self.num_computed_tokens > len(plan.rows) or self._prompts_left.num_tokens:
+            self._prompts_left = _prompts_left(self.scheduler.running)
         self._warn_of_target()
         return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.record_success()
 
@@ -213,6 +217,7 @@ class Engine:
             num_running_seqs=scheduler.num_running_seqs,
             waits_for=scheduler.wait_reason,
             num_deferred=scheduler.num_deferred,
+            prompts_left=self._prompts_left,
             step_times=scheduler.time.times,
             num_itl_unmet=scheduler.time.num_unmet,
             adapters=self.adapters.use() if self.adapters is not None and is_count_due else None,
@@ -238,3 +243,12 @@ class Engine:
         """Return blocks [first, first + count) of a tier between two steps, with their holders."""
         blocks = self.scheduler.cache.view_blocks(first, count, tier)
         return BlockMap(first, self.kv_stats(), blocks, list_holders(self.scheduler, blocks))
+
+
+def _prompts_left(running: Iterable[Request]) -> StepWork:
+    """Return the work of prompt tokens that running requests have still to compute."""
+    left = StepWork()
+    for request in running:
+        if request.live and (num_left := request.live[0].num_prompt_tokens - request.live[0].num_computed_tokens) > 0:
+            left += chunk_work(request.live[0].num_computed_tokens, num_left)
+    return left

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestMetrics, RequestOutput
+from quire.core.sequence import Request
 from quire.engine.input_processor import PreparedRequest
 from quire.engine.messages import EngineDeadError, Stepped
 from quire.engine.output_processor import FinishedRequest, OutputKind, OutputProcessor, ProcessedStep
@@ -76,7 +77,7 @@ class RequestStreams:
         self._on_abort, self._on_close = on_abort, on_close
         self._outputs = OutputProcessor(tokenizer, is_packed=is_packed)
         self._streams: dict[int, RequestStream] = {}
-        self._queued: dict[int, int] = {}                 # sent and never admitted: prompt tokens x n
+        self._queued: dict[int, Request] = {}             # sent and never admitted
 
     def __len__(self) -> int:
         """Count the open requests."""
@@ -94,7 +95,12 @@ class RequestStreams:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens x n of the requests that were sent and not yet admitted."""
-        return sum(self._queued.values())
+        return sum(request.num_queued_tokens for request in self._queued.values())
+
+    @property
+    def queued(self) -> Iterable[Request]:
+        """The requests that were sent and not yet admitted, as they came."""
+        return self._queued.values()
 
     def open(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind
@@ -103,7 +109,7 @@ class RequestStreams:
         request = prepared.request
         metrics = self._outputs.add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id, metrics)
-        self._queued[request.request_id] = request.num_queued_tokens
+        self._queued[request.request_id] = request
         return stream
 
     def process(self, step: Stepped) -> Iterator[ProcessedStep]:

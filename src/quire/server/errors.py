@@ -1,5 +1,6 @@
 """Errors of the API: one JSON form, unless an API has one of its own, and one place that chooses the status."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -88,6 +89,16 @@ def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> A
     """Return the refusal of a call with more prompt tokens than the queue has room for."""
     message = f"{num_queued} prompt tokens x n wait already, and at most {limit} may (max_queued_tokens)"
     return _retryable(429, message, "server_overloaded", retry_after_s)
+
+
+def deadline_unmeetable(predicted_s: float, asked_s: float, field: str) -> ApiError:
+    """Return the refusal of a request whose first token cannot be there in time, both from its arrival."""
+    predicted_ms, asked_ms = math.ceil(predicted_s * 1e3), round(asked_s * 1e3)
+    predicted = f"the first token would be there after about {predicted_ms} ms"
+    message = f"{predicted}, and is asked for within {asked_ms} ms ({field})"
+    error = _retryable(429, message, "deadline_unmeetable", math.ceil(predicted_s - asked_s))
+    error.param = field
+    return error
 
 
 def logprob_memory_full(num_bytes: int, limit: int) -> ApiError:

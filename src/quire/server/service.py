@@ -16,10 +16,12 @@ from quire.engine.observation import Observation
 from quire.server.adapter_names import AdapterNames
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.control import AdmissionControl
+from quire.server.admission.deadlines import check_deadline
 from quire.server.api.active_responses import ActiveResponses
 from quire.server.api.observer import RequestObserver
 from quire.server.api.output_constraints import OutputConstraints
 from quire.server.api.output_formats import OutputFormats
+from quire.server.api.request import ApiRequest
 from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutting_down
 from quire.server.fair_semaphore import Lanes
 from quire.server.options import ServerOptions
@@ -124,6 +126,10 @@ class Service:
     ) -> AbstractContextManager[Callable[[PreparedRequest], None]]:
         """Reserve room in the queue for a call's prompt tokens x n; see `AdmissionControl.reserve_tokens`."""
         return self.admission.reserve_tokens(self.client, self.options, requests, param)
+
+    def check_deadline(self, call: ApiRequest, num_chars: int = 0) -> None:
+        """Raise ApiError 429 if the first token of a call cannot be there in time; see `admission.deadlines`."""
+        check_deadline(self.client, self.metrics, call, num_chars)
 
     def to_api_error(self, error: Exception) -> ApiError:
         """Return the error that a client receives for an exception, and count it if the call did not cause it."""

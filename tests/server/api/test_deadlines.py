@@ -125,3 +125,25 @@ def _count(server: OpenAIServer, name: str, **label: str) -> float:
 
 def _data(text: str) -> Iterator[str]:
     return (line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: "))
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_deadline_that_cannot_be_met_is_refused_at_once(server: OpenAIServer, path: str) -> None:
+    server.ask("/v1/completions", prompt="def f(" * 60, max_tokens=40, ignore_eos=True)     # steps are measured
+    assert server.service.client.engines[0].state.step_times is not None
+    before = _count(server, "requests_refused", reason="deadline_unmeetable")
+    long: Json = {"prompt": list(range(3, 203)), "max_tokens": 1}
+    waiting = [threading.Thread(target=server.http.post, args=("/v1/completions",), kwargs={"json": long})]
+    with server.held():
+        for thread in waiting:
+            thread.start()
+        server.wait_until(lambda: server.service.client.num_queued == 1)
+        answer = server.http.post(path, json=ROUTES[path] | {"ttft_deadline_ms": 1, "stream": True})
+    waiting[0].join()
+    assert answer.status_code == 429, answer.text
+    error = answer.json()["error"]
+    assert error.get("code", "deadline_unmeetable") == "deadline_unmeetable"
+    assert error.get("param", "ttft_deadline_ms") == "ttft_deadline_ms"
+    assert "ms, and is asked for within 1 ms (ttft_deadline_ms)" in error["message"]
+    assert int(answer.headers["retry-after"]) >= 1
+    assert _count(server, "requests_refused", reason="deadline_unmeetable") == before + 1

@@ -17,11 +17,13 @@ from quire.core.errors import InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sequence import Request
+from quire.core.step_times import chunk_work
 from quire.core.task import Pin
 from quire.engine.base_client import SupervisedClient
 from quire.engine.client import EngineClient
 from quire.engine.fleet.router import Router, Routing
 from quire.engine.fleet.supervision import keep_alive
+from quire.engine.forecast import Asked
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
@@ -131,6 +133,15 @@ class Fleet(SupervisedClient):
         return [number for number, client in enumerate(self._clients) if client.is_alive]
 
     # --- requests -------------------------------------------------------------------------------------------------
+
+    def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
+        """Return the predicted seconds in the engine that a request will get, or in the quickest of all."""
+        if request is None:
+            return min((self._clients[number].first_token_s(asked) for number in self._living), default=0.0)
+        number = self.router.rank(request, self._candidates(request))[0]
+        num_cached = self.router.num_cached(request, number)
+        prompt = chunk_work(num_cached, max(1, len(request.prompt_token_ids) - num_cached))
+        return self._clients[number].first_token_s(asked._replace(prompt=prompt, knows_cached=True))
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"

@@ -92,6 +92,10 @@ class Router:
         cached = {number: self._engines[number].index.match(scope, prompt) for number in engines}
         return sorted(engines, key=lambda number: self._work(number, request, cached[number]))
 
+    def num_cached(self, request: Request, number: int) -> int:
+        """Return the tokens of a request's prompt that an engine is expected to have in its cache."""
+        return self._engines[number].index.match(request.scope, request.prompt_token_ids)
+
     def assign(self, request: Request, number: int) -> None:
         """Count a request as the work of an engine from now on; once for each request."""
         self._num_routed += 1

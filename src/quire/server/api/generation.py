@@ -56,9 +56,11 @@ class Generation:
     ) -> Self:  # fmt: skip
         """Queue all engine requests of an API request, or none. Raises EngineDeadError if the engine is dead.
 
-        ApiError 429 or 400 if the prompts have more tokens than may wait, or the logprobs exceed their memory.
+        ApiError 429 if a deadline cannot be met, 429 or 400 if the prompts have more tokens than may wait, or the
+        logprobs exceed their memory.
         `concurrency` is kept until the generation finishes.
         """
+        service.check_deadline(request)
         kind: OutputKind = "delta" if request.stream else "final"
         streams: list[RequestStream] = []
         logprobs = service.admission.logprobs.reserve(

@@ -92,7 +92,10 @@ async def prepared(
         ]
         return replace(call, requests=requests, checked=checked)
 
-    return await service.threads.run(sum(map(len, prompts)), prepare, call.client_id)
+    num_chars = sum(map(len, prompts))
+    if all(isinstance(prompt, str) for prompt in prompts):
+        service.check_deadline(call, num_chars)
+    return await service.threads.run(num_chars, prepare, call.client_id)
 
 
 def cut_header(asked: int | None, call: ApiRequest) -> dict[str, str]:

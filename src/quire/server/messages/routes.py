@@ -82,6 +82,7 @@ async def create_message(request: Request) -> Response:
             manages_context=body.context_management is not None,
         )  # fmt: skip
         with service.admit(1, param="messages", client_id=call.client_id) as reservation:
+            service.check_deadline(call)
             call = await constrained(service, call, _constraints(body))
             conversation = await _conversation(body, service, call.tools, call.client_id)
             call = await prepare_chat(service, call, conversation, shows_reasoning=shows_thinking(body))

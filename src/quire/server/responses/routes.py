@@ -69,6 +69,7 @@ async def create_model_response(request: Request) -> Response:
     record.request_id, record.model, record.stream, record.num_prompts = call.id, call.model, call.stream, 1
     body.input = None       # in the conversation by now
     with service.admit(1, param="input", client_id=call.client_id) as reservation, renamed_fields(_NAMES):
+        service.check_deadline(call)
         call = await constrained(service, call, _constraint(service, body))
         call = await prepare_chat(service, call, conversation, shows_reasoning=body.include_reasoning is not False)
         builder = ResponsesBuilder(call, service.client.tokenizer)

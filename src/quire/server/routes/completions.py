@@ -57,6 +57,7 @@ async def create_completion(request: Request) -> Response:
     check_num_choices(len(prompts), call.params.n, service.options)
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
+        service.check_deadline(call)
         call = await constrained(service, call, constraint_fields(body))
         call = await prepare_prompts(service, call, prompts)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
@@ -75,6 +76,7 @@ async def create_chat_completion(request: Request) -> Response:
     record.num_prompts = 1
     with service.admit(1, param="messages", client_id=call.client_id) as reservation:
         with field_names(body):
+            service.check_deadline(call)
             call = await constrained(service, call, constraint_fields(body))
             conversation = replace(
                 conversation_of(body, body.messages, call.tools.tools), truncation=truncation_of(service, call)

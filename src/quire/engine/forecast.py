@@ -1,0 +1,137 @@
+"""Forecast of times to a first token: what waits before a request and its prompt, priced by an engine's last report.
+
+Prompts share each step with the sequences that decode: with a target for such steps, by the time that decodes leave of
+it, else by the tokens that a step has room for. Where seats are short, a request also waits until as many answers have
+ended as it has others before it. What is not known counts as nothing, so that no request is refused for it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from quire.core.config import SchedulingPolicy
+from quire.core.outputs import KVStats
+from quire.core.sequence import Request
+from quire.core.step_times import StepTimes, StepWork, chunk_work
+from quire.engine.messages import EngineState
+from quire.scheduling.time_budget import MOST_STEPS
+
+WINDOW_S = 10.0     # in which answers that ended count for the rate at which seats become free
+_NO_ROOM = ("max_num_seqs", "kv_blocks", "swapped_first")
+
+
+class Asked(NamedTuple):
+    """A request that may be sent, as far as its place in the order and its work are concerned."""
+
+    prompt: StepWork = StepWork()   # of its prompts
+    priority: int = 0
+    client_id: str = ""
+    weight: float = 1.0
+    num_requests: int = 1
+    knows_cached: bool = False      # `prompt` is without what is cached
+
+
+class Before(NamedTuple):
+    """What waits before a request: how many requests, and the work of their prompts."""
+
+    num_requests: int
+    prompts: StepWork
+
+
+def before_in_order(queued: Iterable[Request], asked: Asked, policy: SchedulingPolicy) -> Before:
+    """Return what waits before a request by a policy, without ageing: it puts no later request before an earlier one.
+
+    Under `fair` each other client has as much before it as its own client has, by their weights.
+    """
+    num_requests, total, own = 0, StepWork(), StepWork()
+    others: dict[str, tuple[float, StepWork]] = {}
+    for request in queued:
+        work = chunk_work(0, len(request.prompt_token_ids))
+        if policy == "priority" and request.priority > asked.priority:
+            continue
+        num_requests += 1
+        total += work
+        if policy == "fair" and request.client_id != asked.client_id:
+            weight, known = others.get(request.client_id, (request.weight, StepWork()))
+            others[request.client_id] = weight, known + work
+        else:
+            own += work
+    if policy != "fair":
+        return Before(num_requests, total)
+    share = (own.num_tokens + asked.prompt.num_tokens) / asked.weight
+    for weight, work in others.values():
+        part = min(1.0, share * weight / max(work.num_tokens, 1.0))
+        own += StepWork(*(part * each for each in work))
+    return Before(round(num_requests * own.num_tokens / max(total.num_tokens, 1.0)), own)
+
+
+class Forecast:
+    """Predictions for one engine. `itl_target_s`: of steps in which a sequence decodes; infinity: none."""
+
+    def __init__(
+        self, max_num_batched_tokens: int, max_num_seqs: int, itl_target_s: float, policy: SchedulingPolicy
+    ) -> None:
+        self._max_num_batched_tokens, self._max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self._itl_target_s, self._policy = itl_target_s, policy
+        self._ended: deque[tuple[float, int]] = deque()
+
+    def record_ended(self, num_requests: int, now_s: float) -> None:
+        """Count answers that have ended."""
+        if num_requests:
+            self._ended.append((now_s, num_requests))
+        while self._ended and self._ended[0][0] < now_s - WINDOW_S:
+            self._ended.popleft()
+
+    def first_token_s(self, state: EngineState, queued: Iterable[Request], asked: Asked, now_s: float) -> float:
+        """Return the seconds until the last of the asked prompts has its first token; 0 where no price is known.
+
+        `now_s`: by the clock of `record_ended`.
+        """
+        times = state.step_times
+        if times is None:
+            return 0.0
+        before = before_in_order(queued, asked, self._policy)
+        uncached = _uncached_share(state.kv)
+        own = asked.prompt if asked.knows_cached else _scaled(asked.prompt, uncached)
+        ahead = _scaled(before.prompts, uncached) + state.prompts_left
+        computed_s = self._prompts_s(times, ahead + own, state)
+        return max(computed_s, self._seats_s(state, before, now_s) + self._prompts_s(times, own, state))
+
+    def _prompts_s(self, times: StepTimes, work: StepWork, state: EngineState) -> float:
+        """Return the seconds of prompts beside the sequences that decode."""
+        prompts_s = times.token_s * work.num_tokens + times.attended_s * work.num_attended
+        room = max(self._max_num_batched_tokens - state.num_running_seqs, 1)
+        num_steps = max(1, math.ceil(work.num_tokens / room))
+        if not state.num_running_seqs:
+            return prompts_s + num_steps * times.step_s
+        num_context = 0 if state.kv is None else state.kv.used_blocks * state.kv.block_size
+        decode_s = times.seconds(StepWork(state.num_running_seqs, num_context, num_context))
+        left_s = self._itl_target_s / times.margin - decode_s
+        if left_s <= 0:
+            num_between = min(max(math.ceil(decode_s / self._itl_target_s), 2), MOST_STEPS)
+            num_steps = max(num_steps, num_between * math.ceil(prompts_s / decode_s))
+        elif left_s != math.inf:
+            num_steps = max(num_steps, math.ceil(prompts_s / left_s))
+        return prompts_s + num_steps * decode_s
+
+    def _seats_s(self, state: EngineState, before: Before, now_s: float) -> float:
+        """Return the seconds until a seat is free behind those that wait; 0 where no answer has ended lately."""
+        num_free = 0 if state.waits_for in _NO_ROOM else self._max_num_seqs - state.num_running_seqs
+        num_short = before.num_requests + 1 - num_free
+        self.record_ended(0, now_s)
+        if num_short <= 0 or len(self._ended) < 2:      # a single time gives no rate
+            return 0.0
+        num_ended = sum(number for _, number in self._ended)
+        return num_short * (now_s - self._ended[0][0]) / num_ended
+
+
+def _uncached_share(kv: KVStats | None) -> float:
+    """Return the share of prompt tokens that were not found in the cache so far."""
+    if kv is None or not kv.prefix_queries_tokens:
+        return 1.0
+    return 1.0 - kv.prefix_hits_tokens / kv.prefix_queries_tokens
+
+
+def _scaled(work: StepWork, share: float) -> StepWork:
+    return StepWork(*(share * each for each in work))
