@@ -6,6 +6,7 @@ there are a few in a row. Then either the machine has become faster or slower as
 before is rescaled to the new speed, or they show something new, such as longer contexts: the better fit decides.
 """
 
+import statistics
 from collections import deque
 from typing import NamedTuple
 
@@ -23,18 +24,18 @@ GUESS_WEIGHT = 0.02    # of the guess of each price, in measured steps
 MARGIN_STEPS = 64      # steps with chunks whose errors give the margin
 MARGIN_SHARE = 0.9     # of these steps are within it
 LEAST_MARGIN_STEPS, FIRST_MARGIN, MOST_MARGIN = 8, 1.1, 1.5
-LOT_S = 0.01           # shorter steps are fitted in lots of this length: a fit takes some 50 microseconds
+LOT_S = 0.01           # shorter steps are fitted in lots of this length, as one: a fit takes some 50 microseconds
 # Prices before a measurement, in units of a step without tokens: while the weights are read 4 tokens are computed, one
 # behind 4,000 others takes as long as two, and reading the weights as long as reading 100,000 tokens of context. Only
 # the ratios count, and only until steps of a kind have been measured: then a chunk that is too short costs little.
 GUESS = np.array([1.0, 1 / 4, 1 / 4 / 4000, 1 / 100_000])
 
 
-class _Step(NamedTuple):
-    """Entries of a step at positions [starts[i], stops[i])."""
+class _Lot(NamedTuple):
+    """One step, or several short ones: their work in all, `is_mixed` with a chunk of a prompt, and their seconds."""
 
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
+    work: Floats
+    is_mixed: bool
     seconds: float
 
 
@@ -68,29 +69,27 @@ class StepTimer:
     def __init__(self) -> None:
         self.times: StepTimes | None = None                  # None: nothing was measured yet
         self._prices: Floats | None = None
-        self._lot: list[_Step] = []                          # not yet looked at
-        self._lot_s = 0.0
+        self._steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # not yet looked at
+        self._steps_s = 0.0
         self._kinds = [_Measured(), _Measured()]             # decodes, steps with chunks
-        self._surprises: list[tuple[bool, Floats, float]] = []  # with a chunk, work, seconds: not yet fitted
+        self._surprises: list[_Lot] = []                     # not yet fitted
         self._ratios = deque[float](maxlen=MARGIN_STEPS)     # measured to predicted, of steps with chunks
 
     def record(self, starts: NDArray[np.int64], stops: NDArray[np.int64], seconds: float) -> None:
         """Record a step of entries at positions [starts[i], stops[i])."""
-        self._lot.append(_Step(starts, stops, max(seconds, 1e-9)))
-        self._lot_s += seconds
-        if self._lot_s >= LOT_S:
-            for step in self._lot:
-                self._look_at(step)
-            self._lot, self._lot_s = [], 0.0
+        self._steps.append((starts, stops))
+        self._steps_s += seconds
+        if self._steps_s >= LOT_S:
+            self._look_at(_lot(self._steps, self._steps_s))
+            self._steps, self._steps_s = [], 0.0
             self._fit()
 
-    def _look_at(self, step: _Step) -> None:
-        work, is_mixed = _work(step)
-        ratio = 1.0 if self._prices is None else step.seconds / float(work @ self._prices)
-        if is_mixed:
+    def _look_at(self, lot: _Lot) -> None:
+        ratio = 1.0 if self._prices is None else lot.seconds / float(lot.work @ self._prices)
+        if lot.is_mixed:
             self._ratios.append(ratio)
-        self._surprises.append((is_mixed, work, step.seconds))
-        is_known = self._kinds[is_mixed].weight > 1
+        self._surprises.append(lot)
+        is_known = self._kinds[lot.is_mixed].weight > 1
         if is_known and not 1 / MOST_OFF <= ratio <= MOST_OFF and len(self._surprises) < NUM_SURPRISES:
             return
         if len(self._surprises) >= NUM_SURPRISES:
@@ -101,7 +100,7 @@ class StepTimer:
     def _rescale_if_better(self) -> None:
         """Rescale what was measured before the surprises, if one set of prices then explains all of it better."""
         assert self._prices is not None, "a surprise without a prediction"
-        factor = float(np.median([seconds / float(work @ self._prices) for _, work, seconds in self._surprises]))
+        factor = statistics.median(lot.seconds / float(lot.work @ self._prices) for lot in self._surprises)
         rescaled = [kind.rescaled(factor) for kind in self._kinds]
         if _error(rescaled, self._surprises) < _error(self._kinds, self._surprises):
             self._kinds = rescaled
@@ -116,27 +115,29 @@ class StepTimer:
     def _margin(self) -> float:
         if len(self._ratios) < LEAST_MARGIN_STEPS:
             return FIRST_MARGIN
-        return min(max(float(np.quantile(self._ratios, MARGIN_SHARE)), 1.0), MOST_MARGIN)
+        return min(max(sorted(self._ratios)[int(MARGIN_SHARE * len(self._ratios))], 1.0), MOST_MARGIN)
 
 
-def _add(kinds: list[_Measured], steps: list[tuple[bool, Floats, float]]) -> None:
-    for is_mixed, work, seconds in steps:
-        kinds[is_mixed].add(work, seconds)
+def _add(kinds: list[_Measured], lots: list[_Lot]) -> None:
+    for lot in lots:
+        kinds[lot.is_mixed].add(lot.work, lot.seconds)
 
 
-def _error(kinds: list[_Measured], steps: list[tuple[bool, Floats, float]]) -> float:
-    """Return the error that is left once these steps are fitted together with what was measured before."""
+def _error(kinds: list[_Measured], lots: list[_Lot]) -> float:
+    """Return the error that is left once these are fitted together with what was measured before."""
     together = [kind.rescaled(1.0) for kind in kinds]
-    _add(together, steps)
+    _add(together, lots)
     prices = _fitted(together)
     return sum(kind.error(prices) for kind in together)
 
 
-def _work(step: _Step) -> tuple[Floats, bool]:
-    """Return what a step's prices are multiplied with, and whether it has a chunk."""
-    counts = step.stops - step.starts
-    num_tokens, num_attended = int(counts.sum()), int(counts @ (step.starts + step.stops + 1)) / 2
-    return np.array([1.0, num_tokens, num_attended, int(step.stops.sum())]), num_tokens > len(counts)
+def _lot(steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]], seconds: float) -> _Lot:
+    """Return what prices are multiplied with, over all of these steps."""
+    starts, stops = steps[0] if len(steps) == 1 else map(np.concatenate, zip(*steps, strict=True))
+    counts = stops - starts
+    num_tokens, num_attended = int(counts.sum()), int(counts @ (starts + stops + 1)) / 2
+    work = np.array([len(steps), num_tokens, num_attended, int(stops.sum())], dtype=np.float64)
+    return _Lot(work, num_tokens > len(counts), seconds)
 
 
 def _fitted(kinds: list[_Measured]) -> Floats:
