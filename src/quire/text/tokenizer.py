@@ -205,11 +205,8 @@ class Tokenizer:
         return token_id
 
     def min_num_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens from the length of the text; 0 if there is none."""
-        if self._longest_token is None:
-            return 0
-        length = len(text.encode(errors="replace")) if self._longest_token.in_bytes else len(text)
-        return length // self._longest_token.length
+        """Return a lower bound of the number of tokens from the length of the text; 0 if none is known."""
+        return 0 if self._longest_token is None else self._longest_token.min_num_tokens(text)
 
     @cached_property
     def _longest_token(self) -> LongestToken | None:
