@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.checks import one_each, refuse
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
-from quire.core.garbage import collections_paused
+from quire.core.garbage import collections_paused, older_objects_frozen
 from quire.core.lora import Adapter, LoRARequest
 from quire.core.optional_package import absent_package, needs_package
 from quire.core.options import declared_options
@@ -397,11 +397,12 @@ class LLM:
         checked: CheckedParams | None = None
         last: SamplingParams | None = None
         # By identity: requests mostly share one object, and True, which is refused as a priority, equals 1.
-        for request_id, (prompt, own, level) in enumerate(asked, self._num_requests):
-            if checked is None or own is not last or level is not checked.priority:
-                checked, last = inputs.check_params(own, beam, level), own
-                self._check_grammar(checked.params)
-            prepared.append(inputs.prepare(request_id, prompt, checked))
+        with older_objects_frozen():
+            for request_id, (prompt, own, level) in enumerate(asked, self._num_requests):
+                if checked is None or own is not last or level is not checked.priority:
+                    checked, last = inputs.check_params(own, beam, level), own
+                    self._check_grammar(checked.params)
+                prepared.append(inputs.prepare(request_id, prompt, checked))
         self._num_requests += len(prepared)
         return prepared
 
@@ -419,7 +420,8 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True)  # so that a redirected output stays clean
-        with Progress(*columns, console=console, disable=not (use_tqdm and sys.stderr.isatty())) as progress:
+        is_hidden = not (use_tqdm and sys.stderr.isatty())
+        with older_objects_frozen(), Progress(*columns, console=console, disable=is_hidden) as progress:
             task = progress.add_task("requests", total=len(requests))
             for output in self._run(requests, "final"):
                 finished[output.request_id] = output

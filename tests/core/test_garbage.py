@@ -1,10 +1,10 @@
-"""Pauses of the garbage collector."""
+"""Pauses of the garbage collector, and objects that it leaves alone meanwhile."""
 
 import gc
 
 import pytest
 
-from quire.core.garbage import collections_paused
+from quire.core.garbage import collections_paused, older_objects_frozen
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -25,4 +25,18 @@ def test_objects_of_a_pause_are_in_the_oldest_generation_and_not_frozen() -> Non
         made = [[] for _ in range(3)]
     if gc.isenabled():
         assert any(each is made[0] for each in gc.get_objects(generation=2))
+    assert gc.get_freeze_count() == 0
+
+
+def test_collections_see_only_what_is_made_after_older_objects_were_frozen() -> None:
+    gc.unfreeze()
+    older = [[] for _ in range(3)]
+    with older_objects_frozen():
+        made = [[] for _ in range(3)]
+        seen = {id(each) for each in gc.get_objects()}
+        assert {id(each) for each in made} <= seen
+        assert seen.isdisjoint(map(id, older))
+        with older_objects_frozen():
+            pass
+        assert gc.get_freeze_count(), "the inner one leaves the outer one's objects alone"
     assert gc.get_freeze_count() == 0
