@@ -73,6 +73,22 @@ def test_targets_that_no_rate_meets_are_an_error(run: Run) -> None:
     assert "no rate meets the limits, down to 0.0009766 requests/s" in ran.err
 
 
+def test_target_of_time_bounds_the_steps_beside_decodes_at_a_price(run: Run, tmp_path: Path) -> None:
+    load = ("--workload", "translation-5-shot", "--num-prompts", 60, "--rate", 4, "--no-enable-prefix-caching")
+    free = simulated(run, tmp_path, *load, "--itl-target-ms", "none")
+    assert free["itl_target_prices"] == []
+    bound = simulated(run, tmp_path, *load, "--itl-target-ms", 45)
+    beside = "itl_s, prefill beside"
+    assert bound["figures"][beside]["p95"] <= 0.045 < free["figures"][beside]["p95"]
+    assert bound["figures"]["ttft_s"]["mean"] > free["figures"]["ttft_s"]["mean"]
+    [one, eight, many] = bound["itl_target_prices"]
+    assert [price["num_decodes"] for price in bound["itl_target_prices"]] == [1, 8, 64]
+    assert one["price"] == pytest.approx(0.045 / (0.045 - one["decode_s"]))
+    assert one["price"] < eight["price"]
+    assert many["decode_s"] > 0.045
+    assert many["price"] is None
+
+
 def test_fits_are_told_and_arrive_at_the_traces_rate(run: Run, tmp_path: Path) -> None:
     record = simulated(run, tmp_path, "--workload", "azure-conv", "--num-prompts", 40)
     fit = "log-normal fit (no azure_llm_2023_conv.csv.gz in /no/such/folder)"

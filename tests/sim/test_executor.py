@@ -1,8 +1,11 @@
 """The simulated executor keeps time and answers every sample; branches differ, beams get candidates."""
 
+import pytest
+
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.plan import BlockCopy, MeasuredRates, NewRow, StepPlan
 from quire.core.sampling_params import SamplingParams
+from quire.execution.step_timer import StepTimer
 from quire.sim.executor import SimulatedExecutor
 
 
@@ -32,6 +35,19 @@ def test_swaps_and_rates_are_told() -> None:
     executor.submit(StepPlan(rows=[0], swap_outs=[BlockCopy(0, 1)], swap_ins=[BlockCopy(1, 2)]))
     result = executor.collect()
     assert (result.swap_s, result.rates) == (0.25, rates)
+
+
+def test_steps_are_timed_as_by_a_worker_if_there_is_a_timer() -> None:
+    plan = StepPlan(rows=[0, 1], starts=[40, 0], counts=[1, 30], sample_rows=[0, 1])
+    for timer in (None, StepTimer()):
+        executor = SimulatedExecutor(lambda plan: 0.5, timer=timer)
+        executor.submit(plan)
+        executor.submit(plan)
+        first, second = executor.collect(), executor.collect()
+        assert (first.step_s, first.step_ratio, first.rates.step_times) == (0.5, None, None)
+        assert (second.step_ratio is None, second.rates.step_times is None) == (timer is None, timer is None)
+        if second.step_ratio is not None:
+            assert second.step_ratio == pytest.approx(1.0)
 
 
 def test_beams_get_as_many_candidates_as_matter_and_only_they() -> None:

@@ -1,5 +1,6 @@
 """`quire plan`: memory of a device, from config.json and safetensors headers alone."""
 
+import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,13 @@ from quire.engine.formats import find_pooler
 from quire.engine.options import EngineOptions
 from quire.model.quantization import CHECKPOINT_METHODS
 from quire.server.ops.startup_banner import format_bytes
+from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel, exchange_mode
 from quire.sim.hardware import Hardware, read_hardware
 from quire.sim.models import Model, read_draft_model, read_model
 from quire.sim.planning import MemoryPlan, not_servable_yet, plan_memory, stored_parameters
+from quire.sim.target_price import CONTEXT_LEN, TargetPrice, target_prices
 
+_NUMS_DECODES = (1, 8, 64)  # beside which a target of time has its price
 _device = partial(flag_field, panel="Device")
 
 
@@ -48,6 +52,29 @@ class DeviceFlags:
         draft = read_draft_model(model, engine)
         return plan_memory(model, self.machine, engine, engine.tensor_parallel_size, draft)
 
+    def cost(self, model: Model, engine: EngineOptions, found: MemoryPlan) -> CostModel:
+        """Return the time of the model's steps on the device, which must be named."""
+        hardware = self.machine
+        return CostModel(
+            model.spec,
+            hardware,
+            found.cache.block_size,
+            found.num_devices,
+            found.dtype,
+            CONTIGUOUS_ATTENTION_FACTOR if hardware.curve else PAGED_ATTENTION_FACTOR,  # a curve has its attention, too
+            found.kv_cache_dtype,
+            model.quantization,
+            exchange_mode(engine.tensor_parallel_mode_on(hardware.device), hardware.device),
+        )
+
+    def prices(self, model: Model, engine: EngineOptions, found: MemoryPlan) -> list[TargetPrice]:
+        """Return what the target for the time of steps costs long prompts; nothing without a target or a device."""
+        if self.hardware is None or found.scheduler.itl_target_s == math.inf:
+            return []
+        nums = sorted({min(num, found.scheduler.max_num_seqs) for num in _NUMS_DECODES})
+        context_len = min(CONTEXT_LEN, found.scheduler.max_model_len)
+        return target_prices(self.cost(model, engine, found).step_s, found.scheduler.itl_target_s, nums, context_len)
+
     def not_servable_yet(self, model: Model, engine: EngineOptions) -> list[str]:
         """Return the reasons for which the engine would refuse to serve this."""
         return not_servable_yet(model, self.machine, engine, engine.tensor_parallel_size)
@@ -65,14 +92,15 @@ def plan(
     found, refusals = device.plan(model, engine), device.not_servable_yet(model, engine)
     is_packed = model.quantization.method in CHECKPOINT_METHODS  # elements of its files are no parameters
     num_stored = 0 if model.folder is None or is_packed else stored_parameters(model.folder)
-    pooling = _pooling(model, engine)
-    report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", _rows(found) | pooling)
+    pooling, prices = _pooling(model, engine), device.prices(model, engine, found)
+    rows = _rows(found) | price_row(prices, found) | pooling
+    report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", rows)
     if num_stored not in (0, found.num_parameters):
         report.print_line(f"the files hold {num_stored:,} parameters, config.json describes {found.num_parameters:,}")
     print_refusals(refusals)
     derived = {
         "kv_cache_bytes": found.kv_cache_bytes, "stored_parameters": num_stored, "not_servable_yet": refusals,
-        "pooling": pooling.get("pooling"),
+        "pooling": pooling.get("pooling"), "itl_target_prices": [price._asdict() for price in prices],
     }  # fmt: skip
     report.write_json(json, asdict(found) | derived)
 
@@ -88,6 +116,12 @@ def _pooling(model: Model, engine: EngineOptions) -> dict[str, str]:
 def _exchanges(found: MemoryPlan) -> str:
     number, num_bytes = found.exchanges
     return f"{number} in a step; a rank gets {num_bytes:,} bytes in one of 1 token"
+
+
+def price_row(prices: list[TargetPrice], found: MemoryPlan) -> dict[str, str]:
+    """Return the row of the price of a target of time, if there is one."""
+    name = f"steps of {found.scheduler.itl_target_s * 1e3:g} ms"
+    return {name: "time of long prompts " + ", ".join(map(str, prices))} if prices else {}
 
 
 def print_refusals(refusals: list[str]) -> None:

@@ -11,11 +11,11 @@ from quire.cli.bench import report
 from quire.cli.bench.diagnosis import LatencyLimits, Observation, diagnose, observe
 from quire.cli.bench.flags import LimitFlags, RateFlags
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
-from quire.cli.plan import DeviceFlags, print_refusals
+from quire.cli.plan import DeviceFlags, price_row, print_refusals
 from quire.core.errors import ConfigError
 from quire.core.optional_package import absent_package
 from quire.engine.options import EngineOptions
-from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel, exchange_mode
+from quire.sim.cost import CostModel
 from quire.sim.datasets import DATA_FOLDER, DATASETS, due_times, fit_note, workload
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
@@ -34,7 +34,8 @@ except ModuleNotFoundError as error:
     FleetSimulation = None  # type: ignore[assignment,misc]  # optional: without it one engine is simulated
 
 _LOWEST_RATE = 2**-10  # requests per second that a search tries
-_NO_FACTS = ("title", "figures", "find_rate", "verdict", "not_servable_yet")  # fields printed in ways of their own
+# Fields that are printed in ways of their own.
+_NO_FACTS = ("title", "figures", "find_rate", "itl_target_prices", "verdict", "not_servable_yet")
 Routing = Literal["prefix", "round-robin", "affinity"]
 
 _load = partial(flag_field, panel="Load")
@@ -122,18 +123,7 @@ def simulate(
     model, hardware = read_model(engine.model, engine.dtype, engine.quantization_options), device.machine
     found = device.plan(model, engine)
     items, due_s = load.requests(model.spec.vocab_size, engine.seed)
-    is_measured = bool(hardware.curve)  # its attention, too
-    cost = CostModel(
-        model.spec,
-        hardware,
-        found.cache.block_size,
-        found.num_devices,
-        found.dtype,
-        CONTIGUOUS_ATTENTION_FACTOR if is_measured else PAGED_ATTENTION_FACTOR,
-        found.kv_cache_dtype,
-        model.quantization,
-        exchange_mode(engine.tensor_parallel_mode_on(hardware.device), hardware.device),
-    )
+    cost = device.cost(model, engine, found)
     serve = partial(_serve, load, found, cost, items)
     searched: report.Record = {}
     if search.find_rate:
@@ -154,10 +144,14 @@ def simulate(
         record["replicas"] = {
             "num_replicas": load.replicas, "routing": load.routing, "computed_tokens_max_over_mean": fleet.imbalance,
         }  # fmt: skip
+    prices = device.prices(model, engine, found)
+    record["itl_target_prices"] = [price._asdict() for price in prices]
     record["not_servable_yet"] = device.not_servable_yet(model, engine)
     record["simulator"] = {"sequence_steps": run.num_sequence_steps, "sequence_steps_per_cpu_s": per_s}
     facts = {name: values for name, values in record.items() if name not in _NO_FACTS}
     report.print_tables(title, report.DISTRIBUTION_COLUMNS, record["figures"], facts)
+    for name, price in price_row(prices, found).items():
+        report.print_line(f"{name}: {price}")
     report.print_line(record["verdict"])
     print_refusals(record["not_servable_yet"])
     report.write_json(json, record)

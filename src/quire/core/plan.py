@@ -15,7 +15,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.deltas import TokenLogprobs
 from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
-from quire.core.step_times import StepTimes
+from quire.core.step_times import StepKind, StepTimes
 from quire.core.task import NO_SCOPE, Scope
 
 BlockIds = Sequence[int]  # of a whole table: thousands, so an array
@@ -111,6 +111,17 @@ class StepPlan(Struct, frozen=True, array_like=True):
         """Return whether there is nothing to compute."""
         return not self.rows
 
+    @property
+    def kind(self) -> StepKind:
+        """Whether sequences decode, a prompt is computed, or both. A prompt's last token alone counts as a decode."""
+        counts = self.counts
+        if max(counts) == 1:
+            return "decode"
+        num_decodes = counts.count(1) + len(self.drafts)
+        if not num_decodes:
+            return "prefill"
+        return "decode" if num_decodes >= len(counts) else "mixed"
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsChunk:
@@ -172,3 +183,5 @@ class StepResult(Struct, frozen=True, array_like=True):
     failures: dict[int, str] = field(default_factory=dict)
     rows: dict[int, RowResult] = field(default_factory=dict)
     at_fault: dict[int, str] = field(default_factory=dict)   # the field of each row
+    step_s: float | None = None                              # how long the step took; None: it was not measured
+    step_ratio: float | None = None                          # of it, or of a lot of short steps, to the predicted

@@ -6,7 +6,7 @@ come with the results of steps, so a recorded run can be repeated.
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class StepWork(NamedTuple):
@@ -30,6 +30,21 @@ def chunk_work(start: int, num_tokens: int) -> StepWork:
     """Return the work of tokens [start, start + num_tokens) of one sequence."""
     num_attended = num_tokens * start + num_tokens * (num_tokens + 1) / 2
     return StepWork(num_tokens, num_attended, start + num_tokens if num_tokens else 0)
+
+
+StepKind = Literal["decode", "mixed", "prefill"]  # of a step: decodes only, prompts beside decodes, prompts only
+
+
+class StepTiming(NamedTuple):
+    """How long a step took, and that over the seconds that the prices before it predicted.
+
+    `seconds` is None without a measurement, `ratio` without a prediction. Short steps are compared in lots, in the timing
+    of the last one.
+    """
+
+    kind: StepKind
+    seconds: float | None = None
+    ratio: float | None = None
 
 
 class StepTimes(NamedTuple):

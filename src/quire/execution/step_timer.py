@@ -75,17 +75,23 @@ class StepTimer:
         self._surprises: list[_Lot] = []                     # not yet fitted
         self._ratios = deque[float](maxlen=MARGIN_STEPS)     # measured to predicted, of steps with chunks
 
-    def record(self, starts: NDArray[np.int64], stops: NDArray[np.int64], seconds: float) -> None:
-        """Record a step of entries at positions [starts[i], stops[i])."""
+    def record(self, starts: NDArray[np.int64], stops: NDArray[np.int64], seconds: float) -> float | None:
+        """Record a step of entries at positions [starts[i], stops[i]).
+
+        Return measured over predicted seconds of the lot that it completes; None without a lot or a prediction.
+        """
         self._steps.append((starts, stops))
         self._steps_s += seconds
-        if self._steps_s >= LOT_S:
-            self._look_at(_lot(self._steps, self._steps_s))
-            self._steps, self._steps_s = [], 0.0
-            self._fit()
+        if self._steps_s < LOT_S:
+            return None
+        lot = _lot(self._steps, self._steps_s)
+        self._steps, self._steps_s = [], 0.0
+        ratio = None if self._prices is None else lot.seconds / float(lot.work @ self._prices)
+        self._look_at(lot, ratio or 1.0)
+        self._fit()
+        return ratio
 
-    def _look_at(self, lot: _Lot) -> None:
-        ratio = 1.0 if self._prices is None else lot.seconds / float(lot.work @ self._prices)
+    def _look_at(self, lot: _Lot, ratio: float) -> None:
         if lot.is_mixed:
             self._ratios.append(ratio)
         self._surprises.append(lot)

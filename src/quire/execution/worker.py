@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
@@ -83,15 +84,15 @@ class Worker:
         sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
         self._batch.record(inputs, sampled.token_ids)
         result = self._result(inputs, hidden, sampled, swap_s)
-        self._record_time(inputs, time.perf_counter() - started_s - swap_s)
-        return result
+        return self._timed(result, inputs, time.perf_counter() - started_s - swap_s)
 
-    def _record_time(self, inputs: StepInputs, seconds: float) -> None:
-        """Record how long a step took, for the results of later ones."""
+    def _timed(self, result: StepResult, inputs: StepInputs, seconds: float) -> StepResult:
+        """Record how long a step took, for the results of later ones; return its result with that."""
         num_tokens = len(inputs.forward.token_ids)
         if num_tokens > len(inputs.rows):                                          # else every row is a decode
             self._prefill_rate.add(num_tokens, seconds)
-        self._timer.record(inputs.starts, inputs.stops, seconds)
+        ratio = self._timer.record(inputs.starts, inputs.stops, seconds)
+        return structs.replace(result, step_s=seconds, step_ratio=ratio)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [T, hidden] of a batch; its keys and values are written to the cache."""

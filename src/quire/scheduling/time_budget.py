@@ -40,6 +40,11 @@ class TimeBudget:
         self._num_passed = 0                       # steps since prompts have advanced, where the target cannot be held
 
     @property
+    def has_target(self) -> bool:
+        """Return whether plans depend on the times of steps."""
+        return min(self.target_s, self._first_s) < math.inf
+
+    @property
     def is_limited(self) -> bool:
         """Return whether prompts of this step have a limit, once one has asked."""
         return self._left_s is not None and self._left_s != math.inf

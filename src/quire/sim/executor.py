@@ -1,15 +1,19 @@
 """Simulated executor: a virtual clock advanced by a cost model, so that the real scheduler runs without a model.
 
-Loads no torch. The token of a row is its row number, so that the branches of a request differ.
+With a timer, a worker's own, the times of steps are measured as in an engine, so plans keep to targets of time. Loads
+no torch. The token of a row is its row number, so that the branches of a request differ.
 """
 
 from collections.abc import Callable
 from itertools import accumulate
 from random import Random
 
+import numpy as np
+
 from quire.core.beam_search_params import num_candidates
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import UNMEASURED, MeasuredRates, NewRow, StepPlan, StepResult
+from quire.execution.step_timer import StepTimer
 
 CANDIDATE_GAP = 1.5  # mean difference between consecutive logprobs of a beam's likeliest tokens
 
@@ -29,8 +33,9 @@ class SimulatedExecutor:
         step_s: Callable[[StepPlan], float],
         swap_s: Callable[[int], float] = lambda num_blocks: 0.0,
         rates: MeasuredRates = UNMEASURED,
+        timer: StepTimer | None = None,
     ) -> None:
-        self._step_s, self._swap_s, self._rates = step_s, swap_s, rates
+        self._step_s, self._swap_s, self._rates, self._timer = step_s, swap_s, rates, timer
         self.on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None
         self._random = Random(0)  # noqa: S311 (a simulation)
         self._beams: dict[int, NewRow] = {}  # rows of beam searches
@@ -49,13 +54,20 @@ class SimulatedExecutor:
                 self._beams[new.row] = new
         seconds = self._step_s(plan)
         self.now_s += seconds
+        rates, ratio = self._rates, None
+        if self._timer is not None:
+            rates = rates._replace(step_times=self._timer.times)  # by the steps before, as a worker's
+            starts = np.array(plan.starts, dtype=np.int64)
+            ratio = self._timer.record(starts, starts + np.array(plan.counts), seconds)
         self.on_step(plan, seconds)
         num_swapped = len(plan.swap_outs) + len(plan.swap_ins)
         return StepResult(
             token_ids=plan.sample_rows,
             logprobs=[self._candidates(row) for row in plan.sample_rows] if self._beams else None,
             swap_s=self._swap_s(num_swapped) if num_swapped else 0.0,
-            rates=self._rates,
+            rates=rates,
+            step_s=seconds,
+            step_ratio=ratio,
         )
 
     def _candidates(self, row: int) -> TokenLogprobs | None:

@@ -22,6 +22,7 @@ from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
 from quire.engine.schedulers import make_scheduler
 from quire.execution.executor import Executor
+from quire.execution.step_timer import StepTimer
 from quire.scheduling.scheduler import Scheduler
 from quire.sim.cost import CostModel
 from quire.sim.executor import SimulatedExecutor
@@ -171,7 +172,8 @@ class Simulation:
     ) -> None:
         self._scheduler, self._on_step = scheduler, on_step
         if isinstance(cost, CostModel):
-            cost = SimulatedExecutor(cost.step_s, cost.swap_s, cost.rates)
+            timer = StepTimer() if scheduler.time.has_target else None
+            cost = SimulatedExecutor(cost.step_s, cost.swap_s, cost.rates, timer)
         self._executor: ClockedExecutor = cost
         self._executor.on_step = self._observe
         self._engine = Engine(scheduler, self._executor, clock=lambda: self._executor.now_s)

@@ -186,8 +186,8 @@ class CudaWorker(Worker):
             sampled = to_sampled_tokens(sampled[:, : len(step.inputs.sample_rows)])
         self._batch.record(step.inputs, sampled.token_ids, step.owners)
         before_s, self._completed_s = self._completed_s, time.perf_counter()
-        self._record_time(step.inputs, self._completed_s - max(before_s, step.started_s))
-        return self._result(step.inputs, step.hidden, sampled, step.swap_s)
+        result = self._result(step.inputs, step.hidden, sampled, step.swap_s)
+        return self._timed(result, step.inputs, self._completed_s - max(before_s, step.started_s))
 
     def _is_computed(self) -> Callable[[], bool]:
         """Return whether the device has done what was launched so far, as a function."""
