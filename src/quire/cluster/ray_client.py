@@ -41,7 +41,7 @@ class RayClient(SingleEngine):
         self._observer = observer
         limits = ready.limits
         self._table = ReplicaTable(limits.num_blocks, limits.block_size, limits.max_num_seqs, max_replicas)
-        self._streams = RequestStreams(tokenizer, self._on_abort, self._on_close)
+        self._streams = RequestStreams(tokenizer, self._on_abort, self._on_close, itl_target_s=options.itl_target_s)
         self._followers: dict[int, asyncio.Task[None]] = {}
 
     async def add(

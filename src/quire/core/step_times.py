@@ -38,8 +38,8 @@ StepKind = Literal["decode", "mixed", "prefill"]  # of a step: decodes only, pro
 class StepTiming(NamedTuple):
     """How long a step took, and that over the seconds that the prices before it predicted.
 
-    `seconds` is None without a measurement, `ratio` without a prediction. Short steps are compared in lots, in the timing
-    of the last one.
+    `seconds` is None without a measurement, `ratio` without a prediction. Short steps are compared in lots, in the
+    timing of the last one.
     """
 
     kind: StepKind

@@ -71,7 +71,9 @@ class EngineClient(SingleEngine):
         )
         self._has_ranks = options.tensor_parallel_size > 1
         self._num_signs = self._num_reports = 0           # reports that show progress, and all of them
-        self._streams = RequestStreams(self.tokenizer, self._on_abort, on_close, is_packed=packs_outputs)
+        self._streams = RequestStreams(
+            self.tokenizer, self._on_abort, on_close, is_packed=packs_outputs, itl_target_s=options.itl_target_s
+        )
         self._pending = PendingCommands(self._send)
         self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()

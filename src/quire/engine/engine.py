@@ -16,7 +16,7 @@ from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
-from quire.core.step_times import StepWork, chunk_work
+from quire.core.step_times import StepTiming, StepWork, chunk_work
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.block_holders import count_blocks_by_owner, list_holders
 from quire.engine.messages import EngineState
@@ -72,6 +72,7 @@ class Engine:
         self.grammars = grammars            # None: requests with grammars are refused
         self.adapters = adapters            # None: requests with adapters are refused
         self.num_computed_tokens = 0        # by the last step
+        self.timing: StepTiming | None = None  # of the last step; None: it computed nothing
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
         self._clock = clock
         self._prompts_left = StepWork()     # of running requests, after the last step
@@ -107,7 +108,7 @@ class Engine:
         If a step fails or is interrupted, every request is recomputed from its known tokens; deltas recorded before are
         returned by the next step.
         """
-        self.num_computed_tokens = 0
+        self.num_computed_tokens, self.timing = 0, None
         if self._isolation.is_active:
             self._isolation.start_step()
         if self.adapters is not None:
@@ -123,7 +124,8 @@ class Engine:
                 self._submit(plan)
             if self._may_schedule_next and (ahead := self.scheduler.schedule_next()) is not None:
                 self._submit(ahead)
-            deltas = self.scheduler.update(plan, self._collect())
+            result = self._collect()
+            deltas = self.scheduler.update(plan, result)
         except BaseException:
             self._discard()
             self._is_certain = self.scheduler.current_request is not None
@@ -135,6 +137,7 @@ class Engine:
         self.num_computed_tokens = sum(plan.counts)
         if self.num_computed_tokens > len(plan.rows) or self._prompts_left.num_tokens:
             self._prompts_left = _prompts_left(self.scheduler.running)
+        self.timing = StepTiming(plan.kind, result.step_s, result.step_ratio)
         self._warn_of_target()
         return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.record_success()
 
@@ -145,7 +148,7 @@ class Engine:
             self._has_warned = True
             log.warning(
                 "itl_target_ms %.4g cannot be held: the decodes of a step alone take %.4g ms, so prompts advance in "
-                "every %dth step; the metric quire:itl_target_unmet_total counts such steps", time.target_s * 1000,
+                "one step of %d; the metric quire:itl_target_unmet_total counts such steps", time.target_s * 1000,
                 time.decode_s * 1000, time.num_between,
             )  # fmt: skip
 

@@ -30,7 +30,7 @@ class LocalEngine(OfflineEngine):
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self.tokenizer, self.ready = self._assembled.tokenizer, self._assembled.ready
         self.pinned = PinnedPrefixes(self.ready.limits.block_size)
-        self.outputs = OutputProcessor(self.tokenizer)
+        self.outputs = OutputProcessor(self.tokenizer, itl_target_s=options.itl_target_s)
         self.unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
         self._observer = observer
         observer.engine_ready(self.ready)
@@ -116,7 +116,9 @@ class LocalEngine(OfflineEngine):
         try:
             self.outputs.record_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
             processed = self.outputs.process(deltas, time.monotonic())
-            step = Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE)
+            step = Stepped(
+                started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE, timing=engine.timing
+            )
             self._observer.on_step(step, processed)
             self.unread |= {request_id: self.outputs.output(request_id) for request_id in processed.ready}
         except BaseException:

@@ -16,7 +16,7 @@ from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.pooling import PoolerConfig
 from quire.core.sequence import Request
-from quire.core.step_times import StepTimes, StepWork
+from quire.core.step_times import StepTimes, StepTiming, StepWork
 from quire.core.token_ids import PackedTokens
 from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from quire.engine.start_message import Start
@@ -136,6 +136,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):
     deltas: list[SequenceDelta]
     state: EngineState
     preempted: list[int] = []           # ids of requests
+    timing: StepTiming | None = None    # None: nothing was computed
 
 
 class Idle(msgspec.Struct, tag="idle", array_like=True, frozen=True):

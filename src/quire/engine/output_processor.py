@@ -7,6 +7,7 @@ Readers pull: a processed step names the requests with new output, and `output` 
 Output that was not read is joined to later output, so memory is bounded by the answers themselves.
 """
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -43,6 +44,9 @@ class FinishedRequest(NamedTuple):
     num_output_tokens: int
     finish_reasons: list[FinishReason]
     max_tokens: int = 1          # of each answer, resolved
+    num_gaps: int = 0            # between two tokens of an answer
+    num_late_gaps: int = 0       # of them, longer than the target
+    met_deadline: bool | None = None  # None: the request had none
 
 
 @dataclass(slots=True)
@@ -94,6 +98,9 @@ class _RequestState:
     prompt_logprobs: LogprobTable | None = None
     prompt_scores: bytes | None = None           # float32, of params.prompt_logprob_token_ids
     pooled: bytes | None = None                  # float32 vector
+    num_gaps: int = 0                            # between two tokens of a branch
+    num_late_gaps: int = 0
+    is_late: bool = False                        # its deadline has passed
 
     def branch(self, index: int) -> CompletionBuilder:
         """Return a branch; it is created with its first token, so a waiting request holds none."""
@@ -124,10 +131,13 @@ class OutputProcessor:
 
     With `is_packed`, for a server, outputs have tables of logprobs instead of dictionaries: `packed_logprobs` and
     `packed_prompt_logprobs`. Their `prompt_token_ids` are empty: a list of them would be held while a request waits.
+    Gaps between tokens that are longer than `itl_target_s` are counted, by request.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, is_packed: bool = False) -> None:
-        self._tokenizer, self._is_packed = tokenizer, is_packed
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, is_packed: bool = False, itl_target_s: float = math.inf
+    ) -> None:
+        self._tokenizer, self._is_packed, self._itl_target_s = tokenizer, is_packed, itl_target_s
         self._requests: dict[int, _RequestState] = {}
 
     def __contains__(self, request_id: int) -> bool:
@@ -201,13 +211,18 @@ class OutputProcessor:
             branch = request.branch(delta.index)
             if delta.error is None and branch.finish_reason is not None:
                 return                              # but an error concerns the whole request
+            num_gaps = len(step.itl_s)
             step.num_output_tokens += _extend(request, branch, delta, is_first, now_s, step)
+            if len(step.itl_s) > num_gaps:
+                request.num_gaps += 1
+                request.num_late_gaps += step.itl_s[-1] > self._itl_target_s
         except Exception as error:
             step.failed.append((delta.request_id, error))
             touched.pop(delta.request_id, None)
             self.drop(delta.request_id)
             return
         if branch.finish_reason is not None:
+            request.is_late |= delta.is_late
             if delta.finish_reason is None:
                 step.stopped.append((delta.request_id, delta.index))
             request.num_unfinished -= 1
@@ -367,4 +382,8 @@ def _end(opened: _RequestState, now_s: float) -> FinishedRequest:
     ends = {index: branch.finish_reason for index, branch in opened.branches.items()}
     reasons: list[FinishReason] = [ends.get(index) or "abort" for index in range(request.params.n)]
     num_prompt_tokens = len(request.prompt_token_ids)
-    return FinishedRequest(opened.metrics, num_prompt_tokens, num_output_tokens, reasons, request.max_tokens)
+    has_deadline = request.params.ttft_deadline_ms is not None or request.params.deadline_ms is not None
+    return FinishedRequest(
+        opened.metrics, num_prompt_tokens, num_output_tokens, reasons, request.max_tokens, opened.num_gaps,
+        opened.num_late_gaps, not opened.is_late if has_deadline else None,
+    )  # fmt: skip

@@ -200,7 +200,11 @@ class EngineLoop:
             deltas = engine.recover(error)
         self._quiet_since_s, self._is_checked = time.monotonic(), False
         state, preempted = self._state(), engine.scheduler.preempted
-        self._send(messages.Stepped(started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted))
+        self._send(
+            messages.Stepped(
+                started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted, engine.timing
+            )
+        )
 
     def _wait_for_command(self) -> None:
         """Report that the engine is idle, and wait for the next command.

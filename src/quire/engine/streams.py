@@ -5,6 +5,7 @@ slow finds everything since its last read in one output, so a stream holds no mo
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
@@ -67,15 +68,16 @@ class RequestStreams:
 
     A request is open until its last output has been read, or its stream was aborted. `on_abort` is called with the
     number and the figures of a request that its reader aborted while the engine ran it, `on_close` with the number of
-    each that is not open any more. `is_packed`: as of `OutputProcessor`.
+    each that is not open any more. `is_packed`, `itl_target_s`: as of `OutputProcessor`.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, on_abort: Callable[[int, FinishedRequest], None],
         on_close: Callable[[int], None] = lambda request_id: None, *, is_packed: bool = True,
+        itl_target_s: float = math.inf,
     ) -> None:  # fmt: skip
         self._on_abort, self._on_close = on_abort, on_close
-        self._outputs = OutputProcessor(tokenizer, is_packed=is_packed)
+        self._outputs = OutputProcessor(tokenizer, is_packed=is_packed, itl_target_s=itl_target_s)
         self._streams: dict[int, RequestStream] = {}
         self._queued: dict[int, Request] = {}             # sent and never admitted
 

@@ -1,6 +1,7 @@
 """/metrics: the contract's names and labels, counts of a real engine's run, and pages that Prometheus can read."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -8,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.core.deltas import Admission, FinishReason
+from quire.core.deltas import Admission, FinishReason, SequenceDelta
 from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.outputs import KVStats, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
+from quire.core.step_times import StepTiming
 from quire.engine.admission_rate import LONGEST_S, RETRY_AFTER_S
 from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.metrics.engine_metrics import CACHE_LABELS
 from quire.engine.metrics.page import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
+from quire.engine.metrics.targets import TargetCounts
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 from quire.engine.streams import RequestStream
@@ -85,6 +89,10 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:requests_failed_total": [{"reason": reason} for reason in ("request_failed", "engine_unhealthy")],
     "quire:requests_aborted_total": [{}],
     "quire:engine_restarts_total": [{}],
+    "quire:requests_late_total": [{"state": state} for state in ("prompt", "decoding")],
+    "quire:requests_with_target_total": [{"target": target} for target in ("ttft", "itl", "deadline", "all")],
+    "quire:requests_on_target_total": [{"target": target} for target in ("ttft", "itl", "deadline", "all")],
+    "quire:itl_target_unmet_total": [{}],
 }
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
@@ -102,7 +110,10 @@ HISTOGRAMS = (
     "vllm:request_params_max_tokens",
     "vllm:iteration_tokens_total",
     "quire:step_computed_tokens",
+    "quire:step_seconds",
+    "quire:step_prediction_ratio",
 )
+KINDS = ("decode", "mixed", "prefill")  # of steps
 
 
 class Page:
@@ -183,9 +194,10 @@ def test_gauges_and_counters_of_the_contract_are_there_from_the_start_with_all_l
 def test_histograms_of_the_contract_are_there_from_the_start(name: str) -> None:
     page = Page(Metrics("tiny"))
     assert {family.name: family.type for family in page.families}[name] == "histogram"
-    own = MODEL if name.startswith("vllm:") else OWN
-    assert page.by_labels(f"{name}_count") == page.by_labels(f"{name}_sum") == dict.fromkeys(label_sets(own), 0.0)
-    assert {key - {("le", dict(key)["le"])} for key in page.by_labels(f"{name}_bucket")} == label_sets(own)
+    own = [MODEL if name.startswith("vllm:") else OWN]
+    own = [OWN | {"kind": kind} for kind in KINDS] if name == "quire:step_seconds" else own
+    assert page.by_labels(f"{name}_count") == page.by_labels(f"{name}_sum") == dict.fromkeys(label_sets(*own), 0.0)
+    assert {key - {("le", dict(key)["le"])} for key in page.by_labels(f"{name}_bucket")} == label_sets(*own)
     assert [float(bound) for bound in page.by(f"{name}_bucket", "le")][-1] == float("inf")
 
 
@@ -217,8 +229,8 @@ def test_every_metric_is_explained() -> None:
 class Watched(Metrics):
     """Metrics that can be waited for, and that abort a request with its second token: a reader might be too late."""
 
-    def __init__(self) -> None:
-        super().__init__("tiny")
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__("tiny", options=options)
         self.news = asyncio.Event()
         self.to_abort: RequestStream | None = None
 
@@ -259,8 +271,10 @@ async def crowded_run() -> tuple[list[RequestOutput], Page]:
 
     Return the answers, and how it stands when all is done.
     """
-    metrics = Watched()
-    options = EngineOptions(num_kv_blocks=16, max_model_len=160, enable_prefix_caching=False)  # else all share a prompt
+    options = EngineOptions(  # with prefix caching all share a prompt
+        num_kv_blocks=16, max_model_len=160, enable_prefix_caching=False, itl_target_ms=60_000
+    )
+    metrics = Watched(options)
     client = await EngineClient.connect(EngineProcess.spawn(options), options, metrics)
     try:
         branches = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, n=2)
@@ -312,6 +326,14 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     assert min(page["quire:recomputed_tokens_total"], page["quire:kv_blocks_copied_total"]) > 0
     assert page["vllm:iteration_tokens_total_sum"] == page["vllm:prompt_tokens_total"] + num_tokens + num_given_up
     assert page["quire:step_computed_tokens_sum"] > num_tokens + page["quire:recomputed_tokens_total"]
+    num_steps = page.by("quire:step_seconds_count", "kind")
+    assert sum(num_steps.values()) == page["quire:step_computed_tokens_count"]
+    assert min(num_steps["decode"], num_steps["prefill"]) > 0
+    assert 0 < page["quire:step_prediction_ratio_count"] < sum(num_steps.values())
+    # Of requests by their targets:
+    num_ended = len(answers)
+    counted = page.by("quire:requests_with_target_total", "target")
+    assert counted == {"ttft": 0, "itl": num_ended, "deadline": 0, "all": num_ended}
     # Of the end, when every block is free:
     gauges = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "quire:kv_tail_waste_ratio")
     assert [page[gauge] for gauge in gauges] == [0, 0, 0]
@@ -408,6 +430,77 @@ def test_requests_that_the_engine_does_not_know_yet_wait_too() -> None:
     assert [Page(metrics, num_queued)["vllm:num_requests_waiting"] for num_queued in (0, 2, 7)] == [2, 2, 7]
 
 
+# --- targets of time --------------------------------------------------------------------------------------------------
+
+
+def ended(
+    num_gaps: int = 0, num_late_gaps: int = 0, ttft_s: float = 0.0, *, met_deadline: bool | None = None
+) -> FinishedRequest:
+    times = RequestMetrics(arrival_s=1.0, first_scheduled_s=1.0, first_token_s=1.0 + ttft_s, finished_s=9.0)
+    return FinishedRequest(times, 5, num_gaps + 1, ["length"], 9, num_gaps, num_late_gaps, met_deadline)
+
+
+@pytest.mark.parametrize(
+    ("targets", "request_", "met"),
+    [
+        ((math.inf, math.inf), ended(), {}),
+        ((0.5, math.inf), ended(ttft_s=0.5), {"ttft": True, "all": True}),
+        ((0.5, math.inf), ended(ttft_s=0.6), {"ttft": False, "all": False}),
+        ((math.inf, 0.5), ended(), {"itl": True, "all": True}),
+        ((math.inf, 0.5), ended(99, 1), {"itl": False, "all": False}),
+        ((math.inf, 0.5), ended(100, 1), {"itl": True, "all": True}),
+        ((0.5, 0.5), ended(100, 2), {"ttft": True, "itl": False, "all": False}),
+        ((0.5, 0.5), ended(100, 0, ttft_s=0.1), {"ttft": True, "itl": True, "all": True}),
+        ((math.inf, math.inf), ended(met_deadline=True), {"deadline": True, "all": True}),
+        ((0.5, math.inf), ended(met_deadline=False), {"ttft": True, "deadline": False, "all": False}),
+    ],
+)
+def test_requests_are_counted_by_the_targets_that_they_had_and_met(
+    targets: tuple[float, float], request_: FinishedRequest, met: dict[str, bool]
+) -> None:
+    counts = TargetCounts(*targets)
+    counts.count(request_)
+    assert {target for target, num in counts.num_with.items() if num} == set(met)
+    assert {target: num == 1 for target, num in counts.num_on.items() if target in met} == met
+
+
+def test_requests_that_are_late_before_their_first_token_miss_their_deadline() -> None:
+    metrics = Metrics("tiny")
+    late = [SequenceDelta(number, 0, [], error="late", is_late=True) for number in (7, 8)]
+    metrics.engines[0].on_step(structs.replace(stepped(IDLE), deltas=late), processed())
+    with_target = Page(metrics).by("quire:requests_with_target_total", "target")
+    assert with_target == {"ttft": 0, "itl": 0, "deadline": 2, "all": 2}
+    assert set(Page(metrics).by("quire:requests_on_target_total", "target").values()) == {0}
+
+
+def test_times_of_steps_are_counted_by_kind_beside_what_was_predicted() -> None:
+    metrics = Metrics("tiny")
+    for timing in (
+        StepTiming("decode", 0.02),                             # nothing was measured before
+        StepTiming("decode", 0.02, 0.8),
+        StepTiming("mixed", 0.4, 2.0),
+        StepTiming("prefill"),                                  # of an executor that measures nothing
+        None,                                                   # nothing was computed
+    ):
+        metrics.engines[0].on_step(structs.replace(stepped(IDLE), timing=timing), processed())
+    page = Page(metrics)
+    assert page.by("quire:step_seconds_count", "kind") == {"decode": 2, "mixed": 1, "prefill": 0}
+    assert page.by("quire:step_seconds_sum", "kind") == {"decode": 0.04, "mixed": 0.4, "prefill": 0}
+    assert buckets(metrics, "quire:step_prediction_ratio") == {"0.8": 1, "2.0": 1}
+    by_kind = {each.labels["kind"]: each.sum for each in metrics.values() if each.name == "quire:step_seconds"}
+    assert by_kind == {"decode": 0.04, "mixed": 0.4, "prefill": 0}
+
+
+def test_steps_over_the_target_are_counted_over_all_engines() -> None:
+    metrics = Metrics("tiny")
+    for num_unmet in (1, 3):
+        metrics.engines[0].on_step(stepped(EngineState(1, 0, 0, num_itl_unmet=num_unmet)), processed())
+    metrics.engines[0].engine_died()
+    assert Page(metrics)["quire:itl_target_unmet_total"] == 3
+    metrics.engines[0].on_idle(EngineState(0, 0, 0, num_itl_unmet=2))
+    assert Page(metrics)["quire:itl_target_unmet_total"] == 5
+
+
 # --- histograms -------------------------------------------------------------------------------------------------------
 
 
@@ -499,7 +592,7 @@ def test_refusals_are_counted_by_reason() -> None:
     for reason in (*REFUSALS, "server_overloaded"):
         metrics.refused(reason)
     counts = Page(metrics).by("quire:requests_refused_total", "reason")
-    assert counts == {"server_overloaded": 2, "shutting_down": 1, "key_limit": 1}
+    assert counts == dict.fromkeys(REFUSALS, 1) | {"server_overloaded": 2}
     with pytest.raises(KeyError):
         metrics.refused("moon phase")
 

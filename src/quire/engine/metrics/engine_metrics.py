@@ -21,6 +21,7 @@ from quire.core.speculation import MAX_DRAFTS
 from quire.engine.admission_rate import AdmissionRate
 from quire.engine.messages import EngineState, Ready, Stepped
 from quire.engine.metrics.histograms import RequestHistograms
+from quire.engine.metrics.targets import TargetCounts
 from quire.engine.observation import EngineObserver
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
@@ -80,6 +81,8 @@ class EngineMetrics(EngineObserver):
         self._adapters = NO_ADAPTER_USE, 0.0                        # and when they were counted, in seconds since 1970
         self._num_restarts = 0
         self._histograms = RequestHistograms()
+        self._targets = TargetCounts(options.ttft_target_s, options.itl_target_s)
+        self._num_unmet_before = 0                                  # by the engines before this one
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -91,6 +94,9 @@ class EngineMetrics(EngineObserver):
         self._requests.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
+            self._targets.count(ended)
+        if step.timing is not None:
+            self._histograms.on_timing(step.timing)
         late: dict[str, set[int]] = {"prompt": set(), "decoding": set()}
         for delta in step.deltas:
             if delta.num_draft_tokens:
@@ -99,6 +105,7 @@ class EngineMetrics(EngineObserver):
                 late["prompt" if delta.error is not None else "decoding"].add(delta.request_id)
         for state, ended_late in late.items():
             self._requests.num_late[state] += len(ended_late)
+        self._targets.count_unbegun(len(late["prompt"]))
         self._histograms.on_step(step.num_computed_tokens, processed)
 
     def on_idle(self, state: EngineState) -> None:
@@ -124,6 +131,7 @@ class EngineMetrics(EngineObserver):
     def engine_died(self) -> None:
         """Record the death of the engine: counters keep their values, all else becomes 0. Idempotent."""
         super().engine_died()
+        self._num_unmet_before += self._state.num_itl_unmet
         self._state = EngineState(0, 0, 0)
         self._kv = self._earlier = _counted_on(self._kv, _NO_STATS)
         self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
@@ -157,6 +165,7 @@ class EngineMetrics(EngineObserver):
         yield from self._adapter_families()
         yield from self._cache_families()
         yield from self._request_families()
+        yield from self._target_families()
         yield from self._draft_families()
         yield from self._histograms.families(self._model, self._own)
 
@@ -223,6 +232,17 @@ class EngineMetrics(EngineObserver):
         yield counter("quire:requests_aborted_total", "Requests ended by their client.", (own, requests.num_aborted))
         late = by("state", requests.num_late, own)
         yield counter("quire:requests_late_total", "Requests whose deadlines have passed, by what they did.", *late)
+
+    def _target_families(self) -> Iterator[Metric]:
+        """Yield the counts of requests by target, from 0: a share needs both."""
+        own, targets = self._own, self._targets
+        with_target = by("target", targets.num_with, own)
+        yield counter("quire:requests_with_target_total", "Requests that ended, by target of time.", *with_target)
+        on_target = by("target", targets.num_on, own)
+        yield counter("quire:requests_on_target_total", "Those that met it.", *on_target)
+        unmet = "Steps planned in which decodes alone take longer than the target."
+        num_unmet = self._num_unmet_before + self._state.num_itl_unmet
+        yield counter("quire:itl_target_unmet_total", unmet, (own, num_unmet))
 
     def _draft_families(self) -> Iterator[Metric]:
         """Yield the families of speculative decoding; in vLLM a page without it has none."""

@@ -7,9 +7,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import get_args
 
 from prometheus_client.metrics_core import HistogramMetricFamily
 
+from quire.core.step_times import StepKind, StepTiming
 from quire.engine.output_processor import FinishedRequest, ProcessedStep
 
 _TTFT_BOUNDS_S = (
@@ -23,6 +25,10 @@ _LATENCY_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )
+_STEP_BOUNDS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0,
+)
+_RATIO_BOUNDS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0, 5.0)
 _PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
 _CHOICE_BOUNDS = (1, 2, 5, 10, 20)
 _STEP_BOUNDS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -45,6 +51,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:request_params_max_tokens": ("Most output tokens of a choice.", _REQUEST_BOUNDS_TOKENS),
     "vllm:iteration_tokens_total": ("Prompts that begin and output tokens in one engine step.", _STEP_BOUNDS_TOKENS),
     "quire:step_computed_tokens": ("Tokens computed in one engine step.", _STEP_BOUNDS_TOKENS),
+    "quire:step_prediction_ratio": ("Seconds of a step over those predicted.", _RATIO_BOUNDS),
 }
 
 
@@ -75,6 +82,8 @@ class RequestHistograms:
 
     def __init__(self) -> None:
         self._by_name = {name: Histogram(name, *about) for name, about in _HISTOGRAMS.items()}
+        about = "quire:step_seconds", "Seconds of one engine step.", _STEP_BOUNDS_S
+        self._step_s: dict[str, Histogram] = {kind: Histogram(*about) for kind in get_args(StepKind)}
 
     def on_step(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
         """Observe a step and the requests that it advanced."""
@@ -94,10 +103,21 @@ class RequestHistograms:
             for name, value in _of_end(ended).items():
                 self._by_name[name].observe(value)
 
+    def on_timing(self, timing: StepTiming) -> None:
+        """Observe how long a step took, and how well that was predicted."""
+        if timing.seconds is not None:
+            self._step_s[timing.kind].observe(timing.seconds)
+        if timing.ratio is not None:
+            self._by_name["quire:step_prediction_ratio"].observe(timing.ratio)
+
     def families(self, labels: dict[str, str], own: dict[str, str]) -> Iterator[HistogramMetricFamily]:
         """Yield the families of all histograms; `labels` are those of vLLM's, `own` of Quire's."""
         for name, histogram in self._by_name.items():
             yield histogram.family(labels if name.startswith("vllm:") else own)
+        first, *others = (histogram.family({"kind": kind} | own) for kind, histogram in self._step_s.items())
+        for other in others:
+            first.samples += other.samples
+        yield first
 
 
 def _of_end(ended: FinishedRequest) -> dict[str, float]:

@@ -41,21 +41,19 @@ def metric_values(families: Iterable[Family]) -> Iterator[Metric]:
     """Yield the metrics of families: one for each set of labels."""
     for family in families:
         if family.type == "histogram":
-            yield _histogram(family)
+            yield from _histograms(family)
             continue
         kind = Counter if family.type == "counter" else Gauge
         for sample in family.samples:
             yield kind(family.name, dict(sample.labels), sample.value)
 
 
-def _histogram(family: Family) -> Histogram:
-    """Return the histogram of a family, which has one set of labels."""
-    buckets, total = dict[str, int](), 0.0
-    labels: dict[str, str] = {}
+def _histograms(family: Family) -> Iterator[Histogram]:
+    """Yield the histograms of a family, one for each set of labels; the samples of each follow one another."""
+    buckets = dict[str, int]()
     for sample in family.samples:
-        labels = {name: value for name, value in sample.labels.items() if name != "le"}
         if sample.name.endswith("_bucket"):
             buckets[sample.labels["le"]] = int(sample.value)
         elif sample.name.endswith("_sum"):
-            total = sample.value
-    return Histogram(family.name, labels, buckets["+Inf"], total, buckets)
+            yield Histogram(family.name, dict(sample.labels), buckets["+Inf"], sample.value, buckets)
+            buckets = {}
