@@ -1,0 +1,22 @@
+"""No request waits without end under targets of time, however wrong the model of steps' times is."""
+
+import pytest
+
+from quire.scheduling.time_budget import MOST_STEPS
+from support.fuzz_seeds import STEPS_PER_RUN, fuzz
+from support.timed_runs import TimedRun
+
+NUM_RUNS = 100_000
+
+
+def test_random_loads_on_machines_that_drift_jump_and_lie_starve_no_request() -> None:
+    runs = [TimedRun(seed).run() for seed in range(150)]
+    assert max(run.longest_wait for run in runs) == MOST_STEPS - 1        # of prompts beside decodes over the target
+    assert sum(run.num_over_target for run in runs) > 0 < sum(run.num_within_target for run in runs)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(7200)
+def test_many_random_loads_starve_no_request() -> None:
+    """`run` asserts progress after each step, and that each accepted request ends, the first of them under load."""
+    fuzz(lambda seed: TimedRun(seed).run(), NUM_RUNS * STEPS_PER_RUN)
