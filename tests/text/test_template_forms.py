@@ -167,6 +167,13 @@ def test_call_that_a_content_would_hide_is_text_behind_it() -> None:
     assert text.endswith("<tool>18</>")
 
 
+def test_calls_that_no_template_shows_are_in_the_format_for_which_it_is_recognized() -> None:
+    source = "{# <|tool_call> #}" + CHATML
+    known = ChatTemplate({"default": CHATML, "tool_use": CHATML + "{# <tool_call> <function= <parameter= #}"})
+    assert "<function=get_weather>" in known.render([USER, call(), result()])
+    assert '<tool_call>\n{"name": "get_weather"' in ChatTemplate(source).render([USER, call(), result()])
+
+
 def test_calls_that_no_template_shows_are_written_by_the_given_function() -> None:
     source = "{{ tools | tojson if tools }}" + HEAD + (
         "{% if m.role == 'tool' %}<result>{{ m.content }}</result>{% else %}{{ m.content }}{% endif %}</>{% endfor %}"

@@ -8,6 +8,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.text.chat_template import ChatTemplate
-from quire.text.fitted_messages import hermes_calls
+from quire.text.fitted_messages import WriteCalls, hermes_calls
+from quire.text.tool_formats.writing import recognized_writer
 from quire.text.tools import tools_text
 
 utils = pytest.importorskip("transformers.utils.chat_template_utils")
@@ -124,22 +126,22 @@ def system_as_user(messages: Messages) -> Messages:
     return [*before, last | {"content": f"Now be polite.\n\n{last['content']}"}]
 
 
-def calls_as_text(messages: Messages) -> Messages:
+def calls_as_text(messages: Messages, write: WriteCalls = hermes_calls) -> Messages:
     """Calls are text: the template would lose them."""
     written = []
     for message in messages:
         if "tool_calls" in message:
             functions = [call["function"] for call in message["tool_calls"]]
-            made = hermes_calls([(function["name"], function["arguments"]) for function in functions])
+            made = write([(function["name"], function["arguments"]) for function in functions])
             written.append(says("assistant", "\n".join(filter(None, [message.get("content"), made]))))
         else:
             written.append(message)
     return written
 
 
-def calls_beside_content_as_text(messages: Messages) -> Messages:
+def calls_beside_content_as_text(messages: Messages, write: WriteCalls = hermes_calls) -> Messages:
     """Calls beside a content are text behind it: the template would lose them."""
-    return [calls_as_text([message])[0] if message.get("content") else message for message in messages]
+    return [calls_as_text([message], write)[0] if message.get("content") else message for message in messages]
 
 
 def results_as_text(messages: Messages) -> Messages:
@@ -340,9 +342,10 @@ def test_texts_are_those_of_transformers_but_for_listed_differences(source: str,
             found += rendered == expected
             if rendered != expected:
                 assert rendered is not None, f"{name}, {kind}: refused, and rendered by transformers"
-                changed = messages
+                changed, write = messages, recognized_writer([text]) or hermes_calls
                 for change in changes:
-                    changed = change(changed)
+                    writes = change in (calls_as_text, calls_beside_content_as_text)
+                    changed = partial(change, write=write)(changed) if writes else change(changed)
                 shown = None if told_of_tools in changes or user_told_of_tools in changes else tools
                 assert rendered == in_transformers(text, changed, shown), f"{name}, {kind}"
     assert found == num_same

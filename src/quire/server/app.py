@@ -36,7 +36,7 @@ except ModuleNotFoundError as error:
 try:
     from quire.server.tools.output_format import served_formats
 except ModuleNotFoundError as error:
-    rooms = ("quire.server.tools", "quire.server.tool_formats", "quire.server.call_grammars", "quire.grammar_writing")
+    rooms = ("quire.server.tools", "quire.server.call_grammars", "quire.grammar_writing")
     if absent_package(error, *rooms) is None:
         raise
     served_formats = None  # type: ignore[assignment]  # optional: without it outputs are content, and tools are refused

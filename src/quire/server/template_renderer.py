@@ -93,10 +93,10 @@ class TemplateRenderer:
     ) -> str:
         """Return the text of a conversation. InvalidRequestError for errors of the messages or the template.
 
-        Calls that the template does not show are written in `call_format`, by default Hermes'. The schemas of `forced`,
-        some of the tools, are checked: a grammar must be able to express them. ApiError 429 when too many conversations
-        wait, 503 when closed; RuntimeError when the process was killed or crashed. Cancelling the caller kills its
-        render.
+        Calls that the template does not show are written in `call_format`, by default the recognized one. The schemas
+        of `forced`, some of the tools, are checked: a grammar must be able to express them. ApiError 429 when too many
+        conversations wait, 503 when closed; RuntimeError when the process was killed or crashed. Cancelling the caller
+        kills its render.
         """
         if self._tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")

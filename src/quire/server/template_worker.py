@@ -39,7 +39,7 @@ class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
     """A conversation and tools, unchecked, and the other variables of the template.
 
     `forced`: indices of the tools with schemas that become grammars, which is checked. `call_format`: name of the
-    format in which calls are written where the template shows none; None: that of Hermes.
+    format in which calls are written where the template shows none; None: the one that is recognized.
     """
 
     messages: Any
@@ -131,7 +131,7 @@ def _writer(call_format: str | None) -> WriteCalls | None:
     """Return a function that writes calls in the format of this name."""
     if call_format is None:
         return None
-    from quire.server.tool_formats.writing import call_writer  # noqa: PLC0415 (a room, for named formats alone)
+    from quire.text.tool_formats.writing import call_writer  # noqa: PLC0415 (10 ms, for such calls alone)
 
     return call_writer(call_format)
 

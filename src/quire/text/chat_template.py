@@ -59,6 +59,12 @@ class ChatTemplate:
         return self.sources[DEFAULT_TEMPLATE]
 
     @cached_property
+    def _write_calls(self) -> WriteCalls:
+        from quire.text.tool_formats.writing import recognized_writer  # noqa: PLC0415 (10 ms, for such calls alone)
+
+        return recognized_writer(self.sources.values()) or hermes_calls
+
+    @cached_property
     def forms(self) -> Mapping[str, TemplateForms]:
         """Forms that each template reads. Probed when they are first needed, unless they are given."""
         if self._given_forms is not None:
@@ -84,14 +90,15 @@ class ChatTemplate:
         A message has a `role` and a `content`: a string, a list of text parts, or null. Raises InvalidRequestError for
         the field `messages` if the messages are invalid or the template fails, for `tools` if those are invalid. With
         `continue_final_message`, instead of a generation prompt, the text ends where the last message's content does.
-        `write_calls` writes calls where the template shows none, by default as Hermes' models do.
+        `write_calls` writes calls where the template shows none, by default in the format for which the templates are
+        recognized, else as Hermes' models do.
         """
         conversation = checked_conversation(messages, limits)
         functions = None if tools is None else check_tools(tools)
         if functions is not None:
             check_schemas(functions, limits)
         variables["add_generation_prompt"] = add_generation_prompt
-        write = write_calls or hermes_calls
+        write = write_calls or self._write_calls
         if not continue_final_message:
             return self._render(conversation, functions, variables, write)
         if add_generation_prompt:

@@ -19,11 +19,11 @@ from quire.server.call_grammars.objects import ObjectNotation
 from quire.server.call_grammars.reasoning import bounded_reasoning, marker_id
 from quire.server.call_grammars.rules import ANY_TEXT, GrammarSizeError, Rules, alternatives
 from quire.server.call_grammars.strings import enumerated_texts, has_regexes, text_body
-from quire.server.tool_formats.argument_types import types_of
-from quire.server.tool_formats.json_values import json_value, misread_texts, reads_json
-from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
-from quire.server.tool_formats.syntax import KEY, marker_of, split
-from quire.server.tool_formats.table import FALLBACK
+from quire.server.tools.argument_types import types_of
+from quire.text.tool_formats.json_values import json_value, misread_texts, reads_json
+from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.text.tool_formats.syntax import KEY, marker_of, split
+from quire.text.tool_formats.table import FALLBACK
 
 __all__ = ["bounded_reasoning", "forcing_grammar", "marker_id"]
 

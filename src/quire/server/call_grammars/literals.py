@@ -9,7 +9,7 @@ from quire.grammar_writing.texts import closed_json_text, literal_text
 from quire.server.call_grammars.objects import ObjectNotation, members_of, object_text
 from quire.server.call_grammars.rules import Rules, alternatives
 from quire.server.call_grammars.strings import enumerated_texts, has_regexes, text_body
-from quire.server.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
+from quire.text.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
 
 _PYTHON_NAMES, _GEMMA_NAMES = "[A-Za-z_][A-Za-z0-9_]{0,63}", r"[^:{}\[\],<>|\"'\s]{1,64}"
 _PYTHON = {"boolean": ('"True"', '"False"'), "null": ('"None"',)}

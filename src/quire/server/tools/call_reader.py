@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from quire.server.tool_formats.argument_types import types_of
-from quire.server.tool_formats.json_values import json_value, string_text
-from quire.server.tool_formats.reader import SPACE, Reader, Steps, any_of, kind_of, number_of, sequence
-from quire.server.tool_formats.rows import ToolFormat
-from quire.server.tool_formats.syntax import NAME, Syntax, split
+from quire.server.tools.argument_types import types_of
 from quire.server.tools.call_events import CallEvents
 from quire.server.tools.literals import GEMMA, PYTHON, Literals
+from quire.text.tool_formats.json_values import json_value, string_text
+from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, kind_of, number_of, sequence
+from quire.text.tool_formats.rows import ToolFormat
+from quire.text.tool_formats.syntax import NAME, Syntax, split
 
 MAX_KEPT = 65_536  # characters of a call in front of its name; a longer text is no call
 MAX_VALUE = 1_048_576  # characters of a value that is read whole; a longer one is a string

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable
 
-from quire.server.tool_formats.json_values import json_value, string_text
-from quire.server.tool_formats.reader import SPACE, Reader, Steps, any_of, atoms, kind_of, number_of, sequence
-from quire.server.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
+from quire.text.tool_formats.json_values import json_value, string_text
+from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, atoms, kind_of, number_of, sequence
+from quire.text.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
 
 MAX_DEPTH = 64  # of brackets
 _ANY: frozenset[str] = frozenset()

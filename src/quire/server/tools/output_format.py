@@ -2,8 +2,10 @@
 
 from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.server.call_grammars.forcing import forcing_grammar
-from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
-from quire.server.tool_formats.table import (
+from quire.server.tools.output_parser import OutputParser
+from quire.server.tools.served_formats import served_formats
+from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.text.tool_formats.table import (
     FALLBACK,
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -11,8 +13,6 @@ from quire.server.tool_formats.table import (
     find_format,
     find_reasoning,
 )
-from quire.server.tools.output_parser import OutputParser
-from quire.server.tools.served_formats import served_formats
 
 __all__ = [
     "FALLBACK",

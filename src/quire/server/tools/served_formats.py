@@ -15,10 +15,10 @@ from quire.server.api.output_formats import OutputReading, ToolUse
 from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.options import ServerOptions
 from quire.server.template_renderer import TemplateRenderer
-from quire.server.tool_formats.rows import ReasoningFormat, ToolFormat
-from quire.server.tool_formats.table import FALLBACK, find_format, find_reasoning
 from quire.server.tools.output_parser import OutputParser
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.text.tool_formats.table import FALLBACK, find_format, find_reasoning
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,9 @@ from typing import Any
 
 from quire.grammar_writing.schemas import referenced
 from quire.grammar_writing.shapes import OTHER_NAMES
+from quire.text.tool_formats.rows import TYPE_NAMES
 
 _MAX_SCHEMAS = 64  # looked at for one parameter, and for its object
-TYPE_NAMES: dict[type, str] = {
-    bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object", list: "array"
-}  # fmt: skip
 
 
 def types_of(schema: object, key: str) -> frozenset[str]:

@@ -13,6 +13,10 @@ from typing import Literal
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
+TYPE_NAMES: dict[type, str] = {  # as formats and schemas write them
+    bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object", list: "array"
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ToolFormat:

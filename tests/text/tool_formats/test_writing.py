@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.tool_formats.writing import call_writer, written_calls
 from quire.server.tools.output_format import TOOL_FORMATS, ToolFormat
+from quire.text.tool_formats.writing import call_writer, written_calls
 from support.outputs import ended_calls, parse
 
 ARGUMENTS: dict[str, Any] = {

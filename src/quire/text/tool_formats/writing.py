@@ -5,15 +5,14 @@ The text is what the grammars of `quire.server.call_grammars` allow and what the
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quire.server.tool_formats.argument_types import TYPE_NAMES
-from quire.server.tool_formats.rows import ToolFormat
-from quire.server.tool_formats.syntax import split
-from quire.server.tool_formats.table import find_format
 from quire.text.fitted_messages import WriteCalls
+from quire.text.tool_formats.rows import TYPE_NAMES, ToolFormat
+from quire.text.tool_formats.syntax import split
+from quire.text.tool_formats.table import find_format
 
 Call = tuple[str, Any]
 
@@ -25,6 +24,12 @@ def call_writer(name: str) -> WriteCalls:
     row = find_format(name)
     assert row is not None, "a name of a format, not `none`"
     return partial(written_calls, row)
+
+
+def recognized_writer(chat_templates: Iterable[str]) -> WriteCalls | None:
+    """Return what writes calls in the format of the models with such templates; None if none is recognized."""
+    row = find_format("auto", "\n".join(chat_templates))
+    return None if row is None else partial(written_calls, row)
 
 
 def written_calls(row: ToolFormat, calls: Sequence[Call]) -> str:
