@@ -7,13 +7,21 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, BeamSearchParams, LoRARequest, RepetitionDetectionParams, SamplingParams
-from quire.core.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError, UnknownPrefixError
+from quire.core.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ModelError,
+    UnknownPrefixError,
+)
 from quire.engine.metrics.values import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputProcessor
@@ -138,6 +146,19 @@ def test_failed_step_ends_its_own_call_and_no_other_stream(llm: LLM, monkeypatch
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["x", "y"], params, use_tqdm=False)
         assert [branch.token_ids for branch in list(stream)[-1].outputs] == expected
+
+
+def test_deadlines_end_answers_and_fail_those_without_a_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, params = count(), replace(GREEDY, max_tokens=100)
+    (whole,) = llm.generate("def f(", params, use_tqdm=False)
+    monkeypatch.setattr(llm._engine.engine, "_clock", lambda: next(times) / 10)
+    (cut,) = llm.generate("def f(", replace(params, deadline_ms=900, ttft_deadline_ms=200), use_tqdm=False)
+    (answer,) = cut.outputs
+    assert (answer.finish_reason, answer.stop_reason) == ("length", "deadline")
+    assert answer.token_ids == whole.outputs[0].token_ids[:8]
+    assert whole.outputs[0].text.startswith(answer.text)
+    with pytest.raises(DeadlineExceededError, match=re.escape("within 100 ms (ttft_deadline_ms)")):
+        llm.generate("def f(", replace(params, deadline_ms=900, ttft_deadline_ms=100), use_tqdm=False)
 
 
 @pytest.mark.parametrize("max_tokens", [2, 12], ids=["its last token", "some token"])

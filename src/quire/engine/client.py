@@ -134,7 +134,7 @@ class EngineClient(SingleEngine):
 
     def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
         """Return the predicted seconds until what is asked has its first token; 0 where nothing is known."""
-        return self._forecast.first_token_s(self.state, self._streams.queued, asked, time.monotonic())
+        return self._forecast.first_token_s(self.state, self._streams.queued, asked)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
@@ -332,7 +332,8 @@ class EngineClient(SingleEngine):
             whole.add(processed)
             if not processed.is_last:
                 await asyncio.sleep(0)
-        self._forecast.record_ended(len(whole.finished), time.monotonic())
+        self._forecast.record_times(step.state.step_times)
+        self._forecast.record_ended(whole.finished)
         self._observer.on_step(step, whole)
 
     def _set_state(self, state: EngineState) -> None:

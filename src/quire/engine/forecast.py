@@ -2,7 +2,8 @@
 
 Prompts share each step with the sequences that decode: with a target for such steps, by the time that decodes leave of
 it, else by the tokens that a step has room for. Where seats are short, a request also waits until as many answers have
-ended as it has others before it. What is not known counts as nothing, so that no request is refused for it.
+ended as it has others before it, by how long the last ones held theirs. What is not known counts as nothing, so that no
+request is refused for it.
 """
 
 import math
@@ -15,9 +16,11 @@ from quire.core.outputs import KVStats
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepWork, chunk_work
 from quire.engine.messages import EngineState
+from quire.engine.output_processor import FinishedRequest
 from quire.scheduling.time_budget import MOST_STEPS
 
-WINDOW_S = 10.0     # in which answers that ended count for the rate at which seats become free
+NUM_STEPS = 64      # over which prices are averaged
+NUM_ENDED = 64      # last answers, by which the time of a seat is known
 _NO_ROOM = ("max_num_seqs", "kv_blocks", "swapped_first")
 
 
@@ -74,21 +77,26 @@ class Forecast:
     ) -> None:
         self._max_num_batched_tokens, self._max_num_seqs = max_num_batched_tokens, max_num_seqs
         self._itl_target_s, self._policy = itl_target_s, policy
-        self._ended: deque[tuple[float, int]] = deque()
+        self._times: StepTimes | None = None
+        self._held_s: deque[float] = deque(maxlen=NUM_ENDED)
 
-    def record_ended(self, num_requests: int, now_s: float) -> None:
-        """Count answers that have ended."""
-        if num_requests:
-            self._ended.append((now_s, num_requests))
-        while self._ended and self._ended[0][0] < now_s - WINDOW_S:
-            self._ended.popleft()
+    def record_times(self, times: StepTimes | None) -> None:
+        """Record the prices of a step. Those of single steps follow a machine's moods; a queue outlasts them."""
+        if times is None:
+            return
+        known = self._times or times
+        self._times = StepTimes(*(old + (new - old) / NUM_STEPS for old, new in zip(known, times, strict=True)))
 
-    def first_token_s(self, state: EngineState, queued: Iterable[Request], asked: Asked, now_s: float) -> float:
-        """Return the seconds until the last of the asked prompts has its first token; 0 where no price is known.
+    def record_ended(self, ended: Iterable[FinishedRequest]) -> None:
+        """Record how long requests that have ended held their seats."""
+        for each in ended:
+            first_s, last_s = each.metrics.first_scheduled_s, each.metrics.finished_s
+            if first_s is not None and last_s is not None:
+                self._held_s.append(last_s - first_s)
 
-        `now_s`: by the clock of `record_ended`.
-        """
-        times = state.step_times
+    def first_token_s(self, state: EngineState, queued: Iterable[Request], asked: Asked) -> float:
+        """Return the seconds until the last of the asked prompts has its first token; 0 where no price is known."""
+        times = self._times or state.step_times
         if times is None:
             return 0.0
         before = before_in_order(queued, asked, self._policy)
@@ -96,7 +104,7 @@ class Forecast:
         own = asked.prompt if asked.knows_cached else _scaled(asked.prompt, uncached)
         ahead = _scaled(before.prompts, uncached) + state.prompts_left
         computed_s = self._prompts_s(times, ahead + own, state)
-        return max(computed_s, self._seats_s(state, before, now_s) + self._prompts_s(times, own, state))
+        return max(computed_s, self._seats_s(state, before) + self._prompts_s(times, own, state))
 
     def _prompts_s(self, times: StepTimes, work: StepWork, state: EngineState) -> float:
         """Return the seconds of prompts beside the sequences that decode."""
@@ -115,15 +123,17 @@ class Forecast:
             num_steps = max(num_steps, math.ceil(prompts_s / left_s))
         return prompts_s + num_steps * decode_s
 
-    def _seats_s(self, state: EngineState, before: Before, now_s: float) -> float:
-        """Return the seconds until a seat is free behind those that wait; 0 where no answer has ended lately."""
+    def _seats_s(self, state: EngineState, before: Before) -> float:
+        """Return the seconds until a seat is free behind those that wait; 0 where no answer has ended yet.
+
+        Each running request holds its seat as long as the last ones did, and they have begun one after the other: the
+        first of them ends after half of their distance.
+        """
         num_free = 0 if state.waits_for in _NO_ROOM else self._max_num_seqs - state.num_running_seqs
         num_short = before.num_requests + 1 - num_free
-        self.record_ended(0, now_s)
-        if num_short <= 0 or len(self._ended) < 2:      # a single time gives no rate
+        if num_short <= 0 or not self._held_s:
             return 0.0
-        num_ended = sum(number for _, number in self._ended)
-        return num_short * (now_s - self._ended[0][0]) / num_ended
+        return (num_short - 0.5) * sum(self._held_s) / len(self._held_s) / max(state.num_running, 1)
 
 
 def _uncached_share(kv: KVStats | None) -> float:

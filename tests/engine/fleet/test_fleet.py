@@ -12,7 +12,9 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ModelError, UnknownPrefixError
 from quire.core.outputs import RequestOutput
+from quire.core.step_times import chunk_work
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
+from quire.engine.forecast import Asked
 from quire.engine.input_processor import Prompt
 from quire.engine.launcher import EngineProcess, num_threads_of, spawn_engines
 from quire.engine.messages import EngineDeadError
@@ -119,6 +121,28 @@ def test_hot_prefix_stays_with_its_engine_and_is_found_there(shared: Fleet, runn
         again = [await answer(fleet, [*prefix, 101 + number]) for number in range(4)]
         assert {output.metrics.engine for output in again if output.metrics} == {first.metrics.engine}
         assert all(output.num_cached_tokens == len(prefix) for output in again)
+
+    runner.run(work(shared))
+
+
+def test_first_token_is_predicted_for_the_engine_that_gets_the_request(shared: Fleet, runner: asyncio.Runner) -> None:
+    async def work(fleet: Fleet) -> None:
+        hot, cold = list(range(5, 405)), list(range(405, 5, -1))
+        first = await answer(fleet, hot, LONG)
+        assert first.metrics is not None
+        await answer(fleet, hot)
+        assert fleet.engines[first.metrics.engine].state.step_times is not None
+        checked, asked = fleet.inputs.check_params(GREEDY), Asked(chunk_work(0, len(hot)))
+        requests = [fleet.prepare(fleet.inputs.tokenize(prompt), checked).request for prompt in (hot, cold)]
+        with stopped(pid_of(fleet, 0)), stopped(pid_of(fleet, 1)):
+            found_s = fleet.first_token_s(asked, requests[0])
+            streams = [await ask(fleet, [number] * 500, GREEDY) for number in (5, 6, 7, 8)]
+            behind_s = fleet.first_token_s(asked, requests[0])
+            for stream in streams:
+                stream.abort()
+        assert 0 < found_s < behind_s
+        own_s = fleet.engines[first.metrics.engine].first_token_s(asked._replace(knows_cached=True))
+        assert found_s < own_s
 
     runner.run(work(shared))
 
