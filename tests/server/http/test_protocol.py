@@ -319,7 +319,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[protocol.Protocol]:
     note_late_arrival, late = protocol.Protocol._on_receive_timeout, list[protocol.Protocol]()
 
     def note(connection: protocol.Protocol) -> None:
-        if connection._is_in_head or connection.cycle is not None:
+        if connection._part == "head" or connection.cycle is not None:
             late.append(connection)
             note_late_arrival(connection)
         else:

@@ -12,7 +12,7 @@ import fcntl
 import termios
 from array import array
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import httptools
 import msgspec
@@ -27,6 +27,8 @@ from quire.server.http.sockets import max_connections
 from quire.server.options import Limits
 
 _VERSIONS = frozenset({"1.0", "1.1"})
+
+Part = Literal["head", "body"]
 
 
 class _UnknownLength(int):
@@ -51,7 +53,7 @@ class Protocol(HttpToolsProtocol):
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._limits, self._refused, self._paced, self._gate = limits, refused, paced, gate
-        self._is_in_head = self._is_in_body = False   # of an incomplete request
+        self._part: Part | None = None                # of an incomplete request: the one being received
         self._num_headers = self._num_header_bytes = 0
         self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
         self._is_refused = False
@@ -131,7 +133,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start the timer of a request."""
-        self._is_in_head = True
+        self._part = "head"
         self._num_headers = self._num_header_bytes = 0
         self._start_receive_timer()
         super().on_message_begin()
@@ -151,7 +153,7 @@ class Protocol(HttpToolsProtocol):
         if self._num_headers > self._limits.max_headers:
             raise _too_large(f"the request has more than {self._limits.max_headers} headers (max_headers)")
         self._check_header_bytes(self._num_header_bytes)
-        if self._is_in_head:
+        if self._part == "head":
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -171,7 +173,7 @@ class Protocol(HttpToolsProtocol):
         if self.parser.get_http_version() == "1.0":  # no chunked encoding: uvicorn closes the connection at the end
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
         self.flow.resume_reading()  # also for a queued request: else a disconnect is not detected
-        self._is_in_head, self._is_in_body = False, True
+        self._part = "body"
 
     def on_body(self, body: bytes) -> None:
         """Check the body of a queued request."""
@@ -183,7 +185,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timer of a complete request."""
-        self._is_in_body = False
+        self._part = None
         self._num_held_bytes = 0
         if self._is_upgrade:
             return
@@ -192,7 +194,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Start the next request, unless the body of this one may still be coming."""
-        is_body_uncertain = self._is_in_body and self.expect_100_continue and not self.pipeline
+        is_body_uncertain = self._part == "body" and self.expect_100_continue and not self.pipeline
         super().on_response_complete()
         if is_body_uncertain:
             self.transport.close()
@@ -233,9 +235,9 @@ class Protocol(HttpToolsProtocol):
         """Send an error for a malformed or oversized request, after earlier responses, and close the connection."""
         self._is_refused = True
         self._cancel_receive_timer()
-        if self._is_in_body and self.pipeline:
+        if self._part == "body" and self.pipeline:
             self.pipeline.popleft()     # never started
-        elif self._is_in_body:
+        elif self._part == "body":
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             if self.cycle.response_started:
@@ -289,7 +291,7 @@ class Protocol(HttpToolsProtocol):
         self._receive_timer = None
         if self._is_answering:
             self._start_receive_timer()
-        elif self._is_in_head:
+        elif self._part == "head":
             limit_s = self._limits.receive_timeout
             message = f"the headers took more than {limit_s:g} s (receive_timeout)"
             self._refuse(ApiError(408, message, code="request_timeout"))
