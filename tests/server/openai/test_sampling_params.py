@@ -42,7 +42,7 @@ SHARED: dict[str, Any] = {
 
 
 def params_of(server: OpenAIServer, body_type: BodyType, **fields: Any) -> SamplingParams:  # noqa: ANN401 (JSON)
-    return checked_params(body_type.model_validate(REQUIRED[body_type] | fields), server.service).params
+    return checked_params(body_type.model_validate(REQUIRED[body_type] | fields), server.service, {}).params
 
 
 def refusal(server: OpenAIServer, body_type: BodyType, **fields: Any) -> ApiError:  # noqa: ANN401 (JSON)
