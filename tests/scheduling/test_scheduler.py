@@ -363,6 +363,16 @@ def test_request_longer_than_the_model_is_refused_with_the_numbers() -> None:
     harness.run()
 
 
+@pytest.mark.parametrize("max_model_len", [1, 2])
+def test_context_of_one_or_two_tokens_has_the_answer_in_it(max_model_len: int) -> None:
+    harness = Harness(num_blocks=100, max_model_len=max_model_len)
+    with pytest.raises(ContextLengthError, match=r"too long: it has .* the first token of the answer among them"):
+        harness.add(max_model_len, max_tokens=1)
+    if max_model_len > 1:
+        harness.add(1, max_tokens=1)
+        harness.run()
+
+
 def test_request_that_could_never_fit_the_pool_is_refused_with_the_numbers() -> None:
     harness = Harness(num_blocks=8, block_size=4)
     with pytest.raises(ContextLengthError, match=r"may need 10 KV blocks of 4 tokens, but there are 8"):

@@ -53,7 +53,7 @@ class AdmissionLimits:
         if least_tokens >= self.max_model_len:
             raise ContextLengthError(
                 f"the prompt is too long: it has {least_tokens} tokens or more, but this model's maximum context "
-                f"length is {self.max_model_len} tokens (max_model_len)",
+                f"length is {self.max_model_len} tokens (max_model_len), the first token of the answer among them",
                 excess=(least_tokens, self.max_model_len - 1),
             )
 
@@ -86,10 +86,11 @@ class AdmissionLimits:
             return
         given = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together {length}"
         excess = None
+        limit = f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
         if num_prompt_tokens >= self.max_model_len:
             given = f"the prompt is too long: it has {num_prompt_tokens} tokens"
+            limit += ", the first token of the answer among them"
             excess = num_prompt_tokens, self.max_model_len - 1
-        limit = f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
         raise ContextLengthError(f"{given}, but {limit}", excess=excess)
 
 
