@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.grammar_writing.schemas import referenced, rewritten_below
 
-MAX_COMPARISONS = 4096  # of schemas, for one document: some 5 us each
+MAX_COMPARISONS = 4096  # pairs of schemas in one document: some 5 us each
 MAX_DEPTH = 16  # properties inside of each other that are compared: references may form circles
 _TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 _OF_TYPE = {name: frozenset({name}) for name in _TYPES} | {"number": frozenset({"integer", "fraction"})}

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 NOTHING_FOLLOWS = "NoExtensionBias"  # reason of a stop, and start of an error
 
 GRAMMAR_LIMITS: Mapping[str, Any] = {
-    "max_lexer_states": 4_000,    # of 1 to 2 kB each; the schemas of SchemaStore need less than 2,000
-    "step_lexer_fuel": 100_000,   # of one mask, 14,000 per ms
-    "step_max_items": 20_000,     # of one mask, 20,000 per ms
+    "max_lexer_states": 4_000,    # 1 to 2 kB each; the schemas of SchemaStore need less than 2,000
+    "step_lexer_fuel": 100_000,   # for one mask, 14,000 per ms
+    "step_max_items": 20_000,     # for one mask, 20,000 per ms
     "max_grammar_size": 200_000,
     "verbose_errors": False,      # they would quote the output of a request
 }

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import unquote
 
-_MAX_NAMES = 16  # of one reference
+_MAX_NAMES = 16  # names in one reference
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 NO_SCHEMAS = ("const", "enum", "default", "examples", "required", "x-guidance")
 

@@ -16,8 +16,8 @@ from quire.grammar_writing.limits import GRAMMAR_LIMITS, has_text
 from quire.grammar_writing.schemas import SchemaError
 from quire.grammar_writing.texts import json_text, literal_text, regex_text
 
-MAX_TAGS = 128              # of one output
-MAX_FORMATS = 1024          # in one structural tag
+MAX_TAGS = 128              # tags of one output
+MAX_FORMATS = 1024          # formats in one structural tag
 _ANY_TEXT = "/(?s:.*)/"
 _FIRST_OF_JSON = {  # first characters of values, by their types
     "object": r"\{", "array": r"\[", "string": '"', "boolean": "[tf]", "null": "n", "number": "[-0-9]",

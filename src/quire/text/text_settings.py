@@ -18,7 +18,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 _NAMES = (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
 _TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"    # a folder
-_PLACES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path", "_name_or_path")  # of another machine
+_PLACES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path", "_name_or_path")  # paths of another machine
 _LISTS_OF_TOKENS = (  # or objects, with tokens by their names
     "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens",
 )  # fmt: skip

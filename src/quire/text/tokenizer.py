@@ -28,7 +28,7 @@ from quire.text.tokenizer_files import TOKENIZER_FILE
 
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096
-_PANIC = "PanicException"  # of the library's Rust side; its type cannot be imported
+_PANIC = "PanicException"  # raised by the library's Rust side; its type cannot be imported
 
 
 class EncodedText(dict[str, Any]):
@@ -68,7 +68,7 @@ class Tokenizer:
         rule = decoding_rule(backend)
         self.drops_first_space = rule is not None and rule.drops_first_space  # one, from a text (SentencePiece)
         self._rule = rule
-        self._token_bytes: dict[frozenset[int], TokenBytesCache] = {}         # by the tokens that are hidden
+        self._token_bytes: dict[frozenset[int], TokenBytesCache] = {}         # keyed by the tokens that are hidden
         self._anchor: list[int] = backend.encode(_ANCHOR_TEXT, add_special_tokens=False).ids[-1:]
         self._anchor_text: str = backend.decode(self._anchor, skip_special_tokens=False)
         self._token_texts: dict[int, str] = {}

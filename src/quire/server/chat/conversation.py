@@ -22,9 +22,9 @@ class Conversation:
     tools: Sequence[Tool] = ()                  # described to the model
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template
+    variables: Mapping[str, Any] = field(default_factory=dict)  # passed to the template
     adds_special_tokens: bool = False           # the template writes them itself
-    truncation: Truncation | None = None        # of its tokens
+    truncation: Truncation | None = None        # how its tokens are truncated
 
 
 async def rendered(

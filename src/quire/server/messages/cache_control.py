@@ -126,7 +126,7 @@ class CachedPrefixes:
     """
 
     def __init__(self) -> None:
-        self._pinned: dict[str, TokenizedPrompt] = {}   # by the ids of pins
+        self._pinned: dict[str, TokenizedPrompt] = {}   # keyed by the ids of pins
 
     async def use(
         self, request: Request, service: Service, call: ApiRequest, conversation: Conversation, cut: Conversation,

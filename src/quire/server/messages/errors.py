@@ -32,7 +32,7 @@ _BODY = {
     "additionalProperties": False,
 }
 _CONTENT = {"application/json": {"schema": _BODY}}
-ERRORS: dict[int | str, dict[str, Any]] = {  # of every route, in openapi.json
+ERRORS: dict[int | str, dict[str, Any]] = {  # statuses of every route, for openapi.json
     "4XX": {"description": "the request was refused", "content": _CONTENT},
     "5XX": {"description": "the request failed", "content": _CONTENT},
 }

@@ -24,14 +24,14 @@ from quire.text.tokenizer import Tokenizer
 Json = dict[str, Any]
 
 _MESSAGE_UNITS = 4
-_UNIT_CHARS = 16    # of text, or as many tokens, are a unit of work
+_UNIT_CHARS = 16    # so much text, or as many tokens, is a unit of work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesRequest(ApiRequest):
     """A call of /v1/messages."""
 
-    cache: CacheUse | None = None       # of the prefix that cache_control marks, if it is pinned
+    cache: CacheUse | None = None       # the prefix that cache_control marks, if it is pinned
     manages_context: bool = False       # the body has context_management, of which no edit is applied
 
     @property
@@ -48,8 +48,8 @@ class MessageBuilder:
         self._reader: MessageReader | None = None
         if request.reading is not None:
             self._reader = MessageReader(request.reading, tokenizer, request.requests[0].prompt.token_ids)
-        self._blocks: list[Json] = []                   # of a whole response
-        self._texts: list[str] = []                     # of the block that is open
+        self._blocks: list[Json] = []                   # finished blocks, for a whole response
+        self._texts: list[str] = []                     # text of the block that is open
         self._open: Json | None = None                  # the block that is open, as it starts
         self._space = ""                                # white space that waits for a word, of the kind `_space_type`
         self._space_type = ""

@@ -23,8 +23,8 @@ class Item:
         self.status = "in_progress"
         self.call_id = self.name = ""
         self.namespace: str | None = None           # namespace of the function
-        self.texts: list[str] = []                  # of the content or the arguments
-        self.logprobs = LogprobTable()              # of the content
+        self.texts: list[str] = []                  # content or arguments so far
+        self.logprobs = LogprobTable()              # those of the content
 
     @property
     def text(self) -> str:
@@ -45,11 +45,11 @@ class ItemWriter:
         self.items: list[Item] = []
         self._suffix = response_id.partition("_")[2]
         self._reading, self._tools = reading, tools
-        self._names, self._num_top = names, num_top  # of logprobs; None: there are none
+        self._names, self._num_top = names, num_top  # for logprobs; None: there are none
         self._open: Item | None = None              # reasoning or a message
-        self._calls: dict[int, Item] = {}           # that are open, by the parser's index
+        self._calls: dict[int, Item] = {}           # open calls, keyed by the parser's index
         self._space = ""                            # held back
-        self._positions: list[Position] = []        # of tokens with no text of a message so far
+        self._positions: list[Position] = []        # tokens with no text of a message so far
 
     def write(self, events: Iterable[Event], positions: Iterable[Position] = ()) -> Iterator[tuple[str, Json]]:
         """Yield what the events of the next tokens add."""

@@ -23,8 +23,8 @@ from quire.server.responses.tools import NO_TOOLS, Tools
 from quire.text.detokenizer import incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 
-MAX_ECHO_BYTES = 256 << 10      # of one field; a stream holds them until its end
-_UNIT_CHARS = 16                # of text, or as many token ids, take as long to encode as one candidate of logprobs
+MAX_ECHO_BYTES = 256 << 10      # most bytes of one field; a stream holds them until its end
+_UNIT_CHARS = 16                # as much text, or ids, takes as long to encode as one candidate of logprobs
 _EVENT_UNITS = 4
 _TIMES_WRITTEN = 5              # each text: as it comes, and in the four events that end it
 _TOKENS_PER_SLICE = 64          # read one by one
@@ -45,13 +45,13 @@ class ResponsesBuilder:
         self._request, self._tokenizer = request, tokenizer
         prompt, reading = request.requests[0].prompt, request.reading
         self._usage = TokenUsage(len(prompt.token_ids), 0, 0)
-        self._metrics: RequestMetrics | None = None     # of the last output
+        self._metrics: RequestMetrics | None = None     # those of the last output
         has_names = request.params.logprobs is not None
         names = TokenNames(tokenizer, as_ids=request.names_tokens_by_id) if has_names else None
         num_top = request.params.logprobs or 0
         self._items = ItemWriter(request.id, reading, request.given_tools, names, num_top)
         self._reader = None if reading is None else MessageReader(reading, tokenizer, prompt.token_ids)
-        self._length_of: Callable[[int], int] | None = None     # of a token's text, where tokens are read one by one
+        self._length_of: Callable[[int], int] | None = None     # chars of a token, where tokens are read one by one
         if names is not None and self._reader is not None and tokenizer is not None:
             skips = request.params.skip_special_tokens and not request.requests[0].kept_token_ids
             detokenizer = incremental_detokenizer(tokenizer, prompt.token_ids, skip_special_tokens=skips)
@@ -59,7 +59,7 @@ class ResponsesBuilder:
         self._raw: tuple[list[str], list[int]] = [], []         # texts and tokens of the output
         self._echo = _echo(request)
         self._sequence_number = 0
-        self._num_units = 0         # of the output so far
+        self._num_units = 0         # units of the output so far
 
     @property
     def streams(self) -> bool:

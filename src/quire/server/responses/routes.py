@@ -67,7 +67,7 @@ async def create_model_response(request: Request) -> Response:
         conversation = _conversation(service, call)
     record = record_of(request.scope)
     record.request_id, record.model, record.stream, record.num_prompts = call.id, call.model, call.stream, 1
-    body.input = None       # in the conversation by now
+    body.input = None       # the conversation has it by now
     with service.admit(1, param="input", client_id=call.client_id) as reservation, renamed_fields(_NAMES):
         service.check_deadline(call)
         call = await constrained(service, call, _constraint(service, body))

@@ -29,7 +29,7 @@ SPACE = "▁"
 class SentencePieceModel:
     """The fields of a ModelProto that make a tokenizer; the defaults are the format's."""
 
-    texts: list[str] = field(default_factory=list)  # of the pieces
+    texts: list[str] = field(default_factory=list)  # texts of the pieces
     scores: list[float] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     algorithm: int = UNIGRAM

@@ -16,7 +16,7 @@ from quire.text.token_bytes import byte_level_text
 from quire.text.tokenizer_files import TEKKEN_FILE
 
 MAX_TOKEN_BYTES = 512   # tokens are tried at every cut
-_SPECIAL = (            # of files without a list: those up to version v7
+_SPECIAL = (            # tokens of files without a list: those up to version v7
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",

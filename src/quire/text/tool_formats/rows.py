@@ -32,15 +32,15 @@ class ToolFormat:
     variants: tuple[str, ...] = ()  # templates of calls that are read too
     skips_space: bool = False  # white space in front of calls is no content, even if `call` does not begin with it
     drops: tuple[str, ...] = ()  # markers around content that are no part of it
-    keys: tuple[str, str] = ("name", "arguments")  # of `{call}`; `parameters` and `arguments` are both read
-    index_key: str = ""  # of `{call}`: its number, as text, is written in front of the name
+    keys: tuple[str, str] = ("name", "arguments")  # keys of `{call}`; `parameters` and `arguments` are both read
+    index_key: str = ""  # key of a number in `{call}`, a text in front of the name
     has_name_as_key: bool = False  # `{call}` is an object with one key, the name; its value are the arguments
     quote: str = '<|"|>'  # around strings in Gemma's notation
     is_escaped: bool = False  # names and keys are escaped as in XML
     has_channels: bool = False  # the output is a sequence of messages with headers, as in Harmony
     aliases: tuple[str, ...] = ()  # names of vLLM's parsers for it
     fingerprints: tuple[tuple[str, ...], ...] = ()  # any of these groups: texts that a chat template has all of
-    model_types: tuple[str, ...] = ()  # of config.json, where the chat template says nothing
+    model_types: tuple[str, ...] = ()  # `model_type` of config.json, where the chat template says nothing
 
     @property
     def is_bare(self) -> bool:

@@ -8,7 +8,7 @@ from quire.text.tool_formats.reader import SPACE, any_of, atoms, sequence
 from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
 
 NAME = r"[^\s<>\"'(){}\[\]|=,;:]{1,128}+"
-KEY = r"[^<>\"{}\n]{1,256}+"  # of a tagged parameter
+KEY = r"[^<>\"{}\n]{1,256}+"  # name of a tagged parameter
 PYTHON_KEY = r"[^\W\d]\w{0,127}+"
 GEMMA_KEY = r"[^:{}\[\],<\s][^:{}\[\],<]{0,255}+"
 _BODIES = ("arguments", "parameters")
