@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "aligned.hpp"
+#include "attention_integers.hpp"
 #include "attention_scores.hpp"
 #include "attention_tiles.hpp"
 #include "attention_vectors.hpp"
@@ -19,13 +20,24 @@
 namespace quire::ISA {
 namespace {
 
+template <typename E>
+struct ProductsOf {
+    using Type = ByVectors<E>;
+};
 #ifdef __AMX_BF16__
-template <typename E>
-using Products = std::conditional_t<sizeof(E) == 2, ByTiles, ByVectors<E>>;
-#else
-template <typename E>
-using Products = ByVectors<E>;
+template <>
+struct ProductsOf<bf16> {
+    using Type = ByTiles;
+};
 #endif
+#ifdef USES_INTEGER_ATTENTION
+template <>
+struct ProductsOf<Byte> {
+    using Type = ByIntegers;
+};
+#endif
+template <typename E>
+using Products = typename ProductsOf<E>::Type;
 
 // Results of rows over some of their context, [rows] and [rows][width]: highest score; weighted values, and in the last
 // LANES of a row its sum of weights, in each.
@@ -105,7 +117,7 @@ public:
     TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<E>& scratch, TokenRange next = {})
         : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads),
           rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)), padded_(rounded_up(op.head_dim, GROUP)), width_(padded_ + LANES),
-          key_rows_(rounded_up(op.head_dim / PAIR<E>, P::KEY_ROWS)), query_stride_(key_rows_ * PAIR<E>),
+          key_rows_(rounded_up(op.head_dim / PAIR<E>, P::KEY_ROWS)), query_stride_(P::query_stride(key_rows_)),
           scale_(op.scale * LOG2_E), positions_(scratch.positions.at_least(rows_)), next_(next),
           view_(op, P::KEY_ROWS, scratch.gathered.at_least(View::scratch_elements(op.head_dim))) {
         scratch.scores.at_least(BLOCK_ROWS * SCORE_STRIDE);
@@ -178,7 +190,7 @@ private:
                 visit(head, row, tile_.first_token + row / group_, (tile_.kv_head + head) * group_ + row % group_);
     }
 
-    // Rows end to end, in float or as they are, padded with zeros to the keys' rows and to whole blocks.
+    // Rows end to end, padded with zeros to the keys' rows and to whole blocks.
     void pack_query() {
         const long elements = tile_.num_kv_heads * row_stride_ * query_stride_;
         auto* out = scratch_.query.at_least(elements);
@@ -186,10 +198,7 @@ private:
         each_row([&](long head, long row, long token, long query_head) {
             positions_[row] = tile_.first_position + token - tile_.first_token;
             const T* query = op_.query + token * op_.query_stride + query_head * op_.head_dim;
-            for (long i = 0; i < op_.head_dim; i += LANES) {
-                const long count = std::min<long>(LANES, op_.head_dim - i);
-                store_some(out + (head * row_stride_ + row) * query_stride_ + i, load_some(query + i, count), count);
-            }
+            P::pack_row(query, op_.head_dim, out + (head * row_stride_ + row) * query_stride_, query_stride_);
         });
     }
 
@@ -223,8 +232,7 @@ private:
         auto values = view_.prefetch_values(live_, has_values_ ? 0 : P::score_calls(rows, computed, key_rows_));
         auto keys = view_.prefetch_keys(next, has_values_ ? 0 : P::weigh_calls(rows, computed, padded_));
         P::scores(scratch_.query.data() + (head * row_stride_ + row) * query_stride_, query_stride_, rows, view_, key_rows_,
-                  computed, scores, values);
-        for (long i = 0; View::IS_QUANTIZED && i < rows; i++) scale_scores(scores + i * SCORE_STRIDE, computed, view_.key_scales);
+                  computed, View::IS_QUANTIZED ? view_.key_scales : nullptr, scores, values);
         for (long i = 0; op_.softcap && i < rows; i++) cap_scores(scores + i * SCORE_STRIDE, computed, op_.scale, op_.softcap);
         hide_unseen(partition, row, rows, computed);
         for (long i = 0; i < rows; i++) out.highest[i] = highest_score(scores + i * SCORE_STRIDE, computed);

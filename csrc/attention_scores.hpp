@@ -18,8 +18,8 @@ constexpr float LOWEST = -3e38f;                 // a maximum that has seen noth
 struct Columns {
     long begin, end;
 
-    long first() const { return begin / BLOCK_ROWS * BLOCK_ROWS; }                       // widened to whole pairs of
-    long last() const { return end > begin ? rounded_up(end, BLOCK_ROWS) : first(); }    // groups: what is computed
+    long first() const { return begin / (2 * GROUP) * (2 * GROUP); }                       // widened to whole pairs of
+    long last() const { return end > begin ? rounded_up(end, 2 * GROUP) : first(); }    // groups: what is computed
 };
 
 // Hide the scores outside of `seen`.
@@ -56,9 +56,19 @@ inline float weigh_scores(const float* scores, Columns computed, float highest, 
     return sum_of_lanes(sum);
 }
 
-// Multiply each token's scores by its key's scale.
-inline void scale_scores(float* scores, Columns computed, const float* key_scales) {
-    for (long i = computed.first(); i < computed.last(); i += LANES) store(scores + i, load(scores + i) * load(key_scales + i));
+// Multiply each token's scores by its key's scale; null for none.
+inline void scale_scores(float* scores, long rows, Columns computed, const float* key_scales) {
+    for (long r = 0; key_scales && r < rows; r++, scores += SCORE_STRIDE)
+        for (long i = computed.first(); i < computed.last(); i += LANES) store(scores + i, load(scores + i) * load(key_scales + i));
+}
+
+// Copy a row's query, in float or as it is.
+template <typename T, typename Query>
+inline void pack_query(const T* query, long head_dim, Query* out) {
+    for (long i = 0; i < head_dim; i += LANES) {
+        const long count = std::min<long>(LANES, head_dim - i);
+        store_some(out + i, load_some(query + i, count), count);
+    }
 }
 
 // Cap scores: what they are times the scale becomes softcap * tanh(that / softcap) (Gemma 2; Bello et al. 2016).
@@ -83,10 +93,10 @@ inline float weigh_scores(const float* scores, Columns computed, float highest, 
     return sum_of_lanes(sum);
 }
 
-#ifdef __AVX512BF16__
-// The offset that power_bf16 subtracts from a score.
+// The offset to subtract from a score before rough_power.
 inline float score_offset(float highest, float scale) { return 0.5f + std::max(highest * scale, LOWEST); }
 
+#ifdef __AVX512BF16__
 // Turn 32 scores into weights in bfloat16, which may overwrite the scores.
 inline void weigh_scores(const float* scores, float offset, Floats scale, bf16* weights) {
     alignas(64) static constexpr bf16 upper_halves[2 * LANES] = {

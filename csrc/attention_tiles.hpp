@@ -30,13 +30,20 @@ struct ByTiles {
         ~Session() { _tile_release(); }
     };
 
+    static long query_stride(long key_rows) { return key_rows * PAIR<bf16>; }
+
+    template <typename E>
+    static void pack_row(const E* query, long head_dim, Query* out, long) {
+        pack_query(query, head_dim, out);
+    }
+
     // Calls of `meanwhile` by `scores` and by `weigh`, about.
     static long score_calls(long, Columns computed, long) { return (computed.last() - computed.first()) / (2 * GROUP); }
     static long weigh_calls(long, Columns computed, long) { return (computed.last() - computed.first()) / GROUP; }
 
     template <typename Meanwhile>
     static void scores(const bf16* query, long query_stride, long rows, const PartitionView<bf16>& view, long key_rows,
-                       Columns computed, float* scores, Meanwhile& meanwhile) {
+                       Columns computed, const float* key_scales, float* scores, Meanwhile& meanwhile) {
         for (long i = computed.first(); i < computed.last(); i += GROUP) {
             if (i % (2 * GROUP) == 0) meanwhile();
             if (rows > TILE_ROWS)
@@ -44,6 +51,7 @@ struct ByTiles {
             else
                 score<1>(query, query_stride, view.keys[i / GROUP], key_rows, scores + i);
         }
+        scale_scores(scores, rows, computed, key_scales);
     }
 
     // Scores become weights, and these the weighted values, with the sums of weights behind them. With scales of values

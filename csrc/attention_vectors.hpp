@@ -16,6 +16,13 @@ struct ByVectors {
         explicit Session(long) {}
     };
 
+    static long query_stride(long key_rows) { return key_rows * PAIR<T>; }
+
+    template <typename E>
+    static void pack_row(const E* query, long head_dim, Query* out, long) {
+        pack_query(query, head_dim, out);
+    }
+
     // Calls of `meanwhile` by `scores` and by `weigh`, about.
     static long score_calls(long rows, Columns computed, long key_rows) {
         return num_groups(rows) * ((computed.last() - computed.first()) / (COLUMNS * GROUP)) * (key_rows / STEPS_BETWEEN);
@@ -24,9 +31,10 @@ struct ByVectors {
         return rows + num_groups(rows) * (padded / (COLUMNS * GROUP)) * ((computed.end - computed.begin) / PAIR<T> / STEPS_BETWEEN);
     }
 
+    // key_scales, value_scales: null for none.
     template <typename Meanwhile>
     static void scores(const Query* query, long query_stride, long rows, const PartitionView<T>& view, long key_rows,
-                       Columns computed, float* scores, Meanwhile& meanwhile) {
+                       Columns computed, const float* key_scales, float* scores, Meanwhile& meanwhile) {
         for (long i = computed.first(); i < computed.last(); i += COLUMNS * GROUP) {
             const T* keys[COLUMNS];
             for (int c = 0; c < COLUMNS; c++) keys[c] = view.keys[i / GROUP + c].at;
@@ -36,10 +44,10 @@ struct ByVectors {
                 sums.store(scores + r * SCORE_STRIDE + i, SCORE_STRIDE);
             });
         }
+        scale_scores(scores, rows, computed, key_scales);
     }
 
-    // Scores become weights, and these the weighted values, with the sums of weights behind them. value_scales: null for
-    // none.
+    // Scores become weights, and these the weighted values, with the sums of weights behind them.
     template <typename Meanwhile>
     static void weigh(float* scores, const float* highest, float scale, long rows, const PartitionView<T>& view, long padded,
                       Columns computed, const float* value_scales, float* out, Meanwhile& meanwhile) {

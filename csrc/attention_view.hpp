@@ -7,12 +7,18 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "attention_work.hpp"
 #include "kv_quantization.hpp"
-#include "products.hpp"
+#include "quantized_products.hpp"
 
 namespace quire::ISA {
+
+// int8 of models in bfloat16 is multiplied as it is, in integers.
+#if defined(__AVX512VNNI__) && !defined(__AMX_BF16__)
+#define USES_INTEGER_ATTENTION
+#endif
 
 constexpr long GROUP = 16;
 constexpr long LINE = 64;  // bytes
@@ -55,7 +61,39 @@ struct PartitionView {
 
 // What products of a model in T read of a cache that stores S: elements of this type.
 template <typename T, typename S>
-using ReadElement = std::conditional_t<sizeof(S) != 1 || (std::is_same_v<S, std::int8_t> && std::is_same_v<Factor<T>, float>), S, T>;
+struct ReadAs {
+    using Element = std::conditional_t<sizeof(S) != 1 || (std::is_same_v<S, std::int8_t> && std::is_same_v<Factor<T>, float>), S, T>;
+};
+#ifdef USES_INTEGER_ATTENTION
+template <>
+struct ReadAs<bf16, std::int8_t> {
+    using Element = Byte;
+};
+#endif
+template <typename T, typename S>
+using ReadElement = typename ReadAs<T, S>::Element;
+
+#ifdef USES_INTEGER_ATTENTION
+// Up to sixteen words of a byte from each of four rows, `next` apart.
+inline void store_quads(const std::int8_t* row, long next, long count, std::uint32_t flipped, Byte* out) {
+    alignas(64) static constexpr std::uint32_t same_columns[] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    alignas(64) static constexpr auto turned = [] {  // a byte of each row, in each quarter of a register
+        std::array<std::uint8_t, 64> places{};
+        for (int i = 0; i < 64; i++) places[i] = i % 4 * 4 + i / 4 % 4;
+        return places;
+    }();
+    __m512i rows = _mm512_castsi128_si512((__m128i)load_bytes(row, count));
+    rows = _mm512_inserti32x4(rows, (__m128i)load_bytes(row + next, count), 1);
+    rows = _mm512_inserti32x4(rows, (__m128i)load_bytes(row + 2 * next, count), 2);
+    rows = _mm512_inserti32x4(rows, (__m128i)load_bytes(row + 3 * next, count), 3);
+    const __m512i mixed = _mm512_permutexvar_epi32(_mm512_load_si512(same_columns), rows);
+    const RegisterWords quads = (RegisterWords)_mm512_shuffle_epi8(mixed, _mm512_load_si512(turned.data())) ^ flipped;
+    if (count >= LANES)
+        std::memcpy(out, &quads, sizeof quads);
+    else
+        std::memcpy(out, &quads, count * sizeof(std::uint32_t));
+}
+#endif
 
 template <typename T, typename S>
 class CacheView : public PartitionView<ReadElement<T, S>> {
@@ -135,6 +173,8 @@ public:
 
 private:
     static constexpr bool IS_WIDENED = !std::is_same_v<E, S>;
+    static constexpr bool IS_QUADS = std::is_same_v<E, Byte>;  // the weights of what no query sees are 0, and no byte is NaN
+    static constexpr std::uint32_t TOP_BITS = 0x80808080u;     // flipped, they turn signed bytes into unsigned ones
     CacheLayout<S> layout_;
     const LayerCache& cache_;
     long key_rows_;
@@ -165,8 +205,12 @@ private:
         }
     }
 
-    // `count` elements of a row, or of a pair of rows in turn, `next` apart; widened numbers are bfloat16 to the bit.
-    static void widen(const S* row, long next, long count, E* out) {
+    // `count` elements of a row, or of PAIR rows in turn, `next` apart; widened numbers are bfloat16 to the bit, bytes are
+    // stored with `flipped` bits.
+    static void widen(const S* row, long next, long count, E* out, [[maybe_unused]] std::uint32_t flipped = 0) {
+#ifdef USES_INTEGER_ATTENTION
+        if constexpr (std::is_same_v<E, Byte>) return store_quads(row, next, count, flipped, out);
+#endif
         const Floats first = widened(row, count);
         if constexpr (PAIR<E> == 1) return store_some(out, first, count);
         const Words pairs = (Words)first >> 16 | ((Words)widened(row + next, count) & 0xffff0000u);
@@ -189,7 +233,7 @@ private:
             for (long row = 0; row < rows; row++) {
                 E* to = out + row * stride + i * PAIR<E>;
                 if constexpr (IS_WIDENED)
-                    widen(from + row * PAIR<E> * layout_.key_stride(), layout_.key_stride(), width, to);
+                    widen(from + row * PAIR<E> * layout_.key_stride(), layout_.key_stride(), width, to, TOP_BITS);
                 else
                     std::memcpy(to, from + row * layout_.key_stride(), width * PAIR<E> * sizeof(E));
             }
@@ -211,7 +255,7 @@ private:
             if (at < live.end && at + rows * PAIR<E> > live.begin) copy_values(value_place(live, at), rows, width, padded, out + row * padded);
             row += rows;
         }
-        if (!is_live) clear_values(out, padded, live.begin - token, live.end - token);
+        if (!is_live && !IS_QUADS) clear_values(out, padded, live.begin - token, live.end - token);
         return {out, padded};
     }
 

@@ -33,21 +33,26 @@ inline Floats power(Floats x, Floats scale) {
 #endif
 }
 
-#ifdef __AVX512BF16__
-// 2^(t + 1/2) for t <= -1/2: rounded to bfloat16 in the upper half of each float, something in the lower half, 0 below
-// 2^-125 and for -inf, NaN for NaN. Relative error before rounding below 8e-5.
+#ifdef __AVX512F__
+// 2^(t + 1/2) for t <= -1/2, plus `half_step` * 2^n, n the integer nearest to t; 0 below 2^-125 and for -inf, NaN for NaN.
+// Relative error below 8e-5.
 //
 // While the matrix unit works, products, maxima and scalings of 512 bits have one port, of two; sums keep both. So n and f
-// come from three sums: t = n + f, |f| <= 1/2. sqrt(2) * 2^f lies in [1, 2], where rounding to bfloat16 is to add 2^-8, here
-// in the polynomial's last coefficient, and to cut.
-inline __m512i power_bf16(Floats t) {
+// come from three sums: t = n + f, |f| <= 1/2.
+inline Floats rough_power(Floats t, float half_step = 0.0f) {
     const Floats middle = splat(12582912.0f), n = t + middle - middle, f = t - n;
     Floats result = multiply_add(splat(0x1.3f968ap-4f), f, splat(0x1.5f56a4p-2f));
     result = multiply_add(result, f, splat(0x1.f5f97ep-1f));
-    result = multiply_add(result, f, splat(0x1.6a033cp+0f + 0x1p-8f));
+    result = multiply_add(result, f, splat(0x1.6a033cp+0f + half_step));
     const __mmask16 is_kept = _mm512_cmp_ps_mask((__m512)n, (__m512)splat(-125.0f), _CMP_NLT_UQ);
-    return (__m512i)_mm512_maskz_scalef_ps(is_kept, (__m512)result, (__m512)n);
+    return (Floats)_mm512_maskz_scalef_ps(is_kept, (__m512)result, (__m512)n);
 }
+#endif
+
+#ifdef __AVX512BF16__
+// That rounded to bfloat16, in the upper half of each float, something in the lower half. sqrt(2) * 2^f lies in [1, 2], where
+// rounding is to add 2^-8 and to cut.
+inline __m512i power_bf16(Floats t) { return (__m512i)rough_power(t, 0x1p-8f); }
 #endif
 
 // Over the lanes, halves first: 8 pairs, 4 pairs, 2 pairs, 1.

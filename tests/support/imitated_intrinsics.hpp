@@ -202,6 +202,30 @@ inline __m512i cvtepu8_epi32(__m128i a) {
     return (__m512i)__builtin_convertvector((Bytes)a, Int32s);
 }
 
+inline __m128i cvtepi32_epi8(__m512i a) {
+    typedef std::uint8_t Bytes __attribute__((vector_size(16)));
+    return (__m128i)__builtin_convertvector((UInt32s)a, Bytes);
+}
+inline __m512i castsi128_si512(__m128i a) {
+    const __m128i parts[] = {a, {}, {}, {}};
+    return bits_as<__m512i>(parts);
+}
+inline __m512i inserti32x4(__m512i a, __m128i b, int quarter) {
+    std::memcpy(reinterpret_cast<char*>(&a) + quarter * sizeof b, &b, sizeof b);
+    return a;
+}
+inline __m512i permutexvar_epi32(__m512i index, __m512i a) {
+    return (__m512i)by_lane<UInt32s>([&](int i) { return ((UInt32s)a)[((Int32s)index)[i] & 15]; });
+}
+inline __m512i shuffle_epi8(__m512i a, __m512i index) {
+    UInt8s made;
+    for (int i = 0; i < 64; i++) {
+        const int place = ((UInt8s)index)[i];
+        made[i] = place & 0x80 ? 0 : ((UInt8s)a)[i / 16 * 16 + (place & 15)];
+    }
+    return (__m512i)made;
+}
+
 inline __m512 cvtph_ps(__m256i a) {
     const __m256 parts[] = {_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};
     return bits_as<__m512>(parts);
@@ -364,14 +388,20 @@ inline void tile_multiply_bf16(int to, int a, int b) {
 #define _mm512_cvtepu8_epi16 quire::imitated::cvtepu8_epi16
 #define _mm512_cvtepi8_epi32 quire::imitated::cvtepi8_epi32
 #define _mm512_cvtepu8_epi32 quire::imitated::cvtepu8_epi32
+#define _mm512_cvtepi32_epi8 quire::imitated::cvtepi32_epi8
+#define _mm512_castsi128_si512 quire::imitated::castsi128_si512
+#define _mm512_permutexvar_epi32 quire::imitated::permutexvar_epi32
+#define _mm512_shuffle_epi8 quire::imitated::shuffle_epi8
 #define _mm512_cvtph_ps quire::imitated::cvtph_ps
 // Macros in the compiler's headers where it does not optimize.
 #undef _mm512_srli_epi32
 #undef _mm512_slli_epi32
 #undef _mm512_srli_epi16
 #undef _mm512_roundscale_ps
+#undef _mm512_inserti32x4
 #undef _mm512_reduce_ps
 #undef _mm512_cmp_ps_mask
+#define _mm512_inserti32x4 quire::imitated::inserti32x4
 #define _mm512_srli_epi32 quire::imitated::srli_epi32
 #define _mm512_slli_epi32 quire::imitated::slli_epi32
 #define _mm512_srli_epi16 quire::imitated::srli_epi16

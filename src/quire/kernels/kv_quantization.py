@@ -4,6 +4,9 @@ A token's key, and its value, is quantized under each KV head by itself: nothing
 block holds the same bytes wherever, whenever and beside whatever it is written. Elements are int8 or e4m3, and stand
 for element * scale. Stored scales are float32, the largest magnitude of the head over the largest element. Scales are
 applied outside of the products: a key's to the score, a value's to the softmax weight.
+
+Kernels that multiply int8 elements as integers round what they are multiplied with as well: queries as
+`integer_queries` does it, softmax weights as `integer_weights` does it.
 """
 
 from typing import NamedTuple
@@ -14,6 +17,10 @@ from torch import Tensor
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # element of each dtype
 SMALLEST_MAGNITUDE = 1e-30  # a head with smaller numbers is stored as zeros with a scale of 0
 NAN_BITS = 0x7F             # of e4m3
+TOKENS_PER_PARTITION = 256  # that share their steps of integer weights, in NUM_WEIGHT_GROUPS groups
+TOKENS_PER_QUAD = 4         # of consecutive tokens of a group
+NUM_WEIGHT_GROUPS = 4
+LARGEST_WEIGHT = 255
 
 
 class KVScales(NamedTuple):
@@ -69,3 +76,25 @@ def decode(
     if stored.shape[-1] == head_dim:
         return elements, scale
     return elements, stored[..., head_dim:].clone(memory_format=torch.contiguous_format).view(torch.float32).squeeze(-1)
+
+
+def integer_queries(x: Tensor) -> Tensor:
+    """Return queries x [..., head_dim] as products of integers see them, float32: int8 times a scale for each head."""
+    elements, scales = decode(encode(x, torch.int8, x.shape[-1] + 4), torch.int8, x.shape[-1])
+    return elements * torch.as_tensor(scales)[..., None]
+
+
+def integer_weights(weights: Tensor) -> Tensor:
+    """Return softmax weights times their values' scales as products of integers see them, float32.
+
+    weights [..., context_len] from the first token of a context on, 0 for a token that is not seen. Quads of
+    consecutive tokens belong to the groups of their partition in turn. A group's weights are rounded to whole
+    multiples of a LARGEST_WEIGHT-th of the largest one.
+    """
+    context_len = weights.shape[-1]
+    padded = torch.nn.functional.pad(weights.float(), (0, -context_len % TOKENS_PER_PARTITION))
+    quads_per_group = TOKENS_PER_PARTITION // TOKENS_PER_QUAD // NUM_WEIGHT_GROUPS
+    groups = padded.view(*weights.shape[:-1], -1, quads_per_group, NUM_WEIGHT_GROUPS, TOKENS_PER_QUAD)
+    steps = groups.amax((-3, -1), keepdim=True) / LARGEST_WEIGHT
+    rounded = torch.where(steps > 0, (groups / steps).round() * steps, 0.0)
+    return rounded.flatten(-4)[..., :context_len]

@@ -13,9 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.kv_quantization import LARGEST, ONES, KVScales, as_bytes, decode, is_quantized
+from quire.kernels.kv_quantization import (
+    LARGEST,
+    ONES,
+    KVScales,
+    as_bytes,
+    decode,
+    integer_queries,
+    integer_weights,
+    is_quantized,
+)
 
 SLOTS_PER_KEY_TILE = 64
 MAX_AHEAD = 2**31      # tokens: beyond every context
@@ -84,6 +94,7 @@ def reference(
     sinks: Tensor | None = None,
     *,
     is_causal: bool = True,
+    in_integers: bool = False,
 ) -> Tensor:
     """Attend: the meaning that every back end must match.
 
@@ -93,11 +104,13 @@ def reference(
     it; unless it is causal, as many after it, up to the end of its context. With a softcap, scores become
     softcap * tanh(score / softcap). sinks [num_heads] float32: the score of one more key, with a value of zeros, for
     each query head (gpt-oss; OpenAI 2025). Sums in float32. A key's scale is multiplied onto its scores, a value's
-    onto its softmax weights, which are summed without it. Returns query's shape and dtype.
+    onto its softmax weights, which are summed without it. `in_integers`: queries and weights are rounded as products
+    with int8 elements in integers round them (`kv_quantization`). Returns query's shape and dtype.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads  # query heads per key-value head
     out = torch.empty_like(query)
+    query = integer_queries(query) if in_integers else query.float()
     for i, (start, stop) in enumerate(pairwise(metadata.query_starts.tolist())):
         context_len = int(metadata.context_lens[i])
         first = 0 if window is None else max(0, context_len - (stop - start) - window + 1)
@@ -107,7 +120,7 @@ def reference(
             _elements(as_bytes(cache)[where].repeat_interleave(group, dim=1), cache.dtype, query.shape[2], own)
             for cache, own in zip((key_cache, value_cache), scales, strict=True)
         )  # [context_len, num_heads, head_dim], [context_len, num_heads]
-        scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop].float(), k), key_scales) * scale
+        scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop], k), key_scales) * scale
         scores = _capped(scores, softcap)
         query_pos = torch.arange(context_len - (stop - start), context_len, device=query.device)[:, None]
         ahead = num_ahead(window, is_causal=is_causal)
@@ -117,6 +130,8 @@ def reference(
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, stop - start, 1)], dim=-1)
         weights = _times(scores.softmax(dim=-1)[..., : len(pos)], value_scales)
+        if in_integers:
+            weights = integer_weights(pad(weights, (first, 0)))[..., first:]
         out[start:stop] = torch.einsum("hql,lhd->qhd", weights, v).to(out.dtype)
     return out
 
