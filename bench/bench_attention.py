@@ -1,12 +1,14 @@
-"""The C++ attention kernel alone: decoding against the memory, a prompt's chunk against the matrix unit.
+"""The C++ attention kernel alone: decoding against the memory, a prompt's chunk against the dense kernels.
 
     python bench/bench_attention.py [--isa amx] [--dtype bfloat16] [--block-size 16] [--repeats 30]
     python bench/bench_attention.py --kv-cache-dtype int8_per_token_head    # beside a cache of --dtype, in turn
+    python bench/bench_attention.py --chunks 256,512,2048 --contexts 16384,65536 --decodes none    # long prompts
 
 Decoding: bytes of keys and values over time, as a share of what a plain parallel read of as many bytes reaches in the
 same run; kernel and read take turns, because the speed of a shared machine drifts. The caches of many layers are read
 in turn, so that nothing comes from the processor's own caches; --cache-mib must be well above the last of those. A
-chunk: arithmetic over time, beside tiles multiplied without a pause. Medians, and in brackets the quartiles.
+chunk: arithmetic over time, beside that of a dense layer with as many rows, in turn. Medians, and in brackets the
+quartiles.
 """
 
 import statistics
@@ -26,11 +28,13 @@ from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
 DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 4096), (32, 8192)]  # batch, context
-CHUNKS = [(0, 2048), (6144, 2048)]  # tokens before, tokens of the chunk
+DENSE = (896, 9728)  # inputs and outputs of the dense layer beside a chunk
 CACHE_MIB = 256  # of all layers' caches together, more than most last-level caches hold
 
 
@@ -135,12 +139,16 @@ def attend_all(query: Tensor, layers: list[tuple[Tensor, ...]], metadata: Attent
         paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)
 
 
-def compare_storages(dtype: torch.dtype, name: str, block_size: int, repeats: int, cache_bytes: int) -> None:
+def compare_storages(
+    chunks: list[tuple[int, int]], decodes: list[tuple[int, int]], dtype: torch.dtype, name: str, block_size: int,
+    repeats: int, cache_bytes: int,
+) -> None:  # fmt: skip
     """Print the times of chunks and of decoding over two storages."""
-    for before, num_tokens in CHUNKS:
+    for before, num_tokens in chunks:
         metadata = make_metadata(1, before, num_tokens, block_size)
-        print(f"chunk {before:6} + {num_tokens}: {bench_storage(metadata, num_tokens, dtype, name, repeats, 1)}")
-    for batch, context in DECODES:
+        found = bench_storage(metadata, num_tokens, dtype, name, repeats, 1)
+        print(f"chunk {before:6} + {num_tokens}: {found}", flush=True)
+    for batch, context in decodes:
         metadata = make_metadata(batch, context - 1, 1, block_size)
         layer_bytes = 4 * batch * context * NUM_KV_HEADS * HEAD_DIM
         found = bench_storage(metadata, batch, dtype, name, repeats, max(2, -(-cache_bytes // layer_bytes)))
@@ -153,10 +161,17 @@ def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: torch.dtyp
     memory = PackedMemory()
     keys, values = (random_cache(memory, shape, dtype) for shape in shapes)
     query = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM).to(dtype)
-    (times,) = in_turns([lambda: paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)], repeats)
+    width, out = DENSE
+    dense = CppLinear(LinearWeight.dense(torch.randn(out, width).to(dtype)), None, memory=PackedMemory())
+    x = torch.randn(num_tokens, width).to(dtype)
+    calls = [lambda: paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5), lambda: dense(x)]
+    times, dense_times = in_turns(calls, repeats, clock_of_threads())
     pairs = num_tokens * before + num_tokens * (num_tokens + 1) // 2
-    rate = [4 * pairs * NUM_HEADS * HEAD_DIM / s * 1e-12 for s in times]
-    print(f"chunk {before:6} + {num_tokens}: TFLOP/s {spread(rate)}, ms {spread([s * 1e3 for s in times])}")
+    rate = [4 * pairs * NUM_HEADS * HEAD_DIM / s * 1e-9 for s in times]
+    dense_rate = [2 * num_tokens * width * out / s * 1e-9 for s in dense_times]
+    share = statistics.median(rate) / statistics.median(dense_rate)
+    print(f"chunk {before:6} + {num_tokens}: GFLOP/s {spread(rate)}, dense {spread(dense_rate)}, share {share:.2f}, "
+          f"ms {spread([s * 1e3 for s in times])}", flush=True)
 
 
 def main(
@@ -166,18 +181,23 @@ def main(
     repeats: Annotated[int, typer.Option(help="timed rounds")] = 15,
     threads: Annotated[int, typer.Option(help="threads of the kernels")] = torch.get_num_threads(),
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a storage to compare with --dtype")] = "auto",
+    chunks: Annotated[str, typer.Option(help="tokens of chunks")] = "2048",
+    contexts: Annotated[str, typer.Option(help="context lengths at the end of a chunk")] = "2048,8192",
+    decodes: Annotated[str, typer.Option(help="all or none")] = "all",
     cache_mib: Annotated[int, typer.Option(help="MiB of all layers' caches, of --dtype, while decoding")] = CACHE_MIB,
 ) -> None:
     """Measure and print."""
     _kernels.use_isa(isa)
     torch.set_num_threads(threads)
     print(f"{isa}, {dtype}, blocks of {block_size}, {torch.get_num_threads()} threads")
+    sizes = [(int(end) - int(size), int(size)) for end in contexts.split(",") for size in chunks.split(",")]
+    batches = DECODES if decodes == "all" else []
     if kv_cache_dtype != "auto":
-        compare_storages(getattr(torch, dtype), kv_cache_dtype, block_size, repeats, cache_mib << 20)
+        compare_storages(sizes, batches, getattr(torch, dtype), kv_cache_dtype, block_size, repeats, cache_mib << 20)
         return
-    for before, num_tokens in CHUNKS:
+    for before, num_tokens in sizes:
         bench_chunk(before, num_tokens, block_size, getattr(torch, dtype), repeats)
-    for batch, context in DECODES:
+    for batch, context in batches:
         bench_decode(batch, context, block_size, getattr(torch, dtype), repeats, cache_mib << 20)
 
 
