@@ -101,8 +101,26 @@ def test_target_that_decodes_miss_lets_prompts_advance_every_few_steps() -> None
     assert all(len(plan.sample_rows) >= len(streams) for plan in plans), "a token of each stream in each step"
 
 
-def test_target_of_nearly_nothing_starves_no_prompt() -> None:
-    harness = harness_of(1e-9)
+def test_target_that_only_the_margin_misses_is_held() -> None:
+    harness = harness_of(0.034, PRICES._replace(margin=1.5))  # decodes take 0.024, more than 0.034 / 1.5
+    start_streams(harness)
+    plans = run_beside(harness, harness.add(200, max_tokens=1))
+    assert all(max(plan.counts) > 1 and seconds_of(plan) <= 0.034 for plan in plans[:-1])
+    assert harness.scheduler.time.num_unmet == 0
+
+
+def test_prompt_behind_a_context_longer_than_a_step_is_not_read_for_each_token() -> None:
+    prices = PRICES._replace(context_s=2e-5)                 # reading 4,000 tokens takes 0.08
+    harness = harness_of(0.05, prices)
+    start_streams(harness)
+    plans = run_beside(harness, harness.add(4500, max_tokens=1))
+    assert max(seconds_of(plan, prices) for plan in plans) < 3 * 0.09, "decodes, and twice its context"
+    assert sum(max(plan.starts) > 4000 for plan in plans) < 40
+
+
+@pytest.mark.parametrize("target_s", [1e-9, 5e-324])
+def test_target_of_nearly_nothing_starves_no_prompt(target_s: float) -> None:
+    harness = harness_of(target_s)
     start_streams(harness)
     assert len(run_beside(harness, harness.add(200, max_tokens=1))) < 200
 

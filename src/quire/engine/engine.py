@@ -142,14 +142,14 @@ class Engine:
         return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.record_success()
 
     def _warn_of_target(self) -> None:
-        """Log, once, that steps take longer than the target without any prompt."""
+        """Log, once, that steps have no room for prompts within the target."""
         time = self.scheduler.time
         if time.num_unmet and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "itl_target_ms %.4g cannot be held: the decodes of a step alone take %.4g ms, so prompts advance in "
-                "one step of %d; the metric quire:itl_target_unmet_total counts such steps", time.target_s * 1000,
-                time.decode_s * 1000, time.num_between,
+                "itl_target_ms %.4g cannot be held: beside decodes of %.4g ms no token of a prompt fits, so prompts "
+                "advance in one step of %d; the metric quire:itl_target_unmet_total counts such steps",
+                time.target_s * 1000, time.decode_s * 1000, time.num_between,
             )  # fmt: skip
 
     def _wait_for_preparation(self) -> None:

@@ -4,7 +4,8 @@ Two tokens of a stream are as far apart as the step between them takes. So a ste
 sequence takes only as many tokens of prompts as keep it within the target, by the prices that the worker has measured
 (`quire.core.step_times`). Without a decode there is no limit, nor before the first measurement. Where the decodes leave
 no room for a token, prompts advance in every m-th step, by a chunk as long as the decodes: m, 2 to 8, is what a step
-takes over the target. Streams and prompts are both slower than asked for then, and none stands still.
+takes over the target. Reading a long context counts as much as the chunk behind it, at least: a token at a time would
+read it for each. Streams and prompts are both slower than asked for then, and none stands still.
 A prompt that takes t alone takes about t T / (T - d) beside decodes of d seconds, T the target.
 
 With a target for first tokens, too, a long prompt is hurried while it can still meet that: other long prompts leave
@@ -52,7 +53,7 @@ class TimeBudget:
     @property
     def num_between(self) -> int:
         """Return in which of how many steps prompts advance, where the target cannot be held."""
-        return min(max(math.ceil(self.decode_s / self.target_s), 2), MOST_STEPS)
+        return steps_between(self.decode_s, self.target_s)
 
     def record(self, times: StepTimes | None) -> None:
         """Use these prices from now on; None: those known before."""
@@ -76,10 +77,10 @@ class TimeBudget:
     def most_tokens(self, start: int) -> int:
         """Return the most tokens from position `start` of a prompt on that this step has time for."""
         if self._left_s is None:
-            left_s = self._measure()
-            if left_s != math.inf and self._fitting(start, left_s) < 1:
+            self._left_s = self._measure(start)
+            if not self._left_s:
                 return self._unmet(start)
-            self._left_s, self._num_passed = left_s, 0
+            self._num_passed = 0
         return self._fitting(start, self._left_s)
 
     def is_hurried(self, request: Request, start: int, num_missing: int) -> bool:
@@ -96,12 +97,13 @@ class TimeBudget:
             chunk = chunk_work(start, num_tokens)
             self._left_s -= self.times.seconds(chunk) - self.times.step_s
 
-    def _measure(self) -> float:
-        """Return the seconds that decodes leave; infinity without decodes or prices."""
+    def _measure(self, start: int) -> float:
+        """Return the seconds that decodes leave; infinity without decodes or prices, 0 if no token at `start` fits."""
         if self.times is None or self.target_s == math.inf or not (work := self._decodes()).num_tokens:
             return math.inf
         self.decode_s = self.times.seconds(work)
-        return max(self.target_s / self.times.margin - self.decode_s, 0.0)
+        left_s = room_s(self.times, self.decode_s, self.target_s)
+        return left_s if self._fitting(start, left_s) >= 1 else 0.0
 
     def _fitting(self, start: int, left_s: float) -> int:
         if left_s == math.inf or self.times is None:
@@ -110,13 +112,27 @@ class TimeBudget:
 
     def _unmet(self, start: int) -> int:
         """Return the tokens of a step whose decodes leave no room for one: none, or a chunk in every m-th step."""
+        assert self.times is not None, "a limit without prices"
         self.num_unmet += 1
         self._num_passed += 1
         if self._num_passed < self.num_between:
-            self._left_s = 0.0
             return 0
-        self._num_passed, self._left_s = 0, self.decode_s
+        read_s = self.times.context_s * start
+        self._num_passed, self._left_s = 0, read_s + max(self.decode_s, read_s)
         return max(1, self._fitting(start, self._left_s))
+
+
+def room_s(times: StepTimes, decode_s: float, target_s: float) -> float:
+    """Return the seconds of a step that decodes leave to prompts, negative where they take longer than the target.
+
+    The margin takes at most half of them: a target that the decodes hold by themselves has room for prompts.
+    """
+    return max(target_s / times.margin - decode_s, (target_s - decode_s) / 2)
+
+
+def steps_between(decode_s: float, target_s: float) -> int:
+    """Return in which of how many steps prompts advance beside decodes that leave no room for them."""
+    return max(math.ceil(min(decode_s / target_s, MOST_STEPS)), 2)
 
 
 def decodes(sequence: Sequence) -> bool:

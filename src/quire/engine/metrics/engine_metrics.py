@@ -240,7 +240,7 @@ class EngineMetrics(EngineObserver):
         yield counter("quire:requests_with_target_total", "Requests that ended, by target of time.", *with_target)
         on_target = by("target", targets.num_on, own)
         yield counter("quire:requests_on_target_total", "Those that met it.", *on_target)
-        unmet = "Steps planned in which decodes alone take longer than the target."
+        unmet = "Steps planned in which decodes left no room for prompts within the target."
         num_unmet = self._num_unmet_before + self._state.num_itl_unmet
         yield counter("quire:itl_target_unmet_total", unmet, (own, num_unmet))
 
