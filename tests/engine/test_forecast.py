@@ -6,21 +6,21 @@ import pytest
 
 from quire.core.outputs import KVStats, RequestMetrics
 from quire.core.sampling_params import SamplingParams
-from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepWork, chunk_work
-from quire.engine.forecast import Asked, Forecast, before_in_order
+from quire.engine.forecast import Forecast
 from quire.engine.messages import EngineState
 from quire.engine.output_processor import FinishedRequest
+from quire.engine.queued_requests import Asked, QueuedRequests
 from support.scheduling import make_request
 
 TIMES = StepTimes(step_s=0.01, token_s=0.001, attended_s=0.0, context_s=0.0)
 OWN = chunk_work(0, 100)
 
 
-def queued(*prompts: int, priority: int = 0, client_id: str = "") -> list[Request]:
-    requests = [make_request(number, [0] * length, SamplingParams()) for number, length in enumerate(prompts)]
-    for request in requests:
-        request.priority, request.client_id = priority, client_id
+def queued(*prompts: int) -> QueuedRequests:
+    requests = QueuedRequests()
+    for number, length in enumerate(prompts):
+        requests.add(make_request(number, [0] * length, SamplingParams()))
     return requests
 
 
@@ -34,7 +34,7 @@ def test_nothing_is_refused_by_an_engine_that_has_measured_nothing() -> None:
 
 def test_prompts_before_and_in_progress_count_with_their_own_steps() -> None:
     state = EngineState(0, 0, 0, step_times=TIMES)
-    assert forecast().first_token_s(state, [], Asked(OWN)) == pytest.approx(0.11)
+    assert forecast().first_token_s(state, queued(), Asked(OWN)) == pytest.approx(0.11)
     assert forecast().first_token_s(state, queued(500, 300), Asked(OWN)) == pytest.approx(0.91)
     begun = EngineState(0, 0, 0, step_times=TIMES, prompts_left=StepWork(1000))
     assert forecast().first_token_s(begun, queued(500, 300), Asked(OWN)) == pytest.approx(1.9 + 2 * 0.01)
@@ -42,10 +42,15 @@ def test_prompts_before_and_in_progress_count_with_their_own_steps() -> None:
 
 def test_decodes_take_their_part_of_each_step_under_the_target() -> None:
     decodes = EngineState(2, 0, 0, num_running_seqs=2, step_times=TIMES)    # 0.012 s a step
-    assert forecast().first_token_s(decodes, [], Asked(OWN)) == pytest.approx(0.1 + 0.012)
-    assert forecast(0.032).first_token_s(decodes, [], Asked(OWN)) == pytest.approx(0.1 + 5 * 0.012)
-    unmet = forecast(0.004).first_token_s(decodes, [], Asked(OWN))          # a chunk in every third step
+    assert forecast().first_token_s(decodes, queued(), Asked(OWN)) == pytest.approx(0.1 + 0.012)
+    assert forecast(0.032).first_token_s(decodes, queued(), Asked(OWN)) == pytest.approx(0.1 + 5 * 0.012)
+    unmet = forecast(0.004).first_token_s(decodes, queued(), Asked(OWN))          # a chunk in every third step
     assert unmet == pytest.approx(0.1 + 27 * 0.012)
+
+
+def test_target_that_only_a_margin_misses_leaves_half_of_the_rest_to_prompts() -> None:
+    decodes = EngineState(2, 0, 0, num_running_seqs=2, step_times=TIMES._replace(margin=1.5))
+    assert forecast(0.016).first_token_s(decodes, queued(), Asked(OWN)) == pytest.approx(0.1 + 50 * 0.012)
 
 
 def test_what_the_cache_is_likely_to_have_is_not_computed() -> None:
@@ -66,26 +71,12 @@ def test_seats_become_free_as_answers_end() -> None:
     assert one.first_token_s(full, queued(1, 1, 1), Asked(OWN)) == pytest.approx(3.5 * 8 / 4 + 0.1 + 0.014)
 
 
-def test_only_what_comes_before_counts() -> None:
-    later, earlier = queued(10, 20, priority=5), queued(30)
-    assert before_in_order(later + earlier, Asked(OWN), "priority").prompts.num_tokens == 30
-    assert before_in_order(later + earlier, Asked(OWN), "fcfs").prompts.num_tokens == 60
-    assert before_in_order(later + earlier, Asked(OWN, priority=5), "priority").num_requests == 3
-
-
-def test_other_clients_have_as_much_before_a_request_as_its_own() -> None:
-    waiting = queued(10_000, client_id="many") + queued(50, client_id="own")
-    before = before_in_order(waiting, Asked(OWN, client_id="own"), "fair")
-    assert before.prompts.num_tokens == pytest.approx(50 + 150)
-    assert before_in_order(waiting, Asked(OWN, client_id="own"), "fcfs").prompts.num_tokens == 10_050
-
-
 def test_prices_of_a_few_slow_steps_are_no_price_of_a_queue() -> None:
     one, state = forecast(), EngineState(0, 0, 0, step_times=TIMES)
     one.record_times(TIMES)
-    usual_s = one.first_token_s(state, [], Asked(OWN))
+    usual_s = one.first_token_s(state, queued(), Asked(OWN))
     one.record_times(StepTimes(*(10 * each for each in TIMES)))
-    assert usual_s < one.first_token_s(state, [], Asked(OWN)) < 1.2 * usual_s
+    assert usual_s < one.first_token_s(state, queued(), Asked(OWN)) < 1.2 * usual_s
     for _ in range(500):
         one.record_times(StepTimes(*(10 * each for each in TIMES)))
-    assert one.first_token_s(state, [], Asked(OWN)) == pytest.approx(10 * usual_s, rel=0.01)
+    assert one.first_token_s(state, queued(), Asked(OWN)) == pytest.approx(10 * usual_s, rel=0.01)

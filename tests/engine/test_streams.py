@@ -36,7 +36,7 @@ class Table:
 
     @property
     def is_empty(self) -> bool:
-        return len(self.streams) == len(self.streams._outputs) == self.streams.num_queued == 0
+        return len(self.streams) == len(self.streams._outputs) == len(self.streams.queued) == 0
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def read(stream: RequestStream) -> list[int]:
 def test_requests_count_as_queued_until_they_are_admitted(table: Table) -> None:
     table.open(1)
     table.open(2, n=4)
-    assert (table.streams.num_queued, table.streams.num_queued_tokens) == (2, 3 + 12)
+    assert (len(table.streams.queued), table.streams.queued.num_tokens) == (2, 3 + 12)
     table.step(admitted=(2,))
-    assert (table.streams.num_queued, table.streams.num_queued_tokens) == (1, 3)
+    assert (len(table.streams.queued), table.streams.queued.num_tokens) == (1, 3)
 
 
 def test_last_read_closes_the_stream(table: Table) -> None:
@@ -81,7 +81,7 @@ def test_error_is_raised_after_the_output_that_is_there(table: Table) -> None:
 def test_dead_engine_fails_every_stream_and_queues_nothing(table: Table) -> None:
     streams = [table.open(request_id) for request_id in range(3)]
     table.streams.fail_all("the engine is gone")
-    assert table.streams.num_queued == 0
+    assert not table.streams.queued
     for stream in streams:
         with pytest.raises(EngineDeadError, match="the engine is gone"):
             read(stream)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from quire.core.block_map import BlockMap, Tier
 from quire.core.lora import Adapter
 from quire.core.sequence import Request
-from quire.engine.forecast import Asked
 from quire.engine.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready
 from quire.engine.output_processor import OutputKind
 from quire.engine.pinned_prefixes import PinnedPrefixes
+from quire.engine.queued_requests import Asked
 from quire.engine.streams import RequestStream, RequestStreams
 from quire.text.tokenizer import Tokenizer
 
@@ -146,12 +146,12 @@ class SingleEngine(BaseClient):
     @property
     def num_queued(self) -> int:
         """Requests that were sent and not yet admitted."""
-        return self._streams.num_queued
+        return len(self._streams.queued)
 
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens x n of the requests that were sent and not yet admitted."""
-        return self._streams.num_queued_tokens
+        return self._streams.queued.num_tokens
 
     @abstractmethod
     async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:

@@ -23,7 +23,7 @@ from quire.core.sequence import Request
 from quire.engine import messages
 from quire.engine.base_client import SingleEngine
 from quire.engine.connection import EngineConnection
-from quire.engine.forecast import Asked, Forecast
+from quire.engine.forecast import Forecast
 from quire.engine.formats import TokenizerUse
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
@@ -31,6 +31,7 @@ from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.pending_commands import PendingCommands
+from quire.engine.queued_requests import Asked
 from quire.engine.stall_watch import LOOKS_PER_LIMIT, OnStall, stall_reason, wait_for_stall
 from quire.engine.streams import RequestStream, RequestStreams
 from quire.text.tokenizer import Tokenizer
@@ -203,7 +204,7 @@ class EngineClient(SingleEngine):
 
     @property
     def _has_no_work(self) -> bool:
-        return self._is_idle and not self._streams.num_queued
+        return self._is_idle and not self._streams.queued
 
     def log_stacks(self) -> None:
         """Make the engine write the stacks of its threads to its error stream, as soon as it can."""

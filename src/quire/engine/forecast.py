@@ -9,64 +9,18 @@ request is refused for it.
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from quire.core.config import SchedulingPolicy
 from quire.core.outputs import KVStats
-from quire.core.sequence import Request
-from quire.core.step_times import StepTimes, StepWork, chunk_work
+from quire.core.step_times import StepTimes, StepWork
 from quire.engine.messages import EngineState
 from quire.engine.output_processor import FinishedRequest
-from quire.scheduling.time_budget import MOST_STEPS
+from quire.engine.queued_requests import Asked, Before, QueuedRequests
+from quire.scheduling.time_budget import room_s, steps_between
 
 NUM_STEPS = 64      # over which prices are averaged
 NUM_ENDED = 64      # last answers, by which the time of a seat is known
 _NO_ROOM = ("max_num_seqs", "kv_blocks", "swapped_first")
-
-
-class Asked(NamedTuple):
-    """A request that may be sent, as far as its place in the order and its work are concerned."""
-
-    prompt: StepWork = StepWork()   # of its prompts
-    priority: int = 0
-    client_id: str = ""
-    weight: float = 1.0
-    num_requests: int = 1
-    knows_cached: bool = False      # `prompt` is without what is cached
-
-
-class Before(NamedTuple):
-    """What waits before a request: how many requests, and the work of their prompts."""
-
-    num_requests: int
-    prompts: StepWork
-
-
-def before_in_order(queued: Iterable[Request], asked: Asked, policy: SchedulingPolicy) -> Before:
-    """Return what waits before a request by a policy, without ageing: it puts no later request before an earlier one.
-
-    Under `fair` each other client has as much before it as its own client has, by their weights.
-    """
-    num_requests, total, own = 0, StepWork(), StepWork()
-    others: dict[str, tuple[float, StepWork]] = {}
-    for request in queued:
-        work = chunk_work(0, len(request.prompt_token_ids))
-        if policy == "priority" and request.priority > asked.priority:
-            continue
-        num_requests += 1
-        total += work
-        if policy == "fair" and request.client_id != asked.client_id:
-            weight, known = others.get(request.client_id, (request.weight, StepWork()))
-            others[request.client_id] = weight, known + work
-        else:
-            own += work
-    if policy != "fair":
-        return Before(num_requests, total)
-    share = (own.num_tokens + asked.prompt.num_tokens) / asked.weight
-    for weight, work in others.values():
-        part = min(1.0, share * weight / max(work.num_tokens, 1.0))
-        own += StepWork(*(part * each for each in work))
-    return Before(round(num_requests * own.num_tokens / max(total.num_tokens, 1.0)), own)
 
 
 class Forecast:
@@ -94,12 +48,12 @@ class Forecast:
             if first_s is not None and last_s is not None:
                 self._held_s.append(last_s - first_s)
 
-    def first_token_s(self, state: EngineState, queued: Iterable[Request], asked: Asked) -> float:
+    def first_token_s(self, state: EngineState, queued: QueuedRequests, asked: Asked) -> float:
         """Return the seconds until the last of the asked prompts has its first token; 0 where no price is known."""
         times = self._times or state.step_times
         if times is None:
             return 0.0
-        before = before_in_order(queued, asked, self._policy)
+        before = queued.before(asked, self._policy)
         uncached = _uncached_share(state.kv)
         own = asked.prompt if asked.knows_cached else _scaled(asked.prompt, uncached)
         ahead = _scaled(before.prompts, uncached) + state.prompts_left
@@ -115,9 +69,9 @@ class Forecast:
             return prompts_s + num_steps * times.step_s
         num_context = 0 if state.kv is None else state.kv.used_blocks * state.kv.block_size
         decode_s = times.seconds(StepWork(state.num_running_seqs, num_context, num_context))
-        left_s = self._itl_target_s / times.margin - decode_s
+        left_s = room_s(times, decode_s, self._itl_target_s)
         if left_s <= 0:
-            num_between = min(max(math.ceil(decode_s / self._itl_target_s), 2), MOST_STEPS)
+            num_between = steps_between(decode_s, self._itl_target_s)
             num_steps = max(num_steps, num_between * math.ceil(prompts_s / decode_s))
         elif left_s != math.inf:
             num_steps = max(num_steps, math.ceil(prompts_s / left_s))

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestMetrics, RequestOutput
-from quire.core.sequence import Request
 from quire.engine.input_processor import PreparedRequest
 from quire.engine.messages import EngineDeadError, Stepped
 from quire.engine.output_processor import FinishedRequest, OutputKind, OutputProcessor, ProcessedStep
+from quire.engine.queued_requests import QueuedRequests
 from quire.text.tokenizer import Tokenizer
 
 
@@ -79,7 +79,7 @@ class RequestStreams:
         self._on_abort, self._on_close = on_abort, on_close
         self._outputs = OutputProcessor(tokenizer, is_packed=is_packed, itl_target_s=itl_target_s)
         self._streams: dict[int, RequestStream] = {}
-        self._queued: dict[int, Request] = {}             # sent and never admitted
+        self.queued = QueuedRequests()                    # sent and not yet admitted
 
     def __len__(self) -> int:
         """Count the open requests."""
@@ -89,21 +89,6 @@ class RequestStreams:
         """Yield the streams of the open requests."""
         return iter(self._streams.values())
 
-    @property
-    def num_queued(self) -> int:
-        """Requests that were sent and not yet admitted."""
-        return len(self._queued)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens x n of the requests that were sent and not yet admitted."""
-        return sum(request.num_queued_tokens for request in self._queued.values())
-
-    @property
-    def queued(self) -> Iterable[Request]:
-        """The requests that were sent and not yet admitted, as they came."""
-        return self._queued.values()
-
     def open(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind
     ) -> RequestStream:
@@ -111,13 +96,13 @@ class RequestStreams:
         request = prepared.request
         metrics = self._outputs.add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id, metrics)
-        self._queued[request.request_id] = request
+        self.queued.add(request)
         return stream
 
     def process(self, step: Stepped) -> Iterator[ProcessedStep]:
         """Process a step's admissions, preemptions and tokens; yield the results in slices (`OutputProcessor`)."""
         for admission in step.admissions:
-            self._queued.pop(admission.request_id, None)
+            self.queued.discard(admission.request_id)
         self._outputs.record_scheduled(step.preempted, step.admissions, step.started_s)
         return self._outputs.process_in_slices(step.deltas, time.monotonic())
 
@@ -133,7 +118,7 @@ class RequestStreams:
 
     def fail_all(self, reason: str) -> None:
         """Fail every open request with EngineDeadError."""
-        self._queued.clear()
+        self.queued.clear()
         for stream in self._streams.values():
             stream.fail(EngineDeadError(reason))
 
@@ -163,6 +148,6 @@ class RequestStreams:
     def close(self, request_id: int) -> None:
         """Drop an open request."""
         del self._streams[request_id]
-        self._queued.pop(request_id, None)
+        self.queued.discard(request_id)
         self._outputs.drop(request_id)
         self._on_close(request_id)

@@ -23,13 +23,13 @@ from quire.engine.base_client import SupervisedClient
 from quire.engine.client import EngineClient
 from quire.engine.fleet.router import Router, Routing
 from quire.engine.fleet.supervision import keep_alive
-from quire.engine.forecast import Asked
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.observation import EngineObserver, Observation
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
+from quire.engine.queued_requests import Asked
 from quire.engine.streams import RequestStream
 from quire.text.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ import time
 from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepWork, chunk_work
 from quire.engine.base_client import BaseClient
-from quire.engine.forecast import Asked
 from quire.engine.observation import Observation
+from quire.engine.queued_requests import Asked
 from quire.server.api.request import ApiRequest
 from quire.server.errors import deadline_unmeetable
 
