@@ -27,3 +27,10 @@ def test_no_default_leads_out_of_the_checkout(name: str) -> None:
         shown = getattr(parameter, "show_default", None)
         told = [parameter.default, shown, getattr(parameter, "help", None)]
         assert not any(".." in Path(text).parts for text in map(str, told) if "/" in text), parameter.name
+
+
+def test_only_commands_whose_answers_are_read_as_they_come_bound_the_time_of_steps() -> None:
+    found = {name: option.default for name, each in COMMANDS.items() for option in each.params
+             if option.name == "itl_target_ms"}  # fmt: skip
+    assert {name for name, default in found.items() if default == "none"} == {"quire generate", "quire run-batch"}
+    assert found["quire serve"] == found["quire deploy"] == found["quire chat"] == "500"

@@ -4,7 +4,7 @@ import inspect
 from dataclasses import fields
 
 from quire.cli.flag_groups import with_flag_groups
-from quire.cli.model_flags import SamplingFlags
+from quire.cli.model_flags import OfflineOptions, SamplingFlags
 from quire.core.sampling_params import SamplingParams
 from quire.engine.options import EngineOptions
 
@@ -16,9 +16,9 @@ NO_FLAG = {
 }
 
 
-def test_flags_are_the_engines_options_with_its_defaults() -> None:
+def test_flags_of_a_batch_are_the_engines_options_with_its_defaults() -> None:
     @with_flag_groups
-    def command(engine: EngineOptions) -> None:
+    def command(engine: OfflineOptions) -> None:
         made.append(engine)
 
     made: list[EngineOptions] = []
@@ -27,7 +27,8 @@ def test_flags_are_the_engines_options_with_its_defaults() -> None:
     command(**{name: flag.default for name, flag in flags.items()})
     ours, default = made[0], EngineOptions()
     for field in fields(EngineOptions):
-        of = f"resolved_{field.name}" if hasattr(default, f"resolved_{field.name}") else field.name
+        meanings = (f"resolved_{field.name}", f"{field.name.removesuffix('_ms')}_s", field.name)
+        of = next(each for each in meanings if hasattr(default, each))
         assert getattr(ours, of) == getattr(default, of), field.name
 
 

@@ -13,12 +13,11 @@ from rich.progress import track
 
 from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, with_config_file, with_flag_groups
 from quire.cli.jobs import Format, Job, read_jobs, write_answer
-from quire.cli.model_flags import BeamFlags, SamplingFlags, load, model_defaults
+from quire.cli.model_flags import BeamFlags, OfflineOptions, SamplingFlags, load, model_defaults
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 @with_config_file
 @with_flag_groups
 def generate(
-    engine: EngineOptions,
+    engine: OfflineOptions,
     sampling: SamplingFlags,
     beams: BeamFlags,
     prompt: Annotated[str | None, flag("text to complete; without it and --input, standard input")] = None,

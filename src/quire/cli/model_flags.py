@@ -12,6 +12,7 @@ import quire
 from quire.cli.flag_groups import flag_field
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
+from quire.core.options import same_option
 from quire.core.sampling_params import SamplingParams
 from quire.engine.options import EngineOptions
 
@@ -22,6 +23,13 @@ _DEFAULT = SamplingParams()
 _DEFAULT_BEAM = BeamSearchParams(beam_width=1, max_tokens=None)
 _sampling = partial(flag_field, panel="Sampling")
 _beams = partial(flag_field, panel="Beam search")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineOptions(EngineOptions):
+    """Settings of an engine for a batch: no stream is read, so steps have no target of time by default."""
+
+    itl_target_ms: float | str | None = same_option(EngineOptions, "itl_target_ms", flag_default="none")
 
 
 def load(engine: EngineOptions) -> "LLM":

@@ -255,8 +255,8 @@ class EngineOptions:
         flag_default=DEFAULT_ITL_TARGET_MS,
         row="the longest that a step is planned to take while a sequence decodes, so the longest gap between tokens "
         "of a stream: prompts are computed in chunks that fit, by the times of the steps before "
-        f"([below](#targets-of-time)). The default of commands is {DEFAULT_ITL_TARGET_MS}; `None`, or `none` on the "
-        "command line: no limit but `max_num_batched_tokens`",
+        f"([below](#targets-of-time)). The default of commands is {DEFAULT_ITL_TARGET_MS}, but for `generate` and "
+        "`run-batch`; `None`, or `none` on the command line: no limit but `max_num_batched_tokens`",
     )  # fmt: skip
     ttft_target_ms: float | str | None = _engine(
         None, "time to a first token for which long prompts are hurried; or none", metavar=MS, shown_default="none",

@@ -11,9 +11,9 @@ from typing import Annotated, BinaryIO, TextIO
 import typer
 
 from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, flag_field, with_config_file, with_flag_groups
+from quire.cli.model_flags import OfflineOptions
 from quire.cli.run_batch.lines import read_lines
 from quire.core.errors import ConfigError
-from quire.engine.options import EngineOptions
 from quire.server.http.sockets import bind
 from quire.server.options import DEFAULT_LIMITS, ServerOptions
 
@@ -58,7 +58,7 @@ class BatchFlags:
 @with_config_file
 @with_flag_groups
 def run_batch(
-    engine: EngineOptions,
+    engine: OfflineOptions,
     batch: BatchFlags,
     input_file: Annotated[Path, flag("requests, a JSON object per line", "--input-file", "-i", metavar="FILE|-")],
     output_file: Annotated[
