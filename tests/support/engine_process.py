@@ -107,7 +107,8 @@ def is_at_rest(client: EngineClient) -> bool:
 
 def holds_nothing(client: EngineClient) -> bool:
     """Whether the client has forgotten all requests."""
-    return len(client._streams) == client.num_queued == client.num_queued_tokens == len(client._streams._outputs) == 0
+    tables = client._streams, client._streams._outputs, client._forecast
+    return not any(map(len, tables)) and client.num_queued == client.num_queued_tokens == 0
 
 
 def is_running(pid: int) -> bool:

@@ -8,6 +8,7 @@ watches whether the engine makes progress, and may end it if it does not (`quire
 import asyncio
 import itertools
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,7 @@ from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.pending_commands import PendingCommands
-from quire.engine.queued_requests import Asked
+from quire.engine.queued_requests import Asked, asked_of
 from quire.engine.stall_watch import LOOKS_PER_LIMIT, OnStall, stall_reason, wait_for_stall
 from quire.engine.streams import RequestStream, RequestStreams
 from quire.text.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ class EngineClient(SingleEngine):
             tokenizer.use_chat_template(template)
         super().__init__(tokenizer, ready, InputProcessor(tokenizer, ready, options, owners), request_ids)
         self.state = EngineState(0, 0, 0)
-        self._connection, self._observer = connection, observer
+        self._connection, self._observer, self._on_close = connection, observer, on_close
         self._stall_limit_s, self._on_stall = options.stall_limit, on_stall
         self._forecast = Forecast(
             ready.max_num_batched_tokens, ready.limits.max_num_seqs, options.itl_target_s, options.scheduling_policy
@@ -73,7 +74,7 @@ class EngineClient(SingleEngine):
         self._has_ranks = options.tensor_parallel_size > 1
         self._num_signs = self._num_reports = 0           # reports that show progress, and all of them
         self._streams = RequestStreams(
-            self.tokenizer, self._on_abort, on_close, is_packed=packs_outputs, itl_target_s=options.itl_target_s
+            self.tokenizer, self._on_abort, self._on_closed, is_packed=packs_outputs, itl_target_s=options.itl_target_s
         )
         self._pending = PendingCommands(self._send)
         self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
@@ -134,8 +135,17 @@ class EngineClient(SingleEngine):
         return max(0, self.ready.limits.max_num_seqs - state.num_running_seqs)
 
     def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
-        """Return the predicted seconds until what is asked has its first token; 0 where nothing is known."""
-        return self._forecast.first_token_s(self.state, self._streams.queued, asked)
+        """Return the seconds within which what is asked is likely to have its first token; 0: nothing is known."""
+        now_s = time.monotonic()
+        predicted_s = self._forecast.first_token_s(self.state, self._streams.queued, asked, now_s)
+        return self._forecast.correct(predicted_s, now_s)
+
+    def _record_sent(self, request: Request) -> None:
+        """Record a request that is about to be sent; one with a deadline shows how good forecasts are."""
+        now_s, predicted_s = time.monotonic(), 0.0
+        if request.due_s < math.inf:
+            predicted_s = self._forecast.first_token_s(self.state, self._streams.queued, asked_of(request), now_s)
+        self._forecast.record_sent(request, predicted_s, now_s)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
@@ -143,6 +153,7 @@ class EngineClient(SingleEngine):
         """Queue a request, once. EngineDeadError if the engine has died."""
         self._raise_if_dead()
         message = frame(messages.Add(prepared.request))   # first: a request that cannot be sent leaves no trace
+        self._record_sent(prepared.request)
         self._await_sign()
         stream = self._streams.open(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
         self._connection.send(message)
@@ -162,6 +173,10 @@ class EngineClient(SingleEngine):
         if reply.adapter is None:
             raise ModelError(reply.error)
         return reply.adapter
+
+    def _on_closed(self, request_id: int) -> None:
+        self._forecast.forget(request_id)
+        self._on_close(request_id)
 
     def _on_abort(self, request_id: int, finished: FinishedRequest) -> None:
         self._send(messages.Abort(request_id))
@@ -325,6 +340,7 @@ class EngineClient(SingleEngine):
     async def _handle_step(self, step: messages.Stepped) -> None:
         """Process a step in slices, and let readers and connections run after each."""
         self._set_state(step.state)
+        self._forecast.record_step(step, time.monotonic())
         whole = ProcessedStep()
         for processed in self._streams.process(step):
             self._stop_at_strings(processed.stopped)
@@ -333,8 +349,6 @@ class EngineClient(SingleEngine):
             whole.add(processed)
             if not processed.is_last:
                 await asyncio.sleep(0)
-        self._forecast.record_times(step.state.step_times)
-        self._forecast.record_ended(whole.finished)
         self._observer.on_step(step, whole)
 
     def _set_state(self, state: EngineState) -> None:

@@ -24,6 +24,12 @@ class Asked(NamedTuple):
     knows_cached: bool = False      # `prompt` is without what is cached
 
 
+def asked_of(request: Request) -> Asked:
+    """Return what a request asks for."""
+    prompt = chunk_work(0, len(request.prompt_token_ids))
+    return Asked(prompt, request.priority, request.client_id, request.weight)
+
+
 class Before(NamedTuple):
     """What waits before a request: how many requests, and the work of their prompts."""
 
