@@ -47,7 +47,14 @@ class RequestFailedError(EngineError):
 
 
 class DeadlineExceededError(EngineError):
-    """The deadline of a request has passed before its first token. It holds nothing any more."""
+    """The deadline of a request has passed before its first token. It holds nothing any more.
+
+    `param` names the field of the deadline.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class UnknownPrefixError(InvalidRequestError):

@@ -343,7 +343,7 @@ def _extend(
     """
     if delta.error is not None:
         if delta.is_late:
-            raise DeadlineExceededError(delta.error)
+            raise DeadlineExceededError(delta.error, param=delta.param)
         if delta.param is not None:
             raise InvalidRequestError(delta.error, param=delta.param)
         raise RequestFailedError(delta.error)

@@ -67,6 +67,9 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         if message.startswith(f"{error.param} "):
             message = asked + message.removeprefix(error.param or "")
         raise ApiError(400, message, param=asked, code=error.code) from error
+    except DeadlineExceededError as error:
+        asked = names.get(error.param or "", error.param)
+        raise DeadlineExceededError(str(error).replace(f"({error.param})", f"({asked})"), param=asked) from error
 
 
 def engine_unhealthy(message: str) -> ApiError:

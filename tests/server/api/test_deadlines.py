@@ -80,7 +80,7 @@ def test_request_without_a_token_in_time_is_a_504(server: OpenAIServer, path: st
         server.wait_until(lambda: time.monotonic() > until_s)
     asking.join()
     (answer,) = answers
-    assert "the first token was not there within 150 ms (deadline_ms)" in answer.text
+    assert "the first token was not there within 150 ms (x-request-deadline-ms)" in answer.text
     assert answer.status_code == (200 if stream else 504)
     assert ("timeout_error" if path == "/v1/messages" else "deadline_exceeded") in answer.text
     server.wait_until(server.is_idle)
@@ -139,11 +139,16 @@ def test_deadline_that_cannot_be_met_is_refused_at_once(server: OpenAIServer, pa
             thread.start()
         server.wait_until(lambda: server.service.client.num_queued == 1)
         answer = server.http.post(path, json=ROUTES[path] | {"ttft_deadline_ms": 1, "stream": True})
+        by_header = server.http.post(path, json=ROUTES[path], headers={"X-Request-Deadline-Ms": "1"})
     waiting[0].join()
     assert answer.status_code == 429, answer.text
     error = answer.json()["error"]
     assert error.get("code", "deadline_unmeetable") == "deadline_unmeetable"
     assert error.get("param", "ttft_deadline_ms") == "ttft_deadline_ms"
     assert "ms, and is asked for within 1 ms (ttft_deadline_ms)" in error["message"]
+    assert by_header.status_code == 429
+    error = by_header.json()["error"]
+    assert error.get("param", "x-request-deadline-ms") == "x-request-deadline-ms"
+    assert "ms, and is asked for within 1 ms (x-request-deadline-ms)" in error["message"]
     assert int(answer.headers["retry-after"]) >= 1
-    assert _count(server, "requests_refused", reason="deadline_unmeetable") == before + 1
+    assert _count(server, "requests_refused", reason="deadline_unmeetable") == before + 2

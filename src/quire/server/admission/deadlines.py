@@ -7,7 +7,6 @@ of the tokens that its text is likely to have; and when it is about to be queued
 import math
 import time
 
-from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepWork, chunk_work
 from quire.engine.base_client import BaseClient
 from quire.engine.observation import Observation
@@ -23,7 +22,7 @@ def check_deadline(client: BaseClient, metrics: Observation, call: ApiRequest, n
 
     Of a call of several prompts it is the last one's.
     """
-    field, asked_s = _first_deadline(call.params)
+    field, asked_s = _first_deadline(call)
     if asked_s == math.inf:
         return
     request = call.requests[0].request if len(call.requests) == 1 else None
@@ -37,8 +36,8 @@ def check_deadline(client: BaseClient, metrics: Observation, call: ApiRequest, n
         raise deadline_unmeetable(predicted_s, asked_s, field)
 
 
-def _first_deadline(params: SamplingParams) -> tuple[str, float]:
-    """Return the field of the earlier deadline, and its seconds; infinity if there is none."""
-    fields = {"ttft_deadline_ms": params.ttft_deadline_ms, "deadline_ms": params.deadline_ms}
+def _first_deadline(call: ApiRequest) -> tuple[str, float]:
+    """Return the field, or header, of the earlier deadline, and its seconds; infinity if there is none."""
+    fields = {"ttft_deadline_ms": call.params.ttft_deadline_ms, call.deadline_field: call.params.deadline_ms}
     given = {name: value / 1e3 for name, value in fields.items() if value is not None}
     return min(given.items(), key=lambda item: item[1], default=("", math.inf))

@@ -6,7 +6,7 @@ from pydantic import Field
 from starlette.requests import Request
 
 from quire.core.checks import check_int, refuse
-from quire.core.sampling_params import MAX_DEADLINE_MS
+from quire.core.sampling_params import MAX_DEADLINE_MS, SamplingParams
 from quire.server.api.bodies import integer
 
 HEADER = "x-request-deadline-ms"
@@ -36,6 +36,11 @@ def deadlines_of(request: Request, body: WithDeadlines) -> dict[str, object]:
         own = [] if body.deadline_ms is None else [body.deadline_ms]
         given["deadline_ms"] = min(sent + own)
     return given
+
+
+def deadline_field(body: WithDeadlines, params: SamplingParams) -> str:
+    """Return the name of what `params.deadline_ms` is from: the field of the body, or the header."""
+    return "deadline_ms" if params.deadline_ms == body.deadline_ms else HEADER
 
 
 def _of_header(text: str) -> int:

@@ -38,7 +38,8 @@ class Generation:
             for prepared, stream in zip(request.requests, streams, strict=True)
         ]
         self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
-        self._names = {"structured_outputs": request.constraint_field}  # in errors of the engine
+        # in errors of the engine
+        self._names = {"structured_outputs": request.constraint_field, "deadline_ms": request.deadline_field}
         self._logprobs, self._concurrency = logprobs, concurrency.keep()
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
         self._observed = None

@@ -28,6 +28,7 @@ class ApiRequest:
     names_tokens_by_id: bool = False            # in logprobs, unless the body says otherwise
     tells_times: bool = False                   # in its response, if it has one answer
     constraint_field: str = "structured_outputs"  # of the body, that the output's grammar is for
+    deadline_field: str = "deadline_ms"         # or the header that params.deadline_ms is from
     requests: Sequence[PreparedRequest] = ()    # one per prompt, once the prompts are tokenized
     reading: OutputReading | None = None        # of tool calls and reasoning in the outputs; None: they are content
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.server.api.bodies import request_body
-from quire.server.api.deadlines import deadlines_of
+from quire.server.api.deadlines import deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.output_formats import ToolUse
 from quire.server.api.preparation import constrained, cut_header, sampling_params
@@ -72,10 +72,10 @@ async def create_message(request: Request) -> Response:
     mark = last_mark(body)
     check_context_edits(body)
     with _anthropic_names():
+        checked = service.client.inputs.check_params(sampling_params(service, _sampling(request, body, service)))
         call = MessagesRequest(
             id=record.request_id, model=record.model, created=int(time.time()),
-            checked=service.client.inputs.check_params(sampling_params(service, _sampling(request, body, service))),
-            received_s=received_s_of(request),
+            checked=checked, received_s=received_s_of(request), deadline_field=deadline_field(body, checked.params),
             stream=record.stream, hides_output=body.max_tokens == 0, key_number=key_number_of(request),
             client_id=client_id_of(request.scope), tools=_tool_use(body, service), cuts_max_tokens=True,
             max_reasoning_tokens=_max_reasoning_tokens(body, service),

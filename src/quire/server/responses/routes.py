@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import refuse
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
-from quire.server.api.deadlines import deadlines_of
+from quire.server.api.deadlines import deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.preparation import constrained, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
@@ -84,12 +84,14 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
     choice = choice_of(body.tool_choice)
     is_parallel = body.parallel_tool_calls is not False
     given = given_params(body) | deadlines_of(request, body)
+    checked = service.client.inputs.check_params(sampling_params(service, given))
     return ResponsesRequest(
         id=f"resp_{uuid.uuid4().hex}",
         model=service.check_model(body.model),
         created=int(time.time()),
-        checked=service.client.inputs.check_params(sampling_params(service, given)),
+        checked=checked,
         received_s=received_s_of(request),
+        deadline_field=deadline_field(body, checked.params),
         stream=bool(body.stream),
         cuts_max_tokens=True,
         cache_salt=check_cache_salt(body.cache_salt, service.options.max_salt_chars),

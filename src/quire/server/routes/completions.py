@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import check_optional_int, shown
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
-from quire.server.api.deadlines import deadlines_of
+from quire.server.api.deadlines import deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.output_formats import NO_TOOLS, ToolUse
 from quire.server.api.preparation import constrained
@@ -115,7 +115,7 @@ def _checked_request(
     check_priority_granted(service, checked.priority, key_number)
     call = OpenAIRequest(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
-        received_s=received_s_of(request),
+        received_s=received_s_of(request), deadline_field=deadline_field(body, checked.params),
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
         client_id=client_id_of(request.scope), body=body,
         always_includes_usage=service.options.enable_force_include_usage,
