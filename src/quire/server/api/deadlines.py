@@ -23,15 +23,16 @@ class WithDeadlines(Protocol):
 
 
 def deadlines_of(request: Request, body: WithDeadlines) -> dict[str, object]:
-    """Return the deadlines of a call as fields of `SamplingParams`: of the header and `deadline_ms` the smaller.
+    """Return the deadlines of a call as fields of `SamplingParams`: of the header and `deadline_ms` the smallest.
 
+    Several lines of a header are the same as one with commas: a proxy may join them (RFC 9110, section 5.3).
     InvalidRequestError names the field, or the header.
     """
     given: dict[str, object] = {}
     for name in ("ttft_deadline_ms", "deadline_ms"):
         if (value := getattr(body, name)) is not None:
             given[name] = check_int(name, value, 1, MAX_DEADLINE_MS)
-    sent = [_of_header(text) for text in request.headers.getlist(HEADER)]
+    sent = [_of_header(text) for line in request.headers.getlist(HEADER) for text in line.split(",")]
     if sent:
         own = [] if body.deadline_ms is None else [body.deadline_ms]
         given["deadline_ms"] = min(sent + own)
