@@ -152,6 +152,8 @@ def main(
     machine = f"load {before:.1f} on {os.cpu_count()} cores"
     print(f"{rate:.1f} requests/s fit; {len(answers)} at {load:g} times that; {machine}")
     report(answers, deadline_ms)
+    num_in_time = sum(each.status == 200 and each.ttft_s * 1e3 <= (each.deadline_ms or 0) for each in answers)
+    print(f"answered in time: {num_in_time / seconds:.1f} requests/s, {num_in_time / seconds / rate:.2f} of what fits")
     if len(inside_s) > 1:
         percent = statistics.quantiles(inside_s, n=100, method="inclusive")
         print(f"a refusal, read to written: median {percent[49] * 1e3:.2f} ms, p90 {percent[89] * 1e3:.2f} ms")

@@ -8,7 +8,7 @@ from quire.core.deltas import Admission, FinishReason, SequenceDelta, WaitReason
 from quire.core.outputs import KVStats
 from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepTimes, StepTiming, StepWork, chunk_work
-from quire.engine.forecast import FRESH_S, MOST_OFF, Forecast
+from quire.engine.forecast import FRESH_S, LATE_LONGER, MOST_OFF, Forecast
 from quire.engine.messages import EngineState, Stepped
 from quire.engine.queued_requests import Asked, QueuedRequests
 from support.scheduling import make_request
@@ -184,6 +184,18 @@ def test_correction_holds_for_nineteen_of_twenty_of_the_last_requests() -> None:
     assert run.forecast.correct(2.0, run.now_s) == pytest.approx(3.0)
     assert measured([9.0] * 3).forecast.correct(2.0, 27.0) == 2.0           # too few
     assert measured([50.0] * 40).forecast.correct(2.0, 2000.0) == 2.0 * MOST_OFF
+
+
+def test_request_that_was_late_would_have_taken_longer_than_its_deadline() -> None:
+    run = Run()
+    for number in range(8):
+        run.send(number, 10, predicted_s=1.0)
+        run.now_s += 2.0
+        late = SequenceDelta(number, 0, [], error="late", is_late=True)
+        state = EngineState(1, 0, 0, step_times=STEPS)
+        run.forecast.record_step(Stepped(run.now_s, 1, [], [late], state), run.now_s)
+    assert run.forecast.correct(1.0, run.now_s) == 2.0 * LATE_LONGER
+    assert len(run.forecast) == 0
 
 
 def test_correction_that_nothing_confirms_is_dropped() -> None:

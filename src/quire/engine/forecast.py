@@ -34,6 +34,7 @@ NUM_ENDED = 64        # last answers, by which the lengths of others are known
 NUM_MEASURED = 32     # last first tokens, by which predictions are corrected: more of them follow a machine too late
 LEAST_MEASURED = 4    # before that nothing is corrected
 SHARE_IN_TIME = 0.95  # of what is accepted
+LATE_LONGER = 1.25    # times its deadline: what is assumed of a first token that was not waited for
 MOST_OFF = 4.0        # times: of a correction
 FRESH_S = 10.0        # without a first token a correction is dropped: what it refuses cannot show that it is wrong
 _NO_ROOM = ("kv_blocks", "swapped_first")
@@ -102,7 +103,7 @@ class Forecast:
             if (answer := self._sent.get(delta.request_id)) is None:
                 continue
             if not answer.num_steps and (delta.token_ids or delta.is_late):
-                self._measure(answer, now_s)
+                self._measure(answer, (now_s - answer.sent_s) * (LATE_LONGER if delta.is_late else 1.0), now_s)
             if delta.index == 0 and delta.token_ids:
                 answer.num_steps += 1
             if delta.finish_reason is not None or delta.error is not None:
@@ -178,12 +179,12 @@ class Forecast:
             self._host_s += (max(step.started_s - self._computed_s, 0.0) - self._host_s) / NUM_STEPS
         self._computed_s = step.started_s + timing.seconds if step.state.num_running else None
 
-    def _measure(self, answer: _Answer, now_s: float) -> None:
-        """Compare a first token, or a deadline that it has missed, with its prediction."""
+    def _measure(self, answer: _Answer, first_s: float, now_s: float) -> None:
+        """Compare the seconds to a first token with their prediction."""
         if answer.predicted_s <= 0:
             return
         self._measured_s = now_s
-        self._measured.append(((now_s - answer.sent_s) / answer.predicted_s, answer.predicted_s))
+        self._measured.append((first_s / answer.predicted_s, answer.predicted_s))
         if len(self._measured) >= LEAST_MEASURED:
             self._correction = min(max(_weighted_share(self._measured, SHARE_IN_TIME), 1 / MOST_OFF), MOST_OFF)
 
