@@ -170,7 +170,7 @@ class TimedRun:
             self._accepted[number] = self._simulation.record.answers[-1]
 
     def _on_step(self, plan: StepPlan, seconds: float) -> None:
-        """Check that a prompt that holds a row advances after a bounded number of steps."""
+        """Check that a prompt with a row advances after a bounded number of steps that have tokens left for it."""
         starts = dict(zip(plan.rows, plan.starts, strict=True))
         prompts = [
             request.live[0]
@@ -178,7 +178,8 @@ class TimedRun:
             if request.live[0].num_computed_tokens < request.live[0].num_prompt_tokens
         ]
         has_advanced = any(sequence.row in starts for sequence in prompts)
-        self._num_waits = 0 if has_advanced or not prompts else self._num_waits + 1
+        has_tokens = sum(plan.counts) < self._scheduler.config.max_num_batched_tokens
+        self._num_waits = 0 if has_advanced or not prompts else self._num_waits + has_tokens
         self.longest_wait = max(self.longest_wait, self._num_waits)
         assert self._num_waits < MOST_STEPS, f"no prompt advanced in {self._num_waits} steps"
         if plan.kind == "mixed":
