@@ -61,8 +61,9 @@ def test_flags_reach_the_engine_and_the_server(run: Run, started: Started) -> No
     assert ran.code == 0
     ((engine, options),) = started
     assert engine == EngineOptions(
-        model="some/model", max_num_seqs=9, max_num_batched_tokens=2048, max_logprobs=5, stall_limit=7.0
-    )
+        model="some/model", max_num_seqs=9, max_num_batched_tokens=2048, max_logprobs=5, stall_limit=7.0,
+        itl_target_ms="500",
+    )  # fmt: skip
     assert options == ServerOptions(
         host="::1", port=0, served_model_name=("one", "two"), allow_unauthenticated=True, max_queued_requests=7,
         max_n=3, max_body_bytes=1024, shutdown_timeout=1.5, stall_limit=7.0,

@@ -14,6 +14,8 @@ from quire.server.options import ServerOptions
 Run = Callable[..., Any]
 Serve = Callable[[str], tuple[EngineOptions, ServerOptions, list[str]]]
 Started = list[tuple[EngineOptions, ServerOptions]]
+# Of flags that no line has set, where they differ from those of `EngineOptions`.
+DEFAULTS: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "itl_target_ms": "500"}
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
         "--tokenizer-mode=auto -pp 1 --disable-log-stats --enable-prompt-tokens-details "
         "--cudagraph-metrics -O3 -O 2 --hf-token --uvicorn-log-level warning --full-cuda-graph"
     )
-    assert (engine, options) == (EngineOptions("MODEL", max_num_seqs=256, max_num_batched_tokens=2048), ServerOptions())
+    assert (engine, options) == (EngineOptions("MODEL", **DEFAULTS), ServerOptions())
     assert [line.split(" has no effect: ")[0] for line in lines] == [
         f"quire: {flag}"
         for flag in (
@@ -71,8 +73,8 @@ def test_flags_with_other_names_and_forms_set_options(serve: Serve) -> None:
     assert lines == []
     assert engine == EngineOptions(
         "MODEL", num_kv_blocks=12, dtype="float16", max_model_len=2000, max_num_batched_tokens=1024, max_num_seqs=256,
-        swap_space="2GiB", gpu_memory_utilization=0.5, kv_cache_memory=str(4 << 20), enable_prefix_caching=False,
-        quantization="int8", load_format="dummy",
+        itl_target_ms="500", swap_space="2GiB", gpu_memory_utilization=0.5, kv_cache_memory=str(4 << 20),
+        enable_prefix_caching=False, quantization="int8", load_format="dummy",
     )  # fmt: skip
     assert options == ServerOptions(
         max_queued_requests=9, stream_keepalive=3, max_headers=50, served_model_name=("a", "b"), api_key=("one", "two"),
@@ -261,7 +263,7 @@ def test_flags_come_from_a_file(serve: Serve, run: Run, tmp_path: Path) -> None:
     path.write_text("enable-sleep-mode: true\n")
     assert "enable-sleep-mode is not supported" in refusal(run, "serve", "--config", str(path))
     engine, _, _ = serve(f"--config {path} --no-enable-sleep-mode")
-    assert engine == EngineOptions(max_num_seqs=256, max_num_batched_tokens=2048)
+    assert engine == EngineOptions(**DEFAULTS)
 
 
 def test_repeatable_flag_takes_one_value_from_a_file(serve: Serve, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ if importlib.util.find_spec("ray") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")         # of Ray's own modules
+    from quire.cluster import routing
     from quire.cluster.routing import EngineCall, ReplicaTable
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS = 64, 4, 100
@@ -64,3 +65,13 @@ def test_table_stays_behind_when_a_call_is_sent() -> None:
     sent = pickle.loads(pickle.dumps(call))
     assert sent.table is None
     assert (sent.request.request_id, sent.request.prompt_token_ids) == (1, pack_tokens([1, 2, 3]))
+
+
+def test_age_of_a_request_is_sent_and_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = EngineCall(request_of(1, [1, 2, 3]), None)
+    assert pickle.loads(pickle.dumps(call)).request.received_s is None
+    call.request.received_s = 90.0
+    monkeypatch.setattr(routing, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    sent = pickle.dumps(call)
+    monkeypatch.setattr(routing, "time", SimpleNamespace(monotonic=lambda: 7.0))  # of another machine
+    assert pickle.loads(sent).request.received_s == -3.0

@@ -18,6 +18,8 @@ from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 
 CONTRACT_DEFAULTS = {
+    "ttft_deadline_ms": None,
+    "deadline_ms": None,
     "n": 1,
     "temperature": 1.0,
     "top_p": 1.0,

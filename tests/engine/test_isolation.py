@@ -163,7 +163,7 @@ def test_step_that_computes_for_no_request_and_fails_twice_ends_the_engine(monke
     harness = crowd()
     served = Served(harness, lambda plan: False)
 
-    def fail() -> None:
+    def fail(now_s: float) -> None:
         raise FaultError("here")
 
     monkeypatch.setattr(harness.scheduler.planner, "start_step", fail)

@@ -3,6 +3,7 @@
 Each ingress replica routes by what it has routed itself, and by the reports that its own requests return.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,13 +57,23 @@ class ReplicaTable:
 
 @dataclass(slots=True)
 class EngineCall:
-    """A request on its way to an engine replica. The table of the ingress stays behind when it is sent."""
+    """A request on its way to an engine replica. The table of the ingress stays behind when it is sent.
+
+    So does the ingress's clock: the replica's may be of another machine, so the request's age is sent.
+    """
 
     request: Request
     table: ReplicaTable | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EngineCall, (self.request, None)
+        received_s = self.request.received_s
+        return _sent_call, (self.request, None if received_s is None else time.monotonic() - received_s)
+
+
+def _sent_call(request: Request, age_s: float | None) -> EngineCall:
+    """Return a call that has arrived, with the time of its request on this machine's clock."""
+    request.received_s = None if age_s is None else time.monotonic() - age_s
+    return EngineCall(request, None)
 
 
 class PrefixRouter(RequestRouter):

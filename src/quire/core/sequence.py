@@ -81,7 +81,7 @@ class Request:
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key
     weight: float = 1.0               # of its client, under the policy `fair`
-    received_at: float | None = None  # when the server received it, in seconds since 1970: clocks of machines differ
+    received_s: float | None = None   # when the server received it, on the monotonic clock, which processes share
     arrived_s: float = 0.0            # the same on the engine's clock; set by the engine
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed

@@ -249,8 +249,8 @@ class EngineLoop:
 
 
 def _age_s(request: Request) -> float:
-    """Return the seconds since the server received a request. Its clock may be ahead: not below 0."""
-    return 0.0 if request.received_at is None else max(0.0, time.time() - request.received_at)
+    """Return the seconds since the server received a request."""
+    return 0.0 if request.received_s is None else time.monotonic() - request.received_s
 
 
 def main() -> None:

@@ -67,3 +67,12 @@ def test_stream_is_the_same_message(size: int) -> None:
     checked(joined)
     assert len(chunks) >= len(TEXT) // SLICE_CHARS
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_call_that_comes_with_its_end_has_a_chunk_of_its_own() -> None:
+    """A slow reader gets both at once; openai's helper for streams fires no end of a call that begins in the last."""
+    (output,) = outputs(call_text("get_weather", {"city": "Ulm"}))
+    *_, call, end = [chunk["choices"][0] for chunk in events_in(b"".join(builder().chunks(0, output)))]
+    assert call["delta"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert call["finish_reason"] is None
+    assert (end["delta"], end["finish_reason"]) == ({}, "tool_calls")

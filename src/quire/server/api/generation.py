@@ -1,7 +1,6 @@
 """Generation of an API request: queue its engine requests, pass on their outputs, abort what is left at the end."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Self
@@ -67,12 +66,11 @@ class Generation:
         logprobs = service.admission.logprobs.reserve(
             [each.request for each in request.requests], service.options
         )
-        received_at = time.time() - (time.monotonic() - request.received_s) if request.received_s else None
         num_tokens = 0                            # queued in this iteration of the event loop
         try:
             with service.reserve_tokens(request.requests) as sent:
                 for number, prepared in enumerate(request.requests, start=1):
-                    prepared.request.received_at = received_at
+                    prepared.request.received_s = request.received_s or None
                     stream = await service.client.add(prepared, external_id=request.id, arrival_s=arrival_s, kind=kind)
                     streams.append(stream)
                     sent(prepared)

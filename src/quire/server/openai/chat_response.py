@@ -97,6 +97,9 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
             if shown:
                 yield _chunk(piece.index, shown)
             shown = delta
+        if is_last and "tool_calls" in shown:
+            yield _chunk(piece.index, shown)  # openai's stream helper ends a call by a later chunk than its first
+            shown = {}
         if shown or is_last or (piece.token_ids and self.request.shows_tokens):
             yield self._last_chunk_choice(piece, shown, parsed.finish_reason(piece.finish_reason))
 
