@@ -71,7 +71,6 @@ class EngineClient(SingleEngine):
         self._forecast = Forecast(
             ready.max_num_batched_tokens, ready.limits.max_num_seqs, options.itl_target_s, options.scheduling_policy
         )
-        self._has_ranks = options.tensor_parallel_size > 1
         self._num_signs = self._num_reports = 0           # reports that show progress, and all of them
         self._streams = RequestStreams(
             self.tokenizer, self._on_abort, self._on_closed, is_packed=packs_outputs, itl_target_s=options.itl_target_s
@@ -113,13 +112,13 @@ class EngineClient(SingleEngine):
         client = cls(
             connection, options, observer, numbers, owners, on_close, packs_outputs=packs_outputs, on_stall=on_stall
         )
-        client._start()
+        client._start(has_ranks=options.tensor_parallel_size > 1)
         return client
 
-    def _start(self) -> None:
+    def _start(self, *, has_ranks: bool) -> None:
         """Start to receive reports, and to watch for their absence."""
         self._tasks.append(asyncio.create_task(self._receive_all(), name="engine reports"))
-        if self._has_ranks:
+        if has_ranks:
             self._tasks.append(asyncio.create_task(self._end_when_silent(), name="engine heartbeats"))
         if self._on_stall != "ignore":
             self._tasks.append(asyncio.create_task(self._watch_progress(), name="engine progress"))

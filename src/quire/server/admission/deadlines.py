@@ -14,6 +14,7 @@ from quire.engine.queued_requests import Asked
 from quire.server.api.request import ApiRequest
 from quire.server.errors import deadline_unmeetable
 
+RESERVE = 0.05          # of a predicted time: the client sees its first token a little later than the engine gives it
 CHARS_PER_TOKEN = 8     # about twice as many as texts have: an estimate refuses only what is far from its bound
 
 
@@ -30,7 +31,7 @@ def check_deadline(client: BaseClient, metrics: Observation, call: ApiRequest, n
     work = sum((chunk_work(0, num_tokens) for num_tokens in prompts), StepWork())
     weight = call.requests[0].request.weight if call.requests else 1.0
     asked = Asked(work, call.checked.priority, call.client_id, weight, len(prompts))
-    predicted_s = time.monotonic() - call.received_s + client.first_token_s(asked, request)
+    predicted_s = time.monotonic() - call.received_s + (1 + RESERVE) * client.first_token_s(asked, request)
     if predicted_s > asked_s:
         metrics.refused("deadline_unmeetable")
         raise deadline_unmeetable(predicted_s, asked_s, field)
