@@ -1,7 +1,7 @@
 """Longest pause of a running stream while many clients connect at once and wait, and while all of them disconnect.
 
     python bench/bursts.py                                 # 1,000 and 8,000 connections, three turns
-    python bench/bursts.py --other OTHER/.venv/bin/python  # in turns with a server of another checkout
+    python bench/bursts.py --other OTHER/.venv/bin/python  # a server of another checkout takes turns
 
 A real `quire serve` runs a model of one narrow layer with one seat, which the stream has. A process reads the stream,
 another one connects, sends a request on each connection, and closes them. All share the machine, so there are two

@@ -1,4 +1,4 @@
-"""Deadlines at twice the load that fits: who is answered in time, who is refused, and whether that was right.
+"""Deadlines at twice the load that fits: which requests are in time, which are refused, and whether that was right.
 
     python bench/deadlines.py                     # the demo model, first tokens within 1,000 ms
     python bench/deadlines.py --deadline-ms 4000 MODEL
@@ -43,9 +43,9 @@ class Asked(NamedTuple):
 
     status: int
     deadline_ms: int | None
-    ttft_s: float               # of the first token, or of the refusal
+    ttft_s: float               # until the first token, or the refusal
     retry_after_s: int = 0
-    predicted_s: float = 0.0    # of the first token, in a refusal
+    predicted_s: float = 0.0    # first token, as a refusal names it
     again: "Asked | None" = None
 
 

@@ -73,5 +73,5 @@ def test_age_of_a_request_is_sent_and_no_clock(monkeypatch: pytest.MonkeyPatch) 
     call.request.received_s = 90.0
     monkeypatch.setattr(routing, "time", SimpleNamespace(monotonic=lambda: 100.0))
     sent = pickle.dumps(call)
-    monkeypatch.setattr(routing, "time", SimpleNamespace(monotonic=lambda: 7.0))  # of another machine
+    monkeypatch.setattr(routing, "time", SimpleNamespace(monotonic=lambda: 7.0))  # another machine's
     assert pickle.loads(sent).request.received_s == -3.0

@@ -1,4 +1,4 @@
-"""Deadlines in the scheduler, with a scripted clock: who ends, how, and that nothing of it stays behind."""
+"""Deadlines in the scheduler, with a scripted clock: which requests end, how, and that nothing of them stays behind."""
 
 import random
 

@@ -11,7 +11,7 @@ NUM_RUNS = 100_000
 
 def test_random_loads_on_machines_that_drift_jump_and_lie_starve_no_request() -> None:
     runs = [TimedRun(seed).run() for seed in range(150)]
-    assert max(run.longest_wait for run in runs) == MOST_STEPS - 1        # of prompts beside decodes over the target
+    assert max(run.longest_wait for run in runs) == MOST_STEPS - 1        # prompts beside decodes over the target
     assert sum(run.num_over_target for run in runs) > 0 < sum(run.num_within_target for run in runs)
 
 

@@ -184,4 +184,4 @@ class StepResult(Struct, frozen=True, array_like=True):
     rows: dict[int, RowResult] = field(default_factory=dict)
     at_fault: dict[int, str] = field(default_factory=dict)   # the field of each row
     step_s: float | None = None                              # how long the step took; None: it was not measured
-    step_ratio: float | None = None                          # of it, or of a lot of short steps, to the predicted
+    step_ratio: float | None = None                          # measured to predicted, short steps in lots

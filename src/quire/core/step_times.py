@@ -32,7 +32,7 @@ def chunk_work(start: int, num_tokens: int) -> StepWork:
     return StepWork(num_tokens, num_attended, start + num_tokens if num_tokens else 0)
 
 
-StepKind = Literal["decode", "mixed", "prefill"]  # of a step: decodes only, prompts beside decodes, prompts only
+StepKind = Literal["decode", "mixed", "prefill"]  # decodes only, prompts beside decodes, prompts only
 
 
 class StepTiming(NamedTuple):
@@ -95,4 +95,4 @@ class StepTimes(NamedTuple):
 
 
 _MOST_TOKENS = 1 << 30
-_LEAST_SHARE = 1 / 9  # of the time, for prompts, where decodes take longer than the target: scheduling/time_budget.py
+_LEAST_SHARE = 1 / 9  # least part of the time for prompts, beside decodes over the target: scheduling/time_budget.py

@@ -72,13 +72,13 @@ class Engine:
         self.grammars = grammars            # None: requests with grammars are refused
         self.adapters = adapters            # None: requests with adapters are refused
         self.num_computed_tokens = 0        # by the last step
-        self.timing: StepTiming | None = None  # of the last step; None: it computed nothing
+        self.timing: StepTiming | None = None  # how long the last step took; None: it computed nothing
         self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
         self._clock = clock
-        self._prompts_left = StepWork()     # of running requests, after the last step
+        self._prompts_left = StepWork()     # work of running requests, after the last step
         self._isolation = Isolation(scheduler)
         self._suspects: list[int] = []      # requests that may have made the last step fail
-        self._has_warned = False            # that the target of a step's time cannot be held
+        self._has_warned = False            # once the target of a step's time could not be held
         self._is_certain = False            # the only suspect was being planned or recorded
         self._executor = executor
         self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs

@@ -122,7 +122,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     waits_for: WaitReason | None = None  # of the next waiting request
     num_deferred: int = 0               # waiting requests that the last step skipped
     adapters: AdapterUse | None = None  # None: not counted with this report
-    prompts_left: StepWork = StepWork()  # of running requests: prompt tokens that are not computed yet
+    prompts_left: StepWork = StepWork()  # prompt tokens of running requests that are not computed yet
     step_times: StepTimes | None = None  # prices of steps; None: nothing was measured yet
     num_itl_unmet: int = 0              # steps whose decodes left no time for a prompt that wanted some
 

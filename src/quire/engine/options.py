@@ -45,7 +45,7 @@ OVERRIDE = "override_generation_config"
 MAX_ENGINES = 64
 START_TIMEOUT_S = 120.0
 MAX_NUM_SEQS = (1 << 16) - 1  # every row has room for max_model_len tokens; a GPU's grid has no more in y
-DEFAULT_ITL_TARGET_MS = "500"  # of a server: a gap that a reader of a stream hardly notices
+DEFAULT_ITL_TARGET_MS = "500"  # a gap that a reader of a stream hardly notices
 MAX_GRAPH_SIZES, MAX_GRAPH_TOKENS = 128, 8192  # a graph keeps up to a few MiB, beside what the largest step needs
 
 _engine = partial(option, panel="Engine")

@@ -45,7 +45,7 @@ class FinishedRequest(NamedTuple):
     finish_reasons: list[FinishReason]
     max_tokens: int = 1          # of each answer, resolved
     num_gaps: int = 0            # between two tokens of an answer
-    num_late_gaps: int = 0       # of them, longer than the target
+    num_late_gaps: int = 0       # longer than the target
     met_deadline: bool | None = None  # None: the request had none
 
 

@@ -16,7 +16,7 @@ Key = TypeVar("Key")
 class Asked(NamedTuple):
     """A request that may be sent, as far as its place in the order and its work are concerned."""
 
-    prompt: StepWork = StepWork()   # of its prompts
+    prompt: StepWork = StepWork()   # work of its prompts
     priority: int = 0
     client_id: str = ""
     weight: float = 1.0
@@ -45,7 +45,7 @@ class QueuedRequests:
         self.num_tokens = 0                         # prompt tokens x n
         self._by_priority = dict[int, Before]()
         self._by_client = dict[str, Before]()
-        self._weights = dict[str, float]()          # of the clients, by their last requests
+        self._weights = dict[str, float]()          # clients, by their last requests
 
     def __len__(self) -> int:
         """Count the requests."""

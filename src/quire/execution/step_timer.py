@@ -19,10 +19,10 @@ Floats = NDArray[np.float64]
 
 NUM_KEPT = 64          # steps of a kind that count: with each new one the others weigh a 64th less
 MOST_OFF = 1.35        # measured to predicted, or the other way round: beyond it a step is a surprise
-NUM_SURPRISES = 4      # in a row that are looked at together
-GUESS_WEIGHT = 0.02    # of the guess of each price, in measured steps
+NUM_SURPRISES = 4      # consecutive ones that are looked at together
+GUESS_WEIGHT = 0.02    # weight of each guessed price, in measured steps
 MARGIN_STEPS = 64      # steps with chunks whose errors give the margin
-MARGIN_SHARE = 0.9     # of these steps are within it
+MARGIN_SHARE = 0.9     # part of these steps that are within it
 LEAST_MARGIN_STEPS, FIRST_MARGIN, MOST_MARGIN = 8, 1.1, 1.5
 LOT_S = 0.01           # shorter steps are fitted in lots of this length, as one: a fit takes some 50 microseconds
 # Prices before a measurement, in units of a step without tokens: while the weights are read 4 tokens are computed, one

@@ -36,8 +36,8 @@ class TimeBudget:
         self.times: StepTimes | None = None        # the prices; None: nothing was measured yet
         self._decodes: Callable[[], StepWork] = StepWork
         self._now_s = 0.0
-        self._left_s: float | None = None          # of this step, for prompts; None: no prompt has asked yet
-        self.decode_s = 0.0                        # of the last step that was limited: without its prompts
+        self._left_s: float | None = None          # what this step has for prompts; None: none has asked yet
+        self.decode_s = 0.0                        # decodes of the last step that was limited
         self._num_passed = 0                       # steps since prompts have advanced, where the target cannot be held
 
     @property

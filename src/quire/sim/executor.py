@@ -56,7 +56,7 @@ class SimulatedExecutor:
         self.now_s += seconds
         rates, ratio = self._rates, None
         if self._timer is not None:
-            rates = rates._replace(step_times=self._timer.times)  # by the steps before, as a worker's
+            rates = rates._replace(step_times=self._timer.times)  # the steps before give them, as in a worker
             starts = np.array(plan.starts, dtype=np.int64)
             ratio = self._timer.record(starts, starts + np.array(plan.counts), seconds)
         self.on_step(plan, seconds)

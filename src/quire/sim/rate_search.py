@@ -15,7 +15,7 @@ class Probed(NamedTuple):
     """One rate that was tried, and how many of its requests met the limits."""
 
     rate: float
-    is_met: bool  # by enough of them
+    is_met: bool  # enough of them meet it
     num_met: int
     num_requests: int
     duration_s: float

@@ -113,7 +113,7 @@ HISTOGRAMS = (
     "quire:step_seconds",
     "quire:step_prediction_ratio",
 )
-KINDS = ("decode", "mixed", "prefill")  # of steps
+KINDS = ("decode", "mixed", "prefill")  # kinds of steps
 
 
 class Page:
@@ -479,7 +479,7 @@ def test_times_of_steps_are_counted_by_kind_beside_what_was_predicted() -> None:
         StepTiming("decode", 0.02),                             # nothing was measured before
         StepTiming("decode", 0.02, 0.8),
         StepTiming("mixed", 0.4, 2.0),
-        StepTiming("prefill"),                                  # of an executor that measures nothing
+        StepTiming("prefill"),                                  # from an executor without a clock
         None,                                                   # nothing was computed
     ):
         metrics.engines[0].on_step(structs.replace(stepped(IDLE), timing=timing), processed())

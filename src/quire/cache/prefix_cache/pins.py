@@ -40,7 +40,7 @@ class Pins(dict[int, Pin]):
         self.ids: tuple[int, ...] = ()
         self.num_blocks = 0                 # pinned, each counted once
         self.tails = Counter[int]()         # pins by last block, where it is not full
-        self.num_empty_slots = 0            # of those blocks
+        self.num_empty_slots = 0            # without a token, in those blocks
 
     def add(self, pin_id: int, table: BlockTable, token_ids: Sequence[int], scope: Scope) -> None:
         """Pin the blocks of a table; its full blocks are in the tree. A tail that another pin has is stored once."""

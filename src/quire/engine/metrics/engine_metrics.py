@@ -82,7 +82,7 @@ class EngineMetrics(EngineObserver):
         self._num_restarts = 0
         self._histograms = RequestHistograms()
         self._targets = TargetCounts(options.ttft_target_s, options.itl_target_s)
-        self._num_unmet_before = 0                                  # by the engines before this one
+        self._num_unmet_before = 0                                  # counted by the engines before this one
 
     # --- events ---------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ class GGUFFile:
         place = self._array(key, (_STRING,), "strings")
         stored, start, strings = self.map[place.offset : place.offset + place.num_bytes], 8, list[str]()
         try:
-            for end in place.ends.tolist():  # of a vocabulary: 262,144 times
+            for end in place.ends.tolist():  # 262,144 times for a vocabulary
                 strings.append(stored[start:end].decode())
                 start = end + 8
         except UnicodeDecodeError as error:

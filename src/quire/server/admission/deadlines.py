@@ -14,7 +14,7 @@ from quire.engine.queued_requests import Asked
 from quire.server.api.request import ApiRequest
 from quire.server.errors import deadline_unmeetable
 
-RESERVE = 0.05          # of a predicted time: the client sees its first token a little later than the engine gives it
+RESERVE = 0.05          # added to a predicted time: the client sees a token a little later than the engine gives it
 CHARS_PER_TOKEN = 8     # about twice as many as texts have: an estimate refuses only what is far from its bound
 
 

@@ -53,7 +53,7 @@ class Protocol(HttpToolsProtocol):
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._limits, self._refused, self._paced, self._gate = limits, refused, paced, gate
-        self._part: Part | None = None                # of an incomplete request: the one being received
+        self._part: Part | None = None                # being received, of an incomplete request
         self._num_headers = self._num_header_bytes = 0
         self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
         self._is_refused = False

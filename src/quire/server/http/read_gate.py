@@ -24,7 +24,7 @@ class ReadGate:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
-        self._waiting = dict[int, "GatedFlow"]()  # by file descriptor
+        self._waiting = dict[int, "GatedFlow"]()  # keys are file descriptors
         self._num_direct = 0
         self._loop.add_reader(self._epoll.fileno(), self._admit)
 
@@ -69,7 +69,7 @@ class GatedFlow(FlowControl):
     def __init__(self, transport: asyncio.Transport, gate: ReadGate) -> None:
         super().__init__(transport)
         self._gate = gate
-        self._file: int | None = None  # in the gate's set
+        self._file: int | None = None  # member of the gate's set
         self._is_direct = gate.enter()
         if not self._is_direct and not is_ssl(transport):
             self._file = transport.get_extra_info("socket").fileno()

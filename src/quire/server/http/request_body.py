@@ -12,7 +12,7 @@ from quire.server.http.api_keys import client_id_of
 from quire.server.service import Service
 
 _BODY = "quire.body"              # of the scope
-_RECEIVED = "quire.received_s"    # of the scope: when the body was complete
+_RECEIVED = "quire.received_s"    # key of a scope: when the body was complete
 
 
 class RequestBody:
