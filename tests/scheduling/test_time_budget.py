@@ -7,7 +7,7 @@ import pytest
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepWork, chunk_work
-from support.scheduling import Harness, random_run
+from support.scheduling import Harness
 
 PRICES = StepTimes(step_s=0.02, token_s=0.001, attended_s=1e-6, context_s=1e-6)
 BUDGET = 256
@@ -126,9 +126,21 @@ def test_target_of_nearly_nothing_starves_no_prompt(target_s: float) -> None:
 
 
 def test_prompt_takes_over_where_the_decodes_are_preempted() -> None:
-    """The first in order is a prompt without time, and the decodes behind it lose their blocks."""
-    for seed in range(60):
-        random_run(seed, crowded=True)
+    """The first in order is a prompt without time, and the only decode behind it loses its blocks in that step."""
+    rates = MeasuredRates(step_times=PRICES._replace(token_s=0.05))
+    harness = Harness(num_blocks=19, budget=16, rates=rates, itl_target_s=1e-3, mode="recompute")
+    prompt = harness.add(64, max_tokens=2, ignore_eos=True)
+    for _ in range(2):
+        harness.step()
+    stream = harness.add(4, max_tokens=60, ignore_eos=True)
+    while not harness.scheduler.preempted:
+        plan = harness.schedule()
+        harness.execute(plan)
+    assert harness.scheduler.preempted == [stream.request_id]
+    assert plan.counts == [16], "the prompt goes on alone, without a limit"
+    harness.run()
+    harness.assert_right(prompt)
+    harness.assert_right(stream)
 
 
 def test_step_planned_ahead_keeps_the_target() -> None:
