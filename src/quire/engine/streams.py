@@ -68,7 +68,7 @@ class RequestStreams:
 
     A request is open until its last output has been read, or its stream was aborted. `on_abort` is called with the
     number and the figures of a request that its reader aborted while the engine ran it, `on_close` with the number of
-    each that is not open any more. `is_packed`, `itl_target_s`: as of `OutputProcessor`.
+    each that is not open any more. `is_packed`, `itl_target_s`: as in `OutputProcessor`.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ GUESS_WEIGHT = 0.02    # weight of each guessed price, in measured steps
 MARGIN_STEPS = 64      # steps with chunks whose errors give the margin
 MARGIN_SHARE = 0.9     # part of these steps that are within it
 LEAST_MARGIN_STEPS, FIRST_MARGIN, MOST_MARGIN = 8, 1.1, 1.5
-LOT_S = 0.01           # shorter steps are fitted in lots of this length, as one: a fit takes some 50 microseconds
+LOT_S = 0.01           # shorter steps are fitted in lots of this length, as one: a fit takes some 40 microseconds
 # Prices before a measurement, in units of a step without tokens: while the weights are read 4 tokens are computed, one
 # behind 4,000 others takes as long as two, and reading the weights as long as reading 100,000 tokens of context. Only
 # the ratios count, and only until steps of a kind have been measured: then a chunk that is too short costs little.

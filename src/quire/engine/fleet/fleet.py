@@ -43,7 +43,7 @@ class FleetSettings:
     owners: OwnerLabels | None = None
     start_timeout_s: float = START_TIMEOUT_S
     requires_tokenizer: bool = False
-    packs_outputs: bool = True          # as of `OutputProcessor`
+    packs_outputs: bool = True          # as in `OutputProcessor`
     routing: Routing = "prefix"         # another rule is for measurements
 
 

@@ -98,7 +98,7 @@ class GGUFFile:
     def places(self, key: str, wanted: Iterable[str]) -> dict[str, int]:
         """Return where an array of strings has each of those that are `wanted`, the last place of equal ones.
 
-        No other string is decoded. ModelError as of `strings`.
+        No other string is decoded. ModelError as in `strings`.
         """
         place, found = self._array(key, (_STRING,), "strings"), dict[str, int]()
         stored = np.frombuffer(self.map[place.offset : place.offset + place.num_bytes], np.uint8)

@@ -152,7 +152,7 @@ class BlockTable:
     """An embedding table that stays in blocks; a `StoredTable`. Rows are expanded where they are looked up."""
 
     def __init__(self, type_name: str, rows: Tensor, dtype: torch.dtype) -> None:
-        """`rows` as of `read_blocks`, without gaps and with finite values. dtype: that of looked-up rows."""
+        """`rows` as in `read_blocks`, without gaps and with finite values. dtype: that of looked-up rows."""
         assert rows.is_contiguous(), "rows with gaps"
         self._type_name, self._rows, self._dtype = type_name, rows, dtype
 
