@@ -141,7 +141,7 @@ fleet-soak: $(STAMP) ## ask 10,000 requests of three engines, of which one is ki
 hostile-soak: $(STAMP) ## what honest clients notice of hostile ones, in alternating phases, for MINUTES=10 (20 before a release)
 	$(BIN)/python bench/hostile_soak.py --minutes $(MINUTES)
 
-lint: $(STAMP) ## check style, types and layers; print line budgets and counts of the structure
+lint: $(STAMP) ## check style, types and layers; print counts of the structure
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

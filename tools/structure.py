@@ -1,9 +1,8 @@
-"""Line budgets, prose counts, attribute counts and import circles of the source tree, as `make lint` prints them.
+"""Prose counts, attribute counts and import circles of the source tree, as `make lint` prints them.
 
     python tools/structure.py
 
-A figure past its budget is a reason to look at the structure, not an error; what must be zero is tested, in
-`tests/test_structure.py`.
+What must be zero is tested, in `tests/test_structure.py`.
 """
 
 import ast
@@ -11,7 +10,6 @@ import io
 import re
 import sys
 import tokenize
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,17 +17,10 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src/quire"
 READING_GUIDE = ROOT / "docs/reading-guide.md"
 
-ENGINE_PACKAGES = ("core", "cache", "scheduling", "execution", "decoding", "model", "engine", "text", "formats")
-BUDGETS = {"one request's way": 3_000, "core to engine": 12_000, "kernels and csrc": 10_000}
 MAX_ATTRIBUTES = 15
 
 PERSONS = re.compile(r"\b(?:who|whom|whose|somebody|nobody)\b", re.IGNORECASE)
 QUESTIONS = re.compile(r"(?:Who|Whom|Whose|What|Whether|How|Why|Where|When|From|Which)\b")
-
-
-def rooms() -> Mapping[str, str]:
-    """Return the optional packages and the module of each that other packages may import, by `[tool.quire.rooms]`."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["quire"]["rooms"]
 
 
 def modules(sources: Path = SOURCES) -> dict[str, Path]:
@@ -43,24 +34,6 @@ def module_name(path: Path, sources: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def count_lines(paths: list[Path]) -> int:
-    """Return the number of lines of all files together, blank ones and comments too."""
-    return sum(path.read_bytes().count(b"\n") for path in paths)
-
-
-def package_files(name: str) -> list[Path]:
-    """Return the Python files of the package or module with this dotted name."""
-    path = SOURCES.parent / name.replace(".", "/")
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-
-
-def way_of_a_request() -> list[Path]:
-    """Return the files that the reading guide's steps from `engine.py` to `update` name, each once, in order."""
-    section = READING_GUIDE.read_text().split("## From `LLM.generate` to the kernel")[1].split("\n## ")[0]
-    steps = re.split(r"\n(?=\d+\. )", section)
-    return named_files("\n".join(step for step in steps if re.match(r"(?:[4-9]|1[0-2])\. ", step)))
-
-
 def named_files(text: str) -> list[Path]:
     """Return the Python files that a text names, each once, in order; a bare name is in the last one's folder."""
     files: dict[Path, None] = {}
@@ -71,15 +44,6 @@ def named_files(text: str) -> list[Path]:
         if path.suffix == ".py":
             files[path] = None
     return list(files)
-
-
-def line_counts() -> dict[str, tuple[int, int]]:
-    """Return the lines and the budget of each part of the tree that has one."""
-    apart = {path for room in rooms() for path in package_files(room)}
-    engine = [path for name in ENGINE_PACKAGES for path in package_files(f"quire.{name}") if path not in apart]
-    kernels = [*package_files("quire.kernels"), *sorted((ROOT / "csrc").glob("*.[ch]pp"))]
-    parts = {"one request's way": way_of_a_request(), "core to engine": engine, "kernels and csrc": kernels}
-    return {name: (count_lines(files), BUDGETS[name]) for name, files in parts.items()}
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
@@ -203,10 +167,7 @@ def import_circles(sources: Path = SOURCES) -> list[list[str]]:
 
 
 def main() -> None:
-    """Print every figure, with a remark at those past their budget."""
-    for name, (count, budget) in line_counts().items():
-        remark = "   <- past its budget" if count > budget else ""
-        sys.stdout.write(f"{name:40} {count:6,} of {budget:6,} lines{remark}\n")
+    """Print every figure."""
     counts = {
         "who, whom, whose, somebody, nobody": len(persons()),
         "modules that open with a question word": len(question_openings()),

@@ -6,17 +6,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.checks import one_each, refuse
-from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
 from quire.core.lora import Adapter, LoRARequest
-from quire.core.optional_package import absent_package, needs_package
 from quire.core.options import declared_options
 from quire.core.outputs import (
     EmbeddingRequestOutput,
@@ -38,31 +37,17 @@ from quire.engine.input_processor import (
     Truncation,
 )
 from quire.engine.local_engine import LocalEngine
-from quire.engine.observation import Observation
+from quire.engine.metrics.page import Metrics
+from quire.engine.metrics.values import Metric
 from quire.engine.offline_engine import OfflineEngine
+from quire.engine.offline_fleet.engines import BlockingFleet
 from quire.engine.options import EngineOptions
 from quire.engine.output_processor import OutputKind
+from quire.engine.pooling.offline import OfflinePooling
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
-
-if TYPE_CHECKING:
-    from quire.engine.metrics.values import Metric
-    from quire.engine.pooling.offline import OfflinePooling
-
-try:
-    from quire.vllm_arguments.translation import engine_settings
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.vllm_arguments") is None:
-        raise
-    engine_settings = None  # type: ignore[assignment]  # optional: without it LLM has its own arguments only
-
-try:
-    from quire.engine.metrics.page import Metrics
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.engine.metrics") is None:
-        raise
-    Metrics = None  # type: ignore[assignment,misc]  # optional: without it get_metrics raises ModelError
+from quire.vllm_arguments.translation import engine_settings
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}
@@ -96,8 +81,7 @@ class LLM:
     ) -> None:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
         settings["structured_outputs_config"] = structured_outputs_config
-        if engine_settings is not None:
-            settings = engine_settings(settings, _SETTINGS)
+        settings = engine_settings(settings, _SETTINGS)
         self._grammar_config = parse_config(_as_json(settings.pop("structured_outputs_config", None)))
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),
@@ -105,9 +89,9 @@ class LLM:
             speculative_config=_as_json(speculative_config), **settings,
         )  # fmt: skip
         num_engines, name = options.data_parallel_size, found or "quire-demo"
-        self._observation = Observation(num_engines) if Metrics is None else Metrics(name, None, num_engines, options)
+        self._metrics = Metrics(name, None, num_engines, options)
         with collections_paused():
-            self._open: OfflineEngine | None = _start(options, self._observation)
+            self._open: OfflineEngine | None = _start(options, self._metrics)
         self._num_requests = 0                                 # accepted so far; also the next one's id
 
     def __enter__(self) -> Self:
@@ -295,11 +279,9 @@ class LLM:
         params = pooling_params or PoolingParams()
         return self._pooling(use_tqdm).score(data_1, data_2, params, instruction, truncate_prompt_tokens, priority)
 
-    def _pooling(self, use_tqdm: bool) -> "OfflinePooling":
+    def _pooling(self, use_tqdm: bool) -> OfflinePooling:
         """Return what makes requests for vectors of the arguments of a call. RuntimeError if closed."""
         inputs, ready = self._inputs, self._runner.ready
-        with needs_package("a vector", "quire.engine.pooling"):
-            from quire.engine.pooling.offline import OfflinePooling  # noqa: PLC0415 (a room: it can be absent)
 
         def finish(prepared: list[PreparedRequest]) -> list[RequestOutput]:
             self._num_requests += len(prepared)
@@ -336,15 +318,9 @@ class LLM:
         """Return the state of the KV cache between two steps; of several engines the sum."""
         return self._runner.kv_stats()
 
-    def get_metrics(self) -> list["Metric"]:
-        """Return all metrics of /metrics but those of calls and of the process, as objects.
-
-        ModelError without the package of the metrics.
-        """
-        runner = self._runner
-        if Metrics is None or not isinstance(self._observation, Metrics):
-            raise ModelError("get_metrics needs the package quire.engine.metrics, which is not in this installation")
-        return runner.observe(self._observation.values)
+    def get_metrics(self) -> list[Metric]:
+        """Return all metrics of /metrics but those of calls and of the process, as objects."""
+        return self._runner.observe(self._metrics.values)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -433,15 +409,11 @@ class LLM:
         return self._runner.run(requests, kind)
 
 
-def _start(options: EngineOptions, observation: Observation) -> OfflineEngine:
-    """Return the engine of an LLM, or its engines. ConfigError where several are not installed."""
+def _start(options: EngineOptions, metrics: Metrics) -> OfflineEngine:
+    """Return the engine of an LLM, or its engines."""
     if options.data_parallel_size == 1:
-        return LocalEngine(options, observation.engines[0])
-    setting = f"data_parallel_size {options.data_parallel_size}"
-    rooms = ("quire.engine.offline_fleet", "quire.engine.fleet", "quire.cache.prefix_cache")
-    with needs_package(setting, *rooms, error=ConfigError):
-        from quire.engine.offline_fleet.engines import BlockingFleet  # noqa: PLC0415 (a room: it can be absent)
-    return BlockingFleet(options, observation)
+        return LocalEngine(options, metrics.engines[0])
+    return BlockingFleet(options, metrics)
 
 
 def _as_json(given: str | Mapping[str, Any] | None) -> str:

@@ -1,6 +1,6 @@
 """Prefixes of sequences in a cache: what its manager asks about them, with the answers where none can be found.
 
-A prefix cache overrides all of it: `quire.cache.prefix_cache`, a room.
+A prefix cache overrides all of it: `quire.cache.prefix_cache`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -6,6 +6,7 @@ from functools import partial
 
 from quire.cli.flag_groups import flag_field, with_config_file, with_flag_groups
 from quire.core.errors import ConfigError
+from quire.core.optional_package import needs_library
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
 
@@ -57,13 +58,11 @@ def deploy(engine: EngineOptions, server: ServerOptions, cluster: ClusterFlags) 
         raise ConfigError(
             f"data_parallel_size {engine.data_parallel_size} is for one server; replicas sets the engines on a cluster"
         )
-    try:
+    with needs_library("quire deploy", "ray", "'quire[ray]'"):
         import ray  # noqa: PLC0415 (optional, and slow)
 
         from quire.cluster.deploy import DeployOptions  # noqa: PLC0415
         from quire.cluster.deploy import deploy as run  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"quire deploy needs Ray (pip install 'quire[ray]'): {error}") from error
     options = DeployOptions(
         least, most, cluster.ingress_replicas, cluster.cpus_per_engine,
         queued_tokens_per_replica=cluster.queued_tokens_per_replica, name=cluster.app_name,

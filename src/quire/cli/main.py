@@ -14,7 +14,6 @@ import quire
 from quire.cli.command import Command
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
 from quire.core.errors import EngineError
-from quire.core.optional_package import absent_package
 
 
 def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
@@ -28,7 +27,7 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
         context_settings=GROUP_SETTINGS,
         callback=_root,
     )
-    makers: dict[str, Callable[[], Callable[..., object] | typer.Typer | None]] = {
+    makers: dict[str, Callable[[], Callable[..., object] | typer.Typer]] = {
         "serve": _serve, "generate": _generate, "chat": _chat, "plan": _plan, "simulate": _simulate, "deploy": _deploy,
         "paper": _paper, "bench": _bench, "run-batch": _run_batch,
     }  # fmt: skip
@@ -36,7 +35,7 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
         made = makers[name]()
         if isinstance(made, typer.Typer):
             app.add_typer(made)
-        elif made is not None:
+        else:
             app.command(name, cls=Command, context_settings=COMMAND_SETTINGS)(made)
     return app
 
@@ -89,13 +88,9 @@ def _bench() -> typer.Typer:
     return bench
 
 
-def _run_batch() -> Callable[..., object] | None:
-    try:
-        from quire.cli.run_batch.command import run_batch  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if absent_package(error, "quire.cli.run_batch") is None:
-            raise
-        return None  # optional: without it there is no such command
+def _run_batch() -> Callable[..., object]:
+    from quire.cli.run_batch.command import run_batch  # noqa: PLC0415
+
     return run_batch
 
 

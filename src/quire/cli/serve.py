@@ -4,7 +4,7 @@ import signal
 from typing import NoReturn
 
 from quire.cli.flag_groups import with_config_file, with_flag_groups
-from quire.core.optional_package import needs_package
+from quire.engine.nodes.agent import run_node
 from quire.engine.options import EngineOptions
 from quire.server.ops.signals import STOP_SIGNALS, exit_on_signal
 from quire.server.options import ServerOptions
@@ -24,8 +24,6 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
 
 def run_other_node(engine: EngineOptions, num_restarts: int) -> NoReturn:
     """Run the ranks of a node other than 0. Raises the reason of their end."""
-    with needs_package(f"node_rank {engine.node_rank}", "quire.engine.nodes"):
-        from quire.engine.nodes.agent import run_node  # noqa: PLC0415 (a room)
     for number in STOP_SIGNALS:
         signal.signal(number, exit_on_signal)
     raise run_node(engine, num_restarts)

@@ -13,10 +13,10 @@ from quire.cli.bench.flags import LimitFlags, RateFlags
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
 from quire.cli.plan import DeviceFlags, price_row, print_refusals
 from quire.core.errors import ConfigError
-from quire.core.optional_package import absent_package
 from quire.engine.options import EngineOptions
 from quire.sim.cost import CostModel
 from quire.sim.datasets import DATA_FOLDER, DATASETS, due_times, fit_note, workload
+from quire.sim.fleet import FleetRun, FleetSimulation
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model
 from quire.sim.planning import MemoryPlan
@@ -24,14 +24,6 @@ from quire.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed
 from quire.sim.simulation import SimulatedRun, Simulation, paged_scheduler
 from quire.sim.statistics import Timeline, distribution, latencies
 from quire.sim.workloads import WorkItem
-
-try:
-    from quire.sim.fleet import FleetRun, FleetSimulation
-except ModuleNotFoundError as error:
-    _absent = absent_package(error, "quire.engine.fleet", "quire.cache.prefix_cache")
-    if _absent is None:
-        raise
-    FleetSimulation = None  # type: ignore[assignment,misc]  # optional: without it one engine is simulated
 
 _LOWEST_RATE = 2**-10  # requests per second that a search tries
 # Fields that are printed in ways of their own.
@@ -159,18 +151,16 @@ def simulate(
 
 def _serve(
     load: LoadFlags, found: MemoryPlan, cost: CostModel, items: list[WorkItem], due_s: list[float]
-) -> tuple[SimulatedRun, "FleetRun | None"]:
-    """Return the run of one engine or of all of several. Raises ConfigError where routing is not installed."""
+) -> tuple[SimulatedRun, FleetRun | None]:
+    """Return the run of one engine or of all of several."""
     if load.replicas == 1:
         return Simulation(paged_scheduler(found.cache, found.scheduler), cost).run(items, due_s), None
-    if FleetSimulation is None:
-        raise ConfigError(f"--replicas needs the package {_absent}, which is not in this installation")
     fleet = FleetSimulation(load.replicas, found.cache, found.scheduler, cost, load.routing).run(items, due_s)
     return fleet.whole, fleet
 
 
 def _find_rate(
-    serve: "Callable[[list[float]], tuple[SimulatedRun, FleetRun | None]]", load: LoadFlags, items: list[WorkItem],
+    serve: Callable[[list[float]], tuple[SimulatedRun, FleetRun | None]], load: LoadFlags, items: list[WorkItem],
     limits: LatencyLimits, search: RateFlags, seed: int,
 ) -> tuple[float, report.Record]:  # fmt: skip
     """Return the highest rate at which enough requests meet the limits, and the record of the search.

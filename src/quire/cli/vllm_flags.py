@@ -1,6 +1,6 @@
 """Flags of vLLM on the command line, in the environment and in files, rewritten to those of a command of Quire.
 
-What a flag means is in the room quire.vllm_arguments. Forms of vLLM's command line are read as well: `--no-flag` of
+What a flag means is in quire.vllm_arguments. Forms of vLLM's command line are read as well: `--no-flag` of
 every switch, several values behind one flag (`--served-model-name a b`), keys of JSON one by one
 (`--some-config.key value`), `-O3`, and `--model M`.
 """
@@ -11,22 +11,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from quire.cli.flag_groups import SEVERAL
 from quire.core.errors import ConfigError
-from quire.core.optional_package import absent_package
-
-if TYPE_CHECKING:
-    from quire.vllm_arguments.rows import Row
-
-try:
-    from quire.vllm_arguments.translation import ROWS, meaning
-    from quire.vllm_arguments.values import parsed_json
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.vllm_arguments") is None:
-        raise
-    ROWS = {}  # optional: without it a command knows its own flags only
+from quire.vllm_arguments.rows import Row
+from quire.vllm_arguments.translation import ROWS, meaning
+from quire.vllm_arguments.values import parsed_json
 
 PREFIX = "QUIRE"
 VLLM_KEY = "VLLM_API_KEY"       # in the environment; of servers, after keys from everywhere else

@@ -1,4 +1,4 @@
-"""Deployment of a model on a Ray cluster with Ray Serve (door of the room).
+"""Deployment of a model on a Ray cluster with Ray Serve.
 
 Ingress replicas tokenize, hold the bounds on clients and speak all APIs; engine replicas compute. The number of engine
 replicas follows the prompt tokens that wait in them. Deploying again with other settings replaces replicas one by one.

@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,19 @@ from msgspec import structs
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
-from quire.core.optional_package import absent_package, needs_package
+from quire.core.optional_package import needs_library
 from quire.core.sequence import Request
+from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
+from quire.engine.adapters.store import (
+    AdapterRows,
+    AdapterStore,
+    RankAdapters,
+    make_rank_adapters,
+    make_slots,
+    make_store,
+)
 from quire.engine.devices import uses_gpu
+from quire.engine.draft_model.loading import LoadedDraftModel, load_draft_model
 from quire.engine.engine import Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.input_processor import InputProcessor
@@ -27,8 +36,11 @@ from quire.engine.sizing import size_engine
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.execution.drafter import Drafter, DraftMethod
+from quire.execution.drafting.drafters import make_drafter
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.cuda.attention import CUDA_ATTENTION
+from quire.kernels.flashinfer.attention import FLASHINFER_ATTENTION
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError
@@ -42,19 +54,7 @@ from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.engine.adapters.store import AdapterRows, AdapterStore, RankAdapters
-    from quire.engine.draft_model.loading import LoadedDraftModel
     from quire.engine.parallel.leader import RankSet
-
-try:
-    from quire.decoding.grammars.constrained import ConstrainedDecoding, GrammarChecks, TokenizerText
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.decoding.grammars", "quire.grammar_writing", "llguidance") is None:
-        raise
-    ConstrainedDecoding = None  # type: ignore[assignment,misc]  # optional: without it requests with grammars are refused
-
-_GPU_ROOMS = "quire.engine.gpu_ranks", "quire.execution.cuda", "quire.execution.cuda_graphs"
-_needs_room = partial(needs_package, error=ConfigError)  # of settings: each imports its room where it asks for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,38 +110,39 @@ def _load_model(options: EngineOptions, folder: Path, ranks: "RankSet | None") -
 
 
 def _ranks(options: EngineOptions) -> "RankSet | None":
-    """Return the other ranks that the options ask for. Raises ConfigError where they are not installed."""
+    """Return the other ranks that the options ask for. Raises ConfigError where they cannot run.
+
+    Their modules import the compiled extension, without which engines of one rank work.
+    """
     if options.tensor_parallel_size == 1:
         return None
-    setting = f"tensor_parallel_size {options.tensor_parallel_size}"
-    with _needs_room(setting, "quire.engine.parallel", "quire.kernels.cpp._kernels"):
-        from quire.engine.parallel.leader import RankSet  # noqa: PLC0415 (a room: it can be absent, as all below)
+    if not usable_isas():
+        raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} needs the compiled C++ extension")
     if uses_gpu(options):
-        with _needs_room(f"{setting} on device cuda", *_GPU_ROOMS):
-            from quire.engine.gpu_ranks.leader import GpuRankSet, check_gpu_ranks  # noqa: PLC0415
+        from quire.engine.gpu_ranks.leader import GpuRankSet, check_gpu_ranks  # noqa: PLC0415 (see above)
+
         check_gpu_ranks(options, torch.cuda.device_count())
         return GpuRankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=True)
     if options.distributed_executor_backend == "ray":
-        with _needs_room("distributed_executor_backend 'ray'", "ray", "quire.engine.ray_ranks", "quire.engine.nodes"):
+        with needs_library("distributed_executor_backend 'ray'", "ray", "'quire[ray]'"):
             from quire.engine.ray_ranks.leader import RayRankSet  # noqa: PLC0415 (imports Ray, for a second)
         return RayRankSet(options)
+    from quire.engine.parallel.leader import RankSet  # noqa: PLC0415 (see above)
+
     return RankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=False)
 
 
 def _ranks_of_nodes(options: EngineOptions, *, is_on_gpu: bool) -> "RankSet":
     """Return the other ranks of a run whose nodes are started by hand."""
-    with _needs_room(f"nnodes {options.nnodes}", "quire.engine.nodes"):
-        from quire.engine.nodes.leader import NodeRankSet  # noqa: PLC0415
     if options.node_rank:
         raise ConfigError(
             f"node_rank {options.node_rank}: node 0 has the engine; start the other nodes by `quire serve` with the "
             "same settings"
         )
-    if not is_on_gpu:
-        return NodeRankSet(options)
-    with _needs_room(f"nnodes {options.nnodes} on device cuda", "quire.engine.gpu_nodes"):
-        from quire.engine.gpu_nodes.leader import GpuNodeRankSet  # noqa: PLC0415
-    return GpuNodeRankSet(options)
+    from quire.engine.gpu_nodes.leader import GpuNodeRankSet  # noqa: PLC0415 (imports the extension)
+    from quire.engine.nodes.leader import NodeRankSet  # noqa: PLC0415 (as above)
+
+    return GpuNodeRankSet(options) if is_on_gpu else NodeRankSet(options)
 
 
 def _load(options: EngineOptions, folder: Path) -> LoadedModel:
@@ -154,8 +155,8 @@ def _load(options: EngineOptions, folder: Path) -> LoadedModel:
         is_there = importlib.util.find_spec("transformers") is not None
         if options.model_impl == "quire" or not is_there:
             raise unknown
-    with _needs_room("model_impl 'transformers'", "transformers", "quire.engine.transformers_model"):
-        # A room, and a package that takes seconds to import: only for models that need them.
+    with needs_library("model_impl 'transformers'", "transformers", "'quire[transformers]'"):
+        # Takes seconds to import: only for models that need it.
         from quire.engine.transformers_model.loading import knows, load_through_transformers  # noqa: PLC0415
     if options.model_impl == "auto" and not knows(folder):
         raise unknown
@@ -163,23 +164,15 @@ def _load(options: EngineOptions, folder: Path) -> LoadedModel:
 
 
 def _attention(options: EngineOptions) -> AttentionBackEnd | None:
-    """Return what the options name in place of Triton's attention. ConfigError where its package is missing."""
-    name = options.attention_backend
-    if name in {"auto", "triton"}:
-        return None
-    with _needs_room(f"attention_backend {name}", f"quire.kernels.{name}"):
-        if name == "cuda":
-            from quire.kernels.cuda.attention import CUDA_ATTENTION  # noqa: PLC0415
-
-            return CUDA_ATTENTION
-        from quire.kernels.flashinfer.attention import FLASHINFER_ATTENTION  # noqa: PLC0415
-
-        return FLASHINFER_ATTENTION
+    """Return what the options name in place of Triton's attention."""
+    if options.attention_backend == "cuda":
+        return CUDA_ATTENTION
+    return FLASHINFER_ATTENTION if options.attention_backend == "flashinfer" else None
 
 
 def build_engine(
     options: EngineOptions, loaded: LoadedModel, tokenizer: Tokenizer | None = None,
-    read_tokenizer: Callable[[], Tokenizer] | None = None, draft_model: "LoadedDraftModel | None" = None,
+    read_tokenizer: Callable[[], Tokenizer] | None = None, draft_model: LoadedDraftModel | None = None,
     ranks: "RankSet | None" = None,
 ) -> AssembledEngine:  # fmt: skip
     """Return an engine for any loaded model. `read_tokenizer`, without a `tokenizer`: called once, in a thread.
@@ -214,9 +207,9 @@ def build_engine(
 
 def _grammars(
     options: EngineOptions, loaded: LoadedModel, read_tokenizer: Callable[[], Tokenizer]
-) -> "ConstrainedDecoding | None":
-    """Return the grammars of an engine; None where they are not installed, and for static batches."""
-    if ConstrainedDecoding is None or options.batching == "static":
+) -> ConstrainedDecoding | None:
+    """Return the grammars of an engine; None for static batches."""
+    if options.batching == "static":
         return None
 
     def tokenizer_text() -> TokenizerText:
@@ -231,24 +224,17 @@ def _grammars(
     )
 
 
-def grammar_checks() -> "GrammarChecks | None":
-    """Return the checks of grammars for engines of other processes; None where they are not installed."""
-    return None if ConstrainedDecoding is None else GrammarChecks()
-
-
-def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -> "LoadedDraftModel | None":
-    """Return the draft model that the options ask for. Raises ConfigError where loading one is not installed."""
+def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -> LoadedDraftModel | None:
+    """Return the draft model that the options ask for."""
     config = options.speculation
     if config is None or config.method != "draft_model":
         return None
-    with _needs_room("speculative_config with a draft model", "quire.engine.draft_model", "quire.execution.drafting"):
-        from quire.engine.draft_model.loading import load_draft_model  # noqa: PLC0415
     return load_draft_model(options, config, target, tokenizer)
 
 
 def _build(
     options: EngineOptions, loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig,
-    grammars: "ConstrainedDecoding | None", draft_model: "LoadedDraftModel | None", ranks: "RankSet | None",
+    grammars: ConstrainedDecoding | None, draft_model: LoadedDraftModel | None, ranks: "RankSet | None",
     slots: AdapterSlots | None,
 ) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
@@ -284,8 +270,6 @@ def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet
     """Return memory for adapters on the model's device; None if they are off, or computed where they are loaded."""
     if not options.enable_lora:
         return None
-    with _needs_room("enable_lora", "quire.engine.adapters"):
-        from quire.engine.adapters.store import make_slots  # noqa: PLC0415
     if ranks is None:
         return make_slots(options, model)
     assert ranks.own_model is not None, "ranks that have not joined"
@@ -294,12 +278,10 @@ def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet
 
 def _adapters(
     options: EngineOptions, model: LanguageModel, ranks: "RankSet | None", slots: AdapterSlots | None
-) -> "tuple[AdapterStore, AdapterRows] | tuple[None, None]":
+) -> tuple[AdapterStore, AdapterRows] | tuple[None, None]:
     """Return the adapters of an engine and those of its rows; None if they are off."""
     if not options.enable_lora:
         return None, None
-    with _needs_room("enable_lora", "quire.engine.adapters"):
-        from quire.engine.adapters.store import AdapterRows, make_store  # noqa: PLC0415
     if ranks is None:
         store = make_store(options, model)
     else:
@@ -308,10 +290,8 @@ def _adapters(
     return store, AdapterRows(store, slots)
 
 
-def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "tuple[RankAdapters, AdapterRows]":
-    """Return the adapters of a rank other than 0, and those of its rows. Rank 0 has refused where there are none."""
-    from quire.engine.adapters.store import AdapterRows, make_rank_adapters, make_slots  # noqa: PLC0415
-
+def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> tuple[RankAdapters, AdapterRows]:
+    """Return the adapters of a rank other than 0, and those of its rows."""
     adapters = make_rank_adapters(options, model, shard)
     return adapters, AdapterRows(adapters, make_slots(options, model, shard))
 
@@ -342,14 +322,12 @@ def _ready(
 
 
 def _drafter(
-    options: EngineOptions, batch: PersistentBatch, model: LanguageModel, draft_model: "LoadedDraftModel | None",
+    options: EngineOptions, batch: PersistentBatch, model: LanguageModel, draft_model: LoadedDraftModel | None,
     method: DraftMethod | None,
 ) -> Drafter | None:  # fmt: skip
-    """Return the drafter that the options ask for. Raises ConfigError where speculative decoding is not installed."""
+    """Return the drafter that the options ask for."""
     if options.speculation is None:
         return None
-    with _needs_room("speculative_config", "quire.execution.drafting"):
-        from quire.execution.drafting.drafters import make_drafter  # noqa: PLC0415
     kernels = model.back_end.name
     if kernels == "cpp":
         kernels = usable_isas()[0] if options.cpu_isa == "auto" else options.cpu_isa

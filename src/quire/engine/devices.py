@@ -1,4 +1,4 @@
-"""Choice of an engine's device: the host, or a GPU, whose room is imported for it alone."""
+"""Choice of an engine's device: the host, or a GPU, which is loaded for it alone."""
 
 import importlib.util
 import os
@@ -7,8 +7,8 @@ import shutil
 import torch
 
 from quire.core.errors import ConfigError
-from quire.core.optional_package import needs_package
 from quire.engine.options import EngineOptions
+from quire.execution.cuda.device import CudaDevice
 from quire.execution.device import Device, HostDevice
 
 
@@ -36,8 +36,6 @@ def _open_gpu(options: EngineOptions) -> Device:
     missing = _what_cuda_lacks()
     if missing is not None:
         raise ConfigError(f"device cuda: {missing}; use cpu or auto")
-    with needs_package("device cuda", "quire.execution.cuda", "quire.execution.cuda_graphs", error=ConfigError):
-        from quire.execution.cuda.device import CudaDevice  # noqa: PLC0415 (a room: it can be absent)
     return CudaDevice(options.gpu_memory_utilization, options)
 
 

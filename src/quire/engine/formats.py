@@ -1,4 +1,4 @@
-"""Formats of models: the package that reads a model's files. Those that can be absent are imported when one is needed.
+"""Formats of models: the package that reads a model's files, imported for a model that needs it.
 
 A model is a folder of floating-point weights, unless one of `FORMATS` recognizes it. Loads no torch.
 """
@@ -9,28 +9,30 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from quire.core.errors import ConfigError, ModelError
+from quire.core.errors import ModelError
 from quire.core.model_files import is_gguf, read_json_object
-from quire.core.optional_package import needs_package
 from quire.core.pooling import FoundPooler, Runner
+from quire.formats.gguf.source import gguf_tokenizer_loader, read_gguf
+from quire.formats.quantized.source import read_quantized
+from quire.formats.sentence_transformers import pooler
 from quire.model.config_reader import CONFIG_FILE
+from quire.model.dummy_weights.source import read_dummy
 from quire.model.source import ModelSource, is_quantized, read_folder
 from quire.model.spec import DecoderSpec
 from quire.text.text_settings import read_text_settings
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import TOKENIZER_FILE, missing_tokenizer, tokenizer_file, warn_missing_tokenizer
+from quire.text.tokenizer_formats.reader import read_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of models besides folders of floats. `packages` read it, and `name` is for errors.
+    """A format of models besides folders of floats.
 
     read: from the path to the model's source. tokenizer_loader: as the function below; None where tokenizer files are
     those of any folder.
     """
 
-    name: str
-    packages: tuple[str, ...]
     recognizes: Callable[[Path], bool]
     read: Callable[[Path], ModelSource]
     tokenizer_loader: Callable[[Path], Callable[[], Tokenizer] | None] | None = None
@@ -39,29 +41,21 @@ class Format:
 def read_source(path: Path, load_format: str = "auto") -> ModelSource:
     """Read the config of the folder or file that `resolve_model` has found; its weights are as `load_format` says.
 
-    Raises ModelError for a folder or file that is no model of a known family, and names what is wrong, or the package
-    that is missing.
+    Raises ModelError for a folder or file that is no model of a known family, and names what is wrong.
     """
     if load_format == "dummy":
-        with needs_package("load_format 'dummy'", "quire.model.dummy_weights", error=ConfigError):
-            from quire.model.dummy_weights.source import read_dummy  # noqa: PLC0415 (a room: it can be absent)
         return read_dummy(path)
     found = _format_of(path)
-    if found is None:
-        return read_folder(path)
-    with needs_package(f"{path}: {found.name}", *found.packages):
-        return found.read(path)
+    return read_folder(path) if found is None else found.read(path)
 
 
 def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = "") -> FoundPooler:
     """Return the pooling of the model in a folder or file. `overrides`: keys of its config.json, as JSON.
 
-    ModelError for a model that is not pooled here, or names the package that is missing; where the model generates and
-    `runner` does not ask for vectors, that is the reason for none. ConfigError for overrides that are not supported.
+    ModelError for a model that is not pooled here; where the model generates and `runner` does not ask for vectors,
+    that is the reason for none. ConfigError for overrides that are not supported.
     """
     try:
-        with needs_package(f"{path}: pooling", "quire.formats.sentence_transformers"):
-            from quire.formats.sentence_transformers import pooler  # noqa: PLC0415 (a room: it can be absent)
         return pooler.find_pooler(runner, path, spec, overrides)
     except ModelError as error:
         if runner == "pooling" or not spec.generates:
@@ -75,7 +69,7 @@ TokenizerUse = Literal["required", "optional", "skipped"]
 def load_tokenizer(path: Path, use: TokenizerUse = "optional") -> Tokenizer | None:
     """Load the tokenizer of a folder or file, or warn and return None if it has none: the model takes token ids.
 
-    Raises ModelError for one that is broken, for none where it is required, or names the package that is missing.
+    Raises ModelError for one that is broken, for none where it is required.
     """
     load = None if use == "skipped" else tokenizer_loader(path)
     if load is None:
@@ -93,13 +87,10 @@ def tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
     """Return what loads the tokenizer of a folder or file, or None if it has none. Errors as of `load_tokenizer`."""
     for each in FORMATS:
         if each.tokenizer_loader is not None and each.recognizes(path):
-            with needs_package(f"{path}: {each.name}", *each.packages):
-                return each.tokenizer_loader(path)
+            return each.tokenizer_loader(path)
     name = tokenizer_file(path)
     if name is None or name == TOKENIZER_FILE:
         return None if name is None else partial(Tokenizer.from_folder, path)
-    with needs_package(f"{path}: the tokenizer in {name}", "quire.text.tokenizer_formats"):
-        from quire.text.tokenizer_formats.reader import read_tokenizer  # noqa: PLC0415 (a room: it can be absent)
     return lambda: Tokenizer.load(f"{path}/{name}", lambda: (read_tokenizer(path, name), read_text_settings(path)))
 
 
@@ -107,30 +98,7 @@ def _format_of(path: Path) -> Format | None:
     return next((each for each in FORMATS if each.recognizes(path)), None)
 
 
-def _read_gguf(path: Path) -> ModelSource:
-    from quire.formats.gguf.source import read_gguf  # noqa: PLC0415 (a room: it can be absent)
-
-    return read_gguf(path)
-
-
-def _gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
-    from quire.formats.gguf.source import gguf_tokenizer_loader  # noqa: PLC0415
-
-    return gguf_tokenizer_loader(path)
-
-
 def _is_quantized_folder(path: Path) -> bool:
     return is_quantized(read_json_object(path, CONFIG_FILE))
 
-
-def _read_quantized(path: Path) -> ModelSource:
-    from quire.formats.quantized.source import read_quantized  # noqa: PLC0415
-
-    return read_quantized(path)
-
-
-GGUF_PACKAGES = ("quire.formats.gguf", "quire.formats.gguf_architectures")
-FORMATS = (
-    Format("a GGUF file", GGUF_PACKAGES, is_gguf, _read_gguf, _gguf_tokenizer_loader),
-    Format("quantized weights", ("quire.formats.quantized",), _is_quantized_folder, _read_quantized),
-)
+FORMATS = (Format(is_gguf, read_gguf, gguf_tokenizer_loader), Format(_is_quantized_folder, read_quantized))

@@ -1,4 +1,4 @@
-"""Device of a model: its memory, and the executor of steps there. The host; a GPU is in the room `execution/cuda`."""
+"""Device of a model: its memory, and the executor of steps there. The host here; a GPU in `execution/cuda`."""
 
 from typing import NamedTuple, Protocol
 

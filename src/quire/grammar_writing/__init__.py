@@ -1,1 +1,1 @@
-"""Grammars of structured outputs and of tools, as texts for llguidance. A room: `writer` is its door."""
+"""Grammars of structured outputs and of tools, as texts for llguidance."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json_object
-from quire.model.architectures import ABSENT, ENCODER_ARCHITECTURES, FAMILIES, MODEL_TYPES, REFUSED
+from quire.model.architectures import ENCODER_ARCHITECTURES, FAMILIES, MODEL_TYPES, REFUSED
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.spec import DecoderSpec, SpecError
 
@@ -95,8 +95,7 @@ def _family(config: ConfigReader) -> tuple[Callable[[ConfigReader], DecoderSpec]
     if not isinstance(found, str) or found not in FAMILIES:
         what = f"architecture {found!r:.80}" if found is not None else f"model_type {config.raw('model_type')!r:.80}"
         known = ", ".join((*FAMILIES, *ENCODER_ARCHITECTURES))
-        needed = "".join(f"; others need the package {room}, which is not in this installation" for room in ABSENT)
-        raise UnknownArchitectureError(str(config.error(f"unknown {what}; known are {known}{needed}")))
+        raise UnknownArchitectureError(str(config.error(f"unknown {what}; known are {known}")))
     return FAMILIES[found], True
 
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.core.errors import ConfigError
+from quire.core.optional_package import needs_library
 from quire.paper.runs import FASTER_TRANSFORMER, MAX, ORACLE, PAGED, POW2, QUIRE
 
 if TYPE_CHECKING:
@@ -132,11 +132,9 @@ Panel = Lines | Bars | Histogram | Blocks
 
 def drawn(panels: Sequence[Panel], note: str = "") -> "Figure":
     """Return a plot of all panels, row by row, with a note above. ConfigError where matplotlib is not installed."""
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 (an optional package)
+    with needs_library("a plot", "matplotlib", "'quire[paper]', or use --no-plots"):
+        import matplotlib as mpl  # noqa: PLC0415 (an optional library)
         from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'quire[paper]', or --no-plots") from None
     mpl.rcParams.update(STYLE)
     columns = min(MAX_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)

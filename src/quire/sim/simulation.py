@@ -161,7 +161,7 @@ class ClockedExecutor(Executor, Protocol):
 class Simulation:
     """One engine on a clock: a virtual one, by a cost model, or that of a real executor.
 
-    `scheduler` may be any that the engine takes, over any cache with its door.
+    `scheduler` may be any that the engine takes, over any cache with the methods of its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Door of the room: the table, and the translation of an argument of vLLM to options of Quire.
+"""Table of arguments, and the translation of an argument of vLLM to options of Quire.
 
 An argument is given to an engine or to a server, which has options of its own. It sets one of these, or has no effect,
 which is told in one sentence, or is refused by name.

@@ -1,4 +1,4 @@
-"""One chunk per sequence behind the manager's door: reservations, copying forks, and waste that is counted."""
+"""One chunk per sequence behind the manager's interface: reservations, copying forks, and waste that is counted."""
 
 import random
 

@@ -1,6 +1,6 @@
 """The cache without paging: one contiguous chunk per sequence, taken when it begins and kept to its end.
 
-What the paper compares with (Kwon et al. 2023, section 6.1), behind the same door as paging: a chunk is a run of
+What the paper compares with (Kwon et al. 2023, section 6.1), with the same interface as paging: a chunk is a run of
 blocks, so a table over it is a table like any other, and scheduler and kernels see no difference. Nothing is shared: a
 fork is a copy of all that is filled, which runs in the next step, because in this one the source may still be filled.
 How much a sequence reserves is the caller's matter (`quire.scheduling.baselines.reservation`).

@@ -1,1 +1,1 @@
-"""Batch files: requests in, answers out. A room of the command line."""
+"""Batch files: requests in, answers out."""

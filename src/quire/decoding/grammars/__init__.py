@@ -1,4 +1,4 @@
-"""Constrained decoding by llguidance: tokens are masked, forced and ended as the grammar of a row says. A room.
+"""Constrained decoding by llguidance: tokens are masked, forced and ended as the grammar of a row says.
 
-`constrained.py` is the door: an engine asks it whether a grammar is compiled, a worker has the rows of `rows.py`.
+An engine asks `constrained.py` whether a grammar is compiled, a worker has the rows of `rows.py`.
 """

@@ -1,4 +1,4 @@
-"""Constrained decoding of one engine: the door of this room. See `quire.decoding.row_grammars` for the protocol."""
+"""Constrained decoding of one engine."""
 
 from collections.abc import Callable
 from functools import lru_cache

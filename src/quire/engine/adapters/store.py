@@ -1,4 +1,4 @@
-"""Adapter store: adapters in memory, at most so many, the least recently used first to go; the door of this room.
+"""Adapter store: adapters in memory, at most so many, the least recently used first to go.
 
 Adapters are identified by the digest of their files. A request whose adapter is not in memory waits while a thread
 reads it. An adapter stays in memory while a request that has been admitted uses it, and while the requests of the last

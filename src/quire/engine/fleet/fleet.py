@@ -1,4 +1,4 @@
-"""Fleet: several engines of one model behind one client, each in a process of its own (door of the room).
+"""Fleet: several engines of one model behind one client, each in a process of its own.
 
 A request is sent to the engine with the least work for it (`router`), and stays there until it ends. When an engine
 dies, its requests end with EngineDeadError, and its cache and its pins are lost; it is started again while the other

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms in Prometheus' format (door of the room); docs/metrics.md explains each one.
+"""Counters, gauges and histograms in Prometheus' format; docs/metrics.md explains each one.
 
 Where vLLM has a metric, its name, meaning and labels model_name and engine are used, so that its dashboards and alerts
 work. Every page has all series, so that a rate sees the first event. No page has the `_created` series of

@@ -14,7 +14,6 @@ from functools import partial
 from typing import NoReturn
 
 from quire.core.errors import ConfigError, EngineError
-from quire.core.optional_package import needs_package
 from quire.engine.messages import failed
 from quire.engine.nodes.address_book import AddressBook
 from quire.engine.nodes.handshake import FrameSeal, answer
@@ -58,10 +57,9 @@ class Member:
     def _bring_up(self, load: messages.Load) -> Callable[[], NoReturn]:
         """Load the rank's part, on the kind of device that rank 0 has."""
         if load.options.device == "cuda":
-            rooms = "quire.engine.gpu_ranks", "quire.execution.cuda", "quire.execution.cuda_graphs"
-            with needs_package("nnodes above 1 on device cuda", *rooms, error=ConfigError):
-                from quire.engine.gpu_ranks.exchange import network_store  # noqa: PLC0415 (loads torch)
-                from quire.engine.gpu_ranks.rank import bring_up as bring_up_on_gpu  # noqa: PLC0415
+            from quire.engine.gpu_ranks.exchange import network_store  # noqa: PLC0415 (loads torch)
+            from quire.engine.gpu_ranks.rank import bring_up as bring_up_on_gpu  # noqa: PLC0415
+
             return bring_up_on_gpu(self._channel, partial(network_store, load.host, load.num_ranks), load)
         from quire.engine.nodes.exchange import NetworkRanks  # noqa: PLC0415 (loads torch)
         from quire.engine.parallel.rank import bring_up  # noqa: PLC0415

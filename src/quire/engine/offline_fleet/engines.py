@@ -1,4 +1,4 @@
-"""Several engines, each in a process of its own, for a caller without an event loop (door of the room).
+"""Several engines, each in a process of its own, for a caller without an event loop.
 
 The engines compute whether or not the caller waits. Their client lives on the event loop of a thread; what a request
 gives is passed to the caller's thread through a mailbox, which holds no more than the answers themselves.
@@ -17,7 +17,7 @@ from quire.core.errors import EngineError
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.engine.assembly import grammar_checks
+from quire.decoding.grammars.constrained import GrammarChecks
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess, spawn_engines
@@ -74,7 +74,7 @@ class BlockingFleet(OfflineEngine):
         client = self._client
         self.tokenizer, self.ready, self.pinned = client.tokenizer, client.ready, client.pinned
         self._inputs = InputProcessor(self.tokenizer, self.ready, options, cuts_answers=True)
-        self._grammars = grammar_checks()
+        self._grammars = GrammarChecks()
         self._closing = weakref.finalize(self, _close, self._loop, client, supervising)
         self._closing.atexit = False    # the engines end with the sockets of this process
 
@@ -109,8 +109,7 @@ class BlockingFleet(OfflineEngine):
 
     def check_grammar(self, params: StructuredOutputsParams) -> None:
         """Raise InvalidRequestError for a grammar that cannot be compiled."""
-        if self._grammars is not None:
-            self._grammars.check(params)
+        self._grammars.check(params)
 
     def read_adapter(self, folder: str) -> Adapter:
         """Have an engine read the LoRA adapter of a folder. ModelError with the reason if it cannot be used."""

@@ -1,1 +1,1 @@
-"""Steps on a GPU: two in flight; measured memory. A room: `device` is its door."""
+"""Steps on a GPU: two in flight; measured memory."""

@@ -1,1 +1,1 @@
-"""CUDA graphs of steps, and the inputs of steps in one buffer. A room: `graphs` is its door."""
+"""CUDA graphs of steps, and the inputs of steps in one buffer."""

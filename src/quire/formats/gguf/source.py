@@ -1,4 +1,4 @@
-"""Model source of a GGUF file, and its tokenizer: the door of this package. Loads no torch."""
+"""Model source of a GGUF file, and its tokenizer. Loads no torch."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.core.optional_package import needs_package
 from quire.formats.gguf.config import (
     gguf_eos_token_ids,
     permuted_tensors,
@@ -53,8 +52,7 @@ class GGUFSource:
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the file."""
-        with needs_package(f"{self.path}: reading tensors of a GGUF file", "quire.formats.gguf_tensors"):
-            from quire.formats.gguf_tensors.weight_format import open_gguf  # noqa: PLC0415 (loads torch)
+        from quire.formats.gguf_tensors.weight_format import open_gguf  # noqa: PLC0415 (loads torch)
 
         permuted, raised = permuted_tensors(self.spec, self.file), raised_tensors(self.file)
         return open_gguf(self.file, permuted, raised, self.spec.weights.embedding, quantization)
@@ -70,9 +68,7 @@ def read_gguf(path: Path) -> GGUFSource:
 
 def gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
     """Return what loads the tokenizer of a file, or None if it has none. ModelError for a file that is broken."""
-    packages = "quire.formats.gguf_tokenizer", "quire.text.tokenizer_formats"
-    with needs_package(f"{path}: reading the tokenizer of a GGUF file", *packages):
-        from quire.formats.gguf_tokenizer.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer  # noqa: PLC0415
+    from quire.formats.gguf_tokenizer.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer  # noqa: PLC0415
 
     file = GGUFFile(path)
     if not has_gguf_tokenizer(file):

@@ -1,1 +1,1 @@
-"""Tokenizers of GGUF files: a room, whose door is `tokenizer.py`."""
+"""Tokenizers of GGUF files."""

@@ -1,10 +1,9 @@
-"""Model source of a folder with quantized weights: the door of this package. Loads no torch."""
+"""Model source of a folder with quantized weights. Loads no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.core.optional_package import needs_package
 from quire.formats.quantized.parsers import quantization_from_config
 from quire.formats.quantized.quantization import FolderQuantization, folder_quantization
 from quire.formats.quantized.schemes import StoredQuantization
@@ -29,8 +28,7 @@ class QuantizedSource(FolderSource):
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the safetensors files."""
-        with needs_package(f"{self.path}: reading {self.stored.method} weights", "quire.formats.quantized_tensors"):
-            from quire.formats.quantized_tensors.weight_format import open_quantized  # noqa: PLC0415 (loads torch)
+        from quire.formats.quantized_tensors.weight_format import open_quantized  # noqa: PLC0415 (loads torch)
 
         assert isinstance(quantization, FolderQuantization)
         return open_quantized(self.path, quantization)

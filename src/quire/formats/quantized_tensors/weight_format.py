@@ -1,6 +1,6 @@
 """Weight format of folders with quantized weights: each module as its scheme says, fused modules as one weight.
 
-The door of this package is `open_quantized`.
+`open_quantized` is for the source of a folder.
 """
 
 import logging

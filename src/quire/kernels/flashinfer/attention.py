@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.core.errors import ConfigError
+from quire.core.optional_package import needs_library
 from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it, for what parts of long contexts leave
@@ -119,14 +119,8 @@ class FlashInferAttention:
 
 
 def _make(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    try:
-        import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 (an optional package)
-    except ModuleNotFoundError as error:
-        if error.name != "flashinfer":
-            raise
-        raise ConfigError(
-            "attention_backend flashinfer needs the package flashinfer: pip install flashinfer-python"
-        ) from None
+    with needs_library("attention_backend flashinfer", "flashinfer", "flashinfer-python"):
+        import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 (an optional library)
     return FlashInferAttention(flashinfer)
 
 

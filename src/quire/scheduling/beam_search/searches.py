@@ -1,4 +1,4 @@
-"""Beam search (door of the room): surviving beams, kept hypotheses, end of the search (Kwon et al. 2023, section 4.4).
+"""Beam search: surviving beams, kept hypotheses, end of the search (Kwon et al. 2023, section 4.4).
 
 The rules are those of transformers' `_beam_search` (5.23) with `early_stopping=False`. Of the best continuations of all
 beams, the first `beam_width` may end: by an end-of-sequence token, or all of them at max_tokens. The first `beam_width`

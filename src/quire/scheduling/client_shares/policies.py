@@ -1,4 +1,4 @@
-"""Order and shares of a scheduler with limits on clients (door of the room)."""
+"""Order and shares of a scheduler with limits on clients."""
 
 from quire.cache.manager import KVCacheManager
 from quire.core.sequence import Request

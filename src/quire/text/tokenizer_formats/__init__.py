@@ -1,1 +1,1 @@
-"""Tokenizers of folders without tokenizer.json: SentencePiece, byte-level BPE, tekken. A room: `reader` is its door."""
+"""Tokenizers of folders without tokenizer.json: SentencePiece, byte-level BPE, tekken."""
