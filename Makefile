@@ -141,11 +141,12 @@ fleet-soak: $(STAMP) ## ask 10,000 requests of three engines, of which one is ki
 hostile-soak: $(STAMP) ## what honest clients notice of hostile ones, in alternating phases, for MINUTES=10 (20 before a release)
 	$(BIN)/python bench/hostile_soak.py --minutes $(MINUTES)
 
-lint: $(STAMP) ## check style, types and layers; print counts of the structure
+lint: $(STAMP) ## check style, types and layers; print counts of the structure, and what one request costs a reader
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/structure.py
+	$(BIN)/python tools/trace_request.py
 
 serve: $(RUN) ## serve SmolLM2-135M-Instruct (fetched once) at http://127.0.0.1:8000, or MODEL=...; MODEL=demo: the bundled one
 	@model='$(filter-out demo,$(MODEL))'; \
