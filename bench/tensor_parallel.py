@@ -26,7 +26,7 @@ import typer
 from quire import LLM
 from quire.cli.bench.machine import machine_facts
 from quire.cli.bench.passes import latency_pass
-from quire.engine.parallel.leader import RankSet
+from quire.engine.parallel.rank_set import RankSet
 from quire.model.sharding import Mode
 from quire.model.source import read_folder
 from quire.sim.cost import Exchanges

@@ -24,8 +24,8 @@ STORIES_260K = ROOT / "../shared/data/models/stories260K"
 # Files that take longest, or wait for most of it. `make test` lets its processes begin with them, so that none of them
 # is idle at the end.
 FIRST = (
-    "tests/cluster/", "tests/kernels/test_triton.py", "tests/engine/nodes/", "tests/model/test_families.py",
-    "tests/engine/gpu_ranks/", "tests/engine/ray_ranks/", "tests/server/ops/", "tests/cache/", "tests/e2e/",
+    "tests/cluster/", "tests/kernels/test_triton.py", "tests/engine/parallel/", "tests/model/test_families.py",
+    "tests/server/ops/", "tests/cache/", "tests/e2e/",
 )  # fmt: skip
 
 
@@ -119,4 +119,4 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.forked_engines import fork_module
 
     monkeypatch.setattr("quire.engine.launcher.start_module", fork_module)
-    monkeypatch.setattr("quire.engine.parallel.leader.start_module", fork_module)
+    monkeypatch.setattr("quire.engine.parallel.rank_set.start_module", fork_module)

@@ -48,7 +48,7 @@ CLASSES = {
 
 
 def test_members_of_process_groups_in_use_are_those_of_the_oldest_torch() -> None:
-    source = (ROOT / "src/quire/engine/gpu_ranks/exchange.py").read_text(encoding="utf-8")
+    source = (ROOT / "src/quire/engine/parallel/nccl.py").read_text(encoding="utf-8")
     found = set[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in CLASSES:

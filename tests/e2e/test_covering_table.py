@@ -23,8 +23,8 @@ import torch
 from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes
-from quire.engine.parallel import leader
-from quire.engine.parallel.leader import RankSet
+from quire.engine.parallel import rank_set as leader
+from quire.engine.parallel.rank_set import RankSet
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder

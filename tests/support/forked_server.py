@@ -6,7 +6,7 @@ import sys
 from quire.cli import serve  # noqa: F401 (which the command line loads when it is asked for)
 from quire.cli.main import main as run
 from quire.engine import launcher
-from quire.engine.parallel import leader
+from quire.engine.parallel import rank_set as leader
 from quire.server.ops import lifecycle  # noqa: F401 (which `serve` loads while the engine starts)
 from support.forked_engines import fork_child
 

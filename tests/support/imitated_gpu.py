@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from quire.engine.gpu_ranks import exchange
+from quire.engine.parallel import nccl as exchange
 from quire.execution.cuda import device as cuda_device
 from quire.execution.cuda import worker
 from quire.execution.cuda.memory_profiling import available_kv_bytes

@@ -1,10 +1,11 @@
 """Process of a rank that joins over TCP, on a GPU that is imitated: `python -m support.imitated_member FD`."""
 
-from quire.engine.nodes import agent, member
+from quire.engine.parallel import member
+from quire.engine.parallel import node as agent
 from support import imitated_gpu
 
 MODULE = "support.imitated_member"
-START = f"from quire.engine.nodes import agent; agent.MEMBER_MODULE = {MODULE!r}; "  # of the command of a node
+START = f"from quire.engine.parallel import node as agent; agent.MEMBER_MODULE = {MODULE!r}; "  # of a node's command
 
 
 def use() -> None:

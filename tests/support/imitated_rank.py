@@ -1,6 +1,6 @@
 """Process of the rank of a GPU that is imitated: `python -m support.imitated_rank FD BOOK`."""
 
-from quire.engine.gpu_ranks import process
+from quire.engine.parallel import gpu_process as process
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.process import run_rank
 

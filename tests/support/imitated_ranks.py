@@ -126,7 +126,7 @@ def other_node(case: Case) -> Iterator[NodeCommand | None]:
 def main() -> None:
     """Answer the cases of standard input."""
     cases, found = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case]), list[Answers]()
-    from quire.engine.gpu_ranks import leader
+    from quire.engine.parallel import gpu_ranks as leader
     from support import imitated_gpu, imitated_member
 
     imitated_gpu.turn_on(num_cards=4, is_noisy=False)

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
-from quire.engine.parallel.leader import Peer, RankSet
 from quire.engine.parallel.rank import bring_up, start
+from quire.engine.parallel.rank_set import Peer, RankSet
+from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.sharding import Mode, Shard

@@ -54,7 +54,7 @@ from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.engine.parallel.leader import RankSet
+    from quire.engine.parallel.rank_set import RankSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +119,15 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
     if not usable_isas():
         raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} needs the compiled C++ extension")
     if uses_gpu(options):
-        from quire.engine.gpu_ranks.leader import GpuRankSet, check_gpu_ranks  # noqa: PLC0415 (see above)
+        from quire.engine.parallel.gpu_ranks import GpuRankSet, check_gpu_ranks  # noqa: PLC0415 (see above)
 
         check_gpu_ranks(options, torch.cuda.device_count())
         return GpuRankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=True)
     if options.distributed_executor_backend == "ray":
         with needs_library("distributed_executor_backend 'ray'", "ray", "'quire[ray]'"):
-            from quire.engine.ray_ranks.leader import RayRankSet  # noqa: PLC0415 (imports Ray, for a second)
+            from quire.engine.parallel.ray_ranks import RayRankSet  # noqa: PLC0415 (imports Ray, for a second)
         return RayRankSet(options)
-    from quire.engine.parallel.leader import RankSet  # noqa: PLC0415 (see above)
+    from quire.engine.parallel.rank_set import RankSet  # noqa: PLC0415 (see above)
 
     return RankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=False)
 
@@ -139,8 +139,8 @@ def _ranks_of_nodes(options: EngineOptions, *, is_on_gpu: bool) -> "RankSet":
             f"node_rank {options.node_rank}: node 0 has the engine; start the other nodes by `quire serve` with the "
             "same settings"
         )
-    from quire.engine.gpu_nodes.leader import GpuNodeRankSet  # noqa: PLC0415 (imports the extension)
-    from quire.engine.nodes.leader import NodeRankSet  # noqa: PLC0415 (as above)
+    from quire.engine.parallel.gpu_nodes import GpuNodeRankSet  # noqa: PLC0415 (imports the extension)
+    from quire.engine.parallel.starters import NodeRankSet  # noqa: PLC0415 (as above)
 
     return GpuNodeRankSet(options) if is_on_gpu else NodeRankSet(options)
 

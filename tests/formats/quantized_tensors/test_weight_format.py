@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
-from quire.engine.exchange.shared_memory import MemoryLayout
 from quire.engine.formats import read_source
+from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.kernels.back_end import TORCH, BackEnd
 from quire.kernels.linear import reference
 from quire.model.decoder import Decoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks
+from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
 from quire.kernels.cpp.experts import CppExperts
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.experts import Expert, ExpertSplit, Routing, TorchExperts

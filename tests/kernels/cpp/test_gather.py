@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks
+from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.linear_weight import LinearWeight

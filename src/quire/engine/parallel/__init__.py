@@ -1,4 +1,1 @@
-"""Tensor parallelism on one machine: ranks as processes that share memory, and rank 0 beside the scheduler.
-
-The door of this package is `RankSet` of `quire.engine.parallel.leader`.
-"""
+"""Tensor parallelism: the ranks of one model as processes, on CPUs and GPUs of one machine or several."""

@@ -49,7 +49,7 @@ class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
 
 class Compute(msgspec.Struct, tag="compute", array_like=True, frozen=True):
-    """To the rank of a GPU, in a step: a command of `quire.engine.exchange.link`; its rows follow on the device."""
+    """To the rank of a GPU, in a step: a command of `quire.engine.parallel.link`; its rows follow on the device."""
 
     kind: int
     num_rows: int

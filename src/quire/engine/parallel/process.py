@@ -43,8 +43,8 @@ def main() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks  # noqa: PLC0415
     from quire.engine.parallel.rank import bring_up, start  # noqa: PLC0415 (loads torch, for seconds)
+    from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks  # noqa: PLC0415
 
     memory = int(sys.argv[2])
     start(channel, lambda load: bring_up(channel, SharedRanks(load.shard, MemoryLayout(*load.layout), memory), load))()

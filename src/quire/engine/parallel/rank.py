@@ -20,13 +20,13 @@ from quire.core.errors import ConfigError, ModelError
 from quire.core.lora import Adapter
 from quire.core.plan_codec import decode_plan
 from quire.core.version import __version__
-from quire.engine.exchange.link import END, FORWARD, LOGITS, Link, RankExchange
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import failed
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.digest import model_digest
+from quire.engine.parallel.link import END, FORWARD, LOGITS, Link, RankExchange
 from quire.execution.batch import PersistentBatch
 from quire.execution.swapper import Swapper
 from quire.execution.worker import StepAdapters

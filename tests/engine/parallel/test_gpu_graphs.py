@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.core.errors import EngineError, RankLostError
 from quire.core.plan import StepPlan
-from quire.engine.gpu_ranks.worker import LeadingGraphs
+from quire.engine.parallel.gpu_worker import LeadingGraphs
 from quire.execution.cuda_graphs.graphs import GraphSize
 from quire.model.batch import ForwardBatch
 

@@ -16,13 +16,13 @@ from torch._C._distributed_c10d import Store
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
 from quire.core.host_memory import free_memory_bytes
-from quire.engine.exchange.link import Link, RankExchange
-from quire.engine.exchange.shared_memory import MemoryLayout
-from quire.engine.gpu_ranks.exchange import GpuRanks, file_store
-from quire.engine.gpu_ranks.worker import LeadingWorker
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
-from quire.engine.parallel.leader import RankedModel, RankSet
+from quire.engine.parallel.gpu_worker import LeadingWorker
+from quire.engine.parallel.link import Link, RankExchange
+from quire.engine.parallel.nccl import GpuRanks, file_store
+from quire.engine.parallel.rank_set import RankedModel, RankSet
+from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.execution.cuda.executor import AsyncCudaExecutor
 from quire.execution.cuda.memory import pinned_bytes
 from quire.execution.cuda_graphs.graphs import GraphSize, graph_sizes
@@ -86,7 +86,7 @@ class GpuRankSet(RankSet):
     """All ranks but this one, each on the GPU of its number; this one is on the first."""
 
     device_type = "cuda"
-    rank_module = "quire.engine.gpu_ranks.process"
+    rank_module = "quire.engine.parallel.gpu_process"
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

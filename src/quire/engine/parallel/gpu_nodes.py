@@ -1,9 +1,9 @@
 """Rank 0 of a run over the GPUs of several machines (door of the room)."""
 
-from quire.engine.gpu_ranks.exchange import GpuRanks, open_network_store
-from quire.engine.gpu_ranks.leader import GpuRankSet
-from quire.engine.nodes.leader import NodeRankSet
-from quire.engine.parallel.leader import Peer
+from quire.engine.parallel.gpu_ranks import GpuRankSet
+from quire.engine.parallel.nccl import GpuRanks, open_network_store
+from quire.engine.parallel.rank_set import Peer
+from quire.engine.parallel.starters import NodeRankSet
 
 
 class GpuNodeRankSet(NodeRankSet, GpuRankSet):

@@ -7,17 +7,17 @@ from queue import Empty
 
 from quire.core.errors import ConfigError, EngineError, RankLostError
 from quire.core.options import declared_options
-from quire.engine.exchange.link import RankExchange
-from quire.engine.exchange.shared_memory import MemoryLayout
-from quire.engine.nodes.address_book import AddressBook
-from quire.engine.nodes.addresses import RunAddress, run_address
-from quire.engine.nodes.agent import Members, threads_of
-from quire.engine.nodes.exchange import NetworkRanks
-from quire.engine.nodes.join_port import Joined, JoinPort
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
+from quire.engine.parallel.address_book import AddressBook
+from quire.engine.parallel.addresses import RunAddress, run_address
 from quire.engine.parallel.channel import Channel
-from quire.engine.parallel.leader import Peer, RankSet
+from quire.engine.parallel.join import Joined, JoinPort
+from quire.engine.parallel.link import RankExchange
+from quire.engine.parallel.node import Members, threads_of
+from quire.engine.parallel.rank_set import Peer, RankSet
+from quire.engine.parallel.shared_memory import MemoryLayout
+from quire.engine.parallel.tcp import NetworkRanks
 from quire.model.sharding import Shard
 
 JOIN_SHARE = 0.9            # of the start timeout, for all ranks to join

@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.engine.gpu_ranks import exchange
-from quire.engine.gpu_ranks.exchange import COLLECTIVE_TIMEOUT, GpuRanks, file_store, open_group
+from quire.engine.parallel import nccl as exchange
+from quire.engine.parallel.nccl import COLLECTIVE_TIMEOUT, GpuRanks, file_store, open_group
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import make_linear

@@ -1,7 +1,7 @@
 """Rank 0 of a run whose other ranks Ray places (door of the room).
 
 Ray starts and watches a process for each rank. Plans, heartbeats and activations travel as between nodes that are
-started by hand (`quire.engine.nodes`), with a secret that each rank gets by the call of its actor.
+started by hand (`starters`), with a secret that each rank gets by the call of its actor.
 """
 
 import secrets
@@ -9,10 +9,10 @@ import threading
 
 import msgspec
 
-from quire.engine.nodes.addresses import RunAddress, checked_address
-from quire.engine.nodes.leader import NodeRankSet
 from quire.engine.options import EngineOptions
-from quire.engine.ray_ranks.placement import RankPlaces, RayConnection, wait_for_first
+from quire.engine.parallel.addresses import RunAddress, checked_address
+from quire.engine.parallel.ray_placement import RankPlaces, RayConnection, wait_for_first
+from quire.engine.parallel.starters import NodeRankSet
 
 KEY_BYTES = 32
 PLACE_SHARE = 0.5               # of the start timeout, for Ray to find room

@@ -1,4 +1,4 @@
-"""Process of a rank that joins over TCP: `python -m quire.engine.nodes.member FD`, started by the command of its node.
+"""Process of a rank that joins over TCP: `python -m quire.engine.parallel.member FD`, started by a node's command.
 
 It ends with that command, with the connection to rank 0, and when rank 0 sends no heartbeats.
 """
@@ -15,11 +15,11 @@ from typing import NoReturn
 
 from quire.core.errors import ConfigError, EngineError
 from quire.engine.messages import failed
-from quire.engine.nodes.address_book import AddressBook
-from quire.engine.nodes.handshake import FrameSeal, answer
-from quire.engine.nodes.messages import Ended, Join, Joined, decode_join
 from quire.engine.parallel import messages
+from quire.engine.parallel.address_book import AddressBook
 from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.handshake import FrameSeal, answer
+from quire.engine.parallel.node_messages import Ended, Join, Joined, decode_join
 from quire.engine.parallel.process import beat
 
 CONNECT_SHARE = 0.8         # of the start timeout, for node 0 to listen: before it gives up
@@ -57,12 +57,12 @@ class Member:
     def _bring_up(self, load: messages.Load) -> Callable[[], NoReturn]:
         """Load the rank's part, on the kind of device that rank 0 has."""
         if load.options.device == "cuda":
-            from quire.engine.gpu_ranks.exchange import network_store  # noqa: PLC0415 (loads torch)
-            from quire.engine.gpu_ranks.rank import bring_up as bring_up_on_gpu  # noqa: PLC0415
+            from quire.engine.parallel.gpu_rank import bring_up as bring_up_on_gpu  # noqa: PLC0415
+            from quire.engine.parallel.nccl import network_store  # noqa: PLC0415 (loads torch)
 
             return bring_up_on_gpu(self._channel, partial(network_store, load.host, load.num_ranks), load)
-        from quire.engine.nodes.exchange import NetworkRanks  # noqa: PLC0415 (loads torch)
         from quire.engine.parallel.rank import bring_up  # noqa: PLC0415
+        from quire.engine.parallel.tcp import NetworkRanks  # noqa: PLC0415 (loads torch)
 
         return bring_up(self._channel, NetworkRanks(load.shard, load.host, self._book), load)
 

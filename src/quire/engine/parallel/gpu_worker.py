@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.core.errors import EngineError
 from quire.core.plan import StepPlan, StepResult
-from quire.engine.exchange.link import FORWARD, LOGITS, Link, RankExchange
+from quire.engine.parallel.link import FORWARD, LOGITS, Link, RankExchange
 from quire.execution.cuda.worker import CudaWorker, StepInFlight
 from quire.execution.cuda_graphs.graphs import CudaGraphRunner, GraphSize, GraphSizes, dummy_batch
 from quire.execution.device import WorkerParts

@@ -10,11 +10,11 @@ from quire import LLM
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
 from quire.engine import assembly
-from quire.engine.gpu_ranks import leader
-from quire.engine.gpu_ranks.leader import BLOCKING_WAIT, check_gpu_ranks
-from quire.engine.gpu_ranks.rank import bring_up
 from quire.engine.options import EngineOptions
+from quire.engine.parallel import gpu_ranks as leader
 from quire.engine.parallel import messages
+from quire.engine.parallel.gpu_rank import bring_up
+from quire.engine.parallel.gpu_ranks import BLOCKING_WAIT, check_gpu_ranks
 from quire.execution.cuda.memory import pinned_bytes
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_geometry import KVGeometry

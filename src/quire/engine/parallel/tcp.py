@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, Store, Work
 from torch.distributed import ProcessGroupGloo
 
-from quire.engine.exchange.columns import as_bytes, joined, padded, widest
-from quire.engine.nodes.address_book import AddressBook
+from quire.engine.parallel.address_book import AddressBook
+from quire.engine.parallel.columns import as_bytes, joined, padded, widest
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import Linear

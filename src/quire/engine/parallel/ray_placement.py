@@ -15,7 +15,7 @@ from ray.util import get_node_ip_address, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quire.core.errors import ConfigError, EngineError, ModelError, RankLostError
-from quire.engine.ray_ranks.actor import RankActor
+from quire.engine.parallel.ray_actor import RankActor
 
 NODE_ID = "ray.io/node-id"      # Ray's label of every node
 CONNECT_TIMEOUT_S = 5.0         # of a head at RAY_ADDRESS

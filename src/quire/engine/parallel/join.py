@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.engine.nodes.handshake import FrameSeal, greet
+from quire.engine.parallel.handshake import FrameSeal, greet
 
 log = logging.getLogger(__name__)
 

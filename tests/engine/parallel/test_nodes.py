@@ -12,8 +12,8 @@ import pytest
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, RankLostError
 from quire.core.version import __version__
-from quire.engine.nodes.exchange import ADDED_BYTES
-from quire.engine.parallel.leader import RankedModel
+from quire.engine.parallel.rank_set import RankedModel
+from quire.engine.parallel.tcp import ADDED_BYTES
 from quire.kernels.cpp.back_end import usable_isas
 from support.faults import raising
 from support.nodes import NodeCommand, as_flags, free_port, node

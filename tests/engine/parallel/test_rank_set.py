@@ -13,8 +13,8 @@ from quire import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOut
 from quire.core.errors import ConfigError, InvalidRequestError, RankLostError
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import leader
-from quire.engine.parallel.leader import RankedModel, RankSet
+from quire.engine.parallel import rank_set as leader
+from quire.engine.parallel.rank_set import RankedModel, RankSet
 from quire.kernels.cpp.back_end import usable_isas
 from quire.sim.hardware import Hardware
 from quire.sim.models import read_model

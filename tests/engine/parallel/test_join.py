@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.engine.nodes import handshake
-from quire.engine.nodes.addresses import key_of
-from quire.engine.nodes.handshake import answer, greet
-from quire.engine.nodes.join_port import (
+from quire.engine.options import EngineOptions
+from quire.engine.parallel import handshake
+from quire.engine.parallel.addresses import key_of
+from quire.engine.parallel.handshake import answer, greet
+from quire.engine.parallel.join import (
     MAX_HANDSHAKES,
     MAX_PER_ADDRESS,
     MAX_WAITING,
@@ -21,9 +22,8 @@ from quire.engine.nodes.join_port import (
     Joined,
     JoinPort,
 )
-from quire.engine.nodes.member import join_run
-from quire.engine.nodes.messages import Join
-from quire.engine.options import EngineOptions
+from quire.engine.parallel.member import join_run
+from quire.engine.parallel.node_messages import Join
 from support.engine_process import TIMEOUT_S, wait_until
 
 KEY = key_of(b"one secret")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, FileStore, Store
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # documented, not listed
 
-from quire.engine.exchange.columns import as_bytes, joined, padded, widest
+from quire.engine.parallel.columns import as_bytes, joined, padded, widest
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
 from quire.model.sharding import Cut, Shard

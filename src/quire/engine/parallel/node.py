@@ -14,14 +14,14 @@ from queue import Empty, SimpleQueue
 
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.engine.launcher import SPINS, num_threads_of, start_module
-from quire.engine.nodes.addresses import master_address, secret_key
-from quire.engine.nodes.messages import Ended, Join, Joined, Report, decode_report
 from quire.engine.options import EngineOptions
+from quire.engine.parallel.addresses import master_address, secret_key
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
+from quire.engine.parallel.node_messages import Ended, Join, Joined, Report, decode_report
 
 log = logging.getLogger(__name__)
 
-MEMBER_MODULE = "quire.engine.nodes.member"
+MEMBER_MODULE = "quire.engine.parallel.member"
 STOP_TIMEOUT_S = 3.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 

@@ -9,9 +9,9 @@ import pytest
 
 from quire.core.errors import ConfigError
 from quire.core.version import __version__
-from quire.engine.nodes import handshake
-from quire.engine.nodes.addresses import key_of
-from quire.engine.nodes.handshake import CODE_BYTES, FrameSeal, answer, greet
+from quire.engine.parallel import handshake
+from quire.engine.parallel.addresses import key_of
+from quire.engine.parallel.handshake import CODE_BYTES, FrameSeal, answer, greet
 
 KEY, OTHER = key_of(b"one secret"), key_of(b"another secret")
 Sockets = tuple[socket.socket, socket.socket]

@@ -27,14 +27,14 @@ from quire.core.lora import Adapter
 from quire.core.plan import StepPlan, StepResult
 from quire.core.plan_codec import encode
 from quire.core.version import __version__
-from quire.engine.exchange.link import END, FORWARD, LOGITS, Link, RankExchange
-from quire.engine.exchange.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.engine.launcher import SPINS, start_module
 from quire.engine.loading import LoadedModel
 from quire.engine.options import CpuIsa, EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.digest import model_digest
+from quire.engine.parallel.link import END, FORWARD, LOGITS, Link, RankExchange
+from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.execution.executor import Executor, LocalExecutor, StepWorker
 from quire.execution.worker import Worker

@@ -1,4 +1,4 @@
-"""Process of the rank of a GPU: `python -m quire.engine.gpu_ranks.process FD BOOK`, started by rank 0.
+"""Process of the rank of a GPU: `python -m quire.engine.parallel.gpu_process FD BOOK`, started by rank 0.
 
 `BOOK` is the file of NCCL's address book. The process beats and ends as that of `quire.engine.parallel.process`.
 """
@@ -16,8 +16,8 @@ def main() -> None:
 
 def serve_rank(channel: Channel) -> None:
     """Serve rank 0."""
-    from quire.engine.gpu_ranks.exchange import file_store  # noqa: PLC0415 (loads torch, for seconds)
-    from quire.engine.gpu_ranks.rank import bring_up  # noqa: PLC0415
+    from quire.engine.parallel.gpu_rank import bring_up  # noqa: PLC0415
+    from quire.engine.parallel.nccl import file_store  # noqa: PLC0415 (loads torch, for seconds)
     from quire.engine.parallel.rank import start  # noqa: PLC0415
 
     book = int(sys.argv[2])

@@ -11,10 +11,10 @@ from torch._C._distributed_c10d import Store
 
 from quire.core.errors import ConfigError, EngineError
 from quire.core.plan_codec import decode_plan
-from quire.engine.gpu_ranks.exchange import GpuRanks
-from quire.engine.gpu_ranks.worker import FollowingWorker
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.gpu_worker import FollowingWorker
+from quire.engine.parallel.nccl import GpuRanks
 from quire.engine.parallel.rank import MAX_REASON_CHARS, adapters_of, expect, load_part, next_command
 from quire.execution.batch import PersistentBatch
 from quire.execution.cuda_graphs.graphs import GraphSize, graph_sizes

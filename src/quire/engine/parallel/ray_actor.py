@@ -5,8 +5,8 @@ The process ends with the actor. Loads no torch.
 
 import msgspec
 
-from quire.engine.nodes.agent import Members
 from quire.engine.options import EngineOptions
+from quire.engine.parallel.node import Members
 
 
 class RankActor:

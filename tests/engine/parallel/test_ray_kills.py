@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.engine.nodes.agent import MEMBER_MODULE
+from quire.engine.parallel.node import MEMBER_MODULE
 from quire.kernels.cpp.back_end import usable_isas
 from support.kill_matrix import Asking, Run, check_end, check_goes_on, expected_tokens, reach
 from support.ray_cluster import RayCluster

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.engine.nodes.addresses import key_of, master_address, secret_key
 from quire.engine.options import EngineOptions
+from quire.engine.parallel.addresses import key_of, master_address, secret_key
 
 
 def options(**settings: object) -> EngineOptions:
