@@ -14,20 +14,18 @@ from quire.engine.base_client import BaseClient
 from quire.engine.input_processor import PreparedRequest
 from quire.engine.observation import Observation
 from quire.server.adapter_names import AdapterNames
+from quire.server.admission.active_responses import ActiveResponses
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.control import AdmissionControl
-from quire.server.admission.deadlines import check_deadline
-from quire.server.api.active_responses import ActiveResponses
-from quire.server.api.observer import RequestObserver
-from quire.server.api.output_constraints import OutputConstraints
-from quire.server.api.output_formats import OutputFormats
-from quire.server.api.request import ApiRequest
 from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutting_down
 from quire.server.fair_semaphore import Lanes
+from quire.server.observer import RequestObserver
 from quire.server.options import ServerOptions
 from quire.server.preparation_threads import PreparationThreads
+from quire.server.structured.output_constraints import OutputConstraints
 from quire.server.template_renderer import TemplateRenderer
 from quire.server.time_slices import TimeSlices
+from quire.server.tools.output_formats import OutputFormats
 
 MAX_NAMES_TOLD = 10  # in the error for an unknown model
 
@@ -126,10 +124,6 @@ class Service:
     ) -> AbstractContextManager[Callable[[PreparedRequest], None]]:
         """Reserve room in the queue for a call's prompt tokens x n; see `AdmissionControl.reserve_tokens`."""
         return self.admission.reserve_tokens(self.client, self.options, requests, param)
-
-    def check_deadline(self, call: ApiRequest, num_chars: int = 0) -> None:
-        """Raise ApiError 429 if the first token of a call cannot be there in time; see `admission.deadlines`."""
-        check_deadline(self.client, self.metrics, call, num_chars)
 
     def to_api_error(self, error: Exception) -> ApiError:
         """Return the error that a client receives for an exception, and count it if the call did not cause it."""

@@ -14,13 +14,13 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.input_processor import CheckedParams, PreparedRequest, TokenizedPrompt
-from quire.server.api.output_formats import OutputReading
 from quire.server.api.usage import TokenUsage
 from quire.server.errors import ApiError
 from quire.server.responses.request_models import ResponsesBody
 from quire.server.responses.response_builder import MAX_ECHO_BYTES, ResponsesBuilder, ResponsesRequest
 from quire.server.responses.tools import Tools
 from quire.server.tools.output_format import OutputParser, find_format, find_reasoning
+from quire.server.tools.output_formats import OutputReading
 from quire.text.tokenizer import Tokenizer
 from support.calling_model import CLOCK, WEATHER, call_text
 from support.text_tokenizers import write_folder

@@ -13,10 +13,10 @@ from quire.core.errors import ConfigError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
 from quire.engine.reasoning_gate import ReasoningMarkers
-from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
 from quire.server.options import ServerOptions
 from quire.server.template_renderer import TemplateRenderer
 from quire.server.tools.output_format import Content, Reasoning, served_formats
+from quire.server.tools.output_formats import NO_TOOLS, OutputReading, ToolUse
 from quire.server.tools.served_formats import ServedFormats
 from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers

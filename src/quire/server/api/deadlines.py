@@ -1,5 +1,12 @@
-"""Deadlines of a call: fields of its body, and a header for proxies, which count from when the body had arrived."""
+"""Deadlines of a call: fields of its body, and a header for proxies, which count from when the body had arrived.
 
+A call whose first token cannot be there in time is refused before work is done for it. It is checked three times:
+before its prompt is rendered, by the work queued before it; before it is tokenized, by half of the tokens that its text
+is likely to have; and when it is about to be queued. Quick: no prompt is read.
+"""
+
+import math
+import time
 from typing import Annotated, Protocol
 
 from pydantic import Field
@@ -7,9 +14,16 @@ from starlette.requests import Request
 
 from quire.core.checks import check_int, refuse
 from quire.core.sampling_params import MAX_DEADLINE_MS, SamplingParams
+from quire.core.step_times import StepWork, chunk_work
+from quire.engine.queued_requests import Asked
 from quire.server.api.bodies import integer
+from quire.server.api.request import ApiRequest
+from quire.server.errors import deadline_unmeetable
+from quire.server.service import Service
 
 HEADER = "x-request-deadline-ms"
+RESERVE = 0.05          # added to a predicted time: the client sees a token a little later than the engine gives it
+CHARS_PER_TOKEN = 8     # about twice as many as texts have: an estimate refuses only what is far from its bound
 _MAX_DIGITS = len(str(MAX_DEADLINE_MS))
 
 Milliseconds = Annotated[int | None, Field(strict=True), integer(1, MAX_DEADLINE_MS)]
@@ -42,6 +56,32 @@ def deadlines_of(request: Request, body: WithDeadlines) -> dict[str, object]:
 def deadline_field(body: WithDeadlines, params: SamplingParams) -> str:
     """Return the name of what `params.deadline_ms` is from: the field of the body, or the header."""
     return "deadline_ms" if params.deadline_ms == body.deadline_ms else HEADER
+
+
+def check_deadline(service: Service, call: ApiRequest, num_chars: int = 0) -> None:
+    """Raise ApiError 429 if the first token of a call cannot be there in time. `num_chars`: of prompts, not tokenized.
+
+    With several prompts, the deadline holds for the last prompt's first token.
+    """
+    field, asked_s = _first_deadline(call)
+    if asked_s == math.inf:
+        return
+    request = call.requests[0].request if len(call.requests) == 1 else None
+    prompts = [len(prepared.prompt.token_ids) for prepared in call.requests] or [num_chars // CHARS_PER_TOKEN]
+    work = sum((chunk_work(0, num_tokens) for num_tokens in prompts), StepWork())
+    weight = call.requests[0].request.weight if call.requests else 1.0
+    asked = Asked(work, call.checked.priority, call.client_id, weight, len(prompts))
+    predicted_s = time.monotonic() - call.received_s + (1 + RESERVE) * service.client.first_token_s(asked, request)
+    if predicted_s > asked_s:
+        service.metrics.refused("deadline_unmeetable")
+        raise deadline_unmeetable(predicted_s, asked_s, field)
+
+
+def _first_deadline(call: ApiRequest) -> tuple[str, float]:
+    """Return the field, or header, of the earlier deadline, and its seconds; infinity if there is none."""
+    fields = {"ttft_deadline_ms": call.params.ttft_deadline_ms, call.deadline_field: call.params.deadline_ms}
+    given = {name: value / 1e3 for name, value in fields.items() if value is not None}
+    return min(given.items(), key=lambda item: item[1], default=("", math.inf))
 
 
 def _of_header(text: str) -> int:

@@ -11,11 +11,12 @@ from quire.engine.output_processor import OutputKind
 from quire.engine.streams import RequestStream
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.logprob_memory import LogprobReservation
-from quire.server.api.observer import QueuedRequest
+from quire.server.api.deadlines import check_deadline
 from quire.server.api.request import ApiRequest
 from quire.server.api.usage import RequestUsage, fill_record
 from quire.server.errors import renamed_fields
 from quire.server.http.request_log import RequestRecord
+from quire.server.observer import QueuedRequest
 from quire.server.service import Service
 
 _REQUESTS_PER_ITERATION = 4        # queued per iteration of the event loop: 0.6 ms each with the longest lists
@@ -60,7 +61,7 @@ class Generation:
         logprobs exceed their memory.
         `concurrency` is kept until the generation finishes.
         """
-        service.check_deadline(request)
+        check_deadline(service, request)
         kind: OutputKind = "delta" if request.stream else "final"
         streams: list[RequestStream] = []
         logprobs = service.admission.logprobs.reserve(

@@ -11,6 +11,7 @@ from quire.core.checks import refuse
 from quire.core.prompt_scores import width_of
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import TokenizedPrompt
+from quire.server.api.deadlines import check_deadline
 from quire.server.api.request import ApiRequest
 from quire.server.errors import invalid, unsupported
 from quire.server.options import Limits
@@ -94,7 +95,7 @@ async def prepared(
 
     num_chars = sum(map(len, prompts))
     if all(isinstance(prompt, str) for prompt in prompts):
-        service.check_deadline(call, num_chars)
+        check_deadline(service, call, num_chars)
     return await service.threads.run(num_chars, prepare, call.client_id)
 
 

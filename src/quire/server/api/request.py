@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.input_processor import CheckedParams, PreparedRequest
-from quire.server.api.output_formats import NO_TOOLS, OutputReading, ToolUse
+from quire.server.tools.output_formats import NO_TOOLS, OutputReading, ToolUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestOutput
-from quire.server.api.active_responses import ClientDisconnectedError
+from quire.server.admission.active_responses import ClientDisconnectedError
 from quire.server.api.generation import Generation
 from quire.server.api.json_encoding import encode, joined
 from quire.server.api.keepalive import KEEPALIVE, Keepalive

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from quire.core.outputs import CompletionOutput
-from quire.server.api.output_events import CallBegan, CallEnded, Event, Reasoning
-from quire.server.api.output_formats import OutputReading
+from quire.server.tools.output_events import CallBegan, CallEnded, Event, Reasoning
+from quire.server.tools.output_formats import OutputReading
 from quire.text.detokenizer import incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 

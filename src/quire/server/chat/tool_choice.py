@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.core.checks import shown
-from quire.server.api.output_formats import OutputFormats, ToolUse
 from quire.server.errors import invalid, unsupported
+from quire.server.tools.output_formats import OutputFormats, ToolUse
 from quire.text.tools import Tool, check_tools
 
 _CHOICES = 'none, auto, required, {"type": "function", ...} or {"type": "allowed_tools", ...}'

@@ -10,9 +10,9 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.api.active_responses import ClientDisconnectedError
+from quire.server.admission.active_responses import ClientDisconnectedError
 from quire.server.errors import error_response
-from quire.server.ops.logs import requests_log
+from quire.server.http.logs import requests_log
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.server.api.bodies import request_body
-from quire.server.api.deadlines import deadline_field, deadlines_of
+from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
-from quire.server.api.output_formats import ToolUse
 from quire.server.api.preparation import constrained, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import create_response, json_response
@@ -43,6 +42,7 @@ from quire.server.messages.errors import ERRORS, error_body
 from quire.server.messages.response import MessageBuilder, MessagesRequest
 from quire.server.options import MAX_ELEMENTS
 from quire.server.service import Service
+from quire.server.tools.output_formats import ToolUse
 
 PATH = "/v1/messages"
 
@@ -82,7 +82,7 @@ async def create_message(request: Request) -> Response:
             manages_context=body.context_management is not None,
         )  # fmt: skip
         with service.admit(1, param="messages", client_id=call.client_id) as reservation:
-            service.check_deadline(call)
+            check_deadline(service, call)
             call = await constrained(service, call, _constraints(body))
             conversation = await _conversation(body, service, call.tools, call.client_id)
             call = await prepare_chat(service, call, conversation, shows_reasoning=shows_thinking(body))

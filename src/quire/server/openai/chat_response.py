@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 
 from quire.core.outputs import CompletionOutput
 from quire.server.api.json_encoding import JsonStream, encode_streamed
-from quire.server.api.output_formats import OutputReading
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.api.usage import TokenUsage
 from quire.server.openai.logprobs import WholeChatLogprobs, chat_logprobs, prompt_logprobs
@@ -17,6 +16,7 @@ from quire.server.openai.response_builder import (
     OpenAIRequest,
     OpenAIResponseBuilder,
 )
+from quire.server.tools.output_formats import OutputReading
 from quire.text.conversation import content_text, split_reasoning
 from quire.text.tokenizer import Tokenizer
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from quire.core.checks import refuse
 from quire.engine.input_processor import Truncation
-from quire.server.api.output_constraints import CONSTRAINT_FIELDS
 from quire.server.api.preparation import prepared
 from quire.server.chat.conversation import Conversation, template_variables
 from quire.server.errors import invalid
@@ -14,6 +13,7 @@ from quire.server.openai.request_models import ChatBody, ChatMessage, Generation
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
 from quire.server.service import Service
+from quire.server.structured.output_constraints import CONSTRAINT_FIELDS
 from quire.text.conversation import Message
 from quire.text.tools import Tool
 

@@ -25,9 +25,9 @@ from quire.engine.observation import Observation
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
+from quire.server.http import logs
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import remove_path, url_of
-from quire.server.ops import logs
 from quire.server.ops.engine_supervisor import supervise_engine, watch_for_stalls
 from quire.server.ops.garbage import collect_when_idle
 from quire.server.ops.signals import StopSignals

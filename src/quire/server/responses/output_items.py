@@ -6,11 +6,11 @@ from typing import Any
 
 from quire.core.logprob_table import Logprobs, LogprobTable, Position
 from quire.server.api.json_encoding import JsonStream, array, encode
-from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
-from quire.server.api.output_formats import OutputReading
 from quire.server.api.token_logprobs import SLICE_CANDIDATES, TokenNames, slices_of, token_logprob
 from quire.server.responses.input_items import CUSTOM_ARGUMENT
 from quire.server.responses.tools import Tools
+from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
+from quire.server.tools.output_formats import OutputReading
 
 Json = dict[str, Any]
 

@@ -11,7 +11,6 @@ from quire.core.deltas import FinishReason
 from quire.core.logprob_table import Position
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
-from quire.server.api.output_events import Content, Event
 from quire.server.api.request import ApiRequest
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.api.usage import TokenUsage, request_times
@@ -20,6 +19,7 @@ from quire.server.errors import ApiError
 from quire.server.responses.output_items import ItemWriter, Json
 from quire.server.responses.request_models import ResponsesBody
 from quire.server.responses.tools import NO_TOOLS, Tools
+from quire.server.tools.output_events import Content, Event
 from quire.text.detokenizer import incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 

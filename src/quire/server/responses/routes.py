@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import refuse
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
-from quire.server.api.deadlines import deadline_field, deadlines_of
+from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.preparation import constrained, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
@@ -69,7 +69,7 @@ async def create_model_response(request: Request) -> Response:
     record.request_id, record.model, record.stream, record.num_prompts = call.id, call.model, call.stream, 1
     body.input = None       # the conversation has it by now
     with service.admit(1, param="input", client_id=call.client_id) as reservation, renamed_fields(_NAMES):
-        service.check_deadline(call)
+        check_deadline(service, call)
         call = await constrained(service, call, _constraint(service, body))
         call = await prepare_chat(service, call, conversation, shows_reasoning=body.include_reasoning is not False)
         builder = ResponsesBuilder(call, service.client.tokenizer)

@@ -14,9 +14,8 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import check_optional_int, shown
 from quire.engine.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
-from quire.server.api.deadlines import deadline_field, deadlines_of
+from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
-from quire.server.api.output_formats import NO_TOOLS, ToolUse
 from quire.server.api.preparation import constrained
 from quire.server.api.priority import check_priority_granted
 from quire.server.api.request_parsing import read_body
@@ -41,6 +40,7 @@ from quire.server.openai.request_models import ChatBody, CompletionBody
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.openai.sampling_params import checked_params, field_names
 from quire.server.service import Service
+from quire.server.tools.output_formats import NO_TOOLS, ToolUse
 
 router = APIRouter()
 
@@ -57,7 +57,7 @@ async def create_completion(request: Request) -> Response:
     check_num_choices(len(prompts), call.params.n, service.options)
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
-        service.check_deadline(call)
+        check_deadline(service, call)
         call = await constrained(service, call, constraint_fields(body))
         call = await prepare_prompts(service, call, prompts)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
@@ -76,7 +76,7 @@ async def create_chat_completion(request: Request) -> Response:
     record.num_prompts = 1
     with service.admit(1, param="messages", client_id=call.client_id) as reservation:
         with field_names(body):
-            service.check_deadline(call)
+            check_deadline(service, call)
             call = await constrained(service, call, constraint_fields(body))
             conversation = replace(
                 conversation_of(body, body.messages, call.tools.tools), truncation=truncation_of(service, call)

@@ -1,6 +1,6 @@
 """Events of one output's calls, numbered."""
 
-from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Event
+from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Event
 
 
 class CallEvents:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from quire.server.tools.argument_types import types_of
+from quire.server.call_grammars.argument_types import types_of
 from quire.server.tools.call_events import CallEvents
 from quire.server.tools.literals import GEMMA, PYTHON, Literals
 from quire.text.tool_formats.json_values import json_value, string_text

@@ -1,7 +1,7 @@
 """Entry point of tool calls and reasoning: formats, the parser of outputs, its events, grammars that force calls."""
 
-from quire.server.api.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.server.call_grammars.forcing import forcing_grammar
+from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.server.tools.output_parser import OutputParser
 from quire.server.tools.served_formats import served_formats
 from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat

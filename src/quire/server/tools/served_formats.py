@@ -11,10 +11,10 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.reasoning_gate import ReasoningMarkers
 from quire.grammar_writing.texts import after_reasoning, either
 from quire.grammar_writing.writer import grammar_of
-from quire.server.api.output_formats import OutputReading, ToolUse
 from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.options import ServerOptions
 from quire.server.template_renderer import TemplateRenderer
+from quire.server.tools.output_formats import OutputReading, ToolUse
 from quire.server.tools.output_parser import OutputParser
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat

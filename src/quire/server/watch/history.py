@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.engine.input_processor import TokenizedPrompt
-from quire.server.api.observer import QueuedRequest
+from quire.server.observer import QueuedRequest
 
 MAX_CALLS = 1024
 # Measured with tracemalloc; tests/server/watch/test_history.py compares.

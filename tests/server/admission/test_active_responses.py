@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message
 
-from quire.server.api.active_responses import ActiveResponses, ClientDisconnectedError
+from quire.server.admission.active_responses import ActiveResponses, ClientDisconnectedError
 from quire.server.errors import ApiError, shutting_down
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.reasoning_gate import ReasoningMarkers
-from quire.server.api.output_events import Event
+from quire.server.tools.output_events import Event
 from quire.text.tools import Tool
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 
-from quire.server.ops.logs import MAX_WAITING_LINES, StderrHandler
+from quire.server.http.logs import MAX_WAITING_LINES, StderrHandler
 
 
 def record(message: str) -> logging.LogRecord:
