@@ -1,17 +1,15 @@
-"""ASGI application: all routes behind the middleware, and an /openapi.json with the form of errors and the bounds."""
+"""Routes of the server: which a service has, and an /openapi.json with the form of errors and the bounds."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from quire.core.optional_package import absent_package
 from quire.core.version import __version__
 from quire.server.api.bodies import MAX_HTTP_SEED
 from quire.server.errors import handle_errors
-from quire.server.http.middleware import AccessMiddleware, RootPath
-from quire.server.http.request_log import RequestLog
+from quire.server.http.application import Application
 from quire.server.options import MAX_ELEMENTS
 from quire.server.routes import (
     adapters,
@@ -90,11 +88,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def create_app(service: Service) -> FastAPI:
     """Return the application of a service; routes find it as `request.app.state.service`."""
-    app = FastAPI(
-        title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS,
+    app = Application(
+        service, title="Quire", version=__version__, responses=_ERRORS,
         servers=[{"url": service.options.root_path}] if service.options.root_path else None,
     )  # fmt: skip
-    app.state.service = service
     if served_formats is not None:
         service.formats = served_formats(service.client.tokenizer, service.options, service.templates)
     if output_constraints is not None:
@@ -118,23 +115,7 @@ def create_app(service: Service) -> FastAPI:
     if install_messages is not None:
         install_messages(app)
     _document_bounds(app, service)
-    _add_middleware(app, service)
     return app
-
-
-def _add_middleware(app: FastAPI, service: Service) -> None:
-    """Wrap the routes, from the inside out."""
-    options = service.options
-    app.add_middleware(AccessMiddleware, service=service)
-    if options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=options.allowed_methods,
-            allow_headers=options.allowed_headers, allow_credentials=options.allow_credentials,
-            expose_headers=("X-Request-Id",),
-        )  # fmt: skip
-    app.add_middleware(RequestLog, returns_client_ids=options.enable_request_id_headers)
-    if options.root_path:
-        app.add_middleware(RootPath, root_path=options.root_path)
 
 
 def _document_bounds(app: FastAPI, service: Service) -> None:

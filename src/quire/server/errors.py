@@ -172,10 +172,15 @@ def handle_errors(app: FastAPI) -> None:
     """Register handlers for the errors that routes and the framework raise; any other exception is a 500."""
     app.state.error_forms = {}
     for kind in (ApiError, EngineError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, _answer)
+        app.add_exception_handler(kind, _handle)
 
 
-async def _answer(request: Request, error: Exception) -> Response:
+async def _handle(request: Request, error: Exception) -> Response:
+    return answer_error(request, error)
+
+
+def answer_error(request: Request, error: Exception) -> Response:
+    """Return the response to an error of a route or of the framework."""
     match error:
         case RequestValidationError():
             return error_response(_of_validation(error), request.scope)

@@ -39,7 +39,7 @@ class _Forwarded(Response):
 
         self._raw = b""  # the route holds it as long as it needs it
         inner = {**scope, "path": self._path, "raw_path": self._path.encode()}
-        await scope["app"].router(inner, receive_again, send)
+        await scope["app"].dispatch(inner, receive_again, send)
 
 
 @router.post("/invocations", include_in_schema=False)
