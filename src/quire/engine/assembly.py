@@ -16,7 +16,6 @@ from quire.core.optional_package import needs_library
 from quire.core.sequence import Request
 from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
 from quire.engine.adapters.store import (
-    AdapterRows,
     AdapterStore,
     RankAdapters,
     make_rank_adapters,
@@ -33,9 +32,11 @@ from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
 from quire.engine.schedulers import make_scheduler
 from quire.engine.sizing import size_engine
+from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import Device, StepLimits, WorkerParts
-from quire.execution.drafter import Drafter, DraftMethod
+from quire.execution.drafter import Drafter
+from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
@@ -242,7 +243,7 @@ def _build(
     batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, model.vocab_size)
     geometry = model.kv_geometry
     kv = device.allocate_cache(geometry, cache.num_blocks, cache.block_size, model.back_end)
-    method: DraftMethod | None = None
+    method: DraftModel | None = None
     if draft_model is not None:
         geometry = geometry.joined(draft_model.model.kv_geometry)
         own = draft_model.allocate_cache(cache.num_blocks, cache.block_size)
@@ -287,13 +288,13 @@ def _adapters(
     else:
         assert ranks.own_model is not None, "ranks that have not joined"
         store = make_store(options, ranks.own_model, ranks.exchange.shard, ranks)
-    return store, AdapterRows(store, slots)
+    return store, AdapterRows(store.weights, slots)
 
 
 def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> tuple[RankAdapters, AdapterRows]:
     """Return the adapters of a rank other than 0, and those of its rows."""
     adapters = make_rank_adapters(options, model, shard)
-    return adapters, AdapterRows(adapters, make_slots(options, model, shard))
+    return adapters, AdapterRows(adapters.weights, make_slots(options, model, shard))
 
 
 def _ready(
@@ -323,7 +324,7 @@ def _ready(
 
 def _drafter(
     options: EngineOptions, batch: PersistentBatch, model: LanguageModel, draft_model: LoadedDraftModel | None,
-    method: DraftMethod | None,
+    method: DraftModel | None,
 ) -> Drafter | None:  # fmt: skip
     """Return the drafter that the options ask for."""
     if options.speculation is None:

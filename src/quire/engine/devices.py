@@ -9,6 +9,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
 from quire.execution.cuda.device import CudaDevice
+from quire.execution.cuda_graphs.graphs import GraphSizes, graph_sizes
 from quire.execution.device import Device, HostDevice
 
 
@@ -36,7 +37,18 @@ def _open_gpu(options: EngineOptions) -> Device:
     missing = _what_cuda_lacks()
     if missing is not None:
         raise ConfigError(f"device cuda: {missing}; use cpu or auto")
-    return CudaDevice(options.gpu_memory_utilization, options)
+    return CudaDevice(
+        options.gpu_memory_utilization, graph_sizes_of(options), captures_graphs=options.capture_graphs
+    )
+
+
+def graph_sizes_of(options: EngineOptions) -> GraphSizes:
+    """Return the sizes of CUDA graphs that the options ask for; none with `enforce_eager`."""
+    if options.enforce_eager:
+        return GraphSizes((), ())
+    return graph_sizes(
+        options.cudagraph_capture_sizes, options.max_cudagraph_capture_size, options.resolved_max_num_batched_tokens
+    )
 
 
 def _what_cuda_lacks() -> str | None:

@@ -4,57 +4,32 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import InvalidRequestError, RankLostError
-from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.core.step_times import StepTiming, StepWork, chunk_work
-from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.block_holders import count_blocks_by_owner, list_holders
 from quire.engine.messages import EngineState
 from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
 
+if TYPE_CHECKING:  # they load torch and llguidance, which a simulated engine needs not
+    from quire.decoding.grammars.constrained import ConstrainedDecoding
+    from quire.engine.adapters.store import AdapterStore
+
 log = logging.getLogger(__name__)
 
 PREPARATION_WAIT_S = 0.005  # for a grammar or an adapter, if nothing else is to be done; commands are handled between
 UNLOADABLE = "its LoRA adapter cannot be loaded any more: the files have changed, or are gone"
-NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off, or this installation has no adapters"
-
-
-class Grammars(Protocol):
-    """Grammars that are being compiled."""
-
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Raise InvalidRequestError for one that cannot be compiled."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the next one is compiled, at most this long. No request runs."""
-
-
-class Adapters(Protocol):
-    """Adapters that are being loaded."""
-
-    def start_step(self) -> list[int]:
-        """Begin a step; return the ids of requests whose adapters cannot be loaded."""
-
-    def read(self, folder: str) -> Future[Adapter]:
-        """Read the adapter of a folder in another thread. The future's error is a ModelError."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the next one is loaded, at most this long. No request runs."""
-
-    def use(self) -> AdapterUse:
-        """Return the adapters of running and of waiting requests."""
+NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off"
 
 
 class Engine:
@@ -65,8 +40,8 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, grammars: "Grammars | None" = None,
-        adapters: "Adapters | None" = None, clock: Callable[[], float] = time.monotonic,
+        self, scheduler: Scheduler, executor: Executor, grammars: "ConstrainedDecoding | None" = None,
+        adapters: "AdapterStore | None" = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.grammars = grammars            # None: requests with grammars are refused
@@ -87,7 +62,7 @@ class Engine:
     def add(self, request: Request, age_s: float = 0.0) -> None:
         """Queue a request whose client asked `age_s` seconds ago. Raises InvalidRequestError if it could never run."""
         if request.params.structured_outputs is not None and self.grammars is None:
-            message = "structured_outputs cannot be used: the model has no tokenizer, or this installation no grammars"
+            message = "structured_outputs cannot be used: the model has no tokenizer, or batches are static"
             raise InvalidRequestError(message, param="structured_outputs")
         if request.scope.adapter is not None and self.adapters is None:
             raise InvalidRequestError(NO_ADAPTERS, param="model")

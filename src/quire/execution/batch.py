@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
 from quire.core.prompt_scores import padded
+from quire.decoding.grammars.rows import StepMasks
 from quire.decoding.pooling import PooledEntry, RowPool
-from quire.decoding.row_grammars import StepGrammars
 from quire.decoding.sampling_state import SamplingState
 from quire.model.batch import ForwardBatch
 
@@ -37,7 +37,7 @@ class StepInputs(NamedTuple):
     logit_rows: IntArray        # [N] the token of the flat batch behind which it is drawn
     drafts: list[RowDrafts]     # those rows have several samples, in the order of positions
     pooled: list[PooledEntry]   # those rows have no samples
-    grammars: StepGrammars | None = None  # None: no sample is masked
+    grammars: StepMasks | None = None  # None: no sample is masked
 
 
 class PersistentBatch:

@@ -5,13 +5,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from quire.core.host_memory import HOST_KV_SHARE, free_memory_bytes
-from quire.decoding.row_grammars import RowGrammars
+from quire.decoding.grammars.rows import GrammarRows
+from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafter import Drafter
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.swap_storage import allocate_swap_space
 from quire.execution.swapper import Swapper
-from quire.execution.worker import StepAdapters, Worker
+from quire.execution.worker import Worker
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots
 from quire.model.kv_cache import KVCache
@@ -26,9 +27,9 @@ class WorkerParts(NamedTuple):
     cache: KVCache
     batch: PersistentBatch
     swapper: Swapper | None = None
-    grammars: RowGrammars | None = None
+    grammars: GrammarRows | None = None
     drafter: Drafter | None = None
-    adapters: StepAdapters | None = None
+    adapters: AdapterRows | None = None
 
 
 class StepLimits(NamedTuple):

@@ -49,13 +49,6 @@ class Drafter(Protocol):
         """Record the numbers of draft tokens of a row that a step has verified and accepted."""
 
 
-class DraftMethod(Protocol):
-    """Method that computes drafts, at a cost for each token, of lengths that are chosen before."""
-
-    def draft(self, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
-        """Return drafts as a `Drafter` does, of 1 to `limits` tokens for each row; limits int64 [num], at least 1."""
-
-
 def rows_to_draft(inputs: StepInputs, results: Mapping[int, RowResult], failures: Container[int]) -> DraftRows:
     """Return the rows that continue after a step. `results`: of rows that differ from one token per sample."""
     if not results and not failures:    # most steps: no call of NumPy, for each takes longer than the lookup of a row

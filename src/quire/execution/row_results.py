@@ -9,7 +9,8 @@ from msgspec import structs
 
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import RowResult
-from quire.decoding.row_grammars import RowProgress, StepGrammars
+from quire.decoding.grammars.rows import StepMasks
+from quire.decoding.row_grammars import RowProgress
 from quire.decoding.sampler import SampledTokens
 from quire.decoding.verification import num_accepted
 from quire.execution.batch import PersistentBatch, StepInputs
@@ -46,7 +47,7 @@ def late_rows(inputs: StepInputs, late: Collection[int], results: Mapping[int, R
 
 
 def advance_grammars(
-    batch: PersistentBatch, inputs: StepInputs, grammars: StepGrammars, sampled: SampledTokens,
+    batch: PersistentBatch, inputs: StepInputs, grammars: StepMasks, sampled: SampledTokens,
     results: Mapping[int, RowResult], failures: dict[int, str], at_fault: dict[int, str],
 ) -> dict[int, RowResult]:  # fmt: skip
     """Return the results of rows with grammars that have ended, or force tokens, which are written into their rows.

@@ -7,7 +7,6 @@ concerned alone.
 import logging
 import time
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from msgspec import structs
 from torch import Tensor
 
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
+from quire.decoding.grammars.rows import GrammarRows
 from quire.decoding.pooling import pool
-from quire.decoding.row_grammars import RowGrammars
 from quire.decoding.sampler import (
     NOT_FINITE,
     NOTHING_ALLOWED,
@@ -28,13 +27,13 @@ from quire.decoding.sampler import (
     sample,
 )
 from quire.decoding.sampling_batch import SamplingBatch
+from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter
 from quire.execution.rates import Rate
 from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
 from quire.execution.step_timer import StepTimer
 from quire.execution.swapper import Swapper
-from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
@@ -44,15 +43,6 @@ log = logging.getLogger(__name__)
 PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256 x 150,000 x 4 bytes is 154 MB
 
 
-class StepAdapters(Protocol):
-    """The adapters of rows. `slots`: of a device that has some."""
-
-    slots: AdapterSlots | None
-
-    def of_step(self, plan: StepPlan) -> RowAdapters | None:
-        """Apply a plan's new rows; return the adapters of its tokens, None if none of them has one."""
-
-
 class Worker:
     """Turns a plan into tensors, runs the forward pass, samples."""
 
@@ -60,7 +50,7 @@ class Worker:
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
-        grammars: RowGrammars | None = None, drafter: Drafter | None = None, adapters: StepAdapters | None = None,
+        grammars: GrammarRows | None = None, drafter: Drafter | None = None, adapters: AdapterRows | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self._cache = cache           # of every model that shares the block tables; the first layers are the model's

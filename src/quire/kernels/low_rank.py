@@ -87,7 +87,10 @@ class FactorSizes(NamedTuple):
 
 
 class AdapterSlots(Protocol):
-    """Adapters on a device that computes all of a step together: memory for some of them, each in a slot."""
+    """Adapters on a device that computes all of a step together: memory for some of them, each in a slot.
+
+    `kernels.triton.low_rank.TritonSlots`, which cannot be imported where Triton is not installed.
+    """
 
     def place(self, adapters: Sequence[AdapterWeights]) -> list[int]:
         """Return the slots of a step's adapters, at most as many as there are slots; copy those that have none."""

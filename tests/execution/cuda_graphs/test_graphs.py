@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.engine.devices import graph_sizes_of
 from quire.engine.options import EngineOptions
 from quire.execution.batch import StepInputs
 from quire.execution.cuda_graphs.graphs import (
@@ -21,7 +22,6 @@ from quire.execution.cuda_graphs.graphs import (
     CudaGraphRunner,
     GraphSize,
     GraphSizes,
-    graph_sizes,
 )
 from quire.execution.cuda_graphs.inputs import Draws
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
@@ -271,7 +271,7 @@ def test_every_size_of_an_engine_is_captured_at_start(recorder: Recorder) -> Non
 
 def sizes_of(**settings: Any) -> GraphSizes:  # noqa: ANN401
     """Return the sizes that an engine's settings ask for."""
-    return graph_sizes(EngineOptions(**settings))
+    return graph_sizes_of(EngineOptions(**settings))
 
 
 def test_sizes_that_are_asked_for_are_those_of_decodes_and_of_steps_with_chunks(recorder: Recorder) -> None:

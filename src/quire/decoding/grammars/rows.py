@@ -65,7 +65,12 @@ class GrammarRows:
         drafts: Sequence[RowDrafts],
         computed_rows: NDArray[np.int64],
     ) -> "StepMasks | None":
-        """Start to fill the masks of a step's samples; None if no sample has a grammar. As `RowGrammars`."""
+        """Start to fill the masks of a step's samples; None if no sample has a grammar.
+
+        rows and num_tokens int64 [num_samples]: the row of each sample and the tokens before it; token_ids
+        [max_rows, max_len]: the tokens of every row, drafts included; computed_rows int64 [num_entries]: those that the
+        step computes, sampled or not.
+        """
         if not self._states:
             return None
         self._num_steps += 1
@@ -134,7 +139,11 @@ class StepMasks:
         self._masks: TokenMasks | None = None
 
     def finish_masks(self, is_computed: Callable[[], bool] = lambda: True) -> None:
-        """Wait for masks, as `StepGrammars` says, and take those that are filled; the others are late."""
+        """Decide which rows are late. Call it once, when the forward pass is under way: waits until it `is_computed`.
+
+        A step that computes other rows, without grammars, waits no longer; one of such rows alone as long as masks
+        keep coming.
+        """
         while not is_computed():
             time.sleep(_POLL_S)
         if not self._has_others:
@@ -180,7 +189,10 @@ class StepMasks:
         return None if entry is None else self._rows.advance(entry, token_ids, max_forced)
 
     def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
-        """Return the number of leading drafts that are allowed; all of them if the row has no grammar."""
+        """Return the number of leading drafts that are allowed after the tokens of a row's last `advance`.
+
+        All of them if the row has no grammar.
+        """
         entry = self._entries.get(row)
         return len(drafts) if entry is None else entry.state.num_allowed(drafts)
 

@@ -19,12 +19,11 @@ import torch
 
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.lora import MAX_ADAPTERS, MAX_SHOWN_NAMES, Adapter, AdapterUse
-from quire.core.plan import StepPlan
 from quire.core.sequence import Request
 from quire.engine.adapters.peft_config import CONFIG_FILE
 from quire.engine.adapters.peft_weights import WEIGHTS_FILE, LoadedAdapter, ModelTargets
 from quire.engine.options import EngineOptions
-from quire.kernels.low_rank import AdapterSlots, AdapterWeights, RowAdapters
+from quire.kernels.low_rank import AdapterSlots, AdapterWeights
 from quire.kernels.support import require
 from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
@@ -313,32 +312,3 @@ class RankAdapters:
     def weights(self, digest: str) -> AdapterWeights:
         """Return an adapter that a row uses, once it is read. EngineError if it cannot be."""
         return self._adapters[digest].result()
-
-
-class AdapterRows:
-    """The adapters of the worker's rows."""
-
-    def __init__(self, store: AdapterStore | RankAdapters, slots: AdapterSlots | None = None) -> None:
-        self._store, self.slots = store, slots
-        self._digests = dict[int, str]()  # of rows that have one, or had until their sequence ended
-
-    def of_step(self, plan: StepPlan) -> RowAdapters | None:
-        """Apply a plan's new rows; return the adapters of its tokens, None if none of them has one."""
-        for new in plan.new_rows:
-            if new.scope.adapter is None:
-                self._digests.pop(new.row, None)
-            else:
-                self._digests[new.row] = new.scope.adapter
-        if not self._digests:
-            return None
-        found: dict[str, int] = {}
-        digests = [self._digests.get(row) for row in plan.rows]
-        of_entry = [-1 if each is None else found.setdefault(each, len(found)) for each in digests]
-        if not found:
-            return None
-        of_row = torch.tensor(of_entry, dtype=torch.int32).repeat_interleave(torch.tensor(plan.counts))
-        adapters = [self._store.weights(digest) for digest in found]
-        if self.slots is None:
-            return RowAdapters(adapters, of_row)
-        by_index = torch.tensor([*self.slots.place(adapters), -1], dtype=torch.int32)
-        return RowAdapters((), by_index[of_row], self.slots)

@@ -1,11 +1,12 @@
 """Fleet: several engines of one model behind one client, each in a process of its own.
 
 A request is sent to the engine with the least work for it (`router`), and stays there until it ends. When an engine
-dies, its requests end with EngineDeadError, and its cache and its pins are lost; it is started again while the other
-engines serve (`supervision`). One that makes no progress for the stall limit is ended, and so dies.
+dies, its requests end with EngineDeadError, and its cache and its pins are lost; it is started again, with growing
+pauses, while the other engines serve. One that makes no progress for the stall limit is ended, and so dies.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -13,7 +14,7 @@ from itertools import count
 from msgspec import structs
 
 from quire.core.deltas import Admission, SequenceDelta
-from quire.core.errors import InvalidRequestError
+from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sequence import Request
@@ -22,7 +23,6 @@ from quire.core.task import Pin
 from quire.engine.base_client import SupervisedClient
 from quire.engine.client import EngineClient
 from quire.engine.fleet.router import Router, Routing
-from quire.engine.fleet.supervision import keep_alive
 from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
@@ -32,6 +32,12 @@ from quire.engine.output_processor import FinishedRequest, OutputKind, Processed
 from quire.engine.queued_requests import Asked
 from quire.engine.streams import RequestStream
 from quire.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+HEALTHY_S = 60.0        # an engine that lived for so long is started again after the first pause
+MAX_FAILED_STARTS = 5   # of each engine, in a row, while none is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +280,7 @@ class Fleet(SupervisedClient):
 
         `on_spawn` is called with the number and the process of each new engine; `pause` waits before each start.
         """
-        return await keep_alive(self, lambda number: self._restart(number, on_spawn, spawn), pause)
+        return await _keep_alive(self, lambda number: self._restart(number, on_spawn, spawn), pause)
 
     async def _restart(
         self, number: int, on_spawn: Callable[[int, EngineProcess], None],
@@ -313,3 +319,52 @@ def _least(ready: Sequence[Ready]) -> Ready:
         max_model_len=min(each.limits.max_model_len for each in ready),
     )
     return structs.replace(ready[0], limits=limits, num_swap_blocks=min(each.num_swap_blocks for each in ready))
+
+
+async def _keep_alive(
+    fleet: Fleet, restart: Callable[[int], Awaitable[None]], pause: Callable[[float], Awaitable[None]]
+) -> Exception:
+    """Restart engines until none is alive and each has failed to start MAX_FAILED_STARTS times; return the last error.
+
+    `restart` starts the engine of a number and returns when it is ready.
+    """
+    num_failed = [0] * len(fleet.engines)
+    keepers = [
+        asyncio.create_task(_keep(fleet, number, num_failed, restart, pause), name=f"keeper of engine {number}")
+        for number in range(len(num_failed))
+    ]
+    try:
+        done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.wait(keepers)             # one may have to stop a loading engine
+
+
+async def _keep(
+    fleet: Fleet, number: int, num_failed: list[int], restart: Callable[[int], Awaitable[None]],
+    pause: Callable[[float], Awaitable[None]],
+) -> Exception:  # fmt: skip
+    """Restart one engine whenever it dies."""
+    clock, num_short_lives = asyncio.get_running_loop().time, 0
+    while True:
+        begun_s = clock()
+        why: Exception = await fleet.engines[number].wait_dead()
+        num_short_lives = num_short_lives + 1 if clock() - begun_s < HEALTHY_S else 1
+        fleet.lose(number)
+        num_failed[number] = 0
+        while True:
+            pause_s = min(FIRST_PAUSE_S * 2 ** (num_short_lives + num_failed[number] - 1), LONGEST_PAUSE_S)
+            log.error("engine %d: %s; it is started again in %g s", number, why, pause_s)
+            await pause(pause_s)
+            try:
+                await restart(number)
+                break
+            except (EngineError, OSError) as error:
+                why = error
+                num_failed[number] += 1
+                if not fleet.is_alive and min(num_failed) >= MAX_FAILED_STARTS:
+                    return why
+        num_failed[number] = 0
+        log.warning("engine %d was started again; its cached and pinned prefixes are lost", number)

@@ -11,13 +11,14 @@ from torch._C._distributed_c10d import Store
 
 from quire.core.errors import ConfigError, EngineError
 from quire.core.plan_codec import decode_plan
+from quire.engine.devices import graph_sizes_of
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.gpu_worker import FollowingWorker
 from quire.engine.parallel.nccl import GpuRanks
 from quire.engine.parallel.rank import MAX_REASON_CHARS, adapters_of, expect, load_part, next_command
 from quire.execution.batch import PersistentBatch
-from quire.execution.cuda_graphs.graphs import GraphSize, graph_sizes
+from quire.execution.cuda_graphs.graphs import GraphSize
 from quire.execution.device import StepLimits, WorkerParts
 from quire.model.decoder import Decoder
 
@@ -53,7 +54,7 @@ def bring_up(
     if sizes.num_swap_blocks:
         swapper = device.swapper(cache, model.kv_geometry, sizes.num_swap_blocks, model.back_end, None)
     worker = FollowingWorker(
-        ranks, model, WorkerParts(model, cache, batch, swapper, adapters=rows), graph_sizes(command.options)
+        ranks, model, WorkerParts(model, cache, batch, swapper, adapters=rows), graph_sizes_of(command.options)
     )
     channel.send(messages.Allocated())
     return partial(_run_or_end, channel, worker, adapters)

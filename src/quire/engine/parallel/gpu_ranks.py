@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
 from quire.core.host_memory import free_memory_bytes
+from quire.engine.devices import graph_sizes_of
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
 from quire.engine.parallel.gpu_worker import LeadingWorker
@@ -25,7 +26,7 @@ from quire.engine.parallel.rank_set import RankedModel, RankSet
 from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.execution.cuda.executor import AsyncCudaExecutor
 from quire.execution.cuda.memory import pinned_bytes
-from quire.execution.cuda_graphs.graphs import GraphSize, graph_sizes
+from quire.execution.cuda_graphs.graphs import GraphSize
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.low_rank import AdapterSlots
@@ -109,7 +110,7 @@ class GpuRankSet(RankSet):
     def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
         """Return the executor of all ranks, with steps in flight as on one GPU."""
         assert self.own_model is not None, "ranks that have not joined"
-        self._worker = LeadingWorker(self, self.link(), self.own_model, parts, graph_sizes(self._options))
+        self._worker = LeadingWorker(self, self.link(), self.own_model, parts, graph_sizes_of(self._options))
         if self._options.capture_graphs:
             self._worker.capture_graphs(max_num_batched_tokens)
         return AsyncCudaExecutor(self._worker, max_steps_in_flight=2 if parts.drafter is None else 1)

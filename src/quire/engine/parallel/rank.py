@@ -27,9 +27,9 @@ from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.digest import model_digest
 from quire.engine.parallel.link import END, FORWARD, LOGITS, Link, RankExchange
+from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch
 from quire.execution.swapper import Swapper
-from quire.execution.worker import StepAdapters
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.low_rank import AdapterWeights
@@ -39,7 +39,7 @@ from quire.model.resolve import resolve_model
 from quire.model.sharding import Shard
 
 if TYPE_CHECKING:
-    from quire.engine.adapters.store import AdapterRows, RankAdapters
+    from quire.engine.adapters.store import RankAdapters
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RankWorker:
     swapper: Swapper | None
     link: Link
     adapters: "RankAdapters | None" = None  # None: no row has one
-    adapter_rows: StepAdapters | None = None
+    adapter_rows: AdapterRows | None = None
 
     @torch.inference_mode()
     def execute(self, plan_message: bytes) -> None:

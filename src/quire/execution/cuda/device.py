@@ -17,7 +17,7 @@ from quire.execution.cuda.memory import (
 from quire.execution.cuda.memory_profiling import CudaMemoryMeter, available_kv_bytes
 from quire.execution.cuda.swapper import CudaSwapper
 from quire.execution.cuda.worker import CudaWorker
-from quire.execution.cuda_graphs.graphs import GraphOptions, graph_sizes
+from quire.execution.cuda_graphs.graphs import GraphSizes
 from quire.execution.device import StepLimits, WorkerParts
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots
@@ -31,17 +31,17 @@ SWAP_BYTES = 4 << 30  # the contract's default
 class CudaDevice:
     """The current GPU: a `Device`. Made before the model is loaded, since it measures the memory taken from then on.
 
-    `utilization`: of the card's memory, for weights, steps and the KV cache. `graphs`: their settings.
+    `utilization`: of the card's memory, for weights, steps and the KV cache. `sizes`: of graphs, which are captured at
+    start if `captures_graphs`, else after some steps that need them.
     """
 
     kv_share = 1.0
 
-    def __init__(self, utilization: float, graphs: GraphOptions) -> None:
+    def __init__(self, utilization: float, sizes: GraphSizes, *, captures_graphs: bool) -> None:
         use_exact_products()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._meter = CudaMemoryMeter(self.torch_device)
-        self._utilization, self._captures_graphs = utilization, graphs.capture_graphs
-        self._sizes = graph_sizes(graphs)
+        self._utilization, self._sizes, self._captures_graphs = utilization, sizes, captures_graphs
 
     def free_bytes(self) -> int:
         """Return the bytes of the card that no process holds."""

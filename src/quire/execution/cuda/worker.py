@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import StepPlan, StepResult
-from quire.decoding.row_grammars import RowGrammars
+from quire.decoding.grammars.rows import GrammarRows
 from quire.decoding.sampler import SampledTokens, device_settings, sample_async, sample_on_device, to_sampled_tokens
 from quire.decoding.sampling_state import LOGPROBS
+from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.cuda.tables import DeviceTables, table_edits
 from quire.execution.cuda_graphs.graphs import (
@@ -33,7 +34,7 @@ from quire.execution.cuda_graphs.graphs import (
 from quire.execution.cuda_graphs.inputs import Draws, InputLayout, upload
 from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
-from quire.execution.worker import StepAdapters, Worker
+from quire.execution.worker import Worker
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
@@ -60,7 +61,7 @@ class CudaWorker(Worker):
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
-        grammars: RowGrammars | None = None, drafter: Drafter | None = None, adapters: StepAdapters | None = None,
+        grammars: GrammarRows | None = None, drafter: Drafter | None = None, adapters: AdapterRows | None = None,
         sizes: GraphSizes = USUAL_SIZES,
     ) -> None:  # fmt: skip
         super().__init__(model, cache, batch, swapper, grammars, drafter, adapters)

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -109,37 +109,12 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> list[int]:
     return [size for i, size in enumerate(sizes) if not i or sizes[i - 1] < limit]
 
 
-class GraphOptions(Protocol):
-    """The settings of graphs, as `EngineOptions` has them."""
+def graph_sizes(given: Sequence[int], largest: int | None, max_tokens: int) -> GraphSizes:
+    """Return the sizes of graphs: of those given the ones that a step of `max_tokens` can have, or all up to a largest.
 
-    @property
-    def enforce_eager(self) -> bool:
-        """Whether all steps run without a graph."""
-
-    @property
-    def cudagraph_capture_sizes(self) -> Sequence[int]:
-        """Sizes of decodes, and of steps with chunks, too; empty: the usual ones."""
-
-    @property
-    def max_cudagraph_capture_size(self) -> int | None:
-        """The largest size; None: the usual one."""
-
-    @property
-    def capture_graphs(self) -> bool:
-        """Whether all graphs are captured at start, instead of after some steps that need them."""
-
-    @property
-    def resolved_max_num_batched_tokens(self) -> int:
-        """Tokens in one step."""
-
-
-def graph_sizes(options: GraphOptions) -> GraphSizes:
-    """Return the sizes that settings ask for: of those given the ones that a step can have, or all up to a largest."""
-    given, largest = options.cudagraph_capture_sizes, options.max_cudagraph_capture_size
-    if options.enforce_eager:
-        return GraphSizes((), ())
+    Without either the usual ones.
+    """
     if given:
-        max_tokens = options.resolved_max_num_batched_tokens
         sizes = tuple(sorted({size for size in given if size <= max_tokens}))
         if max(given) > max_tokens:
             log.warning("graphs are captured at %s tokens: no step has more than %d", [*sizes], max_tokens)

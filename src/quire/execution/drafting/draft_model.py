@@ -48,7 +48,7 @@ class Spans(NamedTuple):
 
 
 class DraftModel:
-    """A `DraftMethod` over a model with `cache`, its part of a cache that has scratch blocks behind the pool's blocks.
+    """Drafts of a model with `cache`, its part of a cache that has scratch blocks behind the pool's blocks.
 
     `max_positions`: positions that the model can compute. There are no drafts at later ones. If the model raises an
     error, it is logged, and no row has drafts from then on.

@@ -2,7 +2,8 @@
 
 from quire.core.speculation import SpeculationConfig
 from quire.execution.batch import PersistentBatch
-from quire.execution.drafter import Drafter, DraftMethod
+from quire.execution.drafter import Drafter
+from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.lengths import AdaptiveLength
 from quire.execution.drafting.limited import LimitedDrafter
 from quire.execution.drafting.lookup import Lookup, LookupDrafter
@@ -15,7 +16,7 @@ from quire.model.weight_counts import ExpertReads
 
 def make_drafter(
     config: SpeculationConfig, batch: PersistentBatch, kernels: str, bytes_per_weight: float,
-    draft_model: DraftMethod | None = None, draft_cost: float = 0.0, experts: ExpertReads | None = None,
+    draft_model: DraftModel | None = None, draft_cost: float = 0.0, experts: ExpertReads | None = None,
 ) -> Drafter:  # fmt: skip
     """Return the drafter for the rows of a batch.
 

@@ -10,7 +10,6 @@ it pauses, each time twice as long, and then tries again. All of it is computed 
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,25 +26,6 @@ FIRST_COST = 1.04
 MIN_GAIN = 1.03  # speedup of the best drafts possible below which nothing is looked up, and nothing drafted
 KEPT = 0.875  # share of the counts that remains with each verified draft: about the last eight of them matter
 PAUSES = (4, 64)  # drafts that a row skips, in its first pause and at most
-
-
-class DraftLengths(Protocol):
-    """Policies for the number of draft tokens of each row, by counts of accepted and rejected ones."""
-
-    def reset(self, rows: Iterable[int]) -> None:
-        """Forget what was recorded of rows, which have new owners."""
-
-    def may_pay(self, num_rows: int) -> bool:
-        """Return whether drafts can make a step of `num_rows` sequences, 1 or more, faster."""
-
-    def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
-        """Return how many drafts each of `rows` should have: int64 [num], from 0 to `longest`, int64 [num].
-
-        num_rows: sequences in the step, those without drafts included. Call once for each step.
-        """
-
-    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
-        """Record the numbers of draft tokens of a row that a step has verified and accepted."""
 
 
 class AdaptiveLength:
@@ -68,11 +48,15 @@ class AdaptiveLength:
         self._is_untried[which] = True
 
     def may_pay(self, num_rows: int) -> bool:
-        """Return whether drafts that are all accepted would give a speedup of more than MIN_GAIN."""
+        """Return whether drafts, if all are accepted, make a step of `num_rows` sequences more than MIN_GAIN faster."""
         return self._cost.most_gain(num_rows) > MIN_GAIN
 
     def limits(self, rows: IntArray, longest: IntArray, num_rows: int) -> IntArray:
-        """Return the best lengths. A row that gets none because of its acceptance rate begins a pause."""
+        """Return how many drafts each of `rows` should have: int64 [num], from 0 to `longest`, int64 [num].
+
+        num_rows: sequences in the step, those without drafts included. Call once for each step. A row that gets none
+        because of its acceptance rate begins a pause.
+        """
         pauses = self._pauses[rows] > 0
         self._pauses[rows] -= pauses
         acceptance = self._acceptance(rows)

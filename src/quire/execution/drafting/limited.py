@@ -6,15 +6,16 @@ import numpy as np
 
 from quire.core.plan import StepPlan
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.drafter import DraftMethod, DraftRows
-from quire.execution.drafting.lengths import DraftLengths
+from quire.execution.drafter import DraftRows
+from quire.execution.drafting.draft_model import DraftModel
+from quire.execution.drafting.lengths import AdaptiveLength
 
 
 class LimitedDrafter:
     """A `Drafter` around a method: beams have no drafts, and the drafts of other rows are as long as `lengths` says."""
 
     def __init__(
-        self, method: DraftMethod, lengths: DraftLengths, max_drafts: int, batch: PersistentBatch
+        self, method: DraftModel, lengths: AdaptiveLength, max_drafts: int, batch: PersistentBatch
     ) -> None:
         self._method, self._lengths, self._max_drafts = method, lengths, max_drafts
         max_rows, self._max_len = batch.token_ids.shape

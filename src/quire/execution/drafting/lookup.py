@@ -8,7 +8,7 @@ import numpy as np
 from quire.core.plan import NewRow, StepPlan
 from quire.execution.batch import IntArray, StepInputs
 from quire.execution.drafter import DraftRows
-from quire.execution.drafting.lengths import DraftLengths
+from quire.execution.drafting.lengths import AdaptiveLength
 
 
 class Lookup(Protocol):
@@ -28,7 +28,7 @@ class LookupDrafter:
     rows that it found drafts for. Beams have no drafts.
     """
 
-    def __init__(self, lookup: Lookup, lengths: DraftLengths) -> None:
+    def __init__(self, lookup: Lookup, lengths: AdaptiveLength) -> None:
         self._lookup, self._lengths = lookup, lengths
         self._beams = set[int]()    # rows
 
