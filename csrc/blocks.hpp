@@ -1,5 +1,5 @@
 // Blocks of GGUF tensors (ggml's structures of these names), read into elements of a byte each with the scales of groups.
-// quire.formats.gguf_tensors.blocks says what they mean.
+// quire.formats.gguf.blocks says what they mean.
 #pragma once
 
 #include <cstdint>

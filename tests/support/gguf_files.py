@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.formats.gguf.element_types import GGML_TYPES
-from quire.formats.gguf.source import read_gguf
+from quire.formats.gguf.gguf_source import read_gguf
 from quire.model.quantization import QuantizationOptions
 from quire.text.tokenizer import Tokenizer
 

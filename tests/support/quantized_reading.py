@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.core.model_files import read_json_object
 from quire.formats.quantized.parsers import quantization_from_config
-from quire.formats.quantized_tensors.weight_format import QuantizedFormat
+from quire.formats.quantized.quantized_weights import QuantizedFormat
 from quire.kernels.linear import all_finite
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.quantized import expand

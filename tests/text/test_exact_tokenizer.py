@@ -9,8 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
-from quire.formats.gguf.file import GGUFFile
-from quire.formats.gguf_tokenizer.tokenizer import read_gguf_tokenizer
+from quire.formats.gguf.gguf_file import GGUFFile
+from quire.formats.gguf.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.exact_tokenizer import exact_tokenizer_json
 from quire.text.tokenizer import Tokenizer as ModelTokenizer
 from support import small_tokenizers

@@ -12,8 +12,8 @@ from typing import Literal
 from quire.core.errors import ModelError
 from quire.core.model_files import is_gguf, read_json_object
 from quire.core.pooling import FoundPooler, Runner
-from quire.formats.gguf.source import gguf_tokenizer_loader, read_gguf
-from quire.formats.quantized.source import read_quantized
+from quire.formats.gguf.gguf_source import gguf_tokenizer_loader, read_gguf
+from quire.formats.quantized.quantized_source import read_quantized
 from quire.formats.sentence_transformers import pooler
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.dummy_weights.source import read_dummy

@@ -1,4 +1,5 @@
 """Formats of checkpoints besides folders of floating-point weights, each in a package.
 
-`engine/formats.py` imports the one that a model needs. Packages named `_tensors` load torch, the others do not.
+`engine/formats.py` chooses by the files of a model. A `*_source` module reads the config and loads no torch; it imports
+the weights (`*_weights`) when they are opened.
 """

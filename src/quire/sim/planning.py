@@ -272,7 +272,7 @@ def stored_parameters(folder: Path) -> int:
     0 if there is none. Raises ModelError for a file that is none.
     """
     if is_gguf(folder):
-        from quire.formats.gguf.source import num_elements  # noqa: PLC0415 (for such files alone)
+        from quire.formats.gguf.gguf_source import num_elements  # noqa: PLC0415 (for such files alone)
 
         return num_elements(folder)
     return sum(_parameters_in(file_inside(folder, path.name)) for path in sorted(folder.glob("*.safetensors")))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ModelError
-from quire.formats.gguf.config import gguf_eos_token_ids
-from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf.gguf_config import gguf_eos_token_ids
+from quire.formats.gguf.gguf_file import GGUFFile
 from support.gguf_files import write_gguf
 
 ENDS = (  # llama.cpp's

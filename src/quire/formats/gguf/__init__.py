@@ -1,1 +1,1 @@
-"""GGUF files (llama.cpp): what their metadata says, as a model config. Loads no torch."""
+"""GGUF files (llama.cpp): their metadata as a model config, their tokenizer, their tensors in blocks."""

@@ -4,7 +4,7 @@ import math
 import struct
 
 from quire.core.errors import ModelError
-from quire.formats.gguf.file import GGUFFile, MetadataArray
+from quire.formats.gguf.gguf_file import GGUFFile, MetadataArray
 from quire.model.config_reader import ConfigReader
 
 

@@ -1,1 +1,1 @@
-"""Folders with quantized weights (GPTQ, AWQ, compressed-tensors, FP8): what their config.json says. Loads no torch."""
+"""Folders with quantized weights (GPTQ, AWQ, compressed-tensors, FP8, MXFP4): their config.json, and their tensors."""

@@ -1,6 +1,6 @@
 """Parser of the quantization_config of AWQ. No torch."""
 
-from quire.formats.quantized.options import HEAD, INTEGER_ELEMENTS, NOTES, group_size, number_choice
+from quire.formats.quantized.config_options import HEAD, INTEGER_ELEMENTS, NOTES, group_size, number_choice
 from quire.formats.quantized.schemes import ModuleRule, StoredScheme
 from quire.model.config_reader import ConfigReader
 

@@ -7,7 +7,7 @@ beginning, in alphabetical order as in the format's own library, else of its cla
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from quire.formats.quantized.options import (
+from quire.formats.quantized.config_options import (
     FLOAT_ELEMENTS,
     block_of,
     group_size,

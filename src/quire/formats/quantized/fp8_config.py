@@ -3,7 +3,7 @@
 Activations stay in 16 bits, also where the config has scales for them.
 """
 
-from quire.formats.quantized.options import HEAD, NOTES, block_of, matching_rule
+from quire.formats.quantized.config_options import HEAD, NOTES, block_of, matching_rule
 from quire.formats.quantized.schemes import ModuleRule, StoredScheme
 from quire.model.config_reader import ConfigReader
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.formats.quantized.options import (
+from quire.formats.quantized.config_options import (
     HEAD,
     INTEGER_ELEMENTS,
     NOTES,

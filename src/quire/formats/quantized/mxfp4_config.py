@@ -1,6 +1,6 @@
 """Parser of the quantization_config of gpt-oss: experts in MXFP4, everything else in 16 bits. No torch."""
 
-from quire.formats.quantized.options import NOTES, matching_rule
+from quire.formats.quantized.config_options import NOTES, matching_rule
 from quire.formats.quantized.schemes import ModuleRule, StoredScheme
 from quire.model.config_reader import ConfigReader
 

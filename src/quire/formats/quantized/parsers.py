@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 from quire.formats.quantized.awq_config import awq_rules
 from quire.formats.quantized.compressed_tensors_config import compressed_tensors_rules
+from quire.formats.quantized.config_options import checked_rules
 from quire.formats.quantized.fp8_config import fp8_rules
 from quire.formats.quantized.gptq_config import gptq_rules
 from quire.formats.quantized.mxfp4_config import mxfp4_rules
-from quire.formats.quantized.options import checked_rules
 from quire.formats.quantized.schemes import ModuleRule, StoredQuantization
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.quantization import CONFIG_KEYS

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError, ModelError
 from quire.engine.formats import read_source
-from quire.formats.gguf.file import GGUFFile
-from quire.formats.gguf.quantization import SCHEMES, GGUFQuantization, block_scheme
-from quire.formats.gguf_tensors.blocks import KINDS, read_values
-from quire.formats.gguf_tensors.checkpoint import GGUFCheckpoint
-from quire.formats.gguf_tensors.weight_format import GGUFFormat
+from quire.formats.gguf.blocks import KINDS, read_values
+from quire.formats.gguf.gguf_checkpoint import GGUFCheckpoint
+from quire.formats.gguf.gguf_file import GGUFFile
+from quire.formats.gguf.gguf_quantization import SCHEMES, GGUFQuantization, block_scheme
+from quire.formats.gguf.gguf_weights import GGUFFormat
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import all_finite, reference
 from quire.kernels.linear_weight import LinearWeight

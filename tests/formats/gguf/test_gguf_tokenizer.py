@@ -8,9 +8,9 @@ import pytest
 
 from quire.core.errors import ModelError
 from quire.engine.formats import load_tokenizer
-from quire.formats.gguf.file import GGUFFile
-from quire.formats.gguf_tokenizer import tokenizer as gguf_tokenizer
-from quire.formats.gguf_tokenizer.tokenizer import WORD_RULES, read_gguf_tokenizer
+from quire.formats.gguf import gguf_tokenizer
+from quire.formats.gguf.gguf_file import GGUFFile
+from quire.formats.gguf.gguf_tokenizer import WORD_RULES, read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
 from support.gguf_files import tokenizer_metadata, write_gguf

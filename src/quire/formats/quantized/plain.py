@@ -8,7 +8,7 @@ multiplied with: one for all, one per output, one per group of inputs, or one pe
 import torch
 from torch import Tensor
 
-from quire.formats.quantized_tensors.stored import StoredModule
+from quire.formats.quantized.stored_weights import StoredModule
 from quire.kernels.linear_weight import LinearWeight
 
 MIDDLES = {"int4": 8, "int8": 128}  # added to signed elements

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.formats.gguf.file import GGUFFile
-from quire.formats.gguf_tensors.blocks import KINDS, Blocks, copy_blocks, empty_blocks, read_blocks, read_values
+from quire.formats.gguf.blocks import KINDS, Blocks, copy_blocks, empty_blocks, read_blocks, read_values
+from quire.formats.gguf.gguf_file import GGUFFile
 from quire.kernels.cpp.huge_pages import huge_pages
 
 RESIDENT_BYTES = 64 << 20     # read before pages are dropped

@@ -4,7 +4,7 @@
 have it. The gate of a shared expert, a vector in the file, becomes a matrix of one row.
 """
 
-from quire.formats.gguf.file import MAX_TENSORS, GGUFFile, TensorEntry
+from quire.formats.gguf.gguf_file import MAX_TENSORS, GGUFFile, TensorEntry
 from quire.model.spec import ExpertNames
 
 MAX_ENTRIES = 4 * MAX_TENSORS

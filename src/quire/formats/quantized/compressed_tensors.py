@@ -13,9 +13,9 @@ MXFP6, uint8 exponents).
 import torch
 from torch import Tensor
 
-from quire.formats.quantized_tensors.mxfp4 import E2M1
-from quire.formats.quantized_tensors.plain import row_scales
-from quire.formats.quantized_tensors.stored import StoredModule, num_words, unpacked, unpacked_bits
+from quire.formats.quantized.mxfp4 import E2M1
+from quire.formats.quantized.plain import row_scales
+from quire.formats.quantized.stored_weights import StoredModule, num_words, unpacked, unpacked_bits
 from quire.kernels.linear_weight import CODEBOOK4, LinearWeight
 
 E2M3 = tuple(code / 8 for code in range(8)) + tuple((1 + code / 8) * 2**exp for exp in range(3) for code in range(8))

@@ -10,8 +10,8 @@ import pytest
 
 from quire.core.errors import ModelError
 from quire.core.model_files import is_gguf
-from quire.formats.gguf import file as gguf
-from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf import gguf_file as gguf
+from quire.formats.gguf.gguf_file import GGUFFile
 from support.gguf_files import Stored, write_gguf
 
 METADATA: dict[str, Any] = {

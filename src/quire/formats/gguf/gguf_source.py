@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.formats.gguf.config import (
+from quire.formats.gguf.gguf_config import (
     gguf_eos_token_ids,
     permuted_tensors,
     raised_tensors,
     read_gguf_config,
     with_gguf_weights,
 )
-from quire.formats.gguf.experts import with_single_experts
-from quire.formats.gguf.file import GGUFFile
-from quire.formats.gguf.quantization import gguf_quantization
+from quire.formats.gguf.gguf_file import GGUFFile
+from quire.formats.gguf.gguf_quantization import gguf_quantization
+from quire.formats.gguf.merged_experts import with_single_experts
 from quire.model.config import dtype_name, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.spec import DecoderSpec
@@ -52,7 +52,7 @@ class GGUFSource:
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the file."""
-        from quire.formats.gguf_tensors.weight_format import open_gguf  # noqa: PLC0415 (loads torch)
+        from quire.formats.gguf.gguf_weights import open_gguf  # noqa: PLC0415 (loads torch)
 
         permuted, raised = permuted_tensors(self.spec, self.file), raised_tensors(self.file)
         return open_gguf(self.file, permuted, raised, self.spec.weights.embedding, quantization)
@@ -68,7 +68,7 @@ def read_gguf(path: Path) -> GGUFSource:
 
 def gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
     """Return what loads the tokenizer of a file, or None if it has none. ModelError for a file that is broken."""
-    from quire.formats.gguf_tokenizer.tokenizer import has_gguf_tokenizer, read_gguf_tokenizer  # noqa: PLC0415
+    from quire.formats.gguf.gguf_tokenizer import has_gguf_tokenizer, read_gguf_tokenizer  # noqa: PLC0415
 
     file = GGUFFile(path)
     if not has_gguf_tokenizer(file):

@@ -5,7 +5,7 @@
 stores zero - 1, modulo the range of elements, version 2 the zero itself.
 """
 
-from quire.formats.quantized_tensors.stored import BITS, WORD_BITS, StoredModule, unpacked
+from quire.formats.quantized.stored_weights import BITS, WORD_BITS, StoredModule, unpacked
 from quire.kernels.linear_weight import LinearWeight
 
 

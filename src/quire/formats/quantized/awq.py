@@ -7,7 +7,7 @@ from the low bits on; `scales` are [groups, out]. A value is scale * (q - zero).
 import torch
 from torch import Tensor
 
-from quire.formats.quantized_tensors.stored import StoredModule
+from quire.formats.quantized.stored_weights import StoredModule
 from quire.kernels.linear_weight import LinearWeight
 
 PER_WORD = 8

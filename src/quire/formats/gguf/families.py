@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from quire.formats.gguf.metadata import Metadata
-from quire.formats.gguf_architectures.rotary import LAYER_NORM_EPS, of_family, rotary_decoder
+from quire.formats.gguf.rotary import LAYER_NORM_EPS, of_family, rotary_decoder
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS
 
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62

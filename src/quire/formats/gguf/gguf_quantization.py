@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
-from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf.gguf_file import GGUFFile
 from quire.model.quantization import (
     Activations,
     Quantization,

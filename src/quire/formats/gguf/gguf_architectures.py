@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from quire.formats.gguf.experts import NAMES
+from quire.formats.gguf import families
+from quire.formats.gguf.merged_experts import NAMES
 from quire.formats.gguf.metadata import Metadata
-from quire.formats.gguf_architectures import families
-from quire.formats.gguf_architectures.rotary import of_family
+from quire.formats.gguf.rotary import of_family
 from quire.model.spec import WeightMap
 
 ROPE_FREQS = "rope_freqs.weight"

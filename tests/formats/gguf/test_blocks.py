@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.formats.gguf_tensors import blocks as module
-from quire.formats.gguf_tensors.blocks import (
+from quire.formats.gguf import blocks as module
+from quire.formats.gguf.blocks import (
     KINDS,
     Blocks,
     BlockTable,

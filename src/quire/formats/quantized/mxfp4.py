@@ -7,7 +7,7 @@
 import torch
 from torch import Tensor
 
-from quire.formats.quantized_tensors.stored import StoredModule, unpacked
+from quire.formats.quantized.stored_weights import StoredModule, unpacked
 from quire.kernels.linear_weight import CODEBOOK4, LinearWeight
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

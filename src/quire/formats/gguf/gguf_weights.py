@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire.formats.gguf.file import GGUFFile
-from quire.formats.gguf.quantization import GGUFQuantization
-from quire.formats.gguf_tensors.blocks import Blocks, BlockTable
-from quire.formats.gguf_tensors.checkpoint import GGUFCheckpoint
+from quire.formats.gguf.blocks import Blocks, BlockTable
+from quire.formats.gguf.gguf_checkpoint import GGUFCheckpoint
+from quire.formats.gguf.gguf_file import GGUFFile
+from quire.formats.gguf.gguf_quantization import GGUFQuantization
 from quire.kernels.embedding import Table
 from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight
 from quire.model.checkpoints.checkpoint import require_tensor

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
-from quire.formats.quantized.options import HEAD
+from quire.formats.quantized.config_options import HEAD
 from quire.formats.quantized.schemes import StoredQuantization, StoredScheme
 from quire.model.quantization import (
     CONFIG_KEYS,

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import replace
 
 from quire.formats.gguf.end_texts import CODE_ENDS, ENDS, NO_ENDS
-from quire.formats.gguf.file import GGUFFile
+from quire.formats.gguf.gguf_architectures import ARCHITECTURES, ROPE_FREQS
+from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.metadata import Metadata
-from quire.formats.gguf_architectures.architectures import ARCHITECTURES, ROPE_FREQS
 from quire.model.config_reader import ConfigReader
 from quire.model.spec import DecoderSpec
 

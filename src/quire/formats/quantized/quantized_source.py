@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.formats.quantized.folder_quantization import FolderQuantization, folder_quantization
 from quire.formats.quantized.parsers import quantization_from_config
-from quire.formats.quantized.quantization import FolderQuantization, folder_quantization
 from quire.formats.quantized.schemes import StoredQuantization
 from quire.model.config import read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
@@ -28,7 +28,7 @@ class QuantizedSource(FolderSource):
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the safetensors files."""
-        from quire.formats.quantized_tensors.weight_format import open_quantized  # noqa: PLC0415 (loads torch)
+        from quire.formats.quantized.quantized_weights import open_quantized  # noqa: PLC0415 (loads torch)
 
         assert isinstance(quantization, FolderQuantization)
         return open_quantized(self.path, quantization)

@@ -1,1 +1,0 @@
-"""Tensors of GGUF files, and the linear weights that their blocks become."""

@@ -1,1 +1,0 @@
-"""Tokenizers of GGUF files."""

@@ -1,1 +1,0 @@
-"""Tensors of folders with quantized weights, and the linear weights that they become."""
