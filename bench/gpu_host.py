@@ -21,9 +21,8 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.core.plan import StepPlan
 from quire.engine.engine import Engine
-from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.worker import CudaWorker
-from quire.execution.cuda_graphs.graphs import MIXED_TOKENS, CudaGraphRunner
+from quire.execution.cuda.cuda_graphs import MIXED_TOKENS, CudaGraphRunner
+from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
 from quire.execution.device import Device, WorkerParts
 from quire.model.decoder import Decoder
 

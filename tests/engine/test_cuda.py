@@ -45,7 +45,7 @@ def test_cuda_without_a_c_compiler_is_an_error_before_a_kernel_fails(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("quire.execution.cuda.device.CudaDevice", lambda *args, **how: SimpleNamespace())
+    monkeypatch.setattr("quire.execution.cuda.cuda_device.CudaDevice", lambda *args, **how: SimpleNamespace())
     assert isinstance(open_device(CUDA), SimpleNamespace)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")

@@ -10,8 +10,7 @@ from msgspec import structs
 from quire import LLM, SamplingParams
 from quire.core.plan import RowResult, StepPlan, StepResult
 from quire.core.seeds import branch_seed
-from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.worker import CudaWorker, StepInFlight
+from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight
 from quire.execution.device import Device, WorkerParts
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.worker import Worker

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from quire.engine.parallel import nccl as exchange
-from quire.execution.cuda import device as cuda_device
-from quire.execution.cuda import worker
+from quire.execution.cuda import cuda_device
+from quire.execution.cuda import cuda_worker as worker
 from quire.execution.cuda.memory_profiling import available_kv_bytes
 from quire.kernels import back_end, linear
 from quire.kernels.block_copy import copy_blocks

@@ -1,7 +1,6 @@
 """The executor of a GPU on tensors in host memory."""
 
-from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.worker import CudaWorker
+from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
 from quire.execution.device import Device, WorkerParts
 
 

@@ -8,8 +8,8 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
-from quire.execution.cuda.device import CudaDevice
-from quire.execution.cuda_graphs.graphs import GraphSizes, graph_sizes
+from quire.execution.cuda.cuda_device import CudaDevice
+from quire.execution.cuda.cuda_graphs import GraphSizes, graph_sizes
 from quire.execution.device import Device, HostDevice
 
 

@@ -15,7 +15,7 @@ from quire.engine.parallel import gpu_ranks as leader
 from quire.engine.parallel import messages
 from quire.engine.parallel.gpu_rank import bring_up
 from quire.engine.parallel.gpu_ranks import BLOCKING_WAIT, check_gpu_ranks
-from quire.execution.cuda.memory import pinned_bytes
+from quire.execution.cuda.cuda_memory import pinned_bytes
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_geometry import KVGeometry
 from quire.model.sharding import Shard

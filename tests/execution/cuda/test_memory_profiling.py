@@ -9,8 +9,8 @@ import torch
 from quire.core.errors import ConfigError
 from quire.engine.adapters.store import make_slots
 from quire.engine.options import EngineOptions
+from quire.execution.cuda.cuda_graphs import MIXED_TOKENS, GraphSizes, dummy_batch
 from quire.execution.cuda.memory_profiling import GRAPHS_SHARE, CudaMemoryMeter, available_kv_bytes
-from quire.execution.cuda_graphs.graphs import MIXED_TOKENS, GraphSizes, dummy_batch
 from quire.kernels.back_end import REFERENCE, cuda_back_end
 from quire.kernels.sampling import SamplingInputs
 from quire.model.decoder import Decoder

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.execution.cuda.worker import CudaWorker
-from quire.execution.cuda_graphs.graphs import CudaGraphRunner
+from quire.execution.cuda.cuda_graphs import CudaGraphRunner
+from quire.execution.cuda.cuda_worker import CudaWorker
 from quire.kernels.back_end import TORCH, cuda_back_end
 from quire.kernels.cuda.attention import CUDA_ATTENTION
 from quire.kernels.paged_attention import AttentionBackEnd
@@ -105,7 +105,7 @@ def test_adapters_give_the_logprobs_of_the_cpu_in_steps_of_many(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of three adapters, two in memory at a time, and of none. Steps with adapters and without have graphs."""
-    monkeypatch.setattr("quire.execution.cuda_graphs.graphs.WANTED_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr("quire.execution.cuda.cuda_graphs.WANTED_BEFORE_CAPTURE", 1)
     model = write_random_model(tmp_path)
     write_adapter(tmp_path / "a", model, 1)
     write_adapter(tmp_path / "b", model, 2, targets=("k_proj", "up_proj"), rank=3, lora_alpha=7)
@@ -132,7 +132,7 @@ def test_steps_with_chunks_in_graphs_give_the_same_tokens(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph is called again instead of replayed: what it pads reaches no row."""
-    monkeypatch.setattr("quire.execution.cuda_graphs.graphs.WANTED_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr("quire.execution.cuda.cuda_graphs.WANTED_BEFORE_CAPTURE", 1)
     settings = {"model": write_random_model(tmp_path), "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
     settings["max_num_batched_tokens"] = 6  # prompts in chunks, beside decodes
     params = [

@@ -18,7 +18,7 @@ from quire.engine.parallel.gpu_worker import FollowingWorker
 from quire.engine.parallel.nccl import GpuRanks
 from quire.engine.parallel.rank import MAX_REASON_CHARS, adapters_of, expect, load_part, next_command
 from quire.execution.batch import PersistentBatch
-from quire.execution.cuda_graphs.graphs import GraphSize
+from quire.execution.cuda.cuda_graphs import GraphSize
 from quire.execution.device import StepLimits, WorkerParts
 from quire.model.decoder import Decoder
 

@@ -24,9 +24,9 @@ from quire.engine.parallel.link import Link, RankExchange
 from quire.engine.parallel.nccl import GpuRanks, file_store
 from quire.engine.parallel.rank_set import RankedModel, RankSet
 from quire.engine.parallel.shared_memory import MemoryLayout
-from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.memory import pinned_bytes
-from quire.execution.cuda_graphs.graphs import GraphSize
+from quire.execution.cuda.cuda_graphs import GraphSize
+from quire.execution.cuda.cuda_memory import pinned_bytes
+from quire.execution.cuda.cuda_worker import AsyncCudaExecutor
 from quire.execution.device import Device, StepLimits, WorkerParts
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.low_rank import AdapterSlots

@@ -14,8 +14,8 @@ from torch import Tensor
 from quire.core.errors import EngineError
 from quire.core.plan import StepPlan, StepResult
 from quire.engine.parallel.link import FORWARD, LOGITS, Link, RankExchange
-from quire.execution.cuda.worker import CudaWorker, StepInFlight
-from quire.execution.cuda_graphs.graphs import CudaGraphRunner, GraphSize, GraphSizes, dummy_batch
+from quire.execution.cuda.cuda_graphs import CudaGraphRunner, GraphSize, GraphSizes, dummy_batch
+from quire.execution.cuda.cuda_worker import CudaWorker, StepInFlight
 from quire.execution.device import WorkerParts
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder

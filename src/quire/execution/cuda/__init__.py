@@ -1,1 +1,1 @@
-"""Steps on a GPU: two in flight; measured memory."""
+"""Steps on a GPU: two in flight, by CUDA graphs; measured memory."""

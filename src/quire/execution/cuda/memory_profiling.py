@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.execution.cuda.memory import device_allocator
-from quire.execution.cuda_graphs.graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_settings
+from quire.execution.cuda.cuda_graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_settings
+from quire.execution.cuda.cuda_memory import device_allocator
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.sampling import SamplingInputs
 from quire.kernels.token_masks import num_words

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
 from quire.decoding.sampler import sample_on_device
-from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.worker import CudaWorker, StepInFlight
-from quire.execution.cuda_graphs.graphs import CudaGraphRunner, Graph, GraphSize
+from quire.execution.cuda.cuda_graphs import CudaGraphRunner, Graph, GraphSize
+from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight
 from quire.execution.device import Device, WorkerParts
 from quire.kernels.sampling import unpack_settings
 from quire.kernels.sampling_ops import SamplingOps
@@ -171,9 +170,9 @@ def test_draws_of_graphs_are_those_of_single_steps(
     found = []
     for has_graphs in (False, True):
         if has_graphs:
-            monkeypatch.setattr("quire.execution.cuda_graphs.graphs.WANTED_BEFORE_CAPTURE", 1)
+            monkeypatch.setattr("quire.execution.cuda.cuda_graphs.WANTED_BEFORE_CAPTURE", 1)
             monkeypatch.setattr("quire.execution.device.HostDevice.executor", make)
-            monkeypatch.setattr("quire.execution.cuda.worker.sample_on_device", sample)
+            monkeypatch.setattr("quire.execution.cuda.cuda_worker.sample_on_device", sample)
             monkeypatch.setattr(CudaGraphRunner, "find", noting)
         with LLM(model, num_kv_blocks=80, max_num_batched_tokens=budget, max_num_seqs=8) as llm:
             outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.execution.batch import StepInputs
-from quire.execution.cuda_graphs.inputs import IDLE, Draws, InputLayout
+from quire.execution.cuda.graph_inputs import IDLE, Draws, InputLayout
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.model.batch import ForwardBatch
 

@@ -6,18 +6,17 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.core.host_memory import free_memory_bytes
-from quire.execution.cuda.executor import AsyncCudaExecutor
-from quire.execution.cuda.memory import (
+from quire.execution.cuda.cuda_graphs import GraphSizes
+from quire.execution.cuda.cuda_memory import (
     PinnedMemory,
     device_allocator,
     empty_host_cache,
     pinned_bytes,
     use_exact_products,
 )
+from quire.execution.cuda.cuda_swapper import CudaSwapper
+from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
 from quire.execution.cuda.memory_profiling import CudaMemoryMeter, available_kv_bytes
-from quire.execution.cuda.swapper import CudaSwapper
-from quire.execution.cuda.worker import CudaWorker
-from quire.execution.cuda_graphs.graphs import GraphSizes
 from quire.execution.device import StepLimits, WorkerParts
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots

@@ -14,7 +14,7 @@ from quire.core.errors import ConfigError
 from quire.engine.devices import graph_sizes_of
 from quire.engine.options import EngineOptions
 from quire.execution.batch import StepInputs
-from quire.execution.cuda_graphs.graphs import (
+from quire.execution.cuda.cuda_graphs import (
     MIXED_ROWS,
     MIXED_TOKENS,
     SIZES,
@@ -23,7 +23,7 @@ from quire.execution.cuda_graphs.graphs import (
     GraphSize,
     GraphSizes,
 )
-from quire.execution.cuda_graphs.inputs import Draws
+from quire.execution.cuda.graph_inputs import Draws
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.kernels.sampling import SETTINGS
 from quire.model.batch import ForwardBatch

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.execution.batch import StepInputs
-from quire.execution.cuda_graphs.inputs import InputLayout, upload
+from quire.execution.cuda.graph_inputs import InputLayout, upload
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.sampling import SETTINGS
 from quire.model.batch import ForwardBatch

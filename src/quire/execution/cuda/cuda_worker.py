@@ -7,6 +7,7 @@ the device.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,8 +23,7 @@ from quire.decoding.sampler import SampledTokens, device_settings, sample_async,
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch, StepInputs
-from quire.execution.cuda.tables import DeviceTables, table_edits
-from quire.execution.cuda_graphs.graphs import (
+from quire.execution.cuda.cuda_graphs import (
     USUAL_SIZES,
     CudaGraphCapture,
     CudaGraphRunner,
@@ -31,7 +31,8 @@ from quire.execution.cuda_graphs.graphs import (
     GraphSize,
     GraphSizes,
 )
-from quire.execution.cuda_graphs.inputs import Draws, InputLayout, upload
+from quire.execution.cuda.device_tables import DeviceTables, table_edits
+from quire.execution.cuda.graph_inputs import Draws, InputLayout, upload
 from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
 from quire.execution.worker import Worker
@@ -226,3 +227,23 @@ def _to_host(sampled: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return copy, event
+
+
+class AsyncCudaExecutor:
+    """One CUDA worker in this process. A step is launched when it is submitted.
+
+    `max_steps_in_flight` 1: for a worker with a drafter, because the next plan contains its drafts.
+    """
+
+    def __init__(self, worker: CudaWorker, max_steps_in_flight: int = 2) -> None:
+        self.worker, self.max_steps_in_flight = worker, max_steps_in_flight
+        self._steps = deque[StepInFlight]()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch a step."""
+        assert len(self._steps) < self.max_steps_in_flight, "too many steps in flight"
+        self._steps.append(self.worker.launch(plan))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step, and return its result."""
+        return self.worker.complete(self._steps.popleft())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.execution.cuda.memory import PinnedMemory, empty_host_cache, pinned_bytes, use_exact_products
+from quire.execution.cuda.cuda_memory import PinnedMemory, empty_host_cache, pinned_bytes, use_exact_products
 
 
 def rounded(allocations: list[int]) -> int:

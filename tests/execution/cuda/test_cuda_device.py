@@ -10,9 +10,9 @@ from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
-from quire.execution.cuda import device as cuda_device
-from quire.execution.cuda.device import CudaDevice
-from quire.execution.cuda_graphs.graphs import GraphSizes
+from quire.execution.cuda import cuda_device
+from quire.execution.cuda.cuda_device import CudaDevice
+from quire.execution.cuda.cuda_graphs import GraphSizes
 from quire.execution.device import WorkerParts
 from quire.kernels.back_end import REFERENCE
 from quire.model.kv_cache import KVCache

@@ -1,1 +1,0 @@
-"""CUDA graphs of steps, and the inputs of steps in one buffer."""
