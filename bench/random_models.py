@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from quire.engine.draft_model.loading import LoadedDraftModel, load_draft_model
+from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model
 from quire.engine.loading import LoadedModel, load
 from quire.engine.options import EngineOptions
 

@@ -52,9 +52,10 @@ from quire.engine.engine import Engine
 from quire.engine.formats import load_tokenizer
 from quire.engine.options import EngineOptions
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
-from quire.execution.drafter import Drafter, DraftMethod, DraftRows, rows_to_draft
+from quire.execution.drafter import Drafter, DraftRows, rows_to_draft
+from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
-from quire.execution.drafting.lengths import DraftLengths
+from quire.execution.drafting.lengths import AdaptiveLength
 from quire.execution.drafting.limited import LimitedDrafter
 from quire.execution.drafting.step_cost import StepCost
 from quire.execution.worker import Worker
@@ -92,7 +93,7 @@ class Oracle:
     """
 
     def __init__(
-        self, batch: PersistentBatch, wholes: Sequence[Tokens], acceptance: float, method: DraftMethod | None = None
+        self, batch: PersistentBatch, wholes: Sequence[Tokens], acceptance: float, method: DraftModel | None = None
     ) -> None:
         self._batch, self._wholes, self._acceptance, self._method = batch, wholes, acceptance, method
         self._rng = random.Random(1)
@@ -207,17 +208,17 @@ def gains(bench: Bench, turns: int, drafters: Mapping[str, Callable[[], Drafter]
 
 
 def oracle(
-    bench: Bench, turns: int, num_tokens: int, acceptances: Sequence[float], method: DraftMethod | None = None
+    bench: Bench, turns: int, num_tokens: int, acceptances: Sequence[float], method: DraftModel | None = None
 ) -> None:
     """Print the speed by acceptance, of one sequence."""
     prompts = [random_tokens(random.Random(0), PROMPT_LEN, bench.num_kinds)]
     _, answers, _ = bench.run(prompts, num_tokens, None)
     wholes = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    adaptive: DraftLengths = bench.drafter._lengths  # type: ignore[attr-defined]
+    adaptive: AdaptiveLength = bench.drafter._lengths  # type: ignore[attr-defined]
     for acceptance in acceptances:
         print(f"acceptance {acceptance}", end="")
 
-        def drafter(lengths: DraftLengths, acceptance: float = acceptance) -> Drafter:
+        def drafter(lengths: AdaptiveLength, acceptance: float = acceptance) -> Drafter:
             return LimitedDrafter(Oracle(bench.batch, wholes, acceptance, method), lengths, NUM_DRAFTS, bench.batch)
 
         drafters = {"k = 4": partial(drafter, Fixed()), "adaptive": partial(drafter, adaptive)}

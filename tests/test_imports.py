@@ -34,7 +34,10 @@ TORCHLESS_LAYERS = [
     *("quire", "quire.core", "quire.text", "quire.cache", "quire.scheduling"),
     *("quire.server", "quire.sim", "quire.paper", "quire.cli"),
 ]
-SERVER_SIDE = ["quire.engine.client", "quire.engine.launcher", "quire.engine.process"]  # the last until it has to load
+SERVER_SIDE = [
+    "quire.engine.process.client", "quire.engine.launcher",
+    "quire.engine.process.engine_process",  # until it has to load
+]
 
 
 @pytest.mark.parametrize("name", TORCHLESS_LAYERS)
@@ -59,7 +62,7 @@ def test_what_the_server_needs_of_the_engine_loads_no_torch(name: str) -> None:
 
 
 def test_a_local_model_starts_without_the_hub_client() -> None:
-    assert "huggingface_hub" not in modules_after("import quire.engine.process")
+    assert "huggingface_hub" not in modules_after("import quire.engine.process.engine_process")
 
 
 def test_a_command_starts_without_the_modules_of_others() -> None:

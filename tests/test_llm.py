@@ -24,8 +24,8 @@ from quire.core.errors import (
 )
 from quire.engine.metrics.values import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import OutputProcessor
-from quire.engine.pinned_prefixes import PinnedPrefixes
+from quire.engine.requests.output_processor import OutputProcessor
+from quire.engine.requests.pinned_prefixes import PinnedPrefixes
 from quire.model.decoder import Decoder
 from support.faults import raising
 

@@ -20,7 +20,7 @@ from page_tables import Page, table
 from quire.core.errors import ConfigError
 from quire.engine.loading import check_encoder, check_ranks
 from quire.engine.options import EngineOptions
-from quire.engine.transformers_model.loading import check_options
+from quire.engine.transformers_model.transformers_loading import check_options
 from quire.formats.gguf.gguf_architectures import ARCHITECTURES
 from quire.kernels.support import SUPPORT, require
 from quire.model.architectures import ENCODER_HEADS, ENCODERS, FAMILIES

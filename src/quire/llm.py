@@ -28,7 +28,12 @@ from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs_config import parse_config
 from quire.engine.assembly import AssembledEngine
-from quire.engine.input_processor import (
+from quire.engine.fleet.offline_fleet import BlockingFleet
+from quire.engine.metrics.page import Metrics
+from quire.engine.metrics.values import Metric
+from quire.engine.offline_engine import LocalEngine, OfflineEngine
+from quire.engine.options import EngineOptions
+from quire.engine.requests.input_processor import (
     CheckedParams,
     InputProcessor,
     PreparedRequest,
@@ -36,14 +41,8 @@ from quire.engine.input_processor import (
     TokenizedPrompt,
     Truncation,
 )
-from quire.engine.local_engine import LocalEngine
-from quire.engine.metrics.page import Metrics
-from quire.engine.metrics.values import Metric
-from quire.engine.offline_engine import OfflineEngine
-from quire.engine.offline_fleet.engines import BlockingFleet
-from quire.engine.options import EngineOptions
-from quire.engine.output_processor import OutputKind
-from quire.engine.pooling.offline import OfflinePooling
+from quire.engine.requests.offline_pooling import OfflinePooling
+from quire.engine.requests.output_processor import OutputKind
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool

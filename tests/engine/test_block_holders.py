@@ -1,8 +1,7 @@
 """Holders of blocks: labels and requests over the cache's numbers of sequences."""
 
 from quire.core.block_map import BlockHolder
-from quire.engine.block_holders import count_blocks_by_owner
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, count_blocks_by_owner
 from support.scheduling import Harness
 
 

@@ -20,7 +20,7 @@ from quire.core.draft_scratch import MAX_PENDING, ScratchBlocks
 from quire.core.errors import ConfigError, ModelError
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.engine.assembly import assemble
-from quire.engine.draft_model.loading import load_draft_model
+from quire.engine.draft_model_loading import load_draft_model
 from quire.engine.loading import load
 from quire.engine.options import EngineOptions
 from quire.execution.batch import IntArray, StepInputs

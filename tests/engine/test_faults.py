@@ -23,12 +23,12 @@ from quire.core.sequence import Request
 from quire.decoding.sampler import SampledTokens
 from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import BIAS
-from quire.engine.completion_builder import CompletionBuilder
-from quire.engine.heartbeat import Heartbeat
-from quire.engine.local_engine import LocalEngine
 from quire.engine.messages import Add, Idle, Report, Stepped
-from quire.engine.output_processor import OutputProcessor
-from quire.engine.process import EngineLoop
+from quire.engine.offline_engine import LocalEngine
+from quire.engine.process.engine_process import EngineLoop
+from quire.engine.process.heartbeat import Heartbeat
+from quire.engine.requests.completion_builder import CompletionBuilder
+from quire.engine.requests.output_processor import OutputProcessor
 from quire.execution import worker
 from quire.execution.swapper import Swapper
 from quire.kernels.sampling_ops import SamplingOps

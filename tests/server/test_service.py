@@ -7,7 +7,7 @@ import pytest
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
-from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
+from quire.engine.requests.input_processor import PreparedRequest, TokenizedPrompt
 from quire.server.errors import ApiError
 from quire.server.service import Service
 from support.http_app import make_app

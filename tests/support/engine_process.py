@@ -11,13 +11,13 @@ from pathlib import Path
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import Logprob, RequestOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine.client import EngineClient, Observer
-from quire.engine.completion_builder import logprob_dict
-from quire.engine.input_processor import Prompt
 from quire.engine.messages import EngineState, Stepped
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
-from quire.engine.streams import RequestStream
+from quire.engine.process.client import EngineClient, Observer
+from quire.engine.process.streams import RequestStream
+from quire.engine.requests.completion_builder import logprob_dict
+from quire.engine.requests.input_processor import Prompt
+from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.text.tokenizer import Tokenizer
 from support.forked_engines import fork_engine
 

@@ -39,7 +39,7 @@ def load(engine: EngineOptions) -> "LLM":
 
 def model_defaults(engine: EngineOptions) -> dict[str, Any]:
     """Return the parameters that generation_config names, without loading the model. ModelError as `load`."""
-    from quire.engine.generation_config import sampling_defaults  # noqa: PLC0415 (for commands that load a model)
+    from quire.engine.requests.generation_config import sampling_defaults  # noqa: PLC0415 (for commands that load a model)
     from quire.model.resolve import resolve_model  # noqa: PLC0415
 
     return dict(sampling_defaults(engine, resolve_model(engine.model, engine.model_files, engine.revision)).params)

@@ -15,13 +15,13 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineError, InvalidRequestError, ModelError, RequestFailedError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
-from quire.engine.base_client import SingleEngine
-from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Refused, Stepped
-from quire.engine.observation import EngineObserver
+from quire.engine.metrics.observation import EngineObserver
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
-from quire.engine.streams import RequestStream, RequestStreams
+from quire.engine.process.base_client import SingleEngine
+from quire.engine.process.streams import RequestStream, RequestStreams
+from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
+from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.text.tokenizer import Tokenizer
 
 _decode = msgspec.msgpack.Decoder(Stepped | Refused).decode

@@ -23,13 +23,13 @@ from quire.engine.adapters.store import (
     make_store,
 )
 from quire.engine.devices import uses_gpu
-from quire.engine.draft_model.loading import LoadedDraftModel, load_draft_model
+from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model
 from quire.engine.engine import Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
-from quire.engine.input_processor import InputProcessor
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
+from quire.engine.requests.input_processor import InputProcessor
 from quire.engine.schedulers import make_scheduler
 from quire.engine.sizing import size_engine
 from quire.execution.adapter_rows import AdapterRows
@@ -158,7 +158,7 @@ def _load(options: EngineOptions, folder: Path) -> LoadedModel:
             raise unknown
     with needs_library("model_impl 'transformers'", "transformers", "'quire[transformers]'"):
         # Takes seconds to import: only for models that need it.
-        from quire.engine.transformers_model.loading import knows, load_through_transformers  # noqa: PLC0415
+        from quire.engine.transformers_model.transformers_loading import knows, load_through_transformers  # noqa: PLC0415
     if options.model_impl == "auto" and not knows(folder):
         raise unknown
     return load_through_transformers(options, folder)

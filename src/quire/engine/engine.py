@@ -2,20 +2,20 @@
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quire.core.block_map import BlockMap, Tier
+from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, Tier
 from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import InvalidRequestError, RankLostError
 from quire.core.outputs import KVStats
+from quire.core.owner_labels import UNLABELLED
 from quire.core.plan import StepPlan, StepResult
-from quire.core.sequence import Request
+from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTiming, StepWork, chunk_work
-from quire.engine.block_holders import count_blocks_by_owner, list_holders
 from quire.engine.messages import EngineState
 from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
@@ -230,3 +230,28 @@ def _prompts_left(running: Iterable[Request]) -> StepWork:
         if request.live and (num_left := request.live[0].num_prompt_tokens - request.live[0].num_computed_tokens) > 0:
             left += chunk_work(request.live[0].num_computed_tokens, num_left)
     return left
+
+
+def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:
+    """Return how many blocks the requests of each label hold. Linear in their tables; nothing without labels."""
+    seq_ids = defaultdict[str, list[int]](list)
+    for request in scheduler.running:
+        if request.owner != UNLABELLED:
+            seq_ids[request.owner] += [sequence.seq_id for sequence in request.live if sequence.row != NO_ROW]
+    return {owner: scheduler.cache.count_blocks(ids) for owner, ids in seq_ids.items()}
+
+
+def list_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[BlockHolder]:
+    """Return the sequences and pins that hold any of these blocks, in order of arrival."""
+    seen = {owner.holder for entry in blocks for owner in entry.owners}
+    known = {
+        sequence.seq_id: BlockHolder(
+            sequence.seq_id, "sequence", sequence.num_computed_tokens, request.request_id, sequence.index, request.owner
+        )
+        for request in (*scheduler.running, *scheduler.swapped)
+        for sequence in request.live
+        if sequence.seq_id in seen
+    }
+    pins = [-1 - holder for holder in sorted(seen - known.keys(), reverse=True)]
+    pinned = (BlockHolder(-1 - pin, "pin", scheduler.cache.num_pinned_tokens(pin), pin) for pin in pins)
+    return [*known.values(), *pinned]

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from quire.core.errors import ConfigError
 from quire.core.frames import frame
 from quire.engine.options import EngineOptions
-from quire.engine.start_message import Start
 
 # Iterations of about 50 ns for which a thread of the engine spins at a barrier before it sleeps. libgomp's default of
 # 300,000 keeps a core busy that the server or another process needs: beside another server bursts of 32 streams made
@@ -24,6 +25,15 @@ from quire.engine.start_message import Start
 SPINS = {"GOMP_SPINCOUNT": "10000"}
 STOP_TIMEOUT_S = 3.0  # after its socket was closed; usually milliseconds
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
+    """The first message to an engine process: the options of the engine to load.
+
+    Apart from `quire.engine.messages`, which needs NumPy: a server starts its engines before it loads that.
+    """
+
+    options: EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,7 @@ class EngineProcess:
         if options.data_parallel_size > 1:
             threads = {"OMP_NUM_THREADS": str(num_threads_of(number, options.data_parallel_size, environment))}
             environment = environment | threads
-        process, ours = start_module("quire.engine.process", env=environment)
+        process, ours = start_module("quire.engine.process.engine_process", env=environment)
         with suppress(ConnectionError):  # it has died: the reader of its reports finds out
             ours.sendall(start)
         return cls(process, ours)

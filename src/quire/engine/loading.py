@@ -11,9 +11,9 @@ from quire.core.errors import ConfigError, ModelError
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
 from quire.engine.formats import find_pooler, read_source
-from quire.engine.generation_config import eos_token_ids, sampling_defaults
+from quire.engine.messages import NO_DEFAULTS, SamplingDefaults
 from quire.engine.options import EngineOptions
-from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from quire.engine.requests.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.sizing import ModelLimits, table_positions
 from quire.execution.device import Device
 from quire.kernels.back_end import choose_back_end

@@ -18,12 +18,24 @@ from quire.core.pooling import PoolerConfig
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepTiming, StepWork
 from quire.core.token_ids import PackedTokens
-from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from quire.engine.start_message import Start
+from quire.engine.launcher import Start
 from quire.scheduling.limits import AdmissionLimits
 
 FAULT = "fault"           # the kind of a Failed that no setting of the user caused
 MAX_FAILURE_CHARS = 2000  # of its message: assertions may show whole tables, and clients receive it
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """Sampling parameters of requests that leave them out: values of `SamplingParams`, by their names.
+
+    `max_output_tokens` bounds every answer of a server.
+    """
+
+    params: dict[str, float | int | bool] = {}
+    max_output_tokens: int | None = None
+
+
+NO_DEFAULTS = SamplingDefaults()
 
 
 # --- to the engine ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,22 @@
-"""Interface of what an `LLM` computes with: an engine in its own process, or several in processes of their own."""
+"""Engines that an `LLM` computes with: the interface, and the engine in its own process; `fleet` has several."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from quire.core.errors import ModelError
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.engine.input_processor import InputProcessor, PreparedRequest
-from quire.engine.messages import Ready
-from quire.engine.output_processor import OutputKind
-from quire.engine.pinned_prefixes import PinnedPrefixes
+from quire.engine.assembly import AssembledEngine, assemble
+from quire.engine.engine import NO_ADAPTERS
+from quire.engine.messages import EngineState, Ready, Stepped
+from quire.engine.metrics.observation import EngineObserver
+from quire.engine.options import EngineOptions
+from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
+from quire.engine.requests.output_processor import OutputKind, OutputProcessor
+from quire.engine.requests.pinned_prefixes import PinnedPrefixes
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -58,3 +64,124 @@ class OfflineEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free all memory, and end all requests. Idempotent."""
+
+
+_NO_STATE = EngineState(0, 0, 0)  # of a step: `observe` looks at the engine itself
+
+
+class LocalEngine(OfflineEngine):
+    """An engine that steps while the outputs of its requests are iterated over.
+
+    ConfigError and ModelError as `assemble`.
+    """
+
+    def __init__(self, options: EngineOptions, observer: EngineObserver) -> None:
+        self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
+        self.tokenizer, self.ready = self._assembled.tokenizer, self._assembled.ready
+        self.pinned = PinnedPrefixes(self.ready.limits.block_size)
+        self.outputs = OutputProcessor(self.tokenizer, itl_target_s=options.itl_target_s)
+        self.unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
+        self._observer = observer
+        observer.engine_ready(self.ready)
+
+    @property
+    def assembled(self) -> AssembledEngine:
+        """The engine. RuntimeError if it is closed."""
+        if self._assembled is None:
+            raise RuntimeError("this LLM is closed")
+        return self._assembled
+
+    @property
+    def inputs(self) -> InputProcessor:
+        """The input processor, with the current limits."""
+        assembled = self.assembled
+        assembled.inputs.limits = assembled.engine.scheduler.limits
+        return assembled.inputs
+
+    def run(self, requests: Sequence[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
+        """Queue the requests, step until they have ended, yield their outputs. On exit all of them have ended."""
+        left = {prepared.request.request_id for prepared in requests}
+        try:
+            arrival_s = time.monotonic()
+            for prepared in requests:
+                self.assembled.engine.add(prepared.request)
+                name = str(prepared.request.request_id)
+                self.outputs.add(prepared, external_id=name, arrival_s=arrival_s, kind=kind)
+            while left:
+                if not (self.assembled.engine.scheduler.has_requests or left & self.unread.keys()):
+                    raise RuntimeError(f"a failed step of another call has ended request {min(left)}")
+                self._step()
+                for request_id in [own for own in self.unread if own in left]:
+                    new = self.unread.pop(request_id)
+                    if isinstance(new, Exception):
+                        raise new
+                    if new.finished:
+                        left.discard(request_id)
+                    yield new
+        finally:
+            if self._assembled is not None:
+                self._abort(left)
+
+    def check_grammar(self, params: StructuredOutputsParams) -> None:
+        """Raise InvalidRequestError for a grammar that cannot be compiled."""
+        grammars = self.assembled.engine.grammars
+        if grammars is not None:
+            grammars.check(params)
+
+    def read_adapter(self, folder: str) -> Adapter:
+        """Read the LoRA adapter of a folder. ModelError with the reason if it cannot be used."""
+        adapters = self.assembled.engine.adapters
+        if adapters is None:
+            raise ModelError(NO_ADAPTERS)
+        return adapters.read(folder).result()
+
+    def unpin(self, request_id: int) -> None:
+        """Release what a request has pinned."""
+        self._abort({request_id})
+
+    def kv_stats(self) -> KVStats:
+        """Return the state of the KV cache between two steps."""
+        return self.assembled.engine.kv_stats()
+
+    def observe(self, read: Callable[[], T]) -> T:
+        """Return what `read` makes of the engine's observer, which has its current state."""
+        engine = self.assembled.engine
+        self._observer.on_idle(engine.state(engine.kv_stats()))
+        return read()
+
+    def close(self) -> None:
+        """Free the weights and the KV cache, and end all requests. Idempotent."""
+        if self._assembled is not None:
+            device = self._assembled.device
+            self._assembled.close()
+            self._assembled = None
+            device.release()
+
+    def _step(self) -> None:
+        """Run one step of the engine, and store the new output of every request in it."""
+        engine = self.assembled.engine
+        started_s = time.monotonic()
+        deltas = engine.step()
+        try:
+            self.outputs.record_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
+            processed = self.outputs.process(deltas, time.monotonic())
+            step = Stepped(
+                started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE, timing=engine.timing
+            )
+            self._observer.on_step(step, processed)
+            self.unread |= {request_id: self.outputs.output(request_id) for request_id in processed.ready}
+        except BaseException:
+            self._abort({delta.request_id for delta in deltas})  # their new tokens are lost
+            raise
+        for request_id, index in processed.stopped:
+            engine.finish(request_id, index)
+        for request_id, error in processed.failed:
+            engine.abort(request_id)
+            self.unread[request_id] = error
+
+    def _abort(self, request_ids: set[int]) -> None:
+        """Abort these requests: the iterator was closed early, or a step failed."""
+        for request_id in request_ids:
+            self.unread.pop(request_id, None)
+            self.assembled.engine.abort(request_id)
+            self.outputs.drop(request_id)

@@ -1,6 +1,7 @@
 """Model config: config.json of a folder, checked and turned into a `DecoderSpec` by the family that it names.
 
-Of generation_config.json only the end-of-sequence tokens are read here; `quire.engine.generation_config` has the rest.
+Of generation_config.json only the end-of-sequence tokens are read here;
+`quire.engine.requests.generation_config` has the rest.
 """
 
 from collections.abc import Callable, Mapping

@@ -13,8 +13,8 @@ from starlette.types import Scope
 
 from quire.core.checks import shown
 from quire.core.errors import DeadlineExceededError, EngineError, InvalidRequestError, UnknownPrefixError
-from quire.engine.admission_rate import RETRY_AFTER_S
 from quire.engine.messages import EngineDeadError
+from quire.engine.metrics.observation import RETRY_AFTER_S
 
 INVALID = "invalid_request_error"
 MAX_QUOTED_CHARS = 200  # of a URL, in an error

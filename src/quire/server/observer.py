@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from quire.core.outputs import CompletionOutput, RequestMetrics
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.requests.input_processor import TokenizedPrompt
 
 
 class QueuedRequest(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any
 from quire.core.checks import shown
 from quire.core.errors import DeadlineExceededError
 from quire.core.lora import Adapter
-from quire.engine.base_client import BaseClient
-from quire.engine.input_processor import PreparedRequest
-from quire.engine.observation import Observation
+from quire.engine.metrics.observation import Observation
+from quire.engine.process.base_client import BaseClient
+from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.adapter_names import AdapterNames
 from quire.server.admission.active_responses import ActiveResponses
 from quire.server.admission.concurrency import ConcurrencyReservation

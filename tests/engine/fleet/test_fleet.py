@@ -14,14 +14,14 @@ from quire.core.errors import ConfigError, ModelError, UnknownPrefixError
 from quire.core.outputs import RequestOutput
 from quire.core.step_times import chunk_work
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
-from quire.engine.input_processor import Prompt
 from quire.engine.launcher import EngineProcess, num_threads_of, spawn_engines
 from quire.engine.messages import EngineDeadError
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
-from quire.engine.queued_requests import Asked
-from quire.engine.streams import RequestStream
+from quire.engine.process.queued_requests import Asked
+from quire.engine.process.streams import RequestStream
+from quire.engine.requests.input_processor import Prompt
 from support.engine_process import TIMEOUT_S, is_running, until
 from support.stopping import stopped
 

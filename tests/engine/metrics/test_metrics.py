@@ -17,16 +17,16 @@ from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.outputs import KVStats, RequestMetrics, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepTiming
-from quire.engine.admission_rate import LONGEST_S, RETRY_AFTER_S
-from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.metrics.engine_metrics import CACHE_LABELS
+from quire.engine.metrics.observation import LONGEST_S, RETRY_AFTER_S
 from quire.engine.metrics.page import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
 from quire.engine.metrics.targets import TargetCounts
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import FinishedRequest, ProcessedStep
-from quire.engine.streams import RequestStream
+from quire.engine.process.client import EngineClient
+from quire.engine.process.streams import RequestStream
+from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
 from quire.scheduling.limits import AdmissionLimits
 from quire.server.errors import shutting_down
 from support.engine_process import read

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidRequestError
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.openai.preprocessing import parse_prompts
 from support.openai_server import OpenAIServer
 

@@ -20,7 +20,7 @@ BODY = {"prompt": "def area(", "max_tokens": 5, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 # The only places that may ask what time of day it is: what clients, logs and readers are told, and templates.
 WALL_CLOCKS = {
-    *("engine/pinned_prefixes.py", "engine/metrics/engine_metrics.py", "server/service.py"),
+    *("engine/requests/pinned_prefixes.py", "engine/metrics/engine_metrics.py", "server/service.py"),
     *("server/http/request_log.py", "server/routes/completions.py"),
     *("server/messages/routes.py", "server/responses/routes.py", "server/responses/response_builder.py"),
     *("server/embeddings/calls.py", "server/adapter_names.py", "paper/report.py"),

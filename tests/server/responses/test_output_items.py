@@ -13,7 +13,7 @@ from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
-from quire.engine.input_processor import CheckedParams, PreparedRequest, TokenizedPrompt
+from quire.engine.requests.input_processor import CheckedParams, PreparedRequest, TokenizedPrompt
 from quire.server.api.usage import TokenUsage
 from quire.server.errors import ApiError
 from quire.server.responses.request_models import ResponsesBody

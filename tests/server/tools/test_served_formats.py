@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from quire.core.errors import ConfigError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
-from quire.engine.reasoning_gate import ReasoningMarkers
+from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.server.options import ServerOptions
 from quire.server.template_renderer import TemplateRenderer
 from quire.server.tools.output_format import Content, Reasoning, served_formats

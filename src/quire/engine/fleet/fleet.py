@@ -20,17 +20,17 @@ from quire.core.owner_labels import OwnerLabels
 from quire.core.sequence import Request
 from quire.core.step_times import chunk_work
 from quire.core.task import Pin
-from quire.engine.base_client import SupervisedClient
-from quire.engine.client import EngineClient
 from quire.engine.fleet.router import Router, Routing
-from quire.engine.input_processor import InputProcessor, PreparedRequest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
-from quire.engine.observation import EngineObserver, Observation
+from quire.engine.metrics.observation import EngineObserver, Observation
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
-from quire.engine.output_processor import FinishedRequest, OutputKind, ProcessedStep
-from quire.engine.queued_requests import Asked
-from quire.engine.streams import RequestStream
+from quire.engine.process.base_client import SupervisedClient
+from quire.engine.process.client import EngineClient
+from quire.engine.process.queued_requests import Asked
+from quire.engine.process.streams import RequestStream
+from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
+from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

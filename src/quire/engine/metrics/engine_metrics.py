@@ -18,13 +18,12 @@ from quire.core.lora import NO_ADAPTER_USE
 from quire.core.outputs import KVStats
 from quire.core.owner_labels import OTHER
 from quire.core.speculation import MAX_DRAFTS
-from quire.engine.admission_rate import AdmissionRate
 from quire.engine.messages import EngineState, Ready, Stepped
 from quire.engine.metrics.histograms import RequestHistograms
+from quire.engine.metrics.observation import AdmissionRate, EngineObserver
 from quire.engine.metrics.targets import TargetCounts
-from quire.engine.observation import EngineObserver
 from quire.engine.options import EngineOptions
-from quire.engine.output_processor import FinishedRequest, ProcessedStep
+from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float]  # all samples of a family have the same labels in the same order

@@ -12,7 +12,7 @@ from typing import get_args
 from prometheus_client.metrics_core import HistogramMetricFamily
 
 from quire.core.step_times import StepKind, StepTiming
-from quire.engine.output_processor import FinishedRequest, ProcessedStep
+from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
 
 _TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,

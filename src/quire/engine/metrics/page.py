@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from quire.core.outputs import KVStats
 from quire.engine.metrics.engine_metrics import EngineMetrics, by, counter
+from quire.engine.metrics.observation import Observation
 from quire.engine.metrics.values import Metric, metric_values
-from quire.engine.observation import Observation
 from quire.engine.options import EngineOptions
 
 # Codes of the errors that clients get.

@@ -9,7 +9,7 @@ they ended was not the engine's doing.
 import math
 from typing import Literal, get_args
 
-from quire.engine.output_processor import FinishedRequest
+from quire.engine.requests.output_processor import FinishedRequest
 
 Target = Literal["ttft", "itl", "deadline", "all"]  # all: every target that the request has
 LATE_GAPS_SHARE = 0.01

@@ -6,9 +6,9 @@ Everything that a client multiplies is reserved here before any work is done for
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from quire.engine.base_client import BaseClient
-from quire.engine.input_processor import PreparedRequest
-from quire.engine.observation import Observation
+from quire.engine.metrics.observation import Observation
+from quire.engine.process.base_client import BaseClient
+from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.admission.body_memory import BodyMemory
 from quire.server.admission.concurrency import ConcurrencyLimiter, ConcurrencyReservation
 from quire.server.admission.logprob_memory import LogprobMemory

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire.core.owner_labels import OPERATOR
-from quire.engine.pinned_prefixes import PinnedPrefixes
+from quire.engine.requests.pinned_prefixes import PinnedPrefixes
 from quire.server.errors import invalid
 from quire.server.options import Limits
 

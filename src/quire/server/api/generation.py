@@ -7,8 +7,8 @@ from typing import Self
 
 from quire.core.logprob_table import LogprobBuffer
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.engine.output_processor import OutputKind
-from quire.engine.streams import RequestStream
+from quire.engine.process.streams import RequestStream
+from quire.engine.requests.output_processor import OutputKind
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.logprob_memory import LogprobReservation
 from quire.server.api.deadlines import check_deadline

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from quire.cache.block_table import blocks_for
 from quire.core.outputs import PinnedPrefix
-from quire.engine.input_processor import PreparedRequest, TokenizedPrompt
+from quire.engine.requests.input_processor import PreparedRequest, TokenizedPrompt
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.service import Service
 

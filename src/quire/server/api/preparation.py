@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from quire.core.checks import refuse
 from quire.core.prompt_scores import width_of
 from quire.core.sampling_params import SamplingParams
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.api.deadlines import check_deadline
 from quire.server.api.request import ApiRequest
 from quire.server.errors import invalid, unsupported

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.input_processor import CheckedParams, PreparedRequest
+from quire.engine.requests.input_processor import CheckedParams, PreparedRequest
 from quire.server.tools.output_formats import NO_TOOLS, OutputReading, ToolUse
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.checks import refuse
-from quire.engine.input_processor import Truncation
+from quire.engine.requests.input_processor import Truncation
 from quire.server.service import Service
 from quire.text.conversation import Message
 from quire.text.tools import Tool

@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from quire.core.checks import refuse
 from quire.core.pooling import PoolingParams, PoolingTask
-from quire.engine.input_processor import Prompt, TokenizedPrompt, check_cache_salt
-from quire.engine.pooling.inputs import CheckedPooling, PoolingInputs
-from quire.engine.pooling.scoring import PairOptions, Scoring, check_pairs, pair_options, tokenize_pairs
+from quire.engine.requests.input_processor import Prompt, TokenizedPrompt, check_cache_salt
+from quire.engine.requests.pair_scoring import PairOptions, Scoring, check_pairs, pair_options, tokenize_pairs
+from quire.engine.requests.pooling_inputs import CheckedPooling, PoolingInputs
 from quire.server.api.generation import Generation
 from quire.server.api.priority import check_priority_granted
 from quire.server.api.request import ApiRequest

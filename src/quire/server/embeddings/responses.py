@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from quire.core.outputs import RequestOutput
-from quire.engine.pooling.scoring import Scoring
+from quire.engine.requests.pair_scoring import Scoring
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode
 from quire.server.api.json_encoding import encode_streamed as encoded
 from quire.server.api.request import ApiRequest

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from quire.core.outputs import CompletionOutput
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.openai.logprobs import CompletionLogprobs, LogprobPiece, completion_logprobs, prompt_logprobs
 from quire.server.openai.response_builder import (

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from quire.core.checks import refuse
-from quire.engine.input_processor import Truncation
+from quire.engine.requests.input_processor import Truncation
 from quire.server.api.preparation import prepared
 from quire.server.chat.conversation import Conversation, template_variables
 from quire.server.errors import invalid

@@ -18,7 +18,7 @@ from quire.core.sampling_params import (
     MAX_REPETITION_PENALTY,
     MIN_SEED,
 )
-from quire.engine.input_processor import MAX_PRIORITY
+from quire.engine.requests.input_processor import MAX_PRIORITY
 from quire.server.api.bodies import ELEMENT, MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
 from quire.server.api.deadlines import Milliseconds
 from quire.server.chat.conversation import EFFORTS

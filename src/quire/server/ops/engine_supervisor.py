@@ -14,9 +14,9 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from quire.core.errors import EngineError
-from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
+from quire.engine.process.client import EngineClient
 from quire.server.ops.signals import StopSignals
 from quire.server.service import Service
 

@@ -18,11 +18,11 @@ import uvloop
 from quire.core.errors import ConfigError
 from quire.core.optional_package import absent_package
 from quire.core.owner_labels import OwnerLabels
-from quire.engine.base_client import BaseClient
-from quire.engine.client import EngineClient
 from quire.engine.launcher import EngineProcess
-from quire.engine.observation import Observation
+from quire.engine.metrics.observation import Observation
 from quire.engine.options import EngineOptions
+from quire.engine.process.base_client import BaseClient
+from quire.engine.process.client import EngineClient
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
 from quire.server.http import logs

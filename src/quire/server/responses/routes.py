@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import refuse
-from quire.engine.input_processor import check_cache_salt
+from quire.engine.requests.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation

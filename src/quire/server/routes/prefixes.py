@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import refuse
 from quire.core.outputs import PinnedPrefix
 from quire.core.owner_labels import OPERATOR
-from quire.engine.input_processor import TokenizedPrompt, check_cache_salt
+from quire.engine.requests.input_processor import TokenizedPrompt, check_cache_salt
 from quire.server.api.bodies import request_body
 from quire.server.api.pinning import pin_prompt
 from quire.server.api.request_parsing import read_body

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.engine.reasoning_gate import ReasoningMarkers
+from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.server.tools.output_events import Event
 from quire.text.tools import Tool
 

@@ -8,7 +8,7 @@ from functools import partial
 from quire.core.errors import ConfigError
 from quire.core.options import parse_json_object
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.engine.reasoning_gate import ReasoningMarkers
+from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.grammar_writing.texts import after_reasoning, either
 from quire.grammar_writing.writer import grammar_of
 from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from quire.core.outputs import CompletionOutput, RequestMetrics
-from quire.engine.input_processor import TokenizedPrompt
+from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.observer import QueuedRequest
 
 MAX_CALLS = 1024

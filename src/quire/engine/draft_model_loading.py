@@ -1,0 +1,162 @@
+"""Loading of a draft model, which runs beside the target, in its dtype and on its blocks, and has the same tokens.
+
+The target's settings apply to the draft model: device, dtype, KV cache dtype, instruction set, and int8 or int4 if the
+draft model's checkpoint holds floats.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.core.draft_scratch import ScratchBlocks
+from quire.core.errors import ConfigError, ModelError
+from quire.core.model_files import read_bytes
+from quire.core.speculation import SpeculationConfig
+from quire.engine.formats import read_source, tokenizer_loader
+from quire.engine.loading import LoadedModel
+from quire.engine.options import EngineOptions
+from quire.engine.sizing import ModelLimits
+from quire.execution.batch import PersistentBatch
+from quire.execution.drafting.draft_model import DraftModel
+from quire.kernels.back_end import choose_back_end
+from quire.kernels.cache_layout import dtype_name
+from quire.model.kv_cache import KVCache
+from quire.model.language_model import LanguageModel
+from quire.model.loader import load_model
+from quire.model.quantization import Quantization, QuantizationOptions
+from quire.model.resolve import resolve_model
+from quire.model.source import ModelSource
+from quire.model.spec import widest_window
+from quire.text.tokenizer_files import TOKENIZER_FILE
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraftModel:
+    """A draft model on the target's device. `max_positions`: positions that it can compute."""
+
+    model: LanguageModel
+    max_positions: int
+    scratch: ScratchBlocks
+
+    def limits(self, target: ModelLimits, block_size: int) -> ModelLimits:
+        """Return the limits of target and draft model together: a token takes bytes in both.
+
+        A block is released early only if all layers of both have sliding windows, behind the widest of these.
+        """
+        geometry = self.model.kv_geometry
+        return replace(
+            target,
+            kv_bytes_per_token=target.kv_bytes_per_token + geometry.bytes_per_token,
+            sliding_window=widest_window([target.sliding_window, geometry.sliding_window]),
+            scratch_bytes=self.scratch.num_blocks * block_size * geometry.bytes_per_token,
+        )
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Return the draft model's keys and values: `num_blocks` blocks like the target's, then the scratch blocks."""
+        model = self.model
+        return KVCache.allocate(
+            model.kv_geometry, num_blocks + self.scratch.num_blocks, block_size, model.back_end
+        )
+
+    def drafter(self, cache: KVCache, batch: PersistentBatch) -> DraftModel:
+        """Return the drafter over `cache`, as of `allocate_cache`, for the rows of a batch."""
+        return DraftModel(self.model, cache, batch, self.scratch, self.max_positions)
+
+
+def load_draft_model(
+    options: EngineOptions, config: SpeculationConfig, target: LoadedModel, tokenizer: Path
+) -> LoadedDraftModel:
+    """Load the model that `config` names. `tokenizer`: folder or file of the target's.
+
+    Raises ConfigError, or ModelError, that names the model and what is not supported, or differs from the target.
+    """
+    assert config.model is not None, "the method draft_model has a model"
+    _require_support(target)
+    try:
+        return _load(options, config.model, config.num_speculative_tokens, target, tokenizer)
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"speculative_config: draft model {config.model!r}: {error}") from error
+
+
+def draft_quantization(source: ModelSource, asked: QuantizationOptions) -> Quantization:
+    """Return the quantization of a draft model: that of its files, or the target's int8 or int4 if they hold floats."""
+    stored = source.quantization(QuantizationOptions())
+    return source.quantization(asked) if asked.rounds_draft_model(stored) else stored
+
+
+def _require_support(target: LoadedModel) -> None:
+    """Raise ConfigError for a target that cannot have a draft model."""
+    device = target.model.device
+    if device.type != "cpu":
+        raise ConfigError(f"speculative_config: the method draft_model is not supported on device {device.type} yet")
+    if not target.generates:
+        raise ConfigError("speculative_config: the model has no output head, so there is nothing to draft")
+
+
+def _load(options: EngineOptions, name: str, num_drafts: int, target: LoadedModel, tokenizer: Path) -> LoadedDraftModel:
+    folder = resolve_model(name, options.model_files)
+    source = read_source(folder, options.load_format)
+    spec, back_end = source.spec, target.model.back_end
+    if not spec.generates:
+        raise ModelError("it has no output head over the vocabulary")
+    require_same_tokens(tokenizer, target.model.vocab_size, folder, spec.vocab_size)
+    needed = choose_back_end(target.model.device, isa=options.cpu_isa, head_dim=spec.head_dim)
+    if needed.name != back_end.name:
+        raise ConfigError(
+            f"its heads of {spec.head_dim} need the back end {needed.name}, but the model runs on {back_end.name}"
+        )
+    max_positions = min(
+        target.limits.max_position_embeddings,
+        options.max_model_len or spec.default_positions,
+        spec.max_position_embeddings,
+    )
+    model = load_model(
+        source, dtype=dtype_name(target.model.dtype), device=target.model.device, back_end=back_end,
+        max_positions=options.max_model_len, table_positions=max_positions, kv_cache_dtype=options.kv_cache_dtype,
+        quantization=draft_quantization(source, options.quantization_options),
+    )  # fmt: skip
+    log.info("draft model %s: %d parameters, %d bytes of weights", name, model.num_parameters, model.weight_bytes)
+    scratch = ScratchBlocks.of(num_drafts, options.resolved_max_num_seqs, options.block_size)
+    return LoadedDraftModel(model, max_positions, scratch)
+
+
+def require_same_tokens(target: Path, target_size: int, draft: Path, draft_size: int) -> None:
+    """Raise ConfigError, which names both, if a token id means one token to one model and another to the other.
+
+    `target` and `draft`: folders or files with the tokenizers; the sizes are of the models' vocabularies. A tokenizer
+    that is missing is taken to be the other one's if the sizes are equal. An id that one tokenizer lacks may be a token
+    of the other: added tokens differ within a family.
+    """
+    if _have_equal_files(target, draft):
+        return
+    load_target, load_draft = tokenizer_loader(target), tokenizer_loader(draft)
+    if load_target is None or load_draft is None:
+        missing = draft if load_draft is None else target
+        if target_size != draft_size:
+            raise ConfigError(
+                f"its vocabulary has {draft_size} tokens, that of the model {target_size}, and {missing} has no "
+                "tokenizer that could show that these are the same ones"
+            )
+        log.warning(
+            "%s has no tokenizer; it is taken to be the other model's: both have %d tokens", missing, draft_size
+        )
+        return
+    of_target, of_draft = load_target(), load_draft()
+    for token_id in range(min(of_target.vocab_size, of_draft.vocab_size, target_size, draft_size)):
+        expected, found = of_target.token_piece(token_id), of_draft.token_piece(token_id)
+        if expected and found and expected != found:
+            raise ConfigError(
+                f"its tokenizer ({draft}) is not that of the model ({target}): token {token_id} is {found[:80]!r}, but "
+                f"{expected[:80]!r} in the model's"
+            )
+
+
+def _have_equal_files(first: Path, second: Path) -> bool:
+    """Return whether both are one folder or file, or folders with equal tokenizer.json."""
+    if first.resolve() == second.resolve():
+        return True
+    if not all(path.is_dir() and (path / TOKENIZER_FILE).exists() for path in (first, second)):
+        return False  # only tokenizer.json holds all of a tokenizer's tokens
+    return read_bytes(first, TOKENIZER_FILE) == read_bytes(second, TOKENIZER_FILE)

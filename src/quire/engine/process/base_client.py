@@ -1,0 +1,181 @@
+"""Base of the clients of one engine and of several: numbering of requests, and pinned prefixes by their public ids."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from quire.core.block_map import BlockMap, Tier
+from quire.core.lora import Adapter
+from quire.core.sequence import Request
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import EngineDeadError, EngineState, Ready
+from quire.engine.process.queued_requests import Asked
+from quire.engine.process.streams import RequestStream, RequestStreams
+from quire.engine.requests.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
+from quire.engine.requests.output_processor import OutputKind
+from quire.engine.requests.pinned_prefixes import PinnedPrefixes
+from quire.text.tokenizer import Tokenizer
+
+
+class BaseClient(ABC):
+    """What a server asks of its engines. Lives on one event loop."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, ready: Ready, inputs: InputProcessor, request_ids: Iterator[int]
+    ) -> None:
+        self.tokenizer, self.ready, self.inputs = tokenizer, ready, inputs
+        self.pinned = PinnedPrefixes(ready.limits.block_size)
+        self.request_ids = request_ids                    # of requests to come
+
+    @property
+    @abstractmethod
+    def engines(self) -> "Sequence[SingleEngine]":
+        """The engines by number, dead ones too."""
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, prompt: TokenizedPrompt, checked: CheckedParams, client_id: str = "", weight: float = 1.0
+    ) -> PreparedRequest:
+        """Number a request of parameters from `inputs.check_params`. ContextLengthError if it could never run."""
+        return self.inputs.prepare(next(self.request_ids), prompt, checked, client_id, weight)
+
+    @abstractmethod
+    async def add(
+        self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
+    ) -> RequestStream:
+        """Queue a request, once. EngineDeadError if no engine is alive."""
+
+    @property
+    @abstractmethod
+    def num_queued(self) -> int:
+        """Requests that were sent and not yet admitted."""
+
+    @property
+    @abstractmethod
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens x n of the requests that were sent and not yet admitted."""
+
+    @property
+    @abstractmethod
+    def num_free_seqs(self) -> int:
+        """Requests of one sequence that could run at once, by the last reports; 0 if requests wait or are swapped."""
+
+    def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
+        """Return the predicted seconds until what is asked has its first token; 0 where nothing is known.
+
+        `request`: that of a single prompt, once it is tokenized: of several engines the one counts that it will get.
+        """
+        return 0.0
+
+    @abstractmethod
+    async def read_adapter(self, folder: str) -> Adapter:
+        """Have an engine read the LoRA adapter of a folder. ModelError with the reason if it cannot be served."""
+
+    # --- pinned prefixes ------------------------------------------------------------------------------------------
+
+    def prepare_pin(self, prompt: TokenizedPrompt, client_id: str = "", weight: float = 1.0) -> PreparedRequest:
+        """As `prepare`, for a request that pins its prompt. Once it has ended, `pinned.add` it, or `unpin` it."""
+        return self.inputs.prepare_pin(next(self.pinned.request_ids), prompt, client_id, weight)
+
+    @abstractmethod
+    def unpin(self, request_id: int) -> None:
+        """Release what a request has pinned, or abort it."""
+
+    @abstractmethod
+    async def release_pin(self, request_id: int) -> None:
+        """Release what a request has pinned; its blocks are free on return. EngineDeadError if its engine has died."""
+
+    async def unpin_prefix(self, prefix_id: str, key_number: int | None = 0) -> None:
+        """Unpin a prefix of a key (None: any); its blocks are free on return. UnknownPrefixError if there is none."""
+        self._raise_if_dead()
+        await self.release_pin(self.pinned.remove(prefix_id, key_number))
+
+    def expire_prefix(self, prefix_id: str, ttl_s: float) -> None:
+        """Unpin a prefix after some seconds, unless it has been unpinned by then."""
+
+        def expire() -> None:
+            self.unpin(self.pinned.remove(prefix_id, None))
+
+        timer = asyncio.get_running_loop().call_later(ttl_s, expire)
+        self.pinned.on_removal(prefix_id, timer.cancel)
+
+    def renew_prefix(self, prefix_id: str, ttl_s: float) -> None:
+        """Unpin a pinned prefix after `ttl_s` from now, or when it expires already, whichever is later."""
+        if self.pinned.remaining_s(prefix_id) < ttl_s:
+            self.pinned.renew(prefix_id, ttl_s)
+            self.expire_prefix(prefix_id, ttl_s)
+
+    # --- health ---------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """Whether an engine answers."""
+
+    @property
+    @abstractmethod
+    def death_reason(self) -> str:
+        """Why no engine answers; for a client that is not alive."""
+
+    @property
+    @abstractmethod
+    def stalled_s(self) -> float:
+        """Seconds since an engine made progress, although all have work; 0 while one has none."""
+
+    @abstractmethod
+    def _raise_if_dead(self) -> None:
+        """Raise EngineDeadError if no engine is alive."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the engine processes, and with them all requests. Returns when they are gone. Idempotent."""
+
+
+class SingleEngine(BaseClient):
+    """What a server asks of each engine alone."""
+
+    state: EngineState
+    _streams: RequestStreams
+
+    @property
+    def engines(self) -> "Sequence[SingleEngine]":
+        """The one engine."""
+        return (self,)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that were sent and not yet admitted."""
+        return len(self._streams.queued)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens x n of the requests that were sent and not yet admitted."""
+        return self._streams.queued.num_tokens
+
+    @abstractmethod
+    async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:
+        """Return what blocks [first, first + count) of a tier are, as of the end of a step.
+
+        The engine is asked for one map at a time, however many callers there are. Raises TimeoutError after
+        `timeout_s`, EngineDeadError if the engine has died.
+        """
+
+    @abstractmethod
+    def log_stacks(self) -> None:
+        """Make the engine write the stacks of its threads to its error stream, as soon as it can."""
+
+    @abstractmethod
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the engine has died or the client was closed; return why."""
+
+
+class SupervisedClient(BaseClient):
+    """A client that starts engines again when they die."""
+
+    @abstractmethod
+    async def supervise(self, on_spawn: Callable[[int, EngineProcess], None]) -> Exception:
+        """Restart each engine whenever it dies; return the last error once none is alive and none can be started.
+
+        `on_spawn` is called with the number and the process of each new engine.
+        """

@@ -1,0 +1,374 @@
+"""Client of an engine process: requests are sent, streams of their outputs come back. Loads no torch.
+
+One task receives the engine's reports, gives them to the output processor and wakes the readers of the requests that
+they concern. When the engine dies, every stream ends with EngineDeadError, and so does every later call. Another task
+watches whether the engine makes progress, and may end it if it does not (`quire.engine.process.liveness`).
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Protocol, Self
+
+from quire.core.block_map import BlockMap, Tier
+from quire.core.errors import DeadlineExceededError, EngineError, InvalidRequestError, ModelError, RequestFailedError
+from quire.core.frames import frame
+from quire.core.lora import Adapter
+from quire.core.owner_labels import OwnerLabels
+from quire.core.sequence import Request
+from quire.engine import messages
+from quire.engine.formats import TokenizerUse
+from quire.engine.launcher import EngineProcess
+from quire.engine.messages import Command, EngineDeadError, EngineState, Report
+from quire.engine.options import START_TIMEOUT_S, EngineOptions
+from quire.engine.process.base_client import SingleEngine
+from quire.engine.process.connection import EngineConnection
+from quire.engine.process.forecast import Forecast
+from quire.engine.process.liveness import LOOKS_PER_LIMIT, OnStall, stall_reason, wait_for_stall
+from quire.engine.process.pending_commands import PendingCommands
+from quire.engine.process.queued_requests import Asked, asked_of
+from quire.engine.process.streams import RequestStream, RequestStreams
+from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
+from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
+from quire.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Callbacks of a client. Called on the event loop; must be quick."""
+
+    def on_step(self, step: messages.Stepped, processed: ProcessedStep) -> None:
+        """Record a step of the engine and what it gave to requests."""
+
+    def on_idle(self, state: EngineState) -> None:
+        """Record that no request waits or runs."""
+
+    def on_abort(self, finished: FinishedRequest) -> None:
+        """Record a request that its client, or the server, has aborted."""
+
+
+class EngineClient(SingleEngine):
+    """The engine, from the event loop of another process. Get one from `connect`, and `close` it."""
+
+    def __init__(
+        self, connection: EngineConnection, options: EngineOptions, observer: Observer,
+        request_ids: Iterator[int], owners: OwnerLabels | None, on_close: Callable[[int], None],
+        *, packs_outputs: bool = True, on_stall: OnStall = "ignore",
+    ) -> None:  # fmt: skip
+        ready, tokenizer = connection.ready, connection.tokenizer
+        if tokenizer is not None and (template := options.given_chat_template) is not None:
+            tokenizer.use_chat_template(template)
+        super().__init__(tokenizer, ready, InputProcessor(tokenizer, ready, options, owners), request_ids)
+        self.state = EngineState(0, 0, 0)
+        self._connection, self._observer, self._on_close = connection, observer, on_close
+        self._stall_limit_s, self._on_stall = options.stall_limit, on_stall
+        self._forecast = Forecast(
+            ready.max_num_batched_tokens, ready.limits.max_num_seqs, options.itl_target_s, options.scheduling_policy
+        )
+        self._num_signs = self._num_reports = 0           # reports that show progress, and all of them
+        self._streams = RequestStreams(
+            self.tokenizer, self._on_abort, self._on_closed, is_packed=packs_outputs, itl_target_s=options.itl_target_s
+        )
+        self._pending = PendingCommands(self._send)
+        self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def connect(
+        cls,
+        process: EngineProcess,
+        options: EngineOptions,
+        observer: Observer,
+        request_ids: Iterator[int] | None = None,
+        owners: OwnerLabels | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+        *,
+        requires_tokenizer: bool = False,
+        tokenizer: Tokenizer | None = None,
+        on_close: Callable[[int], None] = lambda request_id: None,
+        packs_outputs: bool = True,
+        on_stall: OnStall = "ignore",
+    ) -> Self:
+        """Wait until the engine is ready. `request_ids`, `owners`: those of an engine that this one replaces.
+
+        Raises ConfigError or ModelError if it cannot run with these options, EngineDeadError if the process died, or
+        neither computed nor read for `start_timeout_s`. In each case the process has ended. With `requires_tokenizer` a
+        model without one is a ModelError, unless the options skip it. `tokenizer`: that of another engine with the same
+        options, which is not read again. `on_close` is called with the number of each request whose stream has ended.
+        `packs_outputs`: as in `OutputProcessor`. `on_stall`: of an engine that has work and makes no progress for the
+        stall limit.
+        """
+        unskipped: TokenizerUse = "required" if requires_tokenizer else "optional"
+        use: TokenizerUse = "skipped" if options.skip_tokenizer_init else unskipped
+        connection = await EngineConnection.open(process, start_timeout_s, use, tokenizer)
+        numbers = request_ids or itertools.count()
+        client = cls(
+            connection, options, observer, numbers, owners, on_close, packs_outputs=packs_outputs, on_stall=on_stall
+        )
+        client._start(has_ranks=options.tensor_parallel_size > 1)
+        return client
+
+    def _start(self, *, has_ranks: bool) -> None:
+        """Start to receive reports, and to watch for their absence."""
+        self._tasks.append(asyncio.create_task(self._receive_all(), name="engine reports"))
+        if has_ranks:
+            self._tasks.append(asyncio.create_task(self._end_when_silent(), name="engine heartbeats"))
+        if self._on_stall != "ignore":
+            self._tasks.append(asyncio.create_task(self._watch_progress(), name="engine progress"))
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free_seqs(self) -> int:
+        """Requests of one sequence that could run at once, by the last report; 0 if requests wait or are swapped."""
+        state = self.state
+        if state.num_waiting or state.num_swapped:
+            return 0
+        return max(0, self.ready.limits.max_num_seqs - state.num_running_seqs)
+
+    def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
+        """Return the seconds within which what is asked is likely to have its first token; 0: nothing is known."""
+        now_s = time.monotonic()
+        predicted_s = self._forecast.first_token_s(self.state, self._streams.queued, asked, now_s)
+        return self._forecast.correct(predicted_s, now_s)
+
+    def _record_sent(self, request: Request) -> None:
+        """Record a request that is about to be sent; one with a deadline shows how good forecasts are."""
+        now_s, predicted_s = time.monotonic(), 0.0
+        if request.due_s < math.inf:
+            predicted_s = self._forecast.first_token_s(self.state, self._streams.queued, asked_of(request), now_s)
+        self._forecast.record_sent(request, predicted_s, now_s)
+
+    async def add(
+        self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
+    ) -> RequestStream:
+        """Queue a request, once. EngineDeadError if the engine has died."""
+        self._raise_if_dead()
+        message = frame(messages.Add(prepared.request))   # first: a request that cannot be sent leaves no trace
+        self._record_sent(prepared.request)
+        self._await_sign()
+        stream = self._streams.open(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
+        self._connection.send(message)
+        try:
+            await self._connection.drain()
+        except ConnectionError:
+            pass  # the engine is gone: `_receive_all` finds out, and the stream raises
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    async def read_adapter(self, folder: str) -> Adapter:
+        """Have the engine read the LoRA adapter of a folder. ModelError with the reason if it cannot be served."""
+        self._raise_if_dead()
+        reply = await self._pending.read_adapter(folder)
+        if reply.adapter is None:
+            raise ModelError(reply.error)
+        return reply.adapter
+
+    def _on_closed(self, request_id: int) -> None:
+        self._forecast.forget(request_id)
+        self._on_close(request_id)
+
+    def _on_abort(self, request_id: int, finished: FinishedRequest) -> None:
+        self._send(messages.Abort(request_id))
+        self._observer.on_abort(finished)
+
+    def unpin(self, request_id: int) -> None:
+        """Release what a request has pinned, or abort it."""
+        self._send(messages.Abort(request_id))
+
+    async def release_pin(self, request_id: int) -> None:
+        """Release what a request has pinned; its blocks are free on return. EngineDeadError if the engine has died."""
+        self._raise_if_dead()
+        await self._pending.unpin(request_id)
+
+    # --- the engine -----------------------------------------------------------------------------------------------
+
+    async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:
+        """Return what blocks [first, first + count) of a tier are, as of the end of a step.
+
+        The engine is asked for one map at a time, however many callers there are. Raises TimeoutError after
+        `timeout_s`, EngineDeadError if the engine has died.
+        """
+        async with asyncio.timeout(timeout_s):
+            return await self._pending.block_map(first, count, tier, self._raise_if_dead)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine still answers."""
+        return not self._death.done()
+
+    @property
+    def death_reason(self) -> str:
+        """Why the engine no longer answers; for a client that is not alive."""
+        return self._death.result()
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine made progress, although it has work or was asked for a sign; else 0."""
+        return 0.0 if self._has_no_work else time.monotonic() - self._last_progress_s
+
+    @property
+    def _has_no_work(self) -> bool:
+        return self._is_idle and not self._streams.queued
+
+    def log_stacks(self) -> None:
+        """Make the engine write the stacks of its threads to its error stream, as soon as it can."""
+        self._connection.engine.process.send_signal(signal.SIGUSR1)
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the engine has died or the client was closed; return why."""
+        return EngineDeadError(await asyncio.shield(self._death))
+
+    async def close(self) -> None:
+        """End the engine process, and with it all requests. Returns when it is gone. Idempotent."""
+        self._mark_dead("the engine was closed")
+        await self._connection.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _raise_if_dead(self) -> None:
+        if self._death.done():
+            raise EngineDeadError(self._death.result())
+
+    def _send(self, command: Command) -> None:
+        """Send a command about what the engine knows. If it is lost, so is the engine: the two would disagree."""
+        self._await_sign()
+        try:
+            self._connection.send(frame(command))
+        except Exception as error:
+            log.exception("a command could not be sent")
+            self._mark_dead(f"a command could not be sent: {error}")
+            self._connection.abort()                      # `_receive_all` does the rest
+
+    def _await_sign(self) -> None:
+        """Record that the engine is about to get a command, after which it sends a report."""
+        if self._has_no_work and self.is_alive:
+            self._is_idle, self._last_progress_s = False, time.monotonic()
+
+    def _mark_dead(self, reason: str) -> None:
+        """Fail everything that waits for the engine. Only the first reason counts."""
+        if self._death.done():
+            return
+        self._death.set_result(reason)
+        self._is_idle = True                              # a dead engine does not stall
+        self._streams.fail_all(reason)
+        self._pending.fail_all(reason)
+
+    # --- reports --------------------------------------------------------------------------------------------------
+
+    async def _receive_all(self) -> None:
+        """Handle reports until the connection ends."""
+        try:
+            while True:
+                report = await self._connection.receive()
+                self._handle_report(report)
+                if isinstance(report, messages.Stepped):
+                    await self._handle_step(report)
+        except (EOFError, ConnectionError):
+            self._mark_dead(f"the engine process ended ({await self._connection.stop()})")
+        except EngineDeadError as error:
+            self._mark_dead(str(error))
+        except Exception as error:
+            log.exception("a report of the engine could not be handled")
+            self._mark_dead(f"a report of the engine could not be handled: {error}")
+        finally:
+            self._mark_dead("the reader of the engine's outputs stopped")
+            for watch in self._tasks[1:]:
+                watch.cancel()
+            await self._connection.stop()
+
+    async def _end_when_silent(self) -> None:
+        """End an engine of several ranks, which sends heartbeats, once it has sent none for the stall limit."""
+        await wait_for_stall(self._stall_limit_s, lambda: self._num_reports, lambda: True, lambda: None)
+        self._kill(f"the engine process gave no sign for {self._stall_limit_s:g} s (stall_limit)")
+
+    async def _watch_progress(self) -> None:
+        """Ask an idle engine for signs, and end one without progress if it is to be ended, with its stacks logged."""
+        limit_s = self._stall_limit_s
+
+        def ask() -> None:
+            self._send(messages.Ping())
+
+        while True:
+            await wait_for_stall(limit_s, lambda: self._num_signs, lambda: not self._has_no_work, ask)
+            if self._on_stall == "end":
+                self.log_stacks()
+                await asyncio.sleep(limit_s / LOOKS_PER_LIMIT)  # for the stacks; the decision stands
+                return self._kill(stall_reason(limit_s))
+
+    def _kill(self, reason: str) -> None:
+        """End the engine process at once."""
+        log.error("%s; it is ended", reason)
+        self._connection.kill()
+        self._mark_dead(reason)
+
+    def _handle_report(self, report: Report) -> None:
+        self._num_reports += 1
+        if isinstance(report, messages.Beat):
+            return
+        self._num_signs += 1
+        self._last_progress_s = time.monotonic()
+        if not isinstance(report, messages.Alive | messages.AdapterReply):  # of other threads: may follow the Idle
+            self._is_idle = isinstance(report, messages.Idle)
+        match report:
+            case messages.Alive() | messages.Stepped():
+                pass
+            case messages.Idle(state):
+                self._set_state(state)
+                self._observer.on_idle(state)
+            case messages.Refused(request_id, message, param, code):
+                self._streams.fail(request_id, InvalidRequestError(message, param=param, code=code))
+            case messages.BlocksReply(command, block_map):
+                self._pending.resolve(command, block_map)
+            case messages.AdapterReply(asked):
+                self._pending.resolve(asked, report)
+            case messages.Failed(_, message):
+                raise EngineDeadError(f"the engine has failed: {message}")
+            case _:
+                raise AssertionError(f"not expected while running: {report}")
+
+    async def _handle_step(self, step: messages.Stepped) -> None:
+        """Process a step in slices, and let readers and connections run after each."""
+        self._set_state(step.state)
+        self._forecast.record_step(step, time.monotonic())
+        whole = ProcessedStep()
+        for processed in self._streams.process(step):
+            self._stop_at_strings(processed.stopped)
+            self._fail_outputs(processed.failed)
+            self._streams.wake(processed.ready)
+            whole.add(processed)
+            if not processed.is_last:
+                await asyncio.sleep(0)
+        self._observer.on_step(step, whole)
+
+    def _set_state(self, state: EngineState) -> None:
+        """Store the engine's state, and count its pinned blocks in the limits of requests to come."""
+        self.state, limits = state, self.inputs.limits
+        if state.num_pinned_blocks != limits.num_pinned_blocks:
+            self.inputs.limits = replace(limits, num_pinned_blocks=state.num_pinned_blocks)
+        self._pending.resolve_unpinned(state.pins)
+
+    def _stop_at_strings(self, branches: Iterable[tuple[int, int]]) -> None:
+        """Finish branches in the engine that a stop string has ended."""
+        for request_id, index in branches:
+            self._send(messages.Finish(request_id, index))
+
+    def _fail_outputs(self, failed: Iterable[tuple[int, Exception]]) -> None:
+        """Abort requests whose output could not be made, and fail their streams."""
+        for request_id, error in failed:
+            if isinstance(error, InvalidRequestError | DeadlineExceededError):
+                log.info("request %d is refused: %s", request_id, error)
+            else:
+                log.error("request %d has failed", request_id, exc_info=error)
+            self._send(messages.Abort(request_id))
+            shown = RequestFailedError(f"the request's output could not be made: {error}")
+            self._streams.fail(request_id, error if isinstance(error, EngineError) else shown)

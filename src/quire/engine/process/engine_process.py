@@ -1,0 +1,328 @@
+"""The engine process: `python -m quire.engine.process.engine_process FD`, started by `quire.engine.launcher`.
+
+One thread reads commands from the inherited socket, the other runs steps. While requests wait or run, commands are
+handled between steps; otherwise the process sleeps until the next one. A report is sent after each step; if the server
+does not read, sending blocks, and so does the engine. Commands are always read, so the two processes cannot deadlock.
+
+The end of the stream means that the server has ended. There is nothing to save, so the process ends at once, also while
+it loads and during a step. SIGINT and SIGTERM are blocked from the start (`quire.engine.launcher`): the server handles
+them, drains, then closes the socket.
+"""
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, NoReturn
+
+from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.frames import frame, has_room, read_frame
+from quire.core.lora import Adapter
+from quire.core.outputs import KVStats
+from quire.core.sequence import Request
+from quire.engine import messages
+from quire.engine.engine import NO_ADAPTERS, Engine
+from quire.engine.launcher import Start
+from quire.engine.messages import EngineState, Report
+from quire.engine.process.heartbeat import Heartbeat, LayerCost, StallDetector
+from quire.model.resolve import resolve_model, resolve_tokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.assembly import AssembledEngine
+
+log = logging.getLogger(__name__)
+
+IDLE_CHECK_DELAY_S = 10.0      # idle time before the check for leaked blocks, which takes a second for 500,000 blocks
+OWNER_COUNT_INTERVAL_S = 0.5   # minimum between two counts of blocks by owner, which walk all block tables ...
+OWNER_COUNT_TIME_SHARE = 0.01  # ... and their maximum share of the time
+MAX_ADD_BYTES_PER_STEP = 1 << 18  # of Add messages handled between two steps: 4 ms of decoding if all are short
+MAX_COMMANDS_PER_STEP = 512       # others handled between two steps: 3 to 4 ms if all abort a request
+
+
+class Connection:
+    """Frames over a blocking socket. The end of the stream ends the process at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.exit_status = 0  # of the process, when the stream has ended
+        self.on_end: Callable[[], None] = lambda: None  # called then, by either thread; must not block
+        self._socket, self._sending = connection, threading.Lock()
+        self._input = connection.makefile("rb")
+
+    def send(self, report: Report) -> None:
+        """Send a report; blocks while the server does not read."""
+        message = frame(report)
+        try:
+            with self._sending:
+                self._socket.sendall(message)
+        except OSError:
+            self._end()
+
+    def beat(self) -> None:
+        """Send a heartbeat, unless it would have to wait: then a report has just been sent, or is not read."""
+        if self._sending.acquire(blocking=False):
+            with suppress(OSError, ValueError):  # the thread that reads finds the end
+                if has_room(self._socket):
+                    self._socket.sendall(frame(messages.Beat()))
+            self._sending.release()
+
+    def read_into(self, commands: SimpleQueue[bytes]) -> NoReturn:
+        """Read commands into a queue, in a thread of its own."""
+        try:
+            while (command := read_frame(self._input)) is not None:
+                commands.put(command)
+        except ConnectionError:
+            pass  # the server died with reports unread
+        except Exception:
+            log.exception("commands cannot be read")
+            self.exit_status = 1
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """End the process without cleanup: the other thread may be in the middle of a step."""
+        self.on_end()
+        os._exit(self.exit_status)
+
+
+class EngineLoop:
+    """Handles commands, runs steps, sends reports. Every change of the queues is followed by a report."""
+
+    def __init__(
+        self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], heartbeat: Heartbeat
+    ) -> None:
+        self._engine, self._commands, self._send, self._heartbeat = engine, commands, send, heartbeat
+        self._owners_due_s = 0.0
+        self._quiet_since_s = time.monotonic()  # the end of the last step
+        self._is_checked = False                # since then
+        self._checking: Iterator[None] | None = None  # the rest of the check for leaks
+        self._pending_adds = deque[bytes]()          # messages of requests not added yet, in order
+        self._aborted: set[int] = set()         # ids that may be among them
+
+    def run(self) -> NoReturn:
+        """Step for as long as the process lives."""
+        while True:
+            self._handle_commands()
+            self._add_pending()
+            if self._engine.scheduler.has_requests:
+                self._step()
+            elif not self._pending_adds and self._commands.empty():
+                self._wait_for_command()
+
+    def _handle_commands(self) -> None:
+        """Handle commands that have arrived, in order, up to a bound on the work between two steps."""
+        num_left = MAX_COMMANDS_PER_STEP
+        while num_left and not self._commands.empty():
+            num_left -= not self._handle_message(self._commands.get())
+
+    def _handle_message(self, message: bytes) -> bool:
+        """Handle a command, or return True if it adds a request.
+
+        Requests are added later, so that a burst delays neither a step nor an abort behind it.
+        """
+        if messages.is_add(message):
+            self._pending_adds.append(message)
+            return True
+        self._handle_command(message)
+        return False
+
+    def _add_pending(self) -> None:
+        """Add requests that have arrived, in order, up to a bound on the work between two steps."""
+        num_bytes = 0
+        while self._pending_adds and num_bytes < MAX_ADD_BYTES_PER_STEP:
+            message = self._pending_adds.popleft()
+            num_bytes += len(message)
+            self._handle_command(message)
+        if not self._pending_adds:
+            self._aborted.clear()
+
+    def _handle_command(self, message: bytes) -> None:
+        command = messages.decode_command(message)
+        if not isinstance(command, messages.GetBlocks | messages.ReadAdapter | messages.Ping):
+            self._checking = None               # restart the check: blocks are about to change
+        match command:
+            case messages.Add(request):
+                if request.request_id in self._aborted:
+                    return
+                try:
+                    self._engine.add(request, _age_s(request))
+                except InvalidRequestError as error:
+                    self._send(messages.Refused(request.request_id, str(error), error.param, error.code))
+            case messages.Abort(request_id):
+                if not self._engine.abort(request_id) and self._pending_adds:
+                    self._aborted.add(request_id)
+            case messages.Finish(request_id, index):
+                self._engine.finish(request_id, index)
+            case messages.GetBlocks(_, first, count, tier):
+                self._send(messages.BlocksReply(command, self._engine.block_map(first, count, tier)))
+            case messages.ReadAdapter(_, folder):
+                self._read_adapter(command, folder)
+            case messages.Ping():
+                pass                                # a report follows every command
+            case Start():
+                raise AssertionError("started twice")
+
+    def _read_adapter(self, command: messages.ReadAdapter, folder: str) -> None:
+        """Have an adapter read; the thread that reads it sends the answer."""
+        adapters = self._engine.adapters
+        if adapters is None:
+            return self._send(messages.AdapterReply(command, None, NO_ADAPTERS))
+
+        def reply(read: "Future[Adapter]") -> None:
+            error = read.exception()
+            if error is None:
+                return self._send(messages.AdapterReply(command, read.result()))
+            if not isinstance(error, ModelError):
+                log.error("an adapter cannot be read", exc_info=error)
+            text = str(error) if isinstance(error, ModelError) else f"the adapter cannot be read: {error!r}"
+            return self._send(messages.AdapterReply(command, None, messages.failed(ModelError(text)).message))
+
+        return adapters.read(folder).add_done_callback(reply)
+
+    def _step(self) -> None:
+        self._heartbeat.resume()
+        engine, started_s = self._engine, time.monotonic()
+        try:
+            deltas = engine.step()
+        except Exception as error:
+            log.exception("a step has failed; the requests that it computed for are computed again in groups")
+            deltas = engine.recover(error)
+        self._quiet_since_s, self._is_checked = time.monotonic(), False
+        state, preempted = self._state(), engine.scheduler.preempted
+        self._send(
+            messages.Stepped(
+                started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted, engine.timing
+            )
+        )
+
+    def _wait_for_command(self) -> None:
+        """Report that the engine is idle, and wait for the next command.
+
+        After IDLE_CHECK_DELAY_S without a step, check once for leaked blocks and rows, in slices of about a
+        millisecond, so that a command does not wait longer than that.
+        """
+        self._heartbeat.pause()
+        self._send(messages.Idle(self._state()))
+        if not self._is_checked:
+            pause_s = self._quiet_since_s + IDLE_CHECK_DELAY_S - time.monotonic()
+            if pause_s > 0:
+                with suppress(Empty):
+                    self._handle_message(self._commands.get(timeout=pause_s))
+                    return
+            while self._check_slice() and self._commands.empty():
+                pass
+        self._handle_message(self._commands.get())
+
+    def _check_slice(self) -> bool:
+        """Run a slice of the check for leaked blocks; return False after the last one."""
+        if self._checking is None:
+            self._checking = self._engine.scheduler.checking()
+        for _ in self._checking:
+            return True
+        self._is_checked, self._checking = True, None
+        return False
+
+    def _state(self) -> EngineState:
+        return self._engine.state(self._kv_stats())
+
+    def _kv_stats(self) -> KVStats:
+        """Return the state of the cache, with blocks by owner if the engine is idle or the last count is old."""
+        started_s, is_at_rest = time.monotonic(), not self._engine.scheduler.has_requests
+        if started_s < self._owners_due_s and not is_at_rest:
+            return self._engine.kv_stats(by_owner=False)
+        stats = self._engine.kv_stats()
+        ended_s = time.monotonic()
+        pause_s = 0.0 if is_at_rest else max(OWNER_COUNT_INTERVAL_S, (ended_s - started_s) / OWNER_COUNT_TIME_SHARE)
+        self._owners_due_s = ended_s + pause_s
+        return stats
+
+
+def _age_s(request: Request) -> float:
+    """Return the seconds since the server received a request."""
+    return 0.0 if request.received_s is None else time.monotonic() - request.received_s
+
+
+def main() -> None:
+    """Serve the socket with the number given as the only argument."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if sys.stderr is not None:  # closed, if the server's is
+        faulthandler.register(signal.SIGUSR1)  # the server's stall watch requests the stacks of all threads
+    logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
+    threading.excepthook = _exit_with_thread
+    connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
+    listener = threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True)
+    listener.start()
+    try:
+        serve(connection, commands)
+    except Exception as error:  # the server reports the reason to its clients
+        message = messages.failed(error)
+        if message.kind == messages.FAULT:
+            log.exception("the engine ends")
+        connection.exit_status = 1
+        connection.send(message)
+        listener.join()  # until the server closes: unread commands would reset the stream
+
+
+def _exit_with_thread(died: threading.ExceptHookArgs) -> NoReturn:
+    """End the process when one of its threads dies: without it, requests would hang."""
+    log.critical("a thread of the engine has died", exc_info=died.exc_value)
+    os._exit(1)
+
+
+def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
+    """Load the model of the first command, then handle commands."""
+    start = messages.decode_command(commands.get())
+    assert isinstance(start, Start), f"the first command must be Start, got {start}"
+    folder = resolve_model(start.options.model, start.options.model_files, start.options.revision)
+    text_source = resolve_tokenizer(start.options.tokenizer, folder, start.options.tokenizer_revision)
+    connection.send(messages.Located(str(text_source)))
+    gc.disable()  # objects made from here on are permanent
+    from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
+
+    assembled = assemble(replace(start.options, model=str(folder)), loads_tokenizer=False)
+    if assembled.ranks is not None:
+        connection.on_end = assembled.ranks.dismiss
+        assembled.ranks.on_lost = partial(end_with, connection)
+        if assembled.ranks.lost is not None:
+            raise assembled.ranks.lost
+    gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
+    gc.enable()
+    connection.send(assembled.ready)
+    if assembled.ranks is not None:
+        assembled.ranks.on_beat = connection.beat
+    heartbeat = _make_heartbeat(assembled, lambda: connection.send(messages.Alive()))
+    heartbeat.start()
+    EngineLoop(assembled.engine, commands, connection.send, heartbeat).run()
+
+
+def end_with(connection: Connection, error: Exception) -> None:
+    """Report the end of the engine to the server, which closes the socket: that ends the process."""
+    connection.exit_status = 1
+    connection.send(messages.failed(error))
+
+
+def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> Heartbeat:
+    """Return the heartbeat of a model. A GPU's layers are counted at launch, so their rate tells nothing."""
+    progress = assembled.model.progress
+    if assembled.model.device.type != "cpu":
+        return Heartbeat(lambda: int(progress[0]), beat)
+    import torch  # noqa: PLC0415 (as above)
+
+    # Of this engine, not of the machine: engines divide its CPUs, and so do the ranks of one.
+    detector = StallDetector(LayerCost(*assembled.model.layer_flops), torch.get_num_threads(), time.monotonic)
+    assembled.engine.on_submit = detector.begin_step
+    return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)
+
+
+if __name__ == "__main__":
+    main()
