@@ -99,7 +99,7 @@ class Soak:
         total = 0.0
         for each in (self._process, *self._process.children(recursive=True)):
             with suppress(psutil.Error):
-                if "quire.engine.process.engine_process" not in each.cmdline():
+                if "quire.engine.processes.engine_process" not in each.cmdline():
                     times = each.cpu_times()
                     total += times.user + times.system
         return total

@@ -101,7 +101,7 @@ def engine_process() -> psutil.Process:
     """Return the actor of an engine replica: the parent of an engine's process."""
     found = next(
         each for each in psutil.process_iter(["cmdline"])
-        if "quire.engine.process.engine_process" in " ".join(each.info["cmdline"] or ()) and _is_ours(each)
+        if "quire.engine.processes.engine_process" in " ".join(each.info["cmdline"] or ()) and _is_ours(each)
     )  # fmt: skip
     parent = found.parent()
     assert parent is not None, "an engine without its replica"
@@ -166,7 +166,7 @@ async def run_ranks(port: int) -> None:
     bundles = [each["bundles"] for each in placement_group_table().values() if each["state"] == "CREATED"]
     assert [{"CPU": 0.5}, {"CPU": 0.5}] in [list(each.values()) for each in bundles], bundles
     children = engine_process().children()
-    (process,) = (child for child in children if "quire.engine.process.engine_process" in child.cmdline())
+    (process,) = (child for child in children if "quire.engine.processes.engine_process" in child.cmdline())
     (rank,) = process.children()
     assert process.environ()["OMP_NUM_THREADS"] == "2", "one thread for each rank"
     print("RANKS", flush=True)

@@ -35,8 +35,8 @@ TORCHLESS_LAYERS = [
     *("quire.server", "quire.sim", "quire.paper", "quire.cli"),
 ]
 SERVER_SIDE = [
-    "quire.engine.process.client", "quire.engine.launcher",
-    "quire.engine.process.engine_process",  # until it has to load
+    "quire.engine.processes.client", "quire.engine.launcher",
+    "quire.engine.processes.engine_process",  # until it has to load
 ]
 
 
@@ -62,7 +62,7 @@ def test_what_the_server_needs_of_the_engine_loads_no_torch(name: str) -> None:
 
 
 def test_a_local_model_starts_without_the_hub_client() -> None:
-    assert "huggingface_hub" not in modules_after("import quire.engine.process.engine_process")
+    assert "huggingface_hub" not in modules_after("import quire.engine.processes.engine_process")
 
 
 def test_a_command_starts_without_the_modules_of_others() -> None:

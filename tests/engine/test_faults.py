@@ -25,8 +25,8 @@ from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import BIAS
 from quire.engine.messages import Add, Idle, Report, Stepped
 from quire.engine.offline_engine import LocalEngine
-from quire.engine.process.engine_process import EngineLoop
-from quire.engine.process.heartbeat import Heartbeat
+from quire.engine.processes.engine_process import EngineLoop
+from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.requests.completion_builder import CompletionBuilder
 from quire.engine.requests.output_processor import OutputProcessor
 from quire.execution import worker

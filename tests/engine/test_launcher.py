@@ -15,7 +15,7 @@ from quire import SamplingParams
 from quire.core.errors import ConfigError
 from quire.engine.launcher import STOP_SIGNALS, EngineProcess, start_module
 from quire.engine.options import EngineOptions
-from quire.engine.process.client import EngineClient
+from quire.engine.processes.client import EngineClient
 from support.engine_process import (
     TIMEOUT_S,
     Recorder,
@@ -36,7 +36,7 @@ SERVER = """
 import asyncio, os, sys
 from quire.core.sampling_params import SamplingParams
 from quire.engine.launcher import EngineProcess
-from quire.engine.process.client import EngineClient
+from quire.engine.processes.client import EngineClient
 from quire.engine.options import EngineOptions
 from support.engine_process import QUIET_S, Recorder, add, until
 
@@ -160,7 +160,7 @@ def test_signal_that_comes_while_a_process_starts_is_not_lost() -> None:
     came = list[int]()
     handler = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
-        child = EngineProcess(*start_module("quire.engine.process.engine_process", start=interrupted))
+        child = EngineProcess(*start_module("quire.engine.processes.engine_process", start=interrupted))
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert came == [signal.SIGTERM]
@@ -170,7 +170,7 @@ def test_signal_that_comes_while_a_process_starts_is_not_lost() -> None:
 def test_process_that_cannot_be_started_leaves_no_socket() -> None:
     before = open_files(os.getpid())
     with pytest.raises(FileNotFoundError):
-        start_module("quire.engine.process.engine_process", interpreter="/no/such/python")
+        start_module("quire.engine.processes.engine_process", interpreter="/no/such/python")
     assert set(open_files(os.getpid())) <= set(before), "what others of this process close meanwhile is theirs"
 
 

@@ -13,8 +13,8 @@ from quire.core.outputs import Logprob, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine.messages import EngineState, Stepped
 from quire.engine.options import EngineOptions
-from quire.engine.process.client import EngineClient, Observer
-from quire.engine.process.streams import RequestStream
+from quire.engine.processes.client import EngineClient, Observer
+from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.completion_builder import logprob_dict
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep

@@ -37,7 +37,7 @@ END = struct.Struct("<id")  # of an engine: the exit status in the form of `Pope
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_DESCRIPTORS = 8
 # Loaded for all.
-MODULES = ("quire.engine.process.engine_process", "quire.engine.parallel.process", "quire.engine.parallel.rank")
+MODULES = ("quire.engine.processes.engine_process", "quire.engine.parallel.process", "quire.engine.parallel.rank")
 NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # that a fork would lose
 TESTS = Path(__file__).parents[1]
 
@@ -163,7 +163,7 @@ def fork_child(
 
 def fork_engine(options: EngineOptions) -> EngineProcess:
     """Start an engine process, which begins to load, with one thread."""
-    process, ours = fork_module("quire.engine.process.engine_process", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process, ours = fork_module("quire.engine.processes.engine_process", env=os.environ | {"OMP_NUM_THREADS": "1"})
     ours.sendall(frame(Start(options)))
     return EngineProcess(process, ours)
 

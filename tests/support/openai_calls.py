@@ -7,7 +7,7 @@ from typing import Any
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
-from quire.engine.process.client import PreparedRequest
+from quire.engine.processes.client import PreparedRequest
 from quire.engine.requests.input_processor import CheckedParams, TokenizedPrompt
 from quire.server.openai.request_models import CompletionBody, StreamOptions
 from quire.server.openai.response_builder import OpenAIRequest

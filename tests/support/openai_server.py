@@ -15,7 +15,7 @@ from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Report
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
-from quire.engine.process.client import EngineClient
+from quire.engine.processes.client import EngineClient
 from quire.server.app import create_app
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import bind, url_of

@@ -200,7 +200,7 @@ def _is_engine(pid: int) -> bool:
         name = Path(f"/proc/{pid}/comm").read_text()
     except OSError:
         return False
-    return b"quire.engine.process.engine_process" in command or name == "quire.engine.pr\n"
+    return b"quire.engine.processes.engine_process" in command or name == "quire.engine.pr\n"
 
 
 def _kill(pid: int) -> None:

@@ -19,8 +19,8 @@ from quire.engine import messages
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Refused, Report, Stepped
 from quire.engine.options import EngineOptions
-from quire.engine.process.connection import EngineConnection
-from quire.engine.process.liveness import stall_reason, wait_for_stall
+from quire.engine.processes.connection import EngineConnection
+from quire.engine.processes.liveness import stall_reason, wait_for_stall
 
 QUEUED_TOKENS = "queued_tokens"     # the statistic that the number of replicas follows
 

@@ -18,8 +18,8 @@ from quire.core.owner_labels import OwnerLabels
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Refused, Stepped
 from quire.engine.metrics.observation import EngineObserver
 from quire.engine.options import EngineOptions
-from quire.engine.process.base_client import SingleEngine
-from quire.engine.process.streams import RequestStream, RequestStreams
+from quire.engine.processes.base_client import SingleEngine
+from quire.engine.processes.streams import RequestStream, RequestStreams
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.text.tokenizer import Tokenizer

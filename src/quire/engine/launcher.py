@@ -57,7 +57,7 @@ class EngineProcess:
         if options.data_parallel_size > 1:
             threads = {"OMP_NUM_THREADS": str(num_threads_of(number, options.data_parallel_size, environment))}
             environment = environment | threads
-        process, ours = start_module("quire.engine.process.engine_process", env=environment)
+        process, ours = start_module("quire.engine.processes.engine_process", env=environment)
         with suppress(ConnectionError):  # it has died: the reader of its reports finds out
             ours.sendall(start)
         return cls(process, ours)

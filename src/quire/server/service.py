@@ -11,7 +11,7 @@ from quire.core.checks import shown
 from quire.core.errors import DeadlineExceededError
 from quire.core.lora import Adapter
 from quire.engine.metrics.observation import Observation
-from quire.engine.process.base_client import BaseClient
+from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.adapter_names import AdapterNames
 from quire.server.admission.active_responses import ActiveResponses

@@ -24,8 +24,8 @@ from quire.engine.metrics.observation import LONGEST_S, RETRY_AFTER_S
 from quire.engine.metrics.page import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
 from quire.engine.metrics.targets import TargetCounts
 from quire.engine.options import EngineOptions
-from quire.engine.process.client import EngineClient
-from quire.engine.process.streams import RequestStream
+from quire.engine.processes.client import EngineClient
+from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
 from quire.scheduling.limits import AdmissionLimits
 from quire.server.errors import shutting_down

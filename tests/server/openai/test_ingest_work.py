@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.process import client as client_module
+from quire.engine.processes import client as client_module
 from quire.server import template_renderer
 from quire.server.api import json_decoding, request_parsing
 from quire.server.api.json_decoding import SLICE_BYTES

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.process.client import PreparedRequest
-from quire.engine.process.streams import RequestStream
+from quire.engine.processes.client import PreparedRequest
+from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.input_processor import TokenizedPrompt
 from support import vllm_fields
 from support.openai_server import NAME, OpenAIServer

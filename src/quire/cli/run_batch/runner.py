@@ -21,7 +21,7 @@ from quire.cli.run_batch.metrics_server import serving_metrics
 from quire.engine.launcher import EngineProcess, spawn_engines
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.engine.process.base_client import SupervisedClient
+from quire.engine.processes.base_client import SupervisedClient
 from quire.server.app import create_app
 from quire.server.ops.lifecycle import close_service, connect
 from quire.server.options import ServerOptions

@@ -25,10 +25,10 @@ from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.metrics.observation import EngineObserver, Observation
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
-from quire.engine.process.base_client import SupervisedClient
-from quire.engine.process.client import EngineClient
-from quire.engine.process.queued_requests import Asked
-from quire.engine.process.streams import RequestStream
+from quire.engine.processes.base_client import SupervisedClient
+from quire.engine.processes.client import EngineClient
+from quire.engine.processes.queued_requests import Asked
+from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.text.tokenizer import Tokenizer

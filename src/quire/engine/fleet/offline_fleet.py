@@ -25,7 +25,7 @@ from quire.engine.messages import EngineDeadError
 from quire.engine.metrics.observation import Observation
 from quire.engine.offline_engine import OfflineEngine, T
 from quire.engine.options import EngineOptions
-from quire.engine.process.streams import RequestStream
+from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import OutputKind
 

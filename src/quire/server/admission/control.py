@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from quire.engine.metrics.observation import Observation
-from quire.engine.process.base_client import BaseClient
+from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.admission.body_memory import BodyMemory
 from quire.server.admission.concurrency import ConcurrencyLimiter, ConcurrencyReservation

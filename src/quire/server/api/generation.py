@@ -7,7 +7,7 @@ from typing import Self
 
 from quire.core.logprob_table import LogprobBuffer
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.engine.process.streams import RequestStream
+from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.output_processor import OutputKind
 from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.logprob_memory import LogprobReservation

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from quire.core.checks import shown
 from quire.core.errors import EngineError
 from quire.core.token_ids import num_equal_tokens
-from quire.engine.process.base_client import BaseClient
+from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.api.pinning import pin_prompt
 from quire.server.api.request import ApiRequest

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from quire.core.errors import EngineError
 from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
-from quire.engine.process.client import EngineClient
+from quire.engine.processes.client import EngineClient
 from quire.server.ops.signals import StopSignals
 from quire.server.service import Service
 

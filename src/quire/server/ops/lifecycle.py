@@ -21,8 +21,8 @@ from quire.core.owner_labels import OwnerLabels
 from quire.engine.launcher import EngineProcess
 from quire.engine.metrics.observation import Observation
 from quire.engine.options import EngineOptions
-from quire.engine.process.base_client import BaseClient
-from quire.engine.process.client import EngineClient
+from quire.engine.processes.base_client import BaseClient
+from quire.engine.processes.client import EngineClient
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
 from quire.server.http import logs

@@ -10,7 +10,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.messages import EngineDeadError, EngineState, Stepped
-from quire.engine.process.streams import RequestStream, RequestStreams
+from quire.engine.processes.streams import RequestStream, RequestStreams
 from quire.engine.requests.input_processor import PreparedRequest, TokenizedPrompt
 from quire.engine.requests.output_processor import FinishedRequest
 

@@ -2,7 +2,7 @@
 
 One task receives the engine's reports, gives them to the output processor and wakes the readers of the requests that
 they concern. When the engine dies, every stream ends with EngineDeadError, and so does every later call. Another task
-watches whether the engine makes progress, and may end it if it does not (`quire.engine.process.liveness`).
+watches whether the engine makes progress, and may end it if it does not (`quire.engine.processes.liveness`).
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from quire.engine.formats import TokenizerUse
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
-from quire.engine.process.base_client import SingleEngine
-from quire.engine.process.connection import EngineConnection
-from quire.engine.process.forecast import Forecast
-from quire.engine.process.liveness import LOOKS_PER_LIMIT, OnStall, stall_reason, wait_for_stall
-from quire.engine.process.pending_commands import PendingCommands
-from quire.engine.process.queued_requests import Asked, asked_of
-from quire.engine.process.streams import RequestStream, RequestStreams
+from quire.engine.processes.base_client import SingleEngine
+from quire.engine.processes.connection import EngineConnection
+from quire.engine.processes.forecast import Forecast
+from quire.engine.processes.liveness import LOOKS_PER_LIMIT, OnStall, stall_reason, wait_for_stall
+from quire.engine.processes.pending_commands import PendingCommands
+from quire.engine.processes.queued_requests import Asked, asked_of
+from quire.engine.processes.streams import RequestStream, RequestStreams
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.text.tokenizer import Tokenizer

@@ -26,7 +26,7 @@ from quire.core.outputs import KVStats
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepWork
 from quire.engine.messages import EngineState, Stepped
-from quire.engine.process.queued_requests import Asked, Before, QueuedRequests
+from quire.engine.processes.queued_requests import Asked, Before, QueuedRequests
 from quire.scheduling.time_budget import room_s, steps_between
 
 NUM_STEPS = 64        # over which prices are averaged

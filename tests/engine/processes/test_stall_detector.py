@@ -10,8 +10,8 @@ import torch
 
 from quire.core.plan import StepPlan
 from quire.engine.assembly import AssembledEngine
-from quire.engine.process import engine_process as process
-from quire.engine.process.heartbeat import FLOOR_FLOPS_PER_S, LATE_FACTOR, MIN_MEASURED_S, LayerCost, StallDetector
+from quire.engine.processes import engine_process as process
+from quire.engine.processes.heartbeat import FLOOR_FLOPS_PER_S, LATE_FACTOR, MIN_MEASURED_S, LayerCost, StallDetector
 
 COST = LayerCost(per_token=1e6, per_pair=1e3)
 LONG = StepPlan(starts=[0], counts=[16_000])

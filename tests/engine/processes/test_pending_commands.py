@@ -8,7 +8,7 @@ import pytest
 from quire.core.block_map import BlockMap
 from quire.core.outputs import KVStats
 from quire.engine.messages import Abort, Command, EngineDeadError, GetBlocks
-from quire.engine.process.pending_commands import PendingCommands
+from quire.engine.processes.pending_commands import PendingCommands
 
 MAP = BlockMap(0, KVStats(16, 1, 0, 0, 1, 0, 0, 0), [], [])
 

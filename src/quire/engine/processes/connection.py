@@ -11,7 +11,7 @@ from quire.engine import messages
 from quire.engine.formats import TokenizerUse, load_tokenizer
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, Report
-from quire.engine.process.liveness import with_start_timeout
+from quire.engine.processes.liveness import with_start_timeout
 from quire.text.tokenizer import Tokenizer
 
 ReportT = TypeVar("ReportT", messages.Located, messages.Ready)

@@ -12,8 +12,8 @@ import pytest
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.engine.process.client import EngineClient
-from quire.engine.process.liveness import POLLS_PER_TIMEOUT, activity_counters, raise_when_inactive
+from quire.engine.processes.client import EngineClient
+from quire.engine.processes.liveness import POLLS_PER_TIMEOUT, activity_counters, raise_when_inactive
 from support.engine_process import Recorder, is_running, wait_until
 
 LIMIT_S = 40.0

@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process.engine_process FD`, started by `quire.engine.launcher`.
+"""The engine process: `python -m quire.engine.processes.engine_process FD`, started by `quire.engine.launcher`.
 
 One thread reads commands from the inherited socket, the other runs steps. While requests wait or run, commands are
 handled between steps; otherwise the process sleeps until the next one. A report is sent after each step; if the server
@@ -36,7 +36,7 @@ from quire.engine import messages
 from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.launcher import Start
 from quire.engine.messages import EngineState, Report
-from quire.engine.process.heartbeat import Heartbeat, LayerCost, StallDetector
+from quire.engine.processes.heartbeat import Heartbeat, LayerCost, StallDetector
 from quire.model.resolve import resolve_model, resolve_tokenizer
 
 if TYPE_CHECKING:

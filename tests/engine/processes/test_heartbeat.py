@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.process import heartbeat
-from quire.engine.process.heartbeat import Heartbeat
+from quire.engine.processes import heartbeat
+from quire.engine.processes.heartbeat import Heartbeat
 
 LIMIT_S = 60.0
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine.process.liveness import LOOKS_PER_LIMIT, wait_for_stall
+from quire.engine.processes.liveness import LOOKS_PER_LIMIT, wait_for_stall
 
 
 class Stopped(Exception):

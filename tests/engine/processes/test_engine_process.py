@@ -42,12 +42,12 @@ from quire.engine.messages import (
     is_add,
 )
 from quire.engine.options import EngineOptions
-from quire.engine.process import client as client_module
-from quire.engine.process import engine_process as process
-from quire.engine.process.client import EngineClient
-from quire.engine.process.engine_process import EngineLoop
-from quire.engine.process.heartbeat import Heartbeat
-from quire.engine.process.streams import RequestStream
+from quire.engine.processes import client as client_module
+from quire.engine.processes import engine_process as process
+from quire.engine.processes.client import EngineClient
+from quire.engine.processes.engine_process import EngineLoop
+from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.processes.streams import RequestStream
 from quire.model.resolve import DEMO_MODEL
 from quire.scheduling.limits import AdmissionLimits
 from support.engine_process import (

@@ -16,9 +16,9 @@ from quire.engine import messages
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.engine.process import client as client_module
-from quire.engine.process.client import EngineClient
-from quire.engine.process.streams import RequestStream
+from quire.engine.processes import client as client_module
+from quire.engine.processes.client import EngineClient
+from quire.engine.processes.streams import RequestStream
 from support.engine_process import TIMEOUT_S, Recorder, add, holds_nothing, is_at_rest, read, until
 from support.fake_executor import expected_tokens
 from support.scripted_engine import FAULT, failing, spawn_scripted

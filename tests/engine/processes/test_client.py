@@ -16,7 +16,7 @@ from quire.core.deltas import SequenceDelta
 from quire.core.errors import InvalidRequestError, RequestFailedError, UnknownPrefixError
 from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput
 from quire.engine.options import EngineOptions
-from quire.engine.process.client import EngineClient
+from quire.engine.processes.client import EngineClient
 from quire.engine.requests.completion_builder import CompletionBuilder
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.output_processor import OutputKind
