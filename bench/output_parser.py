@@ -10,7 +10,8 @@ import random
 import statistics
 import time
 
-from quire.server.tools.output_format import OutputParser, find_format, find_reasoning
+from quire.server.tools.output_parser import OutputParser
+from quire.text.tool_formats.table import find_format, find_reasoning
 
 TEXT = "The quick brown fox jumps over the lazy dog and then, a < b { c } [1] is said.\n"
 LINES = "line of code: x = {'a': [1, 2]} \"q\" \\ end\n" * 400

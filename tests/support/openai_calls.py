@@ -11,7 +11,7 @@ from quire.engine.processes.client import PreparedRequest
 from quire.engine.requests.input_processor import CheckedParams, TokenizedPrompt
 from quire.server.openai.request_models import CompletionBody, StreamOptions
 from quire.server.openai.response_builder import OpenAIRequest
-from quire.server.tools.output_formats import OutputReading
+from quire.server.tools.served_formats import OutputReading
 
 
 def call_of(

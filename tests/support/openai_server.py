@@ -135,8 +135,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
                 await http.stop()
         finally:
             await service.templates.close()
-            if service.constraints is not None:
-                await service.constraints.close()
+            await service.grammars.close()
             await client.close()
             service.threads.close()
 

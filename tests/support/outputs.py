@@ -3,17 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.server.tools.output_format import (
-    Arguments,
-    CallBegan,
-    CallEnded,
-    Content,
-    Event,
-    OutputParser,
-    Reasoning,
-    find_format,
-    find_reasoning,
-)
+from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
+from quire.server.tools.output_parser import OutputParser
+from quire.text.tool_formats.table import find_format, find_reasoning
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

@@ -3,14 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
-from quire.core.optional_package import absent_package
 from quire.core.version import __version__
 from quire.server.api.bodies import MAX_HTTP_SEED
+from quire.server.embeddings import routes as embeddings
 from quire.server.errors import handle_errors
 from quire.server.http.application import Application
-from quire.server.options import MAX_ELEMENTS
+from quire.server.messages import routes as messages
+from quire.server.messages.cache_control import CachedPrefixes
+from quire.server.messages.errors import error_body
+from quire.server.options import MAX_ELEMENTS, ServerOptions
+from quire.server.responses import routes as responses
 from quire.server.routes import (
     adapters,
     completions,
@@ -23,50 +27,7 @@ from quire.server.routes import (
     tokenizer_info,
 )
 from quire.server.service import Service
-
-try:
-    from quire.server.watch.inspection import install_inspection
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.server.watch") is None:
-        raise
-    install_inspection = None  # type: ignore[assignment]  # optional: without it its routes answer 404
-
-try:
-    from quire.server.tools.output_format import served_formats
-except ModuleNotFoundError as error:
-    rooms = ("quire.server.tools", "quire.server.call_grammars", "quire.grammar_writing")
-    if absent_package(error, *rooms) is None:
-        raise
-    served_formats = None  # type: ignore[assignment]  # optional: without it outputs are content, and tools are refused
-
-try:
-    from quire.server.messages.routes import install_messages
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.server.messages") is None:
-        raise
-    install_messages = None  # type: ignore[assignment]  # optional: without it its routes answer 404
-
-try:
-    import quire.grammar_writing.writer  # noqa: F401 (the process of the checks writes grammars by it)
-    from quire.server.structured.checker import output_constraints
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.server.structured", "quire.grammar_writing") is None:
-        raise
-    output_constraints = None  # type: ignore[assignment]  # optional: without it requests with grammars are refused
-
-try:
-    from quire.server.responses.routes import router as responses_router
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.server.responses") is None:
-        raise
-    responses_router = None  # type: ignore[assignment]  # optional: without it /v1/responses answers 404
-
-try:
-    from quire.server.embeddings.routes import router as embedding_routes
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.server.embeddings", "quire.engine.pooling") is None:
-        raise
-    embedding_routes = None  # type: ignore[assignment]  # optional: without it its routes answer 404
+from quire.server.watch import debug_routes, explain_routes
 
 _NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {
@@ -92,30 +53,28 @@ def create_app(service: Service) -> FastAPI:
         service, title="Quire", version=__version__, responses=_ERRORS,
         servers=[{"url": service.options.root_path}] if service.options.root_path else None,
     )  # fmt: skip
-    if served_formats is not None:
-        service.formats = served_formats(service.client.tokenizer, service.options, service.templates)
-    if output_constraints is not None:
-        service.constraints = output_constraints(service.options)
-    modules = [system, completions, tokenization, models, forwarding, docs]
-    if service.options.enable_tokenizer_info_endpoint:
-        modules.append(tokenizer_info)
-    if service.options.max_pinned_prefixes:
-        modules.append(prefixes)
-    if service.options.allow_runtime_lora:
-        modules.append(adapters)
-    for module in modules:
-        app.include_router(module.router)
-    if responses_router is not None:
-        app.include_router(responses_router)
-    if embedding_routes is not None:
-        app.include_router(embedding_routes)
-    if install_inspection is not None:
-        install_inspection(app, service)
-    handle_errors(app)
-    if install_messages is not None:
-        install_messages(app)
+    app.state.cached_prefixes = CachedPrefixes()
+    for router in _routers(service.options):
+        app.include_router(router)
+    handle_errors(app, {messages.PATH: error_body})
     _document_bounds(app, service)
     return app
+
+
+def _routers(options: ServerOptions) -> Iterator[APIRouter]:
+    """Yield the routes that a server has by its options."""
+    for module in (
+        system, completions, tokenization, models, forwarding, docs, messages, responses, embeddings, explain_routes,
+    ):  # fmt: skip
+        yield module.router
+    if options.enable_tokenizer_info_endpoint:
+        yield tokenizer_info.router
+    if options.max_pinned_prefixes:
+        yield prefixes.router
+    if options.allow_runtime_lora:
+        yield adapters.router
+    if options.enable_debug:
+        yield debug_routes.router
 
 
 def _document_bounds(app: FastAPI, service: Service) -> None:

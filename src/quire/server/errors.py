@@ -154,11 +154,6 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, message, type="server_error", code="request_failed")
 
 
-def use_error_form(app: FastAPI, path: str, form: Callable[[ApiError], dict[str, Any]]) -> None:
-    """Give errors of requests at `path`, and below it, the JSON body that `form` returns."""
-    app.state.error_forms[path] = form
-
-
 def error_response(error: ApiError, scope: Scope) -> Response:
     """Return the response of an error, in the form of the API that the request is for."""
     path = scope["path"]
@@ -168,9 +163,12 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Register handlers for the errors that routes and the framework raise; any other exception is a 500."""
-    app.state.error_forms = {}
+def handle_errors(app: FastAPI, forms: Mapping[str, Callable[[ApiError], dict[str, Any]]]) -> None:
+    """Register handlers for the errors that routes and the framework raise; any other exception is a 500.
+
+    `forms` return the JSON body of an error at a path, and below it.
+    """
+    app.state.error_forms = forms
     for kind in (ApiError, EngineError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _handle)
 

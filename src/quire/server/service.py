@@ -19,13 +19,13 @@ from quire.server.admission.concurrency import ConcurrencyReservation
 from quire.server.admission.control import AdmissionControl
 from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutting_down
 from quire.server.fair_semaphore import Lanes
-from quire.server.observer import RequestObserver
+from quire.server.history import History
 from quire.server.options import ServerOptions
 from quire.server.preparation_threads import PreparationThreads
-from quire.server.structured.output_constraints import OutputConstraints
+from quire.server.structured.checker import GrammarChecker
 from quire.server.template_renderer import TemplateRenderer
 from quire.server.time_slices import TimeSlices
-from quire.server.tools.output_formats import OutputFormats
+from quire.server.tools.served_formats import ServedFormats
 
 MAX_NAMES_TOLD = 10  # in the error for an unknown model
 
@@ -41,13 +41,13 @@ class Service:
     templates: TemplateRenderer
     admission: AdmissionControl = field(init=False)
     adapters: AdapterNames = field(init=False)
+    history: History = field(init=False)      # API requests with their tokens and times
+    formats: ServedFormats = field(init=False)     # tool calls and reasoning
+    grammars: GrammarChecker = field(init=False)
     threads: PreparationThreads = field(default_factory=PreparationThreads)
     decode_lanes: Lanes = field(default_factory=Lanes)  # for large bodies, decoded in slices on the event loop
     slices: TimeSlices = field(default_factory=TimeSlices)
     responses: ActiveResponses = field(default_factory=ActiveResponses)
-    observer: RequestObserver | None = None   # of API requests
-    formats: OutputFormats | None = None      # of tool calls and reasoning
-    constraints: OutputConstraints | None = None  # of outputs by grammars
     model_source: str | None = None           # folder, file or id that the model was loaded from; None: its first name
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
@@ -55,9 +55,12 @@ class Service:
     critical_tasks: tuple[asyncio.Task[Any], ...] = ()  # the service is unhealthy once one of them has ended
 
     def __post_init__(self) -> None:
-        """Build what depends on the options."""
+        """Build what depends on the options. ConfigError if they name a format that does not exist."""
         self.admission = AdmissionControl(self.options.max_total_body_bytes, self.metrics)
         self.adapters = AdapterNames(self.names)
+        self.history = History(self.options.max_history_bytes)
+        self.formats = ServedFormats(self.client.tokenizer, self.options, self.templates)
+        self.grammars = GrammarChecker(self.options)
 
     def check_model(self, name: str | None) -> str:
         """Return the model name of a response: the requested one, or the first. ApiError 404 for an unknown one.

@@ -115,7 +115,7 @@ def _rendered(template: ChatTemplate, command: Render) -> bytes:
             **command.variables,
         )
         if command.forced:
-            from quire.grammar_writing.writer import check_tool_schemas  # noqa: PLC0415 (a room, for forced tools alone)
+            from quire.grammar_writing.writer import check_tool_schemas  # noqa: PLC0415 (for forced tools alone)
 
             check_tool_schemas([parameters_of(tool) for tool in command.tools], command.forced)
         return frame(Rendered(text))

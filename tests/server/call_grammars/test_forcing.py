@@ -7,17 +7,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.server.tools.output_format import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    Arguments,
-    CallBegan,
-    CallEnded,
-    Content,
-    ToolFormat,
-    find_format,
-    forcing_grammar,
-)
+from quire.server.call_grammars.forcing import forcing_grammar
+from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content
+from quire.text.tool_formats.rows import ToolFormat
+from quire.text.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS, find_format
 from support.fuzz_seeds import fuzz
 from support.grammar_walks import GrammarWalk
 from support.outputs import ended_calls, parse, texts

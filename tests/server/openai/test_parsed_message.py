@@ -9,8 +9,9 @@ from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.api.usage import TokenUsage
 from quire.server.chat.message_reader import SLICE_CHARS
 from quire.server.openai.chat_response import ChatResponseBuilder
-from quire.server.tools.output_format import OutputParser, find_format, find_reasoning
-from quire.server.tools.output_formats import OutputReading
+from quire.server.tools.output_parser import OutputParser
+from quire.server.tools.served_formats import OutputReading
+from quire.text.tool_formats.table import find_format, find_reasoning
 from support.calling_model import WEATHER, call_text
 from support.openai_calls import call_of, events_in
 

@@ -19,9 +19,10 @@ from quire.server.errors import ApiError
 from quire.server.responses.request_models import ResponsesBody
 from quire.server.responses.response_builder import MAX_ECHO_BYTES, ResponsesBuilder, ResponsesRequest
 from quire.server.responses.tools import Tools
-from quire.server.tools.output_format import OutputParser, find_format, find_reasoning
-from quire.server.tools.output_formats import OutputReading
+from quire.server.tools.output_parser import OutputParser
+from quire.server.tools.served_formats import OutputReading
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats.table import find_format, find_reasoning
 from support.calling_model import CLOCK, WEATHER, call_text
 from support.text_tokenizers import write_folder
 

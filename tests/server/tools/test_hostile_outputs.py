@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.server.tools.output_format import REASONING_FORMATS, TOOL_FORMATS, OutputParser, ToolFormat
+from quire.server.tools.output_parser import OutputParser
+from quire.text.tool_formats.rows import ToolFormat
+from quire.text.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS
 
 LENGTH = 8_000  # characters
 PIECE = 16

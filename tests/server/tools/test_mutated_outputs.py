@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-from quire.server.tools.output_format import TOOL_FORMATS, ToolFormat, forcing_grammar
+from quire.server.call_grammars.forcing import forcing_grammar
+from quire.text.tool_formats.rows import ToolFormat
+from quire.text.tool_formats.table import TOOL_FORMATS
 from support.fuzz_seeds import fuzz
 from support.grammar_walks import GrammarWalk
 from support.outputs import ended_calls, parse

@@ -8,18 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.server.tools.call_reader import MAX_KEPT
-from quire.server.tools.output_format import (
-    TOOL_FORMATS,
-    Arguments,
-    CallBegan,
-    CallEnded,
-    Content,
-    OutputParser,
-    Reasoning,
-    ToolFormat,
-    find_format,
-    find_reasoning,
-)
+from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Reasoning
+from quire.server.tools.output_parser import OutputParser
+from quire.text.tool_formats.rows import ToolFormat
+from quire.text.tool_formats.table import TOOL_FORMATS, find_format, find_reasoning
 from support.outputs import parse, texts
 
 HERMES_OUTPUT = (

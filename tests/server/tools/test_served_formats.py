@@ -15,9 +15,9 @@ from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
 from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.server.options import ServerOptions
 from quire.server.template_renderer import TemplateRenderer
-from quire.server.tools.output_format import Content, Reasoning, served_formats
-from quire.server.tools.output_formats import NO_TOOLS, OutputReading, ToolUse
-from quire.server.tools.served_formats import ServedFormats
+from quire.server.tools.output_events import Content, Reasoning
+from quire.server.tools.served_formats import OutputReading, ServedFormats
+from quire.server.tools.tool_use import NO_TOOLS, ToolUse
 from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
 from support.calling_model import CLOCK, KNOWING_TEMPLATE, SPECIAL, WEATHER
@@ -39,7 +39,7 @@ def formats(
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     tokenizer.add_tokens(list(added))
     small_tokenizers.save(tokenizer, folder, chat_template=template)
-    return served_formats(Tokenizer.from_folder(folder), ServerOptions(**options))
+    return ServedFormats(Tokenizer.from_folder(folder), ServerOptions(**options))
 
 
 def reading_of(served: ServedFormats, use: ToolUse, prompt: str = PROMPT) -> OutputReading | None:
@@ -116,7 +116,7 @@ def test_calls_are_read_in_the_format_that_the_prompt_tells(
 
     async def check() -> None:
         templates = TemplateRenderer(tokenizer)
-        served = served_formats(tokenizer, ServerOptions(tool_call_parser=parser), templates)
+        served = ServedFormats(tokenizer, ServerOptions(tool_call_parser=parser), templates)
         try:
             await templates.render([{"role": "user", "content": "hi"}], tools=[WEATHER])
         finally:

@@ -92,7 +92,7 @@ def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypat
     def look(step: Stepped, processed: ProcessedStep) -> None:
         """See what could be told after a step; who asks over HTTP may miss it."""
         on_step(step, processed)
-        for past in chain(*service.observer._calls.values()):
+        for past in chain(*service.history._calls.values()):
             told = explain_routes._explanation(service, past, None)
             seen.add((told["state"], told["waits_for"] is not None))
 

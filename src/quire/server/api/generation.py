@@ -15,8 +15,8 @@ from quire.server.api.deadlines import check_deadline
 from quire.server.api.request import ApiRequest
 from quire.server.api.usage import RequestUsage, fill_record
 from quire.server.errors import renamed_fields
+from quire.server.history import QueuedRequest
 from quire.server.http.request_log import RequestRecord
-from quire.server.observer import QueuedRequest
 from quire.server.service import Service
 
 _REQUESTS_PER_ITERATION = 4        # queued per iteration of the event loop: 0.6 ms each with the longest lists
@@ -42,13 +42,10 @@ class Generation:
         self._names = {"structured_outputs": request.constraint_field, "deadline_ms": request.deadline_field}
         self._logprobs, self._concurrency = logprobs, concurrency.keep()
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
-        self._observed = None
-        if service.observer is not None:
-            queued = [
-                QueuedRequest(prepared.prompt, stream.metrics, prepared.request.reads_cache)
-                for prepared, stream in zip(request.requests, streams, strict=True)
-            ]
-            self._observed = service.observer.on_queued(request.id, queued)
+        self._past = service.history.on_queued(request.id, [
+            QueuedRequest(prepared.prompt, stream.metrics, prepared.request.reads_cache)
+            for prepared, stream in zip(request.requests, streams, strict=True)
+        ])  # fmt: skip
 
     @classmethod
     async def start(
@@ -108,8 +105,7 @@ class Generation:
         """Abort the requests that still run, and record tokens and times."""
         _abort(self._streams)
         self._concurrency.release()
-        if self._observed is not None:
-            self._observed.on_finished()
+        self._past.on_finished()
         fill_record(self._record, self.usage, self._request.params.n)
 
     def release(self) -> None:
@@ -128,8 +124,7 @@ class Generation:
         usage = self.usage[index]
         for piece in output.outputs:
             usage.append(piece)
-            if self._observed is not None:
-                self._observed.on_output(index, piece)
+            self._past.on_output(index, piece)
             self._num_recorded += 1 + len(piece.token_ids) // _TOKENS_PER_PIECE
             if self._num_recorded >= _PIECES_PER_ITERATION:
                 self._num_recorded = 0

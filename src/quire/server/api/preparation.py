@@ -13,7 +13,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.api.deadlines import check_deadline
 from quire.server.api.request import ApiRequest
-from quire.server.errors import invalid, unsupported
+from quire.server.errors import invalid
 from quire.server.options import Limits
 from quire.server.service import Service
 
@@ -42,13 +42,11 @@ def sampling_params(
 
 
 async def constrained(service: Service, call: R, fields: Mapping[str, Any]) -> R:
-    """Return the call with the grammar that its CONSTRAINT_FIELDS ask for. Raises as `OutputConstraints.check`."""
+    """Return the call with the grammar that its CONSTRAINT_FIELDS ask for. Raises as `GrammarChecker.check`."""
     if not fields or fields == {"response_format": {"type": "text"}}:
         return call
-    name, value = next(iter(fields.items()))
-    if service.constraints is None:
-        unsupported(name, value)
-    params = await service.constraints.check(fields, call.client_id)
+    name = next(iter(fields))
+    params = await service.grammars.check(fields, call.client_id)
     if params is None:
         return call
     checked = call.checked
@@ -84,7 +82,7 @@ async def prepared(
             num_tokens += len(tokenized[-1].token_ids)
             _check_total(num_tokens, params, service.options)
         weight = service.options.weight_of(call.key_number)
-        kept = service.formats.kept_token_ids if service.formats and call.reading else frozenset[int]()
+        kept = service.formats.kept_token_ids if call.reading else frozenset[int]()
         requests = [
             service.client.prepare(prompt, checked, call.client_id, weight)._replace(
                 kept_token_ids=kept, reasoning=None if call.reading is None else call.reading.reasoning

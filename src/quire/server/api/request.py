@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.requests.input_processor import CheckedParams, PreparedRequest
-from quire.server.tools.output_formats import NO_TOOLS, OutputReading, ToolUse
+from quire.server.tools.served_formats import OutputReading
+from quire.server.tools.tool_use import NO_TOOLS, ToolUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

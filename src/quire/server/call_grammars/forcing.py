@@ -1,7 +1,8 @@
 """Grammars that force tool calls, for llguidance: from the rows that the calls are read by, and the tools' schemas.
 
 A grammar of required calls is the calls alone. A triggered one is any text, in which each call that begins is
-constrained. What a grammar allows, the parser of the same row reads as calls of these tools.
+constrained. What a grammar allows, the parser of the same row reads as calls of these tools. Grammars that limit the
+number of reasoning tokens alone are here, too.
 """
 
 import html
@@ -17,15 +18,12 @@ from quire.grammar_writing.texts import before_answer, closed_json_text, literal
 from quire.server.call_grammars.argument_types import types_of
 from quire.server.call_grammars.literals import GemmaValues, arguments_text, python_arguments
 from quire.server.call_grammars.objects import ObjectNotation
-from quire.server.call_grammars.reasoning import bounded_reasoning, marker_id
 from quire.server.call_grammars.rules import ANY_TEXT, GrammarSizeError, Rules, alternatives
 from quire.server.call_grammars.strings import enumerated_texts, has_regexes, text_body
 from quire.text.tool_formats.json_values import json_value, misread_texts, reads_json
 from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.text.tool_formats.syntax import KEY, marker_of, split
 from quire.text.tool_formats.table import FALLBACK
-
-__all__ = ["bounded_reasoning", "forcing_grammar", "marker_id"]
 
 Schema = Mapping[str, Any]
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -283,3 +281,24 @@ def _named(expression: Callable[[_Tool], str], tool: _Tool) -> str:
         raise
     except ValueError as error:
         raise ValueError(f"{tool.name} {error}") from error
+
+
+def bounded_reasoning(end: int, start: int | None, max_tokens: int) -> str:
+    """Return the grammar of any output with at most `max_tokens` tokens of reasoning before the token `end`.
+
+    `start`: token that begins reasoning; an output with another first token has none. None: the output begins with
+    reasoning. An output may end during reasoning, before the limit.
+    """
+    other, rest = f"<[^{end}]>", "<[*]>*"
+    whole = f"<[{end}]> {rest}"
+    if max_tokens > 0:
+        ended = f"{other}{{0,{max_tokens - 1}}}" if max_tokens > 1 else '""'
+        whole = f"{ended} | {other}{{0,{max_tokens}}} {whole}"
+    if start is None:
+        return f"start: {whole}\n"
+    return f'start: "" | <[^{start}]> {rest} | <[{start}]> reasoning\nreasoning: {whole}\n'
+
+
+def marker_id(text: str, special: Mapping[str, int]) -> int | None:
+    """Return the id of a marker that is one special token, whatever spaces are around it; None for other markers."""
+    return special.get(text.strip())

@@ -43,7 +43,7 @@ async def rendered(
         forced=forced,
         limits=service.options,
         client_id=client_id,
-        call_format=None if service.formats is None else service.formats.call_format,
+        call_format=service.formats.call_format,
     )
 
 

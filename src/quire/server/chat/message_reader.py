@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from quire.core.outputs import CompletionOutput
 from quire.server.tools.output_events import CallBegan, CallEnded, Event, Reasoning
-from quire.server.tools.output_formats import OutputReading
+from quire.server.tools.served_formats import OutputReading
 from quire.text.detokenizer import incremental_detokenizer
 from quire.text.tokenizer import Tokenizer
 

@@ -38,11 +38,9 @@ def _forced_tools(call: ApiRequest) -> Sequence[Tool]:
 async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoning: bool) -> R:
     """Return the call with the reading of outputs that continue a rendered prompt, and with their grammar."""
     formats, use = service.formats, call.tools
-    if formats is None:
-        return call
     reading = formats.reading(prompt, use, shows_reasoning=shows_reasoning)
     answer = call.params.structured_outputs
-    applies_at_once = service.constraints is not None and service.constraints.applies_in_reasoning
+    applies_at_once = service.grammars.applies_in_reasoning
     is_free = answer is None and call.max_reasoning_tokens is None
     if not use.is_constrained and (is_free or (answer is not None and applies_at_once)):
         return replace(call, reading=reading)
@@ -52,8 +50,7 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
     def grammars() -> tuple[str | None, str | None]:
         """Return the grammar, and that of the check: none if no tool is part of it."""
         try:
-            is_own = bool(_forced_tools(call)) and service.constraints is not None
-            return write(), write(is_for_check=True) if is_own else None
+            return write(), write(is_for_check=True) if _forced_tools(call) else None
         except InvalidRequestError:
             raise
         except ValueError as error:
@@ -63,8 +60,8 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
     grammar, own = await service.threads.run(num_chars, grammars, call.client_id)
     if grammar is None:
         return replace(call, reading=reading)
-    if own is not None and service.constraints is not None:
-        await service.constraints.check_grammar(own, "tools", call.client_id)
+    if own is not None:
+        await service.grammars.check_grammar(own, "tools", call.client_id)
 
     def checked() -> CheckedParams:
         params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=grammar))

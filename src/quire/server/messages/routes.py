@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.server.api.bodies import request_body
@@ -19,8 +19,7 @@ from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import create_response, json_response
 from quire.server.chat.conversation import Conversation, rendered, template_variables
 from quire.server.chat.preprocessing import prepare_chat
-from quire.server.chat.tool_choice import tool_use
-from quire.server.errors import ApiError, invalid, use_error_form
+from quire.server.errors import ApiError, invalid
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_body import received_s_of
 from quire.server.http.request_log import record_of
@@ -38,11 +37,11 @@ from quire.server.messages.conversion import (
     thinking_budget,
     thinking_effort,
 )
-from quire.server.messages.errors import ERRORS, error_body
+from quire.server.messages.errors import ERRORS
 from quire.server.messages.response import MessageBuilder, MessagesRequest
 from quire.server.options import MAX_ELEMENTS
 from quire.server.service import Service
-from quire.server.tools.output_formats import ToolUse
+from quire.server.tools.tool_use import ToolUse, tool_use
 
 PATH = "/v1/messages"
 
@@ -52,13 +51,6 @@ _STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 _NAMES = {
     "response_format": "output_config.format", "stop": "stop_sequences", "prompt": "messages",
 }  # fmt: skip
-
-
-def install_messages(app: FastAPI) -> None:
-    """Add the routes, and the form of their errors."""
-    app.state.cached_prefixes = CachedPrefixes()
-    app.include_router(router)
-    use_error_form(app, PATH, error_body)
 
 
 @router.post(PATH, openapi_extra=request_body(MessagesBody), responses=_STREAMS)
@@ -77,7 +69,7 @@ async def create_message(request: Request) -> Response:
             id=record.request_id, model=record.model, created=int(time.time()),
             checked=checked, received_s=received_s_of(request), deadline_field=deadline_field(body, checked.params),
             stream=record.stream, hides_output=body.max_tokens == 0, key_number=key_number_of(request),
-            client_id=client_id_of(request.scope), tools=_tool_use(body, service), cuts_max_tokens=True,
+            client_id=client_id_of(request.scope), tools=_tool_use(body), cuts_max_tokens=True,
             max_reasoning_tokens=_max_reasoning_tokens(body, service),
             manages_context=body.context_management is not None,
         )  # fmt: skip
@@ -107,7 +99,7 @@ async def count_tokens(request: Request) -> Response:
     last_mark(body)
     check_context_edits(body)
     with _anthropic_names():
-        conversation = await _conversation(body, service, _tool_use(body, service), client_id)
+        conversation = await _conversation(body, service, _tool_use(body), client_id)
         text = await rendered(service, conversation, client_id)
 
         def count() -> int:
@@ -148,15 +140,15 @@ def _constraints(body: MessagesBody) -> dict[str, object]:
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
-def _tool_use(body: ConversationBody, service: Service) -> ToolUse:
+def _tool_use(body: ConversationBody) -> ToolUse:
     choice, is_parallel = openai_tool_choice(body.tool_choice)
-    return tool_use(openai_tools(body.tools), choice, service.formats, is_parallel=is_parallel)
+    return tool_use(openai_tools(body.tools), choice, is_parallel=is_parallel)
 
 
 def _max_reasoning_tokens(body: ConversationBody, service: Service) -> int | None:
     """Return the limit on reasoning tokens; None also for a model that cannot have one."""
     budget = thinking_budget(body)
-    return budget if service.formats is not None and service.formats.bounds_reasoning else None
+    return budget if service.formats.bounds_reasoning else None
 
 
 async def _conversation(body: ConversationBody, service: Service, use: ToolUse, client_id: str) -> Conversation:

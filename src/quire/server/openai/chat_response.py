@@ -16,7 +16,7 @@ from quire.server.openai.response_builder import (
     OpenAIRequest,
     OpenAIResponseBuilder,
 )
-from quire.server.tools.output_formats import OutputReading
+from quire.server.tools.served_formats import OutputReading
 from quire.text.conversation import content_text, split_reasoning
 from quire.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from quire.server.openai.request_models import ChatBody, ChatMessage, Generation
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
 from quire.server.service import Service
-from quire.server.structured.output_constraints import CONSTRAINT_FIELDS
+from quire.server.structured.fields import CONSTRAINT_FIELDS
 from quire.text.conversation import Message
 from quire.text.tools import Tool
 

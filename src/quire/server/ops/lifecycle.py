@@ -16,10 +16,11 @@ from typing import NoReturn
 import uvloop
 
 from quire.core.errors import ConfigError
-from quire.core.optional_package import absent_package
 from quire.core.owner_labels import OwnerLabels
+from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.launcher import EngineProcess
 from quire.engine.metrics.observation import Observation
+from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.processes.client import EngineClient
@@ -35,21 +36,6 @@ from quire.server.ops.startup_banner import print_banner
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.template_renderer import TemplateRenderer
-
-try:
-    from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
-except ModuleNotFoundError as error:
-    _absent = absent_package(error, "quire.engine.fleet", "quire.cache.prefix_cache")
-    if _absent is None:
-        raise
-    connect_fleet = None  # type: ignore[assignment]  # optional: without it there is one engine
-
-try:
-    from quire.engine.metrics.page import Metrics
-except ModuleNotFoundError as error:
-    if absent_package(error, "quire.engine.metrics") is None:
-        raise
-    Metrics = None  # type: ignore[assignment,misc]  # optional: without it /metrics answers 404
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +92,7 @@ async def _run(
 async def close_service(service: Service) -> None:
     """End the processes of a service."""
     await service.templates.close()
-    if service.constraints is not None:
-        await service.constraints.close()
+    await service.grammars.close()
     await service.client.close()
 
 
@@ -120,7 +105,7 @@ async def connect(
     """
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     num_engines = len(children)
-    metrics = Observation(num_engines) if Metrics is None else Metrics(names[0], None, num_engines, engine)
+    metrics = Metrics(names[0], None, num_engines, engine)
     owners = OwnerLabels(options.max_metric_labels)
     client: BaseClient
     if num_engines > 1:
@@ -157,10 +142,6 @@ async def _connect_fleet(
     children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, metrics: Observation,
     owners: OwnerLabels,
 ) -> BaseClient:  # fmt: skip
-    if connect_fleet is None:
-        raise ConfigError(
-            f"data_parallel_size {len(children)} needs the package {_absent}, which is not in this installation"
-        )
     settings = FleetSettings(
         engine, metrics, owners, options.start_timeout, requires_tokenizer=True
     )

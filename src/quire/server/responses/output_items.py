@@ -10,7 +10,7 @@ from quire.server.api.token_logprobs import SLICE_CANDIDATES, TokenNames, slices
 from quire.server.responses.input_items import CUSTOM_ARGUMENT
 from quire.server.responses.tools import Tools
 from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
-from quire.server.tools.output_formats import OutputReading
+from quire.server.tools.served_formats import OutputReading
 
 Json = dict[str, Any]
 

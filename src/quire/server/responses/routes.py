@@ -19,8 +19,7 @@ from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import create_response
 from quire.server.chat.conversation import Conversation, template_variables
 from quire.server.chat.preprocessing import prepare_chat
-from quire.server.chat.tool_choice import tool_use
-from quire.server.errors import renamed_fields, unsupported
+from quire.server.errors import renamed_fields
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_body import received_s_of
 from quire.server.http.request_log import record_of
@@ -34,6 +33,7 @@ from quire.server.responses.request_models import (
 from quire.server.responses.response_builder import ResponsesBuilder, ResponsesRequest
 from quire.server.responses.tools import choice_of, functions_of
 from quire.server.service import Service
+from quire.server.tools.tool_use import tool_use
 
 router = APIRouter()
 
@@ -70,7 +70,7 @@ async def create_model_response(request: Request) -> Response:
     body.input = None       # the conversation has it by now
     with service.admit(1, param="input", client_id=call.client_id) as reservation, renamed_fields(_NAMES):
         check_deadline(service, call)
-        call = await constrained(service, call, _constraint(service, body))
+        call = await constrained(service, call, _constraint(body))
         call = await prepare_chat(service, call, conversation, shows_reasoning=body.include_reasoning is not False)
         builder = ResponsesBuilder(call, service.client.tokenizer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
@@ -97,7 +97,7 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
         cache_salt=check_cache_salt(body.cache_salt, service.options.max_salt_chars),
         key_number=key_number_of(request),
         client_id=client_id_of(request.scope),
-        tools=tool_use(tools.functions, choice, service.formats, is_parallel=is_parallel),
+        tools=tool_use(tools.functions, choice, is_parallel=is_parallel),
         names_tokens_by_id=service.options.return_tokens_as_token_ids,
         tells_times=service.options.enable_per_request_metrics,
         body=body,
@@ -115,15 +115,13 @@ def _conversation(service: Service, call: ResponsesRequest) -> Conversation:
     )
 
 
-def _constraint(service: Service, body: ResponsesBody) -> dict[str, Any]:
+def _constraint(body: ResponsesBody) -> dict[str, Any]:
     """Return the constraint of the text in the form of chats."""
     given = None if body.text is None else body.text.format
     if given is None or given == {"type": "text"}:
         return {}
     if not isinstance(given, dict):
         refuse("text.format", given, "an object")
-    if service.constraints is None:
-        unsupported("text.format", given)
     if given.get("type") == "json_schema":
         return {_FORMAT: {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}}
     return {_FORMAT: given}

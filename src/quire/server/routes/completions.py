@@ -21,7 +21,6 @@ from quire.server.api.priority import check_priority_granted
 from quire.server.api.request_parsing import read_body
 from quire.server.api.responses import create_response
 from quire.server.chat.preprocessing import prepare_chat
-from quire.server.chat.tool_choice import tool_use
 from quire.server.errors import invalid
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_body import received_s_of
@@ -40,7 +39,7 @@ from quire.server.openai.request_models import ChatBody, CompletionBody
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.openai.sampling_params import checked_params, field_names
 from quire.server.service import Service
-from quire.server.tools.output_formats import NO_TOOLS, ToolUse
+from quire.server.tools.tool_use import NO_TOOLS, ToolUse, tool_use
 
 router = APIRouter()
 
@@ -121,7 +120,7 @@ def _checked_request(
         always_includes_usage=service.options.enable_force_include_usage,
         names_tokens_by_id=service.options.return_tokens_as_token_ids,
         tells_times=service.options.enable_per_request_metrics,
-        tools=_tool_use(service, body) if isinstance(body, ChatBody) else NO_TOOLS,
+        tools=_tool_use(body) if isinstance(body, ChatBody) else NO_TOOLS,
         max_reasoning_tokens=_max_reasoning_tokens(service, body) if isinstance(body, ChatBody) else None,
     )  # fmt: skip
     return call, record
@@ -132,7 +131,7 @@ def _max_reasoning_tokens(service: Service, body: ChatBody) -> int | None:
     budget = check_optional_int("thinking_token_budget", body.thinking_token_budget, -1)
     if budget in (None, -1):
         return None
-    if service.formats is None or not service.formats.bounds_reasoning:
+    if not service.formats.bounds_reasoning:
         message = (
             f"thinking_token_budget {budget} needs a model that marks its reasoning with a special token at each end "
             "(see reasoning_parser)"
@@ -141,10 +140,10 @@ def _max_reasoning_tokens(service: Service, body: ChatBody) -> int | None:
     return budget
 
 
-def _tool_use(service: Service, body: ChatBody) -> ToolUse:
+def _tool_use(body: ChatBody) -> ToolUse:
     if body.tools == []:
         invalid("tools must have at least one tool, or be left out, got a list of 0", param="tools")
     if body.tools is None and body.tool_choice not in (None, "none"):
         invalid(f"tool_choice {shown(body.tool_choice)} needs tools", param="tool_choice")
     is_parallel = body.parallel_tool_calls is not False
-    return tool_use(body.tools, body.tool_choice, service.formats, is_parallel=is_parallel)
+    return tool_use(body.tools, body.tool_choice, is_parallel=is_parallel)

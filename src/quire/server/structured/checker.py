@@ -1,4 +1,4 @@
-"""Entry point of the checks of structured outputs: `output_constraints`, which only `quire.server.app` imports."""
+"""Checker of the grammars that clients ask for, in a process with limits, which starts with the first one."""
 
 import signal
 from collections import OrderedDict
@@ -37,7 +37,7 @@ class GrammarChecker:
 
     def __init__(self, options: ServerOptions) -> None:
         self._config = options.outputs_config
-        self.applies_in_reasoning = self._config.enable_in_reasoning
+        self.applies_in_reasoning = self._config.enable_in_reasoning  # grammars hold from the first token on
         limits = GrammarLimits(
             SchemaLimits(options.max_schema_bytes, options.max_schema_depth, options.max_schema_properties),
             options.max_grammar_bytes, options.max_regex_bytes, options.max_regex_length, options.max_choice_texts,
@@ -48,7 +48,10 @@ class GrammarChecker:
         self._num_cached_bytes = 0
 
     async def check(self, given: Mapping[str, Any], client_id: str = "") -> StructuredOutputsParams | None:
-        """Return the grammar of a body's fields, checked, as OutputConstraints.check says."""
+        """Return the grammar of a body's CONSTRAINT_FIELDS, checked; None if they ask for nothing.
+
+        InvalidRequestError names the field and the reason; ApiError 429 where too many requests wait.
+        """
         fields, names = constraint_of(given)
         if not fields:
             return None
@@ -64,7 +67,7 @@ class GrammarChecker:
         return StructuredOutputsParams(grammar=await self._grammar(job, name, client_id))
 
     async def check_grammar(self, grammar: str, name: str, client_id: str = "") -> None:
-        """Compile a grammar that was made of a field, as OutputConstraints.check_grammar says."""
+        """Compile a grammar that was made of the field `name`. Errors are those of `check`."""
         await self._grammar(frame(CheckGrammar({"grammar": grammar}, {"grammar": name}, is_own=True)), name, client_id)
 
     async def close(self) -> None:
@@ -103,8 +106,3 @@ class GrammarChecker:
         self._num_cached_bytes += len(job) + len(grammar)
         while len(self._checked) > MAX_CACHED or self._num_cached_bytes > MAX_CACHED_BYTES:
             self._num_cached_bytes -= sum(map(len, self._checked.popitem(last=False)))
-
-
-def output_constraints(options: ServerOptions) -> GrammarChecker:
-    """Return the checks of a server. Their process starts with the first constraint."""
-    return GrammarChecker(options)

@@ -8,6 +8,11 @@ from quire.core.checks import refuse, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 
+# Fields of bodies that constrain the output.
+CONSTRAINT_FIELDS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_whitespace_pattern", "structural_tag",
+)  # fmt: skip
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",

@@ -7,8 +7,7 @@ dropped. Markers are markers only where a header or a message can end: elsewhere
 
 import re
 
-from quire.server.tools.call_events import CallEvents
-from quire.server.tools.output_events import Content, Reasoning
+from quire.server.tools.output_events import CallEvents, Content, Reasoning
 from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, atoms, kind_of, sequence
 
 MAX_HEADER = 1024  # characters; of longer ones only the last are looked at

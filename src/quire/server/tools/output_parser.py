@@ -4,10 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.server.tools.call_events import CallEvents
 from quire.server.tools.call_reader import CallReader, Outcome
 from quire.server.tools.harmony import read_messages
-from quire.server.tools.output_events import Content, Event, Reasoning
+from quire.server.tools.output_events import CallEvents, Content, Event, Reasoning
 from quire.text.tool_formats.reader import Reader, Steps, kind_of, number_of
 from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.text.tool_formats.syntax import syntax

@@ -3,6 +3,8 @@
 import logging
 import secrets
 import string
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from quire.core.errors import ConfigError
@@ -14,8 +16,8 @@ from quire.grammar_writing.writer import grammar_of
 from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.options import ServerOptions
 from quire.server.template_renderer import TemplateRenderer
-from quire.server.tools.output_formats import OutputReading, ToolUse
 from quire.server.tools.output_parser import OutputParser
+from quire.server.tools.tool_use import ToolUse
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.text.tool_formats.table import FALLBACK, find_format, find_reasoning
@@ -27,8 +29,23 @@ _MARKER_KEYS = ("reasoning_start_str", "reasoning_end_str")  # vLLM's names
 _MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9  # what its templates accept
 
 
+@dataclass(frozen=True, slots=True)
+class OutputReading:
+    """Reading of the outputs of one prompt."""
+
+    new_parser: Callable[[], OutputParser]
+    call_id: Callable[[str, int], str]          # from the function's name and the index of a call
+    shows_reasoning: bool = True
+    reasoning_end: str | None = None            # text that ends reasoning, if outputs may begin with some
+    reasoning: ReasoningMarkers | None = None   # stop strings are looked for behind it
+
+
 class ServedFormats:
-    """Formats in which the served model writes tool calls and reasoning: the interface `OutputFormats`."""
+    """Formats in which the served model writes tool calls and reasoning.
+
+    ConfigError if the options name one that does not exist.
+    `templates` renders the prompts, and knows whether they describe a format to the model.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer | None, options: ServerOptions, templates: TemplateRenderer | None = None
@@ -52,6 +69,10 @@ class ServedFormats:
         self.kept_token_ids = frozenset() if tokenizer is None else tokenizer.special_token_ids & {
             token_id for special, token_id in self._special.items() if any(special in text for text in texts)
         }
+        names = [None if row is None else row.name for row in rows]
+        log.info("format of tool calls: %s; of reasoning: %s", *(name or "none" for name in names))
+        if options.enable_auto_tool_choice:
+            log.info("enable_auto_tool_choice has no effect: tool_choice auto is always served")
 
     def reading(self, prompt: str, use: ToolUse, *, shows_reasoning: bool) -> OutputReading | None:
         """Return how to read outputs that continue a rendered prompt; None if they are content alone."""
@@ -81,7 +102,10 @@ class ServedFormats:
     ) -> str | None:  # fmt: skip
         """Return the grammar of an output that continues a rendered prompt; None if it is free.
 
-        Calls that may come are constrained where they begin, and what an output has to be follows its reasoning.
+        `constraint`: of an output that calls no tool. `max_reasoning_tokens`: then the end of reasoning is forced.
+        With `is_for_check` markers that are special tokens are texts, for a check without the model's tokenizer. Calls
+        that may come are constrained where they begin, and what an output has to be follows its reasoning.
+        ValueError for tools with schemas it cannot express.
         """
         answer = None if constraint is None else grammar_of(constraint)
         calls, reasoning = self._calls_of(use), self.reasoning
@@ -125,21 +149,6 @@ class ServedFormats:
             return None
         is_told = self._templates is not None and self._templates.tells_format  # the prompt has just been rendered
         return self.calls or (FALLBACK if use.is_required or is_told else None)
-
-
-def served_formats(
-    tokenizer: Tokenizer | None, options: ServerOptions, templates: TemplateRenderer | None = None
-) -> ServedFormats:
-    """Return the formats of a server's model. ConfigError if the options name one that does not exist.
-
-    `templates`: what renders prompts, and knows whether they tell the model of a format.
-    """
-    formats = ServedFormats(tokenizer, options, templates)
-    names = [None if row is None else row.name for row in (formats.calls, formats.reasoning)]
-    log.info("format of tool calls: %s; of reasoning: %s", *(name or "none" for name in names))
-    if options.enable_auto_tool_choice:
-        log.info("enable_auto_tool_choice has no effect: tool_choice auto is always served")
-    return formats
 
 
 def _markers(reasoning: ReasoningFormat, *, is_open: bool) -> ReasoningMarkers:

@@ -1,1 +1,1 @@
-"""Optional inspection: explanations of past requests, the block map and the pages that draw it."""
+"""Inspection: explanations of past requests, the block map and the pages that draw it."""

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from quire.server.history import History, Miss, MissReason, PastRequest
 from quire.server.time_slices import MAX_SLICE_UNITS
-from quire.server.watch.history import History, Miss, MissReason, PastRequest
 
 _NEVER_S = math.inf
 _Key = tuple[int, bytes]  # hash of the full blocks of a prefix, and its tokens behind them

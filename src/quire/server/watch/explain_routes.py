@@ -11,10 +11,10 @@ from quire.core.outputs import Preemption
 from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
 from quire.server.api.responses import LongResponse, json_response
 from quire.server.errors import ApiError
+from quire.server.history import Miss, PastRequest
 from quire.server.http.api_keys import key_number_of
 from quire.server.service import Service
 from quire.server.watch.cache_misses import explain_misses
-from quire.server.watch.history import History, Miss, PastRequest
 
 _PROMPTS_AT_ONCE = 64
 
@@ -25,7 +25,7 @@ router = APIRouter(tags=["requests"])
 async def explain(request: Request, request_id: str) -> Response:
     """Explain a running or finished request to clients with the same key."""
     service: Service = request.app.state.service
-    history: History = request.app.state.history
+    history = service.history
     past = history.find(request_id, key_number_of(request))
     if past is None:
         message = f"no request {shown(request_id)} of yours is among the last ones"

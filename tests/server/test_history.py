@@ -8,10 +8,10 @@ import pytest
 from quire.core.outputs import CompletionOutput, Preemption, RequestMetrics
 from quire.core.token_ids import pack_tokens
 from quire.engine.requests.input_processor import TokenizedPrompt
+from quire.server import history as module
+from quire.server.history import History, Miss, PastRequest
 from quire.server.time_slices import MAX_SLICE_UNITS
-from quire.server.watch import history as module
 from quire.server.watch.cache_misses import explain_misses
-from quire.server.watch.history import History, Miss, PastRequest
 
 SIZE = 4
 PROMPT = list(range(10, 30))

@@ -1,7 +1,7 @@
 """History of the latest API requests: their tokens and times, from which their owners get explanations.
 
 Recording costs a step nothing: times are those of the log line, tokens those of the response. A miss in the prefix
-cache is explained only when its owner asks (`cache_misses`). The history is bounded in bytes, objects included.
+cache is explained only when its owner asks (`watch/cache_misses`). The history is bounded in bytes, objects included.
 """
 
 from array import array
@@ -12,16 +12,23 @@ from typing import Literal, NamedTuple
 
 from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.engine.requests.input_processor import TokenizedPrompt
-from quire.server.observer import QueuedRequest
 
 MAX_CALLS = 1024
-# Measured with tracemalloc; tests/server/watch/test_history.py compares.
+# Measured with tracemalloc; tests/server/test_history.py compares.
 _CALL_BYTES = 512
 _REQUEST_BYTES = 1024      # of a PastRequest with its metrics
 _BRANCH_BYTES = 320
 _PREEMPTION_BYTES = 640
 _NO_TOKENS = array("i")
 MissReason = Literal["never_seen", "evicted", "other_engine", "other_salt"]
+
+
+class QueuedRequest(NamedTuple):
+    """An engine request that has been queued for one prompt of an API request."""
+
+    prompt: TokenizedPrompt
+    metrics: RequestMetrics     # updated while the request runs
+    reads_cache: bool           # False: all of the prompt is computed, for its logprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +41,7 @@ class PastRequest:
     prompt_tokens: bytes = b""
     branches: dict[int, "array[int]"] = field(default_factory=dict)
     is_over: bool = False
-    num_counted_bytes: int = 0                # as of the history's last count
+    num_counted_bytes: int = 0                # at the history's last count
     num_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -82,7 +89,7 @@ class History:
         return len(self._calls)
 
     def on_queued(self, request_id: str, requests: Sequence[QueuedRequest]) -> "ObservedCall":
-        """Add a call that has been queued (a method of `RequestObserver`)."""
+        """Add a call, all of whose prompts have been queued; return the recorder of its further events."""
         past = [PastRequest(*request) for request in requests]
         self.add(request_id, past)
         return ObservedCall(self, request_id, past)
@@ -130,7 +137,7 @@ class History:
 
 
 class ObservedCall:
-    """A running call of the history (an `ObservedRequest`)."""
+    """A running call of the history."""
 
     def __init__(self, history: History, call_id: str, requests: Sequence[PastRequest]) -> None:
         self._history, self._call_id, self._requests = history, call_id, requests
@@ -140,5 +147,5 @@ class ObservedCall:
         self._requests[prompt_index].append(piece)
 
     def on_finished(self) -> None:
-        """Mark the call as finished."""
+        """Mark the call as finished: complete, failed or aborted."""
         self._history.finish(self._call_id)

@@ -1,24 +1,42 @@
-"""Tools of a chat and the client's choice among them, checked before anything is rendered."""
+"""Use of tools in a chat: those of a body and the client's choice among them, checked before anything is rendered."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.core.checks import shown
-from quire.server.errors import invalid, unsupported
-from quire.server.tools.output_formats import OutputFormats, ToolUse
+from quire.server.errors import invalid
 from quire.text.tools import Tool, check_tools
 
 _CHOICES = 'none, auto, required, {"type": "function", ...} or {"type": "allowed_tools", ...}'
 
 
-def tool_use(given: Any, choice: Any, formats: OutputFormats | None, *, is_parallel: bool) -> ToolUse:  # noqa: ANN401
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools of a call, and the use that an output may make of them."""
+
+    tools: Sequence[Tool] = ()      # described to the model
+    allowed: Sequence[Tool] = ()    # an output may call these; none if it may call no tool
+    is_required: bool = False       # an output calls at least one
+    is_parallel: bool = True        # an output may call more than one
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether calls are not left to the model alone."""
+        is_strict = any(tool["function"].get("strict") for tool in self.allowed)
+        is_restricted = len(self.allowed) < len(self.tools) or not self.is_parallel
+        return bool(self.allowed) and (self.is_required or is_strict or is_restricted)
+
+
+NO_TOOLS = ToolUse()
+
+
+def tool_use(given: Any, choice: Any, *, is_parallel: bool) -> ToolUse:  # noqa: ANN401
     """Return the tools of a body and their use, in OpenAI's JSON.
 
     InvalidRequestError or ApiError 400 names the invalid field, `tools` or `tool_choice`.
     """
     tools = check_tools(given or [])
-    if tools and formats is None:
-        unsupported("tools", given)
     if choice in (None, "auto", "none"):
         return ToolUse(tools, [] if choice == "none" else tools, is_parallel=is_parallel)
     kind = choice.get("type") if isinstance(choice, dict) else choice
