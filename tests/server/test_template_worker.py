@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.core.frames import frame, read_frame
-from quire.server.sandbox_worker import OUT_OF_MEMORY
+from quire.server.limits.sandbox_worker import OUT_OF_MEMORY
 from quire.server.template_worker import (
     LoadTemplate,
     Render,

@@ -19,8 +19,8 @@ from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.server import template_worker as worker
 from quire.server.errors import overloaded
+from quire.server.limits.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
 from quire.server.options import DEFAULT_LIMITS, Limits
-from quire.server.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
 from quire.server.template_worker import (
     LoadTemplate,
     ProbeTemplate,

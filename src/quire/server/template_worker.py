@@ -1,8 +1,8 @@
 """The template process: `python -m quire.server.template_worker FD`, started by `quire.server.template_renderer`.
 
 A chat template is a program of the model's authors, and its input is part of a request. Jinja's sandbox restricts what
-it can reach, but neither its run time nor its memory; the limits of a process do (`quire.server.sandbox_worker`). The
-worker renders one conversation after the other.
+it can reach, but neither its run time nor its memory; the limits of a process do (`server/limits/sandbox_worker.py`).
+The worker renders one conversation after the other.
 """
 
 import logging
@@ -13,7 +13,7 @@ import msgspec
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
-from quire.server.sandbox_worker import serve_jobs
+from quire.server.limits.sandbox_worker import serve_jobs
 from quire.text.chat_template import ChatTemplate
 from quire.text.fitted_messages import WriteCalls
 from quire.text.template_forms import TemplateForms

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from quire.server.admission.active_responses import ClientDisconnectedError
+from quire.server.limits.active_responses import ClientDisconnectedError
 from support.http_app import ask, connect, exchange, make_app, serving
 from support.server import wait_until
 

@@ -128,7 +128,7 @@ ELSEWHERE = {
     "max_headers": "tests/server/http/test_protocol.py::test_largest_head_is_taken",
     "max_header_bytes": "tests/server/http/test_protocol.py::test_largest_head_is_taken",
     "max_body_bytes": "tests/server/http/test_application.py::test_body_of_exactly_the_limit_is_taken",
-    "max_total_body_bytes": "tests/server/admission/test_body_memory.py::test_bound_holds_whatever_comes",
+    "max_total_body_bytes": "tests/server/limits/test_body_memory.py::test_bound_holds_whatever_comes",
     "max_conversation_bytes": (
         "tests/server/test_template_renderer.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
     ),
@@ -136,13 +136,13 @@ ELSEWHERE = {
         "tests/server/test_template_renderer.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
     ),
     "max_buffered_bytes": "tests/server/http/test_protocol.py::test_reader_who_is_slow_but_reads_is_not_dropped",
-    "max_logprob_bytes": "tests/server/admission/test_logprob_memory.py::test_calls_share_one_budget",
+    "max_logprob_bytes": "tests/server/limits/test_logprob_memory.py::test_calls_share_one_budget",
     "max_history_bytes": "tests/server/test_history.py::test_bytes_are_bounded",
     "receive_timeout": "tests/server/http/test_protocol.py::test_head_that_does_not_come_is_a_timeout",
     "send_timeout": "tests/server/http/test_protocol.py::test_reader_who_takes_nothing_is_dropped_and_his_answer_ends",
     "max_pinned_prefixes": "tests/server/routes/test_prefixes.py::test_pins_are_bounded",
     "max_requests_per_key": (
-        "tests/server/admission/test_key_shares.py::test_requests_of_a_key_are_bounded_whatever_they_ask_for"
+        "tests/server/limits/test_key_shares.py::test_requests_of_a_key_are_bounded_whatever_they_ask_for"
     ),
     "max_kv_share_per_key": (
         "tests/scheduling/client_shares/test_kv_shares.py::test_request_past_the_share_waits_and_other_clients_pass"

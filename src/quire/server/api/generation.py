@@ -9,14 +9,14 @@ from quire.core.logprob_table import LogprobBuffer
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.output_processor import OutputKind
-from quire.server.admission.concurrency import ConcurrencyReservation
-from quire.server.admission.logprob_memory import LogprobReservation
 from quire.server.api.deadlines import check_deadline
 from quire.server.api.request import ApiRequest
 from quire.server.api.usage import RequestUsage, fill_record
 from quire.server.errors import renamed_fields
 from quire.server.history import QueuedRequest
 from quire.server.http.request_log import RequestRecord
+from quire.server.limits.concurrency import ConcurrencyReservation
+from quire.server.limits.logprob_memory import LogprobReservation
 from quire.server.service import Service
 
 _REQUESTS_PER_ITERATION = 4        # queued per iteration of the event loop: 0.6 ms each with the longest lists

@@ -26,9 +26,9 @@ from quire.server.api.json_decoding import (
 )
 from quire.server.errors import invalid, unsupported
 from quire.server.http.api_keys import client_id_of
+from quire.server.limits.time_slices import run_at_once, run_sliced
 from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
 from quire.server.service import Service
-from quire.server.time_slices import run_at_once, run_sliced
 
 log = logging.getLogger(__name__)
 

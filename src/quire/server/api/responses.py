@@ -13,7 +13,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestOutput
-from quire.server.admission.active_responses import ClientDisconnectedError
 from quire.server.api.generation import Generation
 from quire.server.api.json_encoding import encode, joined
 from quire.server.api.keepalive import KEEPALIVE, Keepalive
@@ -21,8 +20,9 @@ from quire.server.api.response_builder import ResponseBuilder
 from quire.server.api.usage import total_usage
 from quire.server.errors import ApiError
 from quire.server.http.request_body import release_body
+from quire.server.limits.active_responses import ClientDisconnectedError
+from quire.server.limits.time_slices import MAX_SLICE_BYTES, MAX_SLICE_UNITS
 from quire.server.service import Service
-from quire.server.time_slices import MAX_SLICE_BYTES, MAX_SLICE_UNITS
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import EngineError
-from quire.server.admission.active_responses import ClientDisconnectedError
 from quire.server.errors import ApiError, answer_error, error_response, shutting_down
 from quire.server.http.api_keys import KEY_NUMBER, ApiKeys, client_id_of
 from quire.server.http.request_body import RequestBody, release_body_of
 from quire.server.http.request_log import RECORD, RequestRecord, client_id_in, write_line
+from quire.server.limits.active_responses import ClientDisconnectedError
 from quire.server.service import Service
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import time
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
-from quire.server.admission.body_memory import BodyMemoryFullError, BufferedBody
 from quire.server.errors import ApiError, body_memory_full
 from quire.server.http.api_keys import client_id_of
+from quire.server.limits.body_memory import BodyMemoryFullError, BufferedBody
 from quire.server.service import Service
 
 _BODY = "quire.body"              # of the scope

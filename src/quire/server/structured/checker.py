@@ -10,8 +10,8 @@ from quire.core.frames import frame
 from quire.core.schema_limits import SchemaLimits
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.server.errors import overloaded
+from quire.server.limits.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
 from quire.server.options import ServerOptions
-from quire.server.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
 from quire.server.structured.fields import constraint_of
 from quire.server.structured.jobs import (
     CHECK_LIMIT_S,

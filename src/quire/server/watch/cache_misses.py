@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.server.history import History, Miss, MissReason, PastRequest
-from quire.server.time_slices import MAX_SLICE_UNITS
+from quire.server.limits.time_slices import MAX_SLICE_UNITS
 
 _NEVER_S = math.inf
 _Key = tuple[int, bytes]  # hash of the full blocks of a prefix, and its tokens behind them

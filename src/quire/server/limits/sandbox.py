@@ -1,6 +1,6 @@
 """Sandboxes: processes with limits that do the jobs of requests, one after the other, off the event loop.
 
-A job past the limits kills its process; the next job gets a new one. The child's end is `quire.server.sandbox_worker`.
+A job past the limits kills its process; the next job gets a new one. The child's end is `sandbox_worker`.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from quire.core.frames import LENGTH_BYTES
 from quire.engine.launcher import start_module
 from quire.server.errors import shutting_down
-from quire.server.fair_semaphore import FairSemaphore
-from quire.server.sandbox_worker import MEMORY_LIMIT_BYTES, OUT_OF_MEMORY
+from quire.server.limits.fair_semaphore import FairSemaphore
+from quire.server.limits.sandbox_worker import MEMORY_LIMIT_BYTES, OUT_OF_MEMORY
 
 START_LIMIT_S = 60.0        # it takes a seventh of a second
 REPLY_SLACK = 5             # times the limit of a job: for a process that is stopped, or ignores its limits

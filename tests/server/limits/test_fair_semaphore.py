@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.fair_semaphore import FairSemaphore, Lanes
+from quire.server.limits.fair_semaphore import FairSemaphore, Lanes
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -2,7 +2,7 @@
 
 For work on what clients or models bring, where the work has no bound of its own: a template, a grammar. The kernel
 ends the process when a job takes too long, also after the server has ended; when memory runs out, the process ends
-itself. Between jobs it ends with its stream. `quire.server.sandbox` has the other end.
+itself. Between jobs it ends with its stream. `quire.server.limits.sandbox` has the other end.
 """
 
 import os

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message
 
-from quire.server.admission.active_responses import ActiveResponses, ClientDisconnectedError
 from quire.server.errors import ApiError, shutting_down
+from quire.server.limits.active_responses import ActiveResponses, ClientDisconnectedError
 
 
 class Connection:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from quire.server.fair_semaphore import Lanes
+from quire.server.limits.fair_semaphore import Lanes
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from quire.engine.metrics.observation import Observation
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
-from quire.server.admission.body_memory import BodyMemory
-from quire.server.admission.concurrency import ConcurrencyLimiter, ConcurrencyReservation
-from quire.server.admission.logprob_memory import LogprobMemory
-from quire.server.admission.pending_pins import PendingPins
 from quire.server.errors import invalid, overloaded, too_many_queued_tokens
+from quire.server.limits.body_memory import BodyMemory
+from quire.server.limits.concurrency import ConcurrencyLimiter, ConcurrencyReservation
+from quire.server.limits.logprob_memory import LogprobMemory
+from quire.server.limits.pending_pins import PendingPins
 from quire.server.options import Limits
 
 

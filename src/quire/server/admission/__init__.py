@@ -1,1 +1,0 @@
-"""Bounds on what clients hold at a time: bodies in memory, requests, logprobs, pinned prefixes."""
