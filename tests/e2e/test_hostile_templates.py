@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.template_worker import RENDER_LIMIT_S
+from quire.server.templates.template_worker import RENDER_LIMIT_S
 from support.clients import LIMIT_S, MODEL
 from support.metrics_page import wait_until_idle
 from support.reciting_model import TEXT, Reciter

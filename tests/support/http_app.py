@@ -21,7 +21,7 @@ from quire.server.http.server import HttpServer
 from quire.server.http.sockets import bind, port_of
 from quire.server.options import Limits, ServerOptions
 from quire.server.service import Service
-from quire.server.template_renderer import TemplateRenderer
+from quire.server.templates.template_renderer import TemplateRenderer
 
 HOST = "127.0.0.1"
 SOCKET_LIMIT_S = 30.0

@@ -21,7 +21,7 @@ from quire.server.http.server import HttpServer
 from quire.server.http.sockets import bind, url_of
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.server.template_renderer import TemplateRenderer
+from quire.server.templates.template_renderer import TemplateRenderer
 from support.forked_engines import fork_engine
 from support.stopping import stopped
 

@@ -28,7 +28,7 @@ from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.server.app import create_app
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.server.template_renderer import TemplateRenderer
+from quire.server.templates.template_renderer import TemplateRenderer
 
 ENGINES = "engines"                 # name of the deployment of engine replicas
 DEMO_NAME = "quire-demo"

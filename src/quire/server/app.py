@@ -10,6 +10,7 @@ from quire.server.api.bodies import MAX_HTTP_SEED
 from quire.server.embeddings import routes as embeddings
 from quire.server.errors import handle_errors
 from quire.server.http.application import Application
+from quire.server.inspect import debug_routes, explain_routes
 from quire.server.messages import routes as messages
 from quire.server.messages.cache_control import CachedPrefixes
 from quire.server.messages.errors import error_body
@@ -27,7 +28,6 @@ from quire.server.routes import (
     tokenizer_info,
 )
 from quire.server.service import Service
-from quire.server.watch import debug_routes, explain_routes
 
 _NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {

@@ -15,6 +15,7 @@ from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.adapter_names import AdapterNames
 from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutting_down
+from quire.server.grammars.grammar_checker import GrammarChecker
 from quire.server.history import History
 from quire.server.limits.active_responses import ActiveResponses
 from quire.server.limits.concurrency import ConcurrencyReservation
@@ -23,8 +24,7 @@ from quire.server.limits.preparation_threads import PreparationThreads
 from quire.server.limits.queue_reservations import AdmissionControl
 from quire.server.limits.time_slices import TimeSlices
 from quire.server.options import ServerOptions
-from quire.server.structured.checker import GrammarChecker
-from quire.server.template_renderer import TemplateRenderer
+from quire.server.templates.template_renderer import TemplateRenderer
 from quire.server.tools.served_formats import ServedFormats
 
 MAX_NAMES_TOLD = 10  # in the error for an unknown model

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from quire.engine.processes import client as client_module
-from quire.server import template_renderer
 from quire.server.api import json_decoding, request_parsing
 from quire.server.api.json_decoding import SLICE_BYTES
+from quire.server.grammars import grammar_checker as checker
 from quire.server.options import DEFAULT_LIMITS
-from quire.server.structured import checker
+from quire.server.templates import template_renderer
 from support.openai_server import OpenAIServer
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, PREFIXES = (

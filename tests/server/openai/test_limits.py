@@ -113,7 +113,7 @@ BODIES: dict[str, list[Case]] = {
     "max_json_depth": [Case(4, None, COMPLETIONS, nested, "invalid_json")],
 }
 # Of the connection, and of time: the tests that show them.
-CONSTRAINTS = "tests/server/structured/test_structured_outputs.py::test_what_cannot_constrain_is_refused_by_name"
+CONSTRAINTS = "tests/server/grammars/test_structured_outputs.py::test_what_cannot_constrain_is_refused_by_name"
 VECTORS = "tests/server/embeddings/test_embeddings.py::"
 ELSEWHERE = {
     "max_embedding_inputs": f"{VECTORS}test_bad_embedding_requests_name_field_and_limit",
@@ -130,10 +130,10 @@ ELSEWHERE = {
     "max_body_bytes": "tests/server/http/test_application.py::test_body_of_exactly_the_limit_is_taken",
     "max_total_body_bytes": "tests/server/limits/test_body_memory.py::test_bound_holds_whatever_comes",
     "max_conversation_bytes": (
-        "tests/server/test_template_renderer.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
+        "tests/server/templates/test_template_renderer.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
     ),
     "max_template_variable_bytes": (
-        "tests/server/test_template_renderer.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
+        "tests/server/templates/test_template_renderer.py::test_bytes_of_a_conversation_and_of_its_variables_are_bounded"
     ),
     "max_buffered_bytes": "tests/server/http/test_protocol.py::test_reader_who_is_slow_but_reads_is_not_dropped",
     "max_logprob_bytes": "tests/server/limits/test_logprob_memory.py::test_calls_share_one_budget",

@@ -14,7 +14,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
 from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.server.options import ServerOptions
-from quire.server.template_renderer import TemplateRenderer
+from quire.server.templates.template_renderer import TemplateRenderer
 from quire.server.tools.output_events import Content, Reasoning
 from quire.server.tools.served_formats import OutputReading, ServedFormats
 from quire.server.tools.tool_use import NO_TOOLS, ToolUse

@@ -9,11 +9,11 @@ from quire.engine.requests.input_processor import Truncation
 from quire.server.api.preparation import prepared
 from quire.server.chat.conversation import Conversation, template_variables
 from quire.server.errors import invalid
+from quire.server.grammars.constraint_fields import CONSTRAINT_FIELDS
 from quire.server.openai.request_models import ChatBody, ChatMessage, GenerationBody, TokenizeBody
 from quire.server.openai.response_builder import OpenAIRequest
 from quire.server.options import Limits
 from quire.server.service import Service
-from quire.server.structured.fields import CONSTRAINT_FIELDS
 from quire.text.conversation import Message
 from quire.text.tools import Tool
 

@@ -35,7 +35,7 @@ from quire.server.ops.signals import StopSignals
 from quire.server.ops.startup_banner import print_banner
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.server.template_renderer import TemplateRenderer
+from quire.server.templates.template_renderer import TemplateRenderer
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pytest
 
 from quire.core.frames import frame, read_frame
 from quire.server.limits.sandbox_worker import OUT_OF_MEMORY
-from quire.server.template_worker import (
+from quire.server.templates.template_worker import (
     LoadTemplate,
     Render,
     Rendered,
@@ -38,7 +38,8 @@ class Child:
         self.connection, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "quire.server.template_worker", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+                [sys.executable, "-m", "quire.server.templates.template_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
             )
         self._stream = self.connection.makefile("rb")
 
@@ -140,7 +141,7 @@ def test_the_end_of_memory_ends_the_process(child: Child) -> None:
 
 def test_it_loads_only_what_it_needs() -> None:
     script = (
-        "import sys, quire.server.template_worker\n"
+        "import sys, quire.server.templates.template_worker\n"
         "print({'torch', 'numpy', 'tokenizers', 'asyncio', 'quire.text.tokenizer'} & sys.modules.keys())"
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -13,8 +13,8 @@ import pytest
 
 from quire.core.block_map import MAX_BLOCKS_SHOWN
 from quire.engine.options import EngineOptions
-from quire.server.watch import debug_routes
-from quire.server.watch.replay import MAX_OPERATIONS
+from quire.server.inspect import debug_routes
+from quire.server.inspect.replay import MAX_OPERATIONS
 from support.http_app import ask, make_app
 from support.openai_server import Json, OpenAIServer, openai_server
 from support.server import wait_until

@@ -16,11 +16,12 @@ import uvloop
 
 from quire.core.errors import InvalidRequestError
 from quire.engine.launcher import start_module
-from quire.server import sandbox, template_renderer
 from quire.server.errors import ApiError, as_api_error
+from quire.server.limits import sandbox
 from quire.server.options import DEFAULT_LIMITS
-from quire.server.template_renderer import TemplateRenderer
-from quire.server.template_worker import RENDER_LIMIT_S
+from quire.server.templates import template_renderer
+from quire.server.templates.template_renderer import TemplateRenderer
+from quire.server.templates.template_worker import RENDER_LIMIT_S
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_level, save
 
@@ -474,8 +475,8 @@ def test_bytes_of_a_conversation_and_of_its_variables_are_bounded(
 SERVER = """
 import asyncio, sys
 from pathlib import Path
-from quire.server.template_renderer import TemplateRenderer
-from quire.server.template_worker import RENDER_LIMIT_S
+from quire.server.templates.template_renderer import TemplateRenderer
+from quire.server.templates.template_worker import RENDER_LIMIT_S
 from quire.text.tokenizer import Tokenizer
 
 async def main():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from quire.core.errors import InvalidRequestError
-from quire.server.watch.replay import MAX_OPERATIONS, Append, Fork, Free, New, Operation, Replay, Write, replay
+from quire.server.inspect.replay import MAX_OPERATIONS, Append, Fork, Free, New, Operation, Replay, Write, replay
 
 
 def figures(state: Replay) -> tuple[int, int, int, int]:

@@ -12,7 +12,7 @@ import pytest
 from quire.engine.messages import Stepped
 from quire.engine.options import EngineOptions
 from quire.engine.requests.output_processor import ProcessedStep
-from quire.server.watch import explain_routes
+from quire.server.inspect import explain_routes
 from support.openai_server import LIMIT_S, OpenAIServer, openai_server
 
 COMPLETIONS = "/v1/completions"

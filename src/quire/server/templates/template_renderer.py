@@ -17,11 +17,11 @@ import msgspec
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
-from quire.server import template_worker as worker
 from quire.server.errors import overloaded
 from quire.server.limits.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
 from quire.server.options import DEFAULT_LIMITS, Limits
-from quire.server.template_worker import (
+from quire.server.templates import template_worker as worker
+from quire.server.templates.template_worker import (
     LoadTemplate,
     ProbeTemplate,
     Render,

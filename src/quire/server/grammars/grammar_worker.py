@@ -1,4 +1,4 @@
-"""The grammar process: `python -m quire.server.structured.grammar_worker FD`, a sandbox.
+"""The grammar process: `python -m quire.server.grammars.grammar_worker FD`, a sandbox.
 
 Grammars, schemas and regexes are programs for a parser, and some take hours or gigabytes. A constraint that passes here
 has been compiled, and the first masks were computed, over the 256 bytes as a vocabulary.
@@ -20,8 +20,7 @@ from quire.grammar_writing.limits import GRAMMAR_LIMITS, has_text
 from quire.grammar_writing.places import place_of_fault
 from quire.grammar_writing.texts import NO_FORCING, schema_fault
 from quire.grammar_writing.writer import grammar_of
-from quire.server.limits.sandbox_worker import serve_jobs
-from quire.server.structured.jobs import (
+from quire.server.grammars.grammar_jobs import (
     CHECK_LIMIT_S,
     Checked,
     CheckGrammar,
@@ -31,7 +30,8 @@ from quire.server.structured.jobs import (
     Refused,
     decode_command,
 )
-from quire.server.structured.regex_length import regex_length
+from quire.server.grammars.regex_length import regex_length
+from quire.server.limits.sandbox_worker import serve_jobs
 
 LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
 _STEPS = 8                  # tokens by which a grammar is tried: limits of a step strike early

@@ -15,8 +15,8 @@ from quire.core.checks import refuse
 from quire.engine.messages import Ready
 from quire.server.api.responses import json_response
 from quire.server.errors import ApiError, engine_unhealthy, invalid
+from quire.server.inspect.replay import Operation, replay
 from quire.server.service import Service
-from quire.server.watch.replay import Operation, replay
 
 DEFAULT_COUNT = 1024
 TIERS = "kv, or swap where there is a swap space"

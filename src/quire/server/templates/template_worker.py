@@ -1,4 +1,4 @@
-"""The template process: `python -m quire.server.template_worker FD`, started by `quire.server.template_renderer`.
+"""The template process: `python -m quire.server.templates.template_worker FD`, which the renderer starts.
 
 A chat template is a program of the model's authors, and its input is part of a request. Jinja's sandbox restricts what
 it can reach, but neither its run time nor its memory; the limits of a process do (`server/limits/sandbox_worker.py`).

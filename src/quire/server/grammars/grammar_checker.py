@@ -10,10 +10,8 @@ from quire.core.frames import frame
 from quire.core.schema_limits import SchemaLimits
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.server.errors import overloaded
-from quire.server.limits.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
-from quire.server.options import ServerOptions
-from quire.server.structured.fields import constraint_of
-from quire.server.structured.jobs import (
+from quire.server.grammars.constraint_fields import constraint_of
+from quire.server.grammars.grammar_jobs import (
     CHECK_LIMIT_S,
     MAX_REPLY_BYTES,
     Checked,
@@ -23,10 +21,12 @@ from quire.server.structured.jobs import (
     Refused,
     decode_reply,
 )
+from quire.server.limits.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
+from quire.server.options import ServerOptions
 
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 8 << 20
-GRAMMARS = SandboxKind("grammar", "quire.server.structured.grammar_worker", CHECK_LIMIT_S, MAX_REPLY_BYTES)
+GRAMMARS = SandboxKind("grammar", "quire.server.grammars.grammar_worker", CHECK_LIMIT_S, MAX_REPLY_BYTES)
 
 _UNSENDABLE = (OverflowError, TypeError, UnicodeEncodeError, RecursionError)
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)  # of a parser that runs out of stack or of memory

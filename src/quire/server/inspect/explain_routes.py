@@ -13,8 +13,8 @@ from quire.server.api.responses import LongResponse, json_response
 from quire.server.errors import ApiError
 from quire.server.history import Miss, PastRequest
 from quire.server.http.api_keys import key_number_of
+from quire.server.inspect.cache_misses import explain_misses
 from quire.server.service import Service
-from quire.server.watch.cache_misses import explain_misses
 
 _PROMPTS_AT_ONCE = 64
 
