@@ -10,9 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.openai.field_support import UNSUPPORTED
-from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, PrefixBody, TokenizeBody
-from quire.server.responses.request_models import ResponsesBody
+from quire.server.apis.completions.completion_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    PrefixBody,
+    TokenizeBody,
+)
+from quire.server.apis.completions.field_support import UNSUPPORTED
+from quire.server.apis.responses.responses_bodies import ResponsesBody
 from support.clients import LIMIT_S
 from support.metrics_page import wait_until_idle
 from support.reciting_model import Reciter

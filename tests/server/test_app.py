@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from quire.core.sampling_params import SamplingParams
-from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, PrefixBody, TokenizeBody
+from quire.server.apis.completions.completion_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    PrefixBody,
+    TokenizeBody,
+)
 from support.http_app import ask, make_app
 
 BODIES = {

@@ -9,8 +9,8 @@ from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.processes.client import PreparedRequest
 from quire.engine.requests.input_processor import CheckedParams, TokenizedPrompt
-from quire.server.openai.request_models import CompletionBody, StreamOptions
-from quire.server.openai.response_builder import OpenAIRequest
+from quire.server.apis.completions.completion_bodies import CompletionBody, StreamOptions
+from quire.server.apis.completions.openai_response import OpenAIRequest
 from quire.server.tools.served_formats import OutputReading
 
 

@@ -7,26 +7,26 @@ from fastapi import APIRouter, FastAPI
 
 from quire.core.version import __version__
 from quire.server.api.bodies import MAX_HTTP_SEED
-from quire.server.embeddings import routes as embeddings
+from quire.server.apis import (
+    adapter_routes,
+    docs_page,
+    forwarding,
+    prefix_routes,
+    served_models,
+    system,
+    tokenization_routes,
+    tokenizer_info,
+)
+from quire.server.apis.completions import completion_routes
+from quire.server.apis.embeddings import embedding_routes
+from quire.server.apis.messages import messages_routes
+from quire.server.apis.messages.cache_control import CachedPrefixes
+from quire.server.apis.messages.messages_errors import error_body
+from quire.server.apis.responses import responses_routes
 from quire.server.errors import handle_errors
 from quire.server.http.application import Application
 from quire.server.inspect import debug_routes, explain_routes
-from quire.server.messages import routes as messages
-from quire.server.messages.cache_control import CachedPrefixes
-from quire.server.messages.errors import error_body
 from quire.server.options import MAX_ELEMENTS, ServerOptions
-from quire.server.responses import routes as responses
-from quire.server.routes import (
-    adapters,
-    completions,
-    docs,
-    forwarding,
-    models,
-    prefixes,
-    system,
-    tokenization,
-    tokenizer_info,
-)
 from quire.server.service import Service
 
 _NULLABLE_STRING = {"type": ["string", "null"]}
@@ -56,7 +56,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.cached_prefixes = CachedPrefixes()
     for router in _routers(service.options):
         app.include_router(router)
-    handle_errors(app, {messages.PATH: error_body})
+    handle_errors(app, {messages_routes.PATH: error_body})
     _document_bounds(app, service)
     return app
 
@@ -64,15 +64,16 @@ def create_app(service: Service) -> FastAPI:
 def _routers(options: ServerOptions) -> Iterator[APIRouter]:
     """Yield the routes that a server has by its options."""
     for module in (
-        system, completions, tokenization, models, forwarding, docs, messages, responses, embeddings, explain_routes,
+        system, completion_routes, tokenization_routes, served_models, forwarding, docs_page, messages_routes,
+        responses_routes, embedding_routes, explain_routes,
     ):  # fmt: skip
         yield module.router
     if options.enable_tokenizer_info_endpoint:
         yield tokenizer_info.router
     if options.max_pinned_prefixes:
-        yield prefixes.router
+        yield prefix_routes.router
     if options.allow_runtime_lora:
-        yield adapters.router
+        yield adapter_routes.router
     if options.enable_debug:
         yield debug_routes.router
 

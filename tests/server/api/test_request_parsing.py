@@ -7,8 +7,8 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.server.api.request_parsing import decode_body
+from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from quire.server.errors import ApiError, as_api_error
-from quire.server.openai.request_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 MESSAGE = {"role": "user", "content": "hi"}
 

@@ -5,8 +5,8 @@ import pytest
 from quire.core.deltas import FinishReason
 from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.server.api.usage import RequestUsage, fill_record, request_times, total_usage
+from quire.server.apis.completions.openai_response import usage_json
 from quire.server.http.request_log import RequestRecord
-from quire.server.openai.response_builder import usage_json
 
 Piece = tuple[int, int, FinishReason | None]
 

@@ -21,9 +21,10 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 # The only places that may ask what time of day it is: what clients, logs and readers are told, and templates.
 WALL_CLOCKS = {
     *("engine/requests/pinned_prefixes.py", "engine/metrics/engine_metrics.py", "server/service.py"),
-    *("server/http/request_log.py", "server/routes/completions.py"),
-    *("server/messages/routes.py", "server/responses/routes.py", "server/responses/response_builder.py"),
-    *("server/embeddings/calls.py", "server/adapter_names.py", "paper/report.py"),
+    *("server/http/request_log.py", "server/apis/completions/completion_routes.py"),
+    *("server/apis/messages/messages_routes.py", "server/apis/responses/responses_routes.py"),
+    *("server/apis/responses/responses_builder.py", "server/apis/embeddings/embedding_calls.py"),
+    *("server/adapter_names.py", "paper/report.py"),
 }
 
 

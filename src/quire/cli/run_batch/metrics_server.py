@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quire.server.apis import system
 from quire.server.http.server import HttpServer
-from quire.server.routes import system
 from quire.server.service import Service
 
 

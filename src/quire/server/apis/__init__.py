@@ -1,0 +1,1 @@
+"""HTTP routes: a package for each API, a module for each smaller group."""

@@ -1,0 +1,86 @@
+"""Routes that load and unload LoRA adapters while the server runs, from folders below `lora_root`."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+
+from quire.core.checks import check_text
+from quire.core.errors import ModelError
+from quire.core.lora import MAX_NAME_CHARS, MAX_PATH_CHARS
+from quire.core.owner_labels import OPERATOR
+from quire.server.adapter_names import path_below
+from quire.server.api.bodies import documented_as, request_body
+from quire.server.api.request_parsing import read_body
+from quire.server.apis.completions.completion_bodies import OpenAIBody
+from quire.server.errors import ApiError, invalid
+from quire.server.http.api_keys import key_number_of
+from quire.server.service import Service
+
+router = APIRouter(tags=["adapters"])
+
+_TEXT = {"type": "string"}
+
+
+class LoadAdapterBody(OpenAIBody):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: Annotated[Any, documented_as(_TEXT)]
+    lora_path: Annotated[Any, documented_as(_TEXT)]
+    load_inplace: Annotated[bool | None, documented_as({"type": "boolean"})] = None
+
+
+class UnloadAdapterBody(OpenAIBody):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[Any, documented_as(_TEXT)]
+    lora_int_id: Annotated[Any, documented_as({"type": "integer"})] = None
+
+
+@router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadAdapterBody))
+async def load_lora_adapter(request: Request) -> Response:
+    """Read an adapter and serve it under a name."""
+    service = _service(request)
+    body = await read_body(request, LoadAdapterBody)
+    name = check_text("lora_name", body.lora_name, MAX_NAME_CHARS)
+    path = check_text("lora_path", body.lora_path, MAX_PATH_CHARS)
+    if not name.isprintable():
+        invalid("lora_name must not have control characters", param="lora_name")
+    _check_name(service, name, replaces=bool(body.load_inplace))
+    try:
+        folder = await asyncio.to_thread(path_below, service.options.lora_root or "", path)
+    except (ValueError, OSError) as error:
+        raise ApiError(404, str(error), param="lora_path", code="adapter_not_found") from error
+    try:
+        adapter = await service.client.read_adapter(str(folder))
+    except ModelError as error:
+        invalid(str(error), param="lora_path")
+    _check_name(service, name, replaces=bool(body.load_inplace))   # another call may have been faster
+    service.adapters.add(name, adapter)
+    return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
+
+
+@router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadAdapterBody))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Remove the name of an adapter; requests that were sent keep it."""
+    service = _service(request)
+    body = await read_body(request, UnloadAdapterBody)
+    name = check_text("lora_name", body.lora_name, MAX_NAME_CHARS)
+    if not service.adapters.remove(name):
+        raise ApiError(404, f"there is no LoRA adapter {name!r}", param="lora_name", code="adapter_not_found")
+    return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
+
+
+def _service(request: Request) -> Service:
+    """Return the service. ApiError 403 where there is an operator's key, and the request has another one."""
+    service: Service = request.app.state.service
+    if service.options.operator_api_key is not None and key_number_of(request) != OPERATOR:
+        raise ApiError(403, "adapters are loaded with the operator's key (operator_api_key)", code="operator_only")
+    return service
+
+
+def _check_name(service: Service, name: str, *, replaces: bool) -> None:
+    if replaces and service.adapters.find(name) is not None:
+        return
+    if (reason := service.adapters.reason_against(name)) is not None:
+        invalid(reason, param="lora_name")

@@ -1,0 +1,274 @@
+"""Request models: names and types of the fields of each body, in pydantic, for the checks and for openapi.json.
+
+Types are as lenient as vLLM's: "3" and 3.0 are integers, "true" is true, true is the number 1. null means the default
+everywhere. Ranges, and the elements of lists, are only documented here: `SamplingParams` checks them for all routes.
+Bounds that depend on the server's options are added to the schema by `quire.server.app`.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from quire.core.beam_search_params import MAX_LENGTH_PENALTY
+from quire.core.checks import MAX_INT
+from quire.core.prompt_scores import PADDING
+from quire.core.sampling_params import (
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MIN_SEED,
+)
+from quire.engine.requests.input_processor import MAX_PRIORITY
+from quire.server.api.bodies import ELEMENT, MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
+from quire.server.api.deadlines import Milliseconds
+from quire.server.apis.completions.field_support import OTHER_FIELDS
+from quire.server.chat.conversation import EFFORTS
+from quire.text.parts import PART_FIELDS, part_problem, part_reasoning, part_text
+from quire.text.tools import NAME_PATTERN
+
+MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more
+
+# Other forms of a number and of a flag, loosely: pydantic reads them, and refuses what is none.
+_NUMBER_FORMS: tuple[Schema, ...] = ({"type": "string", "pattern": "[0-9]"}, {"type": "boolean"}, NULL)
+_FLAG_FORMS: tuple[Schema, ...] = (
+    {"type": "integer", "minimum": 0, "maximum": 1}, {"type": "string", "pattern": "^[A-Za-z01]+$"}, NULL,
+)  # fmt: skip
+Flag = Annotated[bool | None, documented_as({"type": "boolean"}, *_FLAG_FORMS)]
+Lenient = ConfigDict(strict=False)
+
+
+def _integer(low: int, high: int = MAX_INT) -> WithJsonSchema:
+    return documented_as({"type": "integer", "minimum": low, "maximum": high}, *_NUMBER_FORMS)
+
+
+def _number(low: float, high: float, *, above_low: bool = False) -> WithJsonSchema:
+    kind = {"type": "number", "exclusiveMinimum" if above_low else "minimum": low, "maximum": high}
+    return documented_as(kind, *_NUMBER_FORMS)
+
+
+_TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
+_SCORED_TOKEN: Schema = {"type": "integer", "minimum": PADDING, "maximum": MAX_INT}
+
+
+def _checked_content(content: object) -> object:
+    """Return valid content of a message: text, parts of text or reasoning, or null."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise PydanticCustomError("content", "Input should be a string, a list of text parts or null")
+    for index, part in enumerate(content):
+        if part_text(part) is None and part_reasoning(part) is None:
+            raise PydanticCustomError(ELEMENT, "{problem}", {"problem": part_problem(f"[{index}]", part)})
+    return content
+
+
+def _part(kind: str, field: str) -> Schema:
+    """Return the schema of a part with a text."""
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, field: {"type": "string"}},
+        "required": ["type", field],
+    }
+
+
+_PART: Schema = {"anyOf": [{"type": "string"}, *(_part(kind, field) for kind, field in PART_FIELDS.items())]}
+_BIAS: Schema = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": {"type": "number"},   # clipped to -100 to 100
+}
+_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_CHOICE: Schema = {"type": "string", "enum": ["none", "auto", "required"]}
+_NAMED_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_ALLOWED_TOOLS: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": list_of(_NAMED_TOOL, least=1)},
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
+_RESPONSE_FORMAT: Schema = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}},
+    "required": ["type"],
+}
+_REPETITION: Schema = {
+    "type": "object",
+    "properties": {name: {"type": "integer"} for name in ("max_pattern_size", "min_pattern_size", "min_count")},
+    "additionalProperties": False,
+}
+_ONE_PROMPT = ({"type": "string"}, list_of(_TOKEN, least=1))
+
+Prompt = Annotated[Any, documented_as(*_ONE_PROMPT, list_of({"anyOf": list(_ONE_PROMPT)}, least=1))]
+Content = Annotated[Any, AfterValidator(_checked_content), documented_as({"type": "string"}, list_of(_PART), NULL)]
+TokenIds = Annotated[Any, documented_as(list_of(_TOKEN), NULL)]
+Salt = Annotated[str | None, documented_as(TEXT, NULL)]
+
+
+class OpenAIBody(Body):
+    """Fields of every body of these routes."""
+
+    model_config = Lenient
+
+    OTHERS = OTHER_FIELDS
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    model_config = Lenient
+
+    include_usage: Flag = None
+    continuous_usage_stats: Flag = None
+
+
+class ChatMessage(Strict):
+    """One message of a conversation. Other fields are passed to the chat template unchanged."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: Content = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class TemplateOptions(Strict):
+    """Options of rendering messages by the chat template."""
+
+    model_config = Lenient
+
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[Any, documented_as(list_of(_TOOL), NULL)] = None
+    reasoning_effort: Annotated[str | None, documented_as({"type": "string", "enum": [*EFFORTS]}, NULL)] = None
+
+
+class GenerationBody(OpenAIBody):
+    """Parameters of both kinds of completion."""
+
+    NESTED: ClassVar = {"stream_options": StreamOptions}
+
+    n: Annotated[int | None, _integer(1)] = None
+    temperature: Annotated[float | None, _number(0, MAX_HTTP_TEMPERATURE)] = None
+    top_p: Annotated[float | None, _number(0, 1, above_low=True)] = None
+    top_k: Annotated[int | None, _integer(-1)] = None
+    min_p: Annotated[float | None, _number(0, 1)] = None
+    presence_penalty: Annotated[float | None, _number(-MAX_PENALTY, MAX_PENALTY)] = None
+    frequency_penalty: Annotated[float | None, _number(-MAX_PENALTY, MAX_PENALTY)] = None
+    repetition_penalty: Annotated[float | None, _number(0, MAX_REPETITION_PENALTY, above_low=True)] = None
+    seed: Annotated[int | None, _integer(MIN_SEED, MAX_HTTP_SEED)] = None
+    max_tokens: Annotated[int | None, _integer(1)] = None
+    min_tokens: Annotated[int | None, _integer(0)] = None
+    ignore_eos: Flag = None
+    stop: Annotated[Any, documented_as(TEXT, list_of(TEXT), NULL)] = None
+    stop_token_ids: TokenIds = None
+    include_stop_str_in_output: Flag = None
+    skip_special_tokens: Flag = None
+    logit_bias: Annotated[Any, documented_as(_BIAS, NULL)] = None
+    allowed_token_ids: Annotated[Any, documented_as(list_of(_TOKEN, least=1), NULL)] = None
+    bad_words: Annotated[Any, documented_as(list_of(TEXT), NULL)] = None
+    prompt_logprobs: Annotated[int | None, _integer(-1)] = None
+    prompt_logprob_token_ids: Annotated[Any, documented_as(list_of(list_of(_SCORED_TOKEN)), NULL)] = None
+    prompt_logprob_start: Annotated[int | None, _integer(0)] = None
+    logprob_token_ids: TokenIds = None
+    return_token_ids: Flag = None
+    return_tokens_as_token_ids: Flag = None
+    add_special_tokens: Flag = None
+    spaces_between_special_tokens: Flag = None
+    truncate_prompt_tokens: Annotated[int | None, _integer(-1)] = None
+    truncation_side: Annotated[str | None, documented_as({"type": "string", "enum": ["left", "right"]}, NULL)] = None
+    echo: Flag = None
+    response_format: Annotated[Any, documented_as(_RESPONSE_FORMAT, NULL)] = None
+    structured_outputs: Annotated[Any, documented_as({"type": "object"}, NULL)] = None
+    guided_json: Annotated[Any, documented_as({"type": "object"}, TEXT, NULL)] = None
+    guided_regex: Annotated[str | None, documented_as(TEXT, NULL)] = None
+    guided_choice: Annotated[Any, documented_as(list_of(TEXT, least=1), NULL)] = None
+    guided_grammar: Annotated[str | None, documented_as(TEXT, NULL)] = None
+    guided_whitespace_pattern: Annotated[str | None, documented_as(TEXT, NULL)] = None
+    structural_tag: Annotated[Any, documented_as({"type": "object"}, TEXT, NULL)] = None
+    repetition_detection: Annotated[dict[str, Any] | None, documented_as(_REPETITION, NULL)] = None
+    cache_salt: Salt = None
+    priority: Annotated[int | None, _integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
+    ttft_deadline_ms: Milliseconds = None
+    deadline_ms: Milliseconds = None
+    use_beam_search: Flag = None
+    length_penalty: Annotated[float | None, _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)] = None
+    stream: Flag = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(GenerationBody):
+    """The body of /v1/completions."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int | None, _integer(0)] = None  # 0 with echo
+    logprobs: Annotated[int | None, _integer(-1)] = None
+    best_of: Annotated[int | None, _integer(1)] = None
+
+
+class ChatBody(GenerationBody, TemplateOptions):
+    """The body of /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int | None, _integer(1)] = None
+    logprobs: Flag = None
+    top_logprobs: Annotated[int | None, _integer(-1)] = None
+    tool_choice: Annotated[Any, documented_as(_CHOICE, _NAMED_TOOL, _ALLOWED_TOOLS, NULL)] = None
+    parallel_tool_calls: Flag = None
+    include_reasoning: Flag = None
+    thinking_token_budget: Annotated[int | None, _integer(-1)] = None
+    return_prompt_text: Flag = None
+    documents: Annotated[Any, documented_as(list_of({"type": "object"}), NULL)] = None
+
+
+class TokenizeBody(OpenAIBody, TemplateOptions):
+    """The body of /tokenize: a prompt, or messages as in a chat."""
+
+    prompt: str | None = None
+    add_special_tokens: Flag = None
+    messages: Messages | None = None
+    return_token_strs: Flag = None
+
+
+class DetokenizeBody(OpenAIBody):
+    """The body of /detokenize."""
+
+    tokens: Annotated[Any, documented_as(list_of(_TOKEN))]
+
+
+class PrefixBody(OpenAIBody):
+    """The body of /v1/prefixes."""
+
+    prompt: Annotated[Any, documented_as(*_ONE_PROMPT)]
+    cache_salt: Salt = None

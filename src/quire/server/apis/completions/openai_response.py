@@ -1,0 +1,301 @@
+"""OpenAI's JSON responses: what completions and chats have in common.
+
+A response is an envelope around choices. A stream repeats the envelope around each new part of a choice, so it is
+encoded once, and a chunk is its two halves around the choice; of parts that are text alone the choice is encoded once,
+too, and a chunk is two halves around the text. All is encoded in slices of bounded work: `weight` is the
+number of units of an output.
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.logprob_table import Logprobs
+from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.core.version import __version__
+from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
+from quire.server.api.request import ApiRequest
+from quire.server.api.usage import TokenUsage, request_times
+from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
+from quire.server.apis.completions.openai_logprobs import prompt_scores
+from quire.server.errors import ApiError
+
+Json = dict[str, Any]
+
+FINGERPRINT = f"quire-{__version__}"
+DONE = b"data: [DONE]\n\n"
+
+# Fields of vLLM's that never have a value here: of whole responses, of their choices, of chunks and their choices.
+_UNUSED: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
+_UNUSED_OF_CHUNKS: Json = {"kv_transfer_params": None}
+UNUSED_OF_CHOICES: Json = dict.fromkeys(("routed_experts", "weight_versions"))
+UNUSED_OF_CHUNK_CHOICES: Json = {"weight_versions": None}
+_UNUSED_OF_PROMPT_USAGE: Json = dict.fromkeys(("created_cache_tokens", "multimodal_tokens"))
+
+_SOME_TEXT = "some text"
+_CHOICE_UNITS = 4
+_UNIT_CHARS = 16  # of text, or as many token ids, take as long to encode as one candidate of logprobs
+
+
+def event(message: Json) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + encode(message) + b"\n\n"
+
+
+def usage_json(usage: TokenUsage) -> Json:
+    """Return the usage object of a response."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+
+
+def _with_nulls(usage: Json) -> Json:
+    """Return the usage of a whole response; the last chunk of a stream has the fields with a value only."""
+    prompt_details = usage["prompt_tokens_details"] | _UNUSED_OF_PROMPT_USAGE
+    return {"completion_tokens_details": None} | usage | {"prompt_tokens_details": prompt_details}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIRequest(ApiRequest):
+    """A call of /v1/completions or /v1/chat/completions, with the body that its response depends on."""
+
+    body: CompletionBody | ChatBody
+    always_includes_usage: bool = False
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        asked = self.body.stream_options
+        return self.always_includes_usage or (asked is not None and bool(asked.include_usage))
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each chunk has the usage of its choice so far."""
+        asked = self.body.stream_options
+        return self.always_includes_usage or (self.include_usage and bool(asked and asked.continuous_usage_stats))
+
+    @property
+    def writes_token_ids(self) -> bool:
+        """Whether logprobs name tokens by their ids."""
+        asked = self.body.return_tokens_as_token_ids
+        return self.names_tokens_by_id if asked is None else asked
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether choices begin with their prompt, or with a part of it."""
+        has_text = isinstance(self.body, ChatBody) and self.body.return_prompt_text
+        return bool(self.body.return_token_ids or self.body.echo or has_text)
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether a token is sent even while its text is incomplete."""
+        return bool(self.body.return_token_ids) or self.params.logprobs is not None
+
+
+class OpenAIResponseBuilder(ABC):
+    """Builds the response to one call: either `response` or `chunks`."""
+
+    OBJECT: ClassVar[str]
+    CHUNK_OBJECT: ClassVar[str]
+
+    def __init__(self, request: OpenAIRequest) -> None:
+        self.request = request
+        self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts with an output
+        self._prompt_scores: dict[int, NDArray[np.float32] | None] = {}  # likewise, if the request names token ids
+        self._metrics: RequestMetrics | None = None                 # of the last output
+        self._halves = self._encoded_halves()
+        self._text_halves: dict[int, tuple[bytes, bytes]] = {}          # of chunks that are text alone, by choice
+        self._has_begun = False                                         # the first chunk was built
+        self._num_output_tokens: dict[int, int] | None = None           # of each choice, if chunks have usage
+        if request.includes_usage_so_far:
+            self._num_output_tokens = defaultdict(int)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client asked for a stream."""
+        return self.request.stream
+
+    def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
+        """Yield the whole response, from the last output of each prompt."""
+        for prompt_index, output in enumerate(outputs):
+            self._note_prompt(prompt_index, output)
+        choices = (
+            self._choice_pieces(prompt_index, piece)
+            for prompt_index, output in enumerate(outputs)
+            for piece in output.outputs
+        )
+        envelope = self._envelope(self.OBJECT, JsonStream(array_from_values(choices))) | _UNUSED
+        if self.request.tells_times_of_answer:
+            envelope["metrics"] = request_times(outputs[0].metrics, usage.num_output_tokens)
+        usage_pieces = (encode(_with_nulls(self._usage(usage))) for _ in range(1))  # read after the choices
+        yield from encode_streamed(envelope | {"usage": JsonStream(usage_pieces)} | self._prompt_fields())
+
+    def _note_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
+        self._prompt_scores[prompt_index] = output.prompt_token_id_logprobs
+
+    def _scores_of_prompt(self, prompt_index: int) -> Json:
+        """Return the field of the token ids that the request names for its prompt; no field if there are none."""
+        rows, scores = self.request.params.prompt_logprob_token_ids, self._prompt_scores[prompt_index]
+        if rows is None:
+            return {}
+        return {"prompt_token_id_logprobs": None if scores is None else prompt_scores(rows, scores)}
+
+    def _choice_pieces(self, prompt_index: int, output: CompletionOutput) -> Iterable[bytes]:
+        """Return the JSON of a choice, in slices of bounded work."""
+        return encode_streamed(self._choice(prompt_index, output))
+
+    def _usage(self, usage: TokenUsage) -> Json:
+        """Return the usage object, once all choices were built."""
+        return usage_json(usage)
+
+    def first_chunk(self) -> bytes:
+        """Return nothing: a stream begins with its first output."""
+        return b""
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
+        """Yield the events for the new part of an output; nothing if there is nothing to show."""
+        if prompt_index not in self._prompt_logprobs or _scores_prompt(output):
+            self._note_prompt(prompt_index, output)
+        self._metrics = output.metrics
+        if not self._has_begun:
+            for choice in self._first_choices():
+                yield from self._chunk(prompt_index, choice)
+        for piece in output.outputs:
+            if self._is_text(prompt_index, piece):
+                yield self._text_chunk(prompt_index, piece)
+                continue
+            if self._num_output_tokens is not None:
+                self._num_output_tokens[self._index(prompt_index, piece)] += len(piece.token_ids)
+            for choice in self._chunk_choices(prompt_index, piece):
+                yield from self._chunk(prompt_index, choice)
+
+    def _is_text(self, prompt_index: int, piece: CompletionOutput) -> bool:
+        """Return whether a chunk has the text of a piece, and else what all chunks of its choice have."""
+        is_alone = piece.finish_reason is None and piece.packed_logprobs is None and bool(piece.text)
+        shows_more = self._num_output_tokens is not None or self.request.shows_tokens
+        return is_alone and not shows_more and self._has_text_chunks(self._index(prompt_index, piece))
+
+    def _text_chunk(self, prompt_index: int, piece: CompletionOutput) -> bytes:
+        """Return the event of a piece that is text alone."""
+        index = self._index(prompt_index, piece)
+        halves = self._text_halves.get(index)
+        if halves is None:
+            (choice,) = self._chunk_choices(prompt_index, CompletionOutput(piece.index, _SOME_TEXT, []))
+            before, _, behind = encode(choice).partition(encode(_SOME_TEXT))
+            halves = self._text_halves[index] = self._halves[0] + before, behind + self._halves[1]
+        return halves[0] + encode(piece.text) + halves[1]
+
+    def _first_choices(self) -> Iterable[Json]:
+        """Return choices without text that a stream begins with."""
+        return ()
+
+    @abstractmethod
+    def _has_text_chunks(self, index: int) -> bool:
+        """Return whether a choice has begun, and is not read for tool calls and reasoning."""
+
+    def _usage_so_far(self, prompt_index: int, choice: Json) -> Json:
+        """Return the field `usage` of a chunk, with the tokens of its choice so far; no field if chunks have none."""
+        if self._num_output_tokens is None:
+            return {}
+        num_prompt = len(self.request.requests[prompt_index].prompt.token_ids)
+        num_output = self._num_output_tokens[choice["index"]]
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+        return {"usage": usage}
+
+    def weight(self, prompt_index: int, output: RequestOutput) -> int:
+        """Return the work of encoding an output, in candidates of logprobs."""
+        num_units = 0
+        for piece in output.outputs:
+            num_units += _CHOICE_UNITS + (len(piece.text) + len(piece.token_ids)) // _UNIT_CHARS
+            if piece.packed_logprobs is not None:
+                num_units += piece.packed_logprobs.num_candidates
+        is_first = output.finished or prompt_index not in self._prompt_logprobs
+        return num_units + self._prompt_weight(prompt_index, output) if is_first else num_units
+
+    def _prompt_weight(self, prompt_index: int, output: RequestOutput) -> int:
+        """Return the work of encoding the prompt's fields, once for each of its choices."""
+        prompt, table = self.request.requests[prompt_index].prompt, output.packed_prompt_logprobs
+        num_chars = len(prompt.text or "") + len(prompt.token_ids) if self.request.shows_prompt else 0
+        scores = output.prompt_token_id_logprobs
+        num_candidates = (0 if table is None else table.num_candidates) + (0 if scores is None else scores.size)
+        return self.request.params.n * (num_candidates + num_chars // _UNIT_CHARS)
+
+    def last_chunk(self, usage: TokenUsage) -> bytes:
+        """Return the end of a stream, after the usage if the client asked for it."""
+        if not self.request.include_usage:
+            return DONE
+        message = self._envelope(self.CHUNK_OBJECT, []) | {"usage": self._usage(usage)}
+        if self.request.tells_times_of_answer:
+            times = request_times(self._metrics, usage.num_output_tokens)
+            message["metrics"] = {name: value for name, value in times.items() if value is not None}
+        return event(message) + DONE
+
+    def error_chunk(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        return event(error.body) + DONE
+
+    @abstractmethod
+    def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
+        """Return a choice from all of its output."""
+
+    @abstractmethod
+    def _chunk_choices(self, prompt_index: int, piece: CompletionOutput) -> Iterable[Json]:
+        """Return the choices of chunks; none if there is nothing to show."""
+
+    def _prompt_fields(self) -> Json:
+        """Return the prompt's fields beside the choices, in the first chunk of a stream."""
+        return {}
+
+    def _index(self, prompt_index: int, piece: CompletionOutput) -> int:
+        """Return the number of a choice: the choices of a prompt follow those of the prompt before."""
+        return prompt_index * self.request.params.n + piece.index
+
+    def _is_shown(self, piece: CompletionOutput) -> bool:
+        return bool(piece.text or piece.finish_reason or (piece.token_ids and self.request.shows_tokens))
+
+    def _envelope(self, kind: str, choices: Sequence[Json] | JsonStream) -> Json:
+        request = self.request
+        return {
+            "id": request.id,
+            "object": kind,
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+    def _chunk(self, prompt_index: int, choice: Json) -> Iterable[bytes]:
+        """Return the event of a choice; the first one of a stream has the prompt's fields."""
+        if self._has_begun and self._num_output_tokens is None:
+            head, tail = self._halves
+            return chain((head,), encode_streamed(choice), (tail,))
+        message = self._chunk_envelope([choice]) | self._usage_so_far(prompt_index, choice)
+        if not self._has_begun:
+            message |= self._prompt_fields()
+        self._has_begun = True
+        return chain((b"data: ",), encode_streamed(message), (b"\n\n",))
+
+    def _chunk_envelope(self, choices: Sequence[Json]) -> Json:
+        envelope = self._envelope(self.CHUNK_OBJECT, choices) | _UNUSED_OF_CHUNKS
+        return envelope | {"usage": None} if self.request.include_usage else envelope
+
+    def _encoded_halves(self) -> tuple[bytes, bytes]:
+        """Return the bytes of a chunk before and after its choice."""
+        encoded = encode(self._chunk_envelope([]))
+        head, choices, tail = encoded.partition(b'"choices":[')  # inside a string the quotes would be escaped
+        return b"data: " + head + choices, tail + b"\n\n"
+
+
+def _scores_prompt(output: RequestOutput) -> bool:
+    """Return whether an output has logprobs of its prompt."""
+    return output.packed_prompt_logprobs is not None or output.prompt_token_id_logprobs is not None

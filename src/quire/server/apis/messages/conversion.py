@@ -1,0 +1,300 @@
+"""Conversion of the Messages API's conversation to that of all chats: blocks become messages and tool calls.
+
+A message may have results of tools and text: each run of texts becomes one message, each result another, right behind
+its call.
+Turns of one role that follow each other are one turn, as in Anthropic's API: templates demand that roles alternate.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quire.core.checks import check_optional_int, shown
+from quire.server.apis.messages.message_blocks import (
+    CALLS,
+    RESULT,
+    SILENT,
+    block_text,
+    server_result_text,
+    with_definitions,
+)
+from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
+from quire.server.errors import invalid, unsupported
+from quire.text.conversation import paired
+from quire.text.parts import part_reasoning
+from quire.text.tools import without_nulls
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+# A line that one coding agent puts in front of its system text. It differs from call to call, and no cached prefix
+# would be found behind it.
+_BILLING = "x-anthropic-billing-header:"
+_ROLES = ("user", "assistant", "system")
+_THINKING = ("enabled", "adaptive", "between_tools")
+_KEEP_ALL = ("all", {"type": "all"})
+_FAILED = "Error:"
+_SEARCH = "tool_search_tool"    # prefix of the types of tools with which Anthropic's servers search for others
+_MAX_NAMES_LOGGED = 8
+
+
+def text_blocks(where: str, content: object) -> list[Json]:
+    """Return the text blocks of a content that may be one text."""
+    if isinstance(content, str):
+        return [_text_part(content)]
+    texts = [_text(f"{where}[{index}]", block) for index, block in enumerate(_list(where, content))]
+    return [_text_part(text) for text in texts]
+
+
+def system_blocks(system: object) -> list[Json]:
+    """Return the text blocks of the system prompt, but for a billing header."""
+    if system is None:
+        return []
+    return [block for block in text_blocks("system", system) if not block["text"].startswith(_BILLING)]
+
+
+def openai_messages(
+    system: Sequence[Json], messages: Sequence[InputMessage], deferred: Mapping[str, str]
+) -> list[Json]:
+    """Return the conversation in OpenAI's form. ApiError 400 names an invalid block.
+
+    The first reference to a `deferred` tool is its definition.
+    """
+    definitions = dict(deferred)
+    turns = [{"role": "system", "content": list(system)}] if system else []
+    last_of_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if message.role not in _ROLES:
+            invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(message.role)}", param="messages")
+        if _is_over(message, index, last_of_user):
+            continue
+        turns += _turns(f"{where}.content", message, definitions)
+    converted: list[Json] = []
+    for turn in paired(turns):
+        if converted and turn["role"] != "tool" and converted[-1]["role"] == turn["role"]:
+            _join(converted[-1], turn)
+        else:
+            converted.append(turn)
+    return converted
+
+
+def _is_over(message: InputMessage, index: int, last_of_user: int) -> bool:
+    """Return whether a message of the system says nothing (any more): it changes the effort, or was for one turn."""
+    if message.role != "system":
+        return False
+    if message.content is None and message.output_config is not None:
+        return True
+    return message.clear_at == "next_user_message" and index < last_of_user
+
+
+def continues(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether an answer continues the last message, which is the start of an assistant's text."""
+    return bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+
+
+def _turns(where: str, message: InputMessage, definitions: dict[str, str]) -> Iterator[Json]:
+    """Yield the messages of OpenAI's form that one message becomes.
+
+    Each run of texts, reasoning and calls is one, and each result of a tool, also of one that a server ran.
+    """
+    content = [message.content] if isinstance(message.content, str) else _list(where, message.content)
+    turn: Json = {}
+    for index, block in enumerate(content):
+        place = f"{where}[{index}]"
+        kind = _type(place, block)
+        if kind is not None and kind.endswith(RESULT):
+            if turn:
+                yield turn
+                turn = {}
+            yield _tool_message(place, block, definitions)
+            continue
+        turn = turn or {"role": message.role, "content": []}
+        if message.role == "assistant" and (thought := part_reasoning(block)) is not None:
+            turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+        elif message.role == "assistant" and kind in CALLS:
+            turn.setdefault("tool_calls", []).append(_call(place, block))
+        elif kind not in SILENT:
+            turn["content"].append(_text_part(_text(place, block)))
+    if turn:
+        yield turn
+
+
+def _call(where: str, block: Mapping[str, Any]) -> Json:
+    name, id_, given = _string(where, block, "name"), _string(where, block, "id"), block.get("input")
+    if not isinstance(given, dict):
+        invalid(f"{where}.input must be an object, got {shown(given)}", param="messages")
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
+
+
+def _tool_message(where: str, block: Mapping[str, Any], definitions: dict[str, str]) -> Json:
+    """Return the message of a result; that of a call that failed says so first, since templates have no other place."""
+    content = with_definitions(block.get("content"), definitions)
+    if block["type"] != RESULT:
+        texts = [_text_part(server_result_text(content))]
+    else:
+        texts = [] if content is None else text_blocks(f"{where}.content", content)
+    is_error = block.get("is_error")
+    if not isinstance(is_error, bool | None):
+        invalid(f"{where}.is_error must be true or false, got {shown(is_error)}", param="messages")
+    if is_error:
+        first = texts[0]["text"] if texts else ""
+        texts[:1] = [_text_part(f"{_FAILED} {first}".rstrip())]
+    return {"role": "tool", "tool_call_id": _string(where, block, "tool_use_id"), "content": texts}
+
+
+def _join(turn: Json, other: Mapping[str, Any]) -> None:
+    """Add what the same role says next."""
+    turn["content"] += other["content"]
+    if "tool_calls" in other:
+        turn["tool_calls"] = turn.get("tool_calls", []) + other["tool_calls"]
+    if "reasoning_content" in other:
+        earlier = turn.get("reasoning_content")
+        turn["reasoning_content"] = "\n".join(filter(None, (earlier, other["reasoning_content"])))
+
+
+def _text_part(text: str) -> Json:
+    return {"type": "text", "text": text}
+
+
+def _list(where: str, value: object) -> list[Any]:
+    if not isinstance(value, list):
+        invalid(f"{where} must be a string or a list of blocks, got {shown(value)}", param=where.partition("[")[0])
+    return value
+
+
+def _type(where: str, block: object) -> str | None:
+    """Return the type of a block; None for a plain text."""
+    if isinstance(block, str):
+        return None
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        invalid(f"{where} must be an object with a type that is a string", param=where.partition("[")[0])
+    return kind
+
+
+def _text(where: str, block: object) -> str:
+    """Return the text of a block. ApiError 400 names the type of a block that is no text."""
+    kind, text = _type(where, block), block_text(block)
+    if text is None and kind == "text" and isinstance(block, dict):
+        invalid(f"{where}.text must be a string, got {shown(block.get('text'))}", param=where.partition("[")[0])
+    if text is None:
+        unsupported(f"{where}.type", kind)
+    return text
+
+
+def _string(where: str, block: Mapping[str, Any], name: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        invalid(f"{where}.{name} must be a string, got {shown(value)}", param="messages")
+    return value
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def openai_tools(tools: object) -> list[Json]:
+    """Return the tools in OpenAI's form. Those that no client's function stands behind are left out."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        invalid(f"tools must be a list, got {shown(tools)}", param="tools")
+    converted, left_out = list[Json](), list[str]()
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            invalid(f"tools[{index}] must be an object, got {shown(tool)}", param="tools")
+        if _is_function(tool):
+            converted.append(_openai_tool(tool))
+        else:
+            left_out.append(shown(tool["type"]))
+    if left_out:
+        names = ", ".join(left_out[:_MAX_NAMES_LOGGED])
+        log.warning("%d tools of a request are no functions of its client and are left out: %s", len(left_out), names)
+    return converted
+
+
+def deferred_tools(tools: Any) -> dict[str, str]:  # noqa: ANN401 (JSON that `openai_tools` has checked)
+    """Return the definitions of the tools that a search of the client's is to find, by their names.
+
+    None is deferred if Anthropic's servers are to search, which this one cannot, or if no tool would remain.
+    """
+    functions = [tool for tool in tools or () if _is_function(tool)]
+    deferred = [tool for tool in functions if tool.get("defer_loading") is True]
+    if len(deferred) == len(functions) or any(str(tool.get("type")).startswith(_SEARCH) for tool in tools):
+        return {}
+    found = without_nulls([_openai_tool(tool) for tool in deferred])
+    return {tool["function"]["name"]: json.dumps(tool, ensure_ascii=False) for tool in found}
+
+
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") in (None, "custom")
+
+
+def _openai_tool(tool: Mapping[str, Any]) -> Json:
+    function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+
+
+def openai_tool_choice(choice: Mapping[str, Any] | None) -> tuple[str | Json | None, bool]:
+    """Return the choice in OpenAI's form, and whether calls may be parallel."""
+    if choice is None:
+        return None, True
+    kind = choice.get("type")
+    is_parallel = not choice.get("disable_parallel_tool_use")
+    if kind in ("auto", "none"):
+        return kind, is_parallel
+    if kind == "any":
+        return "required", is_parallel
+    if kind != "tool":
+        invalid(f"tool_choice.type must be one of auto, any, tool, none, got {shown(kind)}", param="tool_choice")
+    return {"type": "function", "function": {"name": choice.get("name")}}, is_parallel
+
+
+def thinking_effort(body: ConversationBody) -> str | None:
+    """Return the effort of reasoning that a body asks for: none, a level, or None for the model's own habit.
+
+    The last message of the system with an effort wins over the body's.
+    """
+    effort = None if body.output_config is None else body.output_config.effort
+    for message in body.messages:
+        if message.role == "system" and message.output_config is not None:
+            effort = message.output_config.effort or effort
+    if body.thinking is None:
+        return effort
+    kind = body.thinking.get("type")
+    if kind == "disabled":
+        return "none"
+    if kind not in _THINKING:
+        expected = ", ".join((*_THINKING, "disabled"))
+        invalid(f"thinking.type must be one of {expected}, got {shown(kind)}", param="thinking")
+    return effort or "medium"
+
+
+def shows_thinking(body: ConversationBody) -> bool:
+    """Return whether the answer has the text of the reasoning."""
+    return body.thinking is None or body.thinking.get("display") != "omitted"
+
+
+def thinking_budget(body: ConversationBody) -> int | None:
+    """Return the limit on reasoning tokens of a body; None without one."""
+    if body.thinking is None or body.thinking.get("type") != "enabled":
+        return None
+    return check_optional_int("thinking.budget_tokens", body.thinking.get("budget_tokens"), 1)
+
+
+def check_context_edits(body: ConversationBody) -> None:
+    """Warn of edits of the context that would remove something: all of the conversation is kept.
+
+    They save tokens of Anthropic's servers; what a conversation has too much is a matter of its client's. ApiError 400
+    for what are no edits.
+    """
+    edits = (body.context_management or {}).get("edits") or []
+    if not isinstance(edits, list) or not all(isinstance(edit, dict) and "type" in edit for edit in edits):
+        expected = "a list of objects, each with a type"
+        invalid(f"context_management.edits must be {expected}, got {shown(edits)}", param="context_management")
+    left_out = [shown(edit["type"]) for edit in edits if edit.get("keep") not in _KEEP_ALL]
+    if left_out:
+        names = ", ".join(left_out[:_MAX_NAMES_LOGGED])
+        log.warning("%d edits of context_management are left out, all is kept: %s", len(left_out), names)

@@ -1,0 +1,57 @@
+"""Tokenization of texts and conversations, and back, off the event loop."""
+
+from quire.core.checks import check_token_ids, refuse
+from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
+from quire.server.apis.completions.body_prompts import conversation_of
+from quire.server.apis.completions.completion_bodies import DetokenizeBody, TokenizeBody
+from quire.server.chat.conversation import rendered
+from quire.server.errors import invalid
+from quire.server.service import Service
+from quire.text.tokenizer import Tokenizer
+from quire.text.tools import check_tools
+
+_TOKENS_PER_SLICE = 4096  # encoded in one call, which keeps all other threads from running
+
+
+async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> bytes:
+    """Return the response of /tokenize."""
+    tokenizer = _tokenizer(service)
+    if (body.prompt is None) == (body.messages is None):
+        invalid("give either prompt or messages", param="prompt")
+    text, adds_special_tokens = body.prompt or "", body.add_special_tokens is not False
+    if body.messages is not None:
+        adds_special_tokens = bool(body.add_special_tokens)
+        conversation = conversation_of(body, body.messages, [] if body.tools is None else check_tools(body.tools))
+        text = await rendered(service, conversation, client_id)
+
+    def response() -> bytes:
+        tokens = tokenizer.encode(text, adds_special_tokens)
+        parts = [tokens[start : start + _TOKENS_PER_SLICE] for start in range(0, len(tokens), _TOKENS_PER_SLICE)]
+        texts = (encode([tokenizer.token_piece(token) for token in part]) for part in parts)
+        return b"".join(encode_streamed({
+            "count": len(tokens),
+            "max_model_len": service.client.ready.limits.max_model_len,
+            "tokens": JsonStream(array(map(encode, parts))),
+            "token_strs": JsonStream(array(texts)) if body.return_token_strs else None,
+        }))
+
+    return await service.threads.run(len(text), response, client_id)
+
+
+async def detokenized(service: Service, body: DetokenizeBody, client_id: str) -> bytes:
+    """Return the response of /detokenize. Special tokens are part of the text."""
+    tokenizer = _tokenizer(service)
+
+    def response() -> bytes:
+        tokens, vocab_size = check_token_ids("tokens", body.tokens), service.client.ready.vocab_size
+        if max(tokens, default=0) >= vocab_size:
+            refuse("tokens", max(tokens), f"token ids below the vocabulary size of {vocab_size}")
+        return encode({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+
+    return await service.threads.run(len(body.tokens) if isinstance(body.tokens, list) else 0, response, client_id)
+
+
+def _tokenizer(service: Service) -> Tokenizer:
+    if service.client.tokenizer is None:
+        invalid("the model has no tokenizer", param="model")
+    return service.client.tokenizer
