@@ -46,18 +46,16 @@ from quire.core.sequence import Request
 from quire.core.speculation import SpeculationConfig, parse_speculation
 from quire.core.token_ids import pack_tokens
 from quire.decoding.sampler import SampledTokens
-from quire.decoding.verification import num_accepted
 from quire.engine.assembly import build_engine
 from quire.engine.engine import Engine
 from quire.engine.formats import load_tokenizer
 from quire.engine.options import EngineOptions
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, DraftRows, rows_to_draft
+from quire.execution.drafting.draft_lengths import AdaptiveLength, StepCost
 from quire.execution.drafting.draft_model import DraftModel
-from quire.execution.drafting.drafters import make_drafter
-from quire.execution.drafting.lengths import AdaptiveLength
-from quire.execution.drafting.limited import LimitedDrafter
-from quire.execution.drafting.step_cost import StepCost
+from quire.execution.drafting.drafters import LimitedDrafter, make_drafter
+from quire.execution.row_results import num_accepted
 from quire.execution.worker import Worker
 from quire.model.resolve import DEMO_MODEL
 from quire.text.tokenizer import Tokenizer

@@ -26,7 +26,7 @@ from quire.core.outputs import (
 )
 from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
-from quire.core.structured_outputs_config import parse_config
+from quire.core.structured_outputs import parse_config
 from quire.engine.assembly import AssembledEngine
 from quire.engine.fleet.offline_fleet import BlockingFleet
 from quire.engine.metrics.page import Metrics

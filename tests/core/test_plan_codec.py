@@ -21,8 +21,10 @@ from quire.core.plan import (
     RowResult,
     StepPlan,
     StepResult,
+    decode_plan,
+    decode_result,
+    encode,
 )
-from quire.core.plan_codec import decode_plan, decode_result, encode
 from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams

@@ -10,8 +10,7 @@ import torch
 from quire.core.plan import NewRow
 from quire.decoding.row_grammars import TokenMasks
 from quire.decoding.sampler import SampledTokens, sample
-from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import SamplingState
+from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.sampling_ops import SamplingOps

@@ -9,8 +9,7 @@ from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import branch_seed
 from quire.decoding.sampler import sample
-from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import SamplingState
+from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.sampling_ops import SamplingOps
 

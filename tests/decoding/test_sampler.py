@@ -15,8 +15,7 @@ from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.sampler import NOTHING_ALLOWED, SampledTokens, sample
-from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import SamplingState
+from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.philox import uniforms
 from quire.kernels.sampling_ops import SamplingOps
 

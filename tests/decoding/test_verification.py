@@ -7,9 +7,8 @@ import torch
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.sampler import SampledTokens, sample
-from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import SamplingState
-from quire.decoding.verification import num_accepted
+from quire.decoding.sampling_state import SamplingBatch, SamplingState
+from quire.execution.row_results import num_accepted
 from quire.kernels.sampling_ops import SamplingOps
 
 VOCAB_SIZE, NUM_DRAFTS = 60, 7

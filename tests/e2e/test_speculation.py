@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-import quire.decoding.verification
+import quire.execution.row_results
 from quire import LLM, SamplingParams
 from quire.core.plan import RowResult, StepPlan
 from quire.execution import row_results, worker
@@ -173,13 +173,13 @@ def test_every_setting_gives_the_answers_without(
 
 def one_too_many(patch: pytest.MonkeyPatch) -> None:
     """One draft more is accepted than was right."""
-    right = quire.decoding.verification.num_accepted
+    right = quire.execution.row_results.num_accepted
     patch.setattr(row_results, "num_accepted", lambda drafts, drawn: min(right(drafts, drawn) + 1, len(drafts)))
 
 
 def compares_from_the_second_draft_on(patch: pytest.MonkeyPatch) -> None:
     """The comparison begins one position off."""
-    right = quire.decoding.verification.num_accepted
+    right = quire.execution.row_results.num_accepted
     patch.setattr(row_results, "num_accepted", lambda drafts, drawn: 1 + right(drafts[1:], drawn[1:]))
 
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.core.draft_scratch import MAX_PENDING, ScratchBlocks
 from quire.core.errors import ConfigError, ModelError
-from quire.decoding.sampling_batch import SamplingBatch
+from quire.core.speculation import MAX_PENDING, ScratchBlocks
+from quire.decoding.sampling_state import SamplingBatch
 from quire.engine.assembly import assemble
 from quire.engine.draft_model_loading import load_draft_model
 from quire.engine.loading import load
@@ -26,8 +26,8 @@ from quire.engine.options import EngineOptions
 from quire.execution.batch import IntArray, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting import draft_model as module
+from quire.execution.drafting.draft_lengths import AdaptiveLength
 from quire.execution.drafting.draft_model import DraftModel
-from quire.execution.drafting.lengths import AdaptiveLength
 from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.resolve import DEMO_MODEL
@@ -351,7 +351,7 @@ def test_widest_window_of_both_models_releases_blocks(
 def test_only_as_many_rows_are_drafted_as_there_are_scratch_blocks(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.core.draft_scratch.MAX_DRAFTED_ROWS", 2)
+    monkeypatch.setattr("quire.core.speculation.MAX_DRAFTED_ROWS", 2)
     expected = answers(None)
     assert answers(None, **speculation()) == expected
     assert watch.most_rows == 2

@@ -21,8 +21,7 @@ from quire.core.errors import EngineError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.sequence import Request
 from quire.decoding.sampler import SampledTokens
-from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import BIAS
+from quire.decoding.sampling_state import BIAS, SamplingBatch
 from quire.engine.messages import Add, Idle, Report, Stepped
 from quire.engine.offline_engine import LocalEngine
 from quire.engine.processes.engine_process import EngineLoop

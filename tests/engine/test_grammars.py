@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, branch_seed
 from quire.core.errors import ConfigError, InvalidRequestError, RequestFailedError
 from quire.core.sequence import Request
-from quire.core.structured_outputs_config import parse_config
+from quire.core.structured_outputs import parse_config
 from quire.decoding.grammars import compiler, row_state, rows
 from quire.decoding.grammars.constrained import ConstrainedDecoding
 from quire.engine import assembly

@@ -19,8 +19,7 @@ from quire.engine.engine import Engine
 from quire.engine.schedulers import make_cache
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
-from quire.execution.swap_storage import allocate_swap_space
-from quire.execution.swapper import Swapper
+from quire.execution.swapper import Swapper, allocate_swap_space
 from quire.execution.worker import Worker
 from quire.kernels.back_end import choose_back_end
 from quire.model.batch import ForwardBatch

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.execution.rates import Rate
+from quire.execution.step_timer import Rate
 
 
 def test_nothing_is_known_before_the_first_measurement() -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
-from quire.core.plan import StepPlan, StepResult
-from quire.core.plan_codec import decode_plan, decode_result, encode
+from quire.core.plan import StepPlan, StepResult, decode_plan, decode_result, encode
 from quire.execution.device import HostDevice, WorkerParts
 from quire.execution.executor import Executor
 from support.random_model import write_random_model

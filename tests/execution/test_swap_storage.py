@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.execution.swap_storage import UnlinkedFile, allocate_swap_space
+from quire.execution.swapper import UnlinkedFile, allocate_swap_space
 from quire.kernels.back_end import REFERENCE, BackEnd, choose_back_end
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry

@@ -1,6 +1,6 @@
 """Steps that verify drafts compute each row with the bits of a step of one token, whatever the drafts were.
 
-The ground under `quire.decoding.verification`, on every instruction set and for every dtype of weights and KV cache:
+The ground under `quire.execution.row_results`, on every instruction set and for every dtype of weights and KV cache:
 logits behind kept drafts are those of single steps, and so are keys and values once rejected drafts are overwritten.
 """
 

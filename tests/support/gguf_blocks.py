@@ -5,7 +5,7 @@ import re
 import numpy as np
 from torch import Tensor
 
-from quire.formats.gguf.element_types import GGML_TYPES
+from quire.formats.gguf.gguf_file import GGML_TYPES
 from support.gguf_files import Quantize, Stored, as_is
 
 KINDS = {kind.name: kind for kind in GGML_TYPES.values()}

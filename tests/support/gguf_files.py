@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.formats.gguf.element_types import GGML_TYPES
+from quire.formats.gguf.gguf_file import GGML_TYPES
 from quire.formats.gguf.gguf_source import read_gguf
 from quire.model.quantization import QuantizationOptions
 from quire.text.tokenizer import Tokenizer

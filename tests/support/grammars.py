@@ -10,8 +10,8 @@ from quire.core.plan import NewRow, RowDrafts, StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.compiler import GrammarCache
+from quire.decoding.grammars.constrained import TokenizerText, read_vocabulary
 from quire.decoding.grammars.rows import GrammarRows, StepMasks
-from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
 from quire.text.tokenizer import Tokenizer
 
 

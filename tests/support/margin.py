@@ -22,8 +22,7 @@ from quire.core.plan import NewRow
 from quire.core.seeds import branch_seed
 from quire.core.sequence import Request
 from quire.decoding.logits_processors import process_logits
-from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import SamplingState
+from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.back_end import REFERENCE
 from quire.kernels.philox import uniforms
 from quire.kernels.sampling_ops import TORCH

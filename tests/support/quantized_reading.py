@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.core.model_files import read_json_object
-from quire.formats.quantized.parsers import quantization_from_config
+from quire.formats.quantized.method_configs import quantization_from_config
 from quire.formats.quantized.quantized_weights import QuantizedFormat
 from quire.kernels.linear import all_finite
 from quire.kernels.linear_weight import DENSE, LinearWeight

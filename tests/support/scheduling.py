@@ -12,8 +12,7 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
 from quire.core.deltas import SequenceDelta
 from quire.core.errors import InvalidRequestError
-from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan
-from quire.core.plan_codec import decode_plan, decode_result, encode
+from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan, decode_plan, decode_result, encode
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTimes

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers
 
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
+from quire.decoding.grammars.constrained import TokenizerText, read_vocabulary
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.exact_tokenizer import exact_tokenizer_json

@@ -2,13 +2,15 @@
 
 A plan carries changes, not the whole state. The worker keeps one row per running sequence: its tokens, its block table
 and its sampling parameters. A plan fills rows, sets block table entries, and says which rows advance by how many
-tokens, and behind which of these a token is sampled. Both are plain data and can be sent: see quire.core.plan_codec.
+tokens, and behind which of these a token is sampled. Both are plain data and can be sent: see quire.core.plan.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import Struct, field
 
 from quire.core.beam_search_params import BeamSearchParams
@@ -17,6 +19,7 @@ from quire.core.pooling import Pool
 from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepKind, StepTimes
 from quire.core.task import NO_SCOPE, Scope
+from quire.core.token_ids import TokenIds
 
 BlockIds = Sequence[int]  # of a whole table: thousands, so an array
 
@@ -66,7 +69,7 @@ class RowDrafts(NamedTuple):
     """Draft tokens that a row computes at positions [start, start + len(token_ids)), the last ones of its entry.
 
     They are not known tokens: the step samples behind the last known token and behind each draft, and keeps the drafts
-    that equal what was sampled (`quire.decoding.verification`).
+    that equal what was sampled (`quire.execution.row_results`).
     """
 
     row: int
@@ -185,3 +188,34 @@ class StepResult(Struct, frozen=True, array_like=True):
     at_fault: dict[int, str] = field(default_factory=dict)   # the field of each row
     step_s: float | None = None                              # how long the step took; None: it was not measured
     step_ratio: float | None = None                          # measured to predicted, short steps in lots
+
+
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_result_decoder = msgspec.msgpack.Decoder(StepResult)
+
+
+def _builtin(value: object) -> Any:  # noqa: ANN401
+    """Return what stands for an array or for `TokenIds` in msgpack."""
+    if isinstance(value, array):
+        return value.tolist()
+    if isinstance(value, TokenIds):
+        return value.prompt.tolist() + value.output
+    raise NotImplementedError(f"a message with {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_builtin)
+
+
+def encode(message: StepPlan | StepResult) -> bytes:
+    """Return a plan or a result as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_plan(message: bytes) -> StepPlan:
+    """Return the plan that was encoded. Raises msgspec.ValidationError for anything else."""
+    return _plan_decoder.decode(message)
+
+
+def decode_result(message: bytes) -> StepResult:
+    """Return the result that was encoded. Raises msgspec.ValidationError for anything else."""
+    return _result_decoder.decode(message)

@@ -13,8 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.decoding.sampling_batch import SamplingBatch
-from quire.decoding.sampling_state import ALLOWED, BAD_WORDS, BIAS, GRAMMAR, MIN_TOKENS, PENALTIES, TOKEN_LISTS
+from quire.decoding.sampling_state import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    GRAMMAR,
+    MIN_TOKENS,
+    PENALTIES,
+    TOKEN_LISTS,
+    SamplingBatch,
+)
 from quire.kernels.penalties import Penalties
 from quire.kernels.sampling_ops import SamplingOps
 from quire.kernels.upload import upload

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from quire.core.deltas import TokenLogprobs
 from quire.decoding.logits_processors import process_logits
-from quire.decoding.sampling_batch import SamplingBatch
 from quire.decoding.sampling_state import (
     ALLOWED,
     ALLOWED_CANDIDATES,
@@ -39,6 +38,7 @@ from quire.decoding.sampling_state import (
     NAMED_LOGPROBS,
     SAMPLED,
     SCALED,
+    SamplingBatch,
 )
 from quire.kernels.sampling import SamplingInputs
 from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens

@@ -8,10 +8,9 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.core.draft_scratch import ScratchBlocks
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_bytes
-from quire.core.speculation import SpeculationConfig
+from quire.core.speculation import ScratchBlocks, SpeculationConfig
 from quire.engine.formats import read_source, tokenizer_loader
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions

@@ -10,8 +10,7 @@ from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafter import Drafter
 from quire.execution.executor import Executor, LocalExecutor
-from quire.execution.swap_storage import allocate_swap_space
-from quire.execution.swapper import Swapper
+from quire.execution.swapper import Swapper, allocate_swap_space
 from quire.execution.worker import Worker
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots

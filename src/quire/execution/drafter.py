@@ -2,7 +2,7 @@
 
 A worker passes each plan to its drafter before the forward pass, and gets drafts from it after sampling; a drafter with
 a model computes the step's tokens then, too. The drafts are returned to the scheduler with the step's result. A later
-step verifies them (`quire.decoding.verification`), if budget and blocks allow it. The output of a row does not depend
+step verifies them (`quire.execution.row_results`), if budget and blocks allow it. The output of a row does not depend
 on its drafts.
 """
 

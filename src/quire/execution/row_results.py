@@ -3,7 +3,7 @@
 A row without such a result gives the one token that was sampled for it; most steps have no other rows.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import structs
 
@@ -12,9 +12,19 @@ from quire.core.plan import RowResult
 from quire.decoding.grammars.rows import StepMasks
 from quire.decoding.row_grammars import RowProgress
 from quire.decoding.sampler import SampledTokens
-from quire.decoding.verification import num_accepted
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, rows_to_draft
+
+
+def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """Return how many of the drafts equal the sampled tokens, before the first that differs.
+
+    `sampled` has one token more: sample i stands at the position of draft i, the last one behind all drafts.
+    """
+    assert len(sampled) == len(drafts) + 1, f"{len(sampled)} samples for {len(drafts)} drafts"
+    differing = (index for index, draft in enumerate(drafts) if draft != sampled[index])
+    return next(differing, len(drafts))
+
 
 GRAMMAR_FIELD = "structured_outputs"  # of a request, at fault for a failure
 

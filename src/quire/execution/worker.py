@@ -26,13 +26,12 @@ from quire.decoding.sampler import (
     prompt_scores,
     sample,
 )
-from quire.decoding.sampling_batch import SamplingBatch
+from quire.decoding.sampling_state import SamplingBatch
 from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter
-from quire.execution.rates import Rate
 from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
-from quire.execution.step_timer import StepTimer
+from quire.execution.step_timer import Rate, StepTimer
 from quire.execution.swapper import Swapper
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache

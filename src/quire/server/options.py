@@ -23,7 +23,7 @@ from quire.core.options import (
     same_option,
 )
 from quire.core.owner_labels import MAX_LABELS
-from quire.core.structured_outputs_config import StructuredOutputsConfig, parse_config
+from quire.core.structured_outputs import StructuredOutputsConfig, parse_config
 from quire.core.task import MAX_PINNED_PREFIXES
 from quire.engine.options import START_TIMEOUT_S, EngineOptions
 from quire.server.adapter_names import AdapterModule, parse_modules

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.core.draft_scratch import ScratchBlocks
 from quire.core.errors import ConfigError, ModelError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.core.model_files import file_inside, is_gguf
+from quire.core.speculation import ScratchBlocks
 from quire.engine.formats import find_pooler
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine

@@ -12,8 +12,8 @@ from llguidance import LLMatcher
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars import row_state
 from quire.decoding.grammars.compiler import CompiledGrammar, GrammarCache
+from quire.decoding.grammars.constrained import read_vocabulary
 from quire.decoding.grammars.rows import IDLE_STEPS, GrammarRows
-from quire.decoding.grammars.vocabulary import read_vocabulary
 from quire.decoding.row_grammars import RowProgress
 from quire.grammar_writing.writer import grammar_of
 from support.grammars import Vocabulary, allowed, begin, new_row, start, tokenizer_text

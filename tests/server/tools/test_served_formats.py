@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from quire.core.errors import ConfigError
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.decoding.grammars.vocabulary import TokenizerText, read_vocabulary
+from quire.decoding.grammars.constrained import TokenizerText, read_vocabulary
 from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.server.options import ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer

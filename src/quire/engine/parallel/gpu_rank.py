@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from quire.core.errors import ConfigError, EngineError
-from quire.core.plan_codec import decode_plan
+from quire.core.plan import decode_plan
 from quire.engine.devices import graph_sizes_of
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import Channel

@@ -43,7 +43,7 @@ class Allocate(msgspec.Struct, tag="allocate", array_like=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """To a rank: run a plan, encoded by `quire.core.plan_codec`."""
+    """To a rank: run a plan, encoded by `quire.core.plan`."""
 
     plan: bytes
 

@@ -18,7 +18,7 @@ from msgspec import structs
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError, ModelError
 from quire.core.lora import Adapter
-from quire.core.plan_codec import decode_plan
+from quire.core.plan import decode_plan
 from quire.core.version import __version__
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import failed

@@ -24,8 +24,7 @@ from torch import Tensor
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, ModelError, RankLostError
 from quire.core.lora import Adapter
-from quire.core.plan import StepPlan, StepResult
-from quire.core.plan_codec import encode
+from quire.core.plan import StepPlan, StepResult, encode
 from quire.core.version import __version__
 from quire.engine.launcher import SPINS, start_module
 from quire.engine.loading import LoadedModel

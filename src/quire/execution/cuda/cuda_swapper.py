@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.core.plan import BlockCopy, StepPlan
-from quire.execution.rates import Rate
+from quire.execution.step_timer import Rate
 from quire.execution.swapper import CopyBlocks, Swapper
 from quire.model.kv_cache import KVCache
 

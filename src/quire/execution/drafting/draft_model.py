@@ -22,12 +22,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.draft_scratch import MAX_PENDING, ScratchBlocks
-from quire.decoding.sampling_batch import SamplingBatch
+from quire.core.speculation import MAX_PENDING, ScratchBlocks
+from quire.decoding.logits_processors import process_logits
+from quire.decoding.sampling_state import (
+    GRAMMAR,
+    LOGITS_PROCESSED,
+    LOGPROBS,
+    NAMED_LOGPROBS,
+    SAMPLED,
+    SCALED,
+    SamplingBatch,
+)
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
-from quire.execution.drafting.draft_tokens import choose_drafts
 from quire.kernels.kv_quantization import as_bytes
+from quire.kernels.sampling_ops import SamplingOps
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
@@ -192,3 +201,37 @@ class DraftModel:
             blocks = torch.from_numpy(self._scratch[places].reshape(-1).astype(np.int64))
             for tensor in self._cache.tensors:
                 as_bytes(tensor).index_fill_(0, blocks, 0)
+
+
+HALF_WINDOW = 0.1  # by the table above
+_TARGETS_ALONE = np.uint32(GRAMMAR | LOGPROBS | NAMED_LOGPROBS | SCALED)  # features of samples that drafts lack
+
+
+def choose_drafts(
+    samples: SamplingBatch, logits: Tensor, ops: SamplingOps
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return a token for each sample, from logits float32 [num_samples, vocab], and whether its logits were finite.
+
+    Edits `logits`. min_p, top_k and top_p are left out: the tokens that they remove are unlikely drafts.
+    """
+    samples = samples._replace(features=samples.features & ~_TARGETS_ALONE)
+    if samples.wanted & LOGITS_PROCESSED:
+        process_logits(samples, logits, ops)
+    highest, tokens = logits.max(dim=1)
+    sampled = samples.using(SAMPLED)
+    if sampled.size:
+        which = torch.from_numpy(sampled)
+        tokens[which] = _in_window(samples.take(sampled), logits[which] - highest[which, None], ops)
+    return tokens.numpy(), highest.isfinite().numpy()
+
+
+def _in_window(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> Tensor:
+    """Return the token of each sample with the largest share of the window; logits [num_samples, vocab], at most 0."""
+    settings = samples.settings()
+    uniforms = ops.uniforms(settings["seed"], samples.num_tokens - settings["num_prompt_tokens"])
+    centres = torch.from_numpy(uniforms.astype(np.float32))[:, None]
+    probabilities = torch.softmax(logits / torch.from_numpy(settings["temperature"])[:, None], dim=1)
+    uppers = probabilities.cumsum(dim=1)
+    lowers = uppers - probabilities
+    shares = torch.minimum(uppers, centres + HALF_WINDOW) - torch.maximum(lowers, centres - HALF_WINDOW)
+    return shares.argmax(dim=1)

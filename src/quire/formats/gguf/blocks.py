@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.formats.gguf.element_types import GGML_TYPES
+from quire.formats.gguf.gguf_file import GGML_TYPES
 from quire.kernels.cpp.back_end import usable_isas
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

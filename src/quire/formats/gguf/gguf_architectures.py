@@ -9,11 +9,18 @@ from functools import partial
 from typing import NamedTuple
 
 from quire.formats.gguf import families
-from quire.formats.gguf.merged_experts import NAMES
-from quire.formats.gguf.metadata import Metadata
-from quire.formats.gguf.rotary import of_family
-from quire.model.spec import WeightMap
+from quire.formats.gguf.families import of_family
+from quire.formats.gguf.gguf_file import MAX_TENSORS, GGUFFile, Metadata, TensorEntry
+from quire.model.spec import ExpertNames, WeightMap
 
+MAX_ENTRIES = 4 * MAX_TENSORS
+STACKED = {"_exps.weight": 3, "_exps.bias": 2}  # and their dimensions
+SHARED_GATE = ".ffn_gate_inp_shexp.weight"
+EXPERT_NAMES = ExpertNames(
+    router="ffn_gate_inp", expert_in=("ffn_gate.{expert}", "ffn_up.{expert}"), expert_out="ffn_down.{expert}",
+    shared_gate="ffn_gate_inp_shexp", shared_in=("ffn_gate_shexp", "ffn_up_shexp"), shared_out="ffn_down_shexp",
+    stacked=(),
+)  # fmt: skip
 ROPE_FREQS = "rope_freqs.weight"
 QUERY_BIAS = "blk.0.attn_q.bias"
 _LLAMA_WEIGHTS = WeightMap(
@@ -32,7 +39,7 @@ _LLAMA_WEIGHTS = WeightMap(
     head="output",
     harmless=(ROPE_FREQS, *families.ROPE_FACTORS, "attn_rot_embd.weight", "attn.rot_embd"),
 )
-_EXPERT_WEIGHTS = replace(_LLAMA_WEIGHTS, experts=NAMES)
+_EXPERT_WEIGHTS = replace(_LLAMA_WEIGHTS, experts=EXPERT_NAMES)
 _OLMO2_WEIGHTS = replace(_LLAMA_WEIGHTS, attention_norm="post_attention_norm", feed_forward_norm="post_ffw_norm")
 _GEMMA2_WEIGHTS = replace(
     _LLAMA_WEIGHTS, attention_output_norm="post_attention_norm", feed_forward_output_norm="post_ffw_norm"
@@ -113,3 +120,23 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(partial(of_family, family="Qwen3MoeForCausalLM"), _EXPERT_WEIGHTS),
     "gpt-oss": Architecture(families.gpt_oss, _GPT_OSS_WEIGHTS, flags={"attention_bias": QUERY_BIAS}),
 }
+
+
+def with_single_experts(file: GGUFFile) -> dict[str, TensorEntry]:
+    """Return the table with entries of single experts. ModelError for stacked tensors that are none, or too many."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in file.tensors.items():
+        ending = next((ending for ending in STACKED if name.endswith(ending)), None)
+        if ending is None:
+            is_vector = name.endswith(SHARED_GATE) and len(entry.shape) == 1
+            found[name] = entry._replace(shape=(1, *entry.shape)) if is_vector else entry
+            continue
+        stem, count, size = name.removesuffix(ending), entry.shape[0], entry.num_bytes // entry.shape[0]
+        if len(entry.shape) != STACKED[ending] or len(found) + count > MAX_ENTRIES:
+            expected = "[experts, rows, width]" if STACKED[ending] == 3 else "[experts, rows]"
+            limit = f"expected {expected}, of at most {MAX_ENTRIES} tensors of experts in all"
+            raise file.error(f"tensor {name!r} has shape {list(entry.shape)}, {limit}")
+        for number in range(count):
+            place, part = entry.offset + number * size, ending.rpartition(".")[2]
+            found[f"{stem}.{number}.{part}"] = TensorEntry(entry.type, entry.shape[1:], place, size)
+    return found

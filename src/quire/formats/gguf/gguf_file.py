@@ -20,7 +20,53 @@ from numpy.typing import NDArray
 
 from quire.core.errors import ModelError
 from quire.core.model_files import GGUF_MAGIC
-from quire.formats.gguf.element_types import GGML_TYPES, GGMLType
+from quire.model.config_reader import ConfigReader
+
+
+class GGMLType(NamedTuple):
+    """Element type: `block_size` elements are stored in `block_bytes` bytes."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+
+GGML_TYPES: dict[int, GGMLType] = {
+    0: GGMLType("F32", 1, 4),
+    1: GGMLType("F16", 1, 2),
+    2: GGMLType("Q4_0", 32, 18),
+    3: GGMLType("Q4_1", 32, 20),
+    6: GGMLType("Q5_0", 32, 22),
+    7: GGMLType("Q5_1", 32, 24),
+    8: GGMLType("Q8_0", 32, 34),
+    9: GGMLType("Q8_1", 32, 40),
+    10: GGMLType("Q2_K", 256, 84),
+    11: GGMLType("Q3_K", 256, 110),
+    12: GGMLType("Q4_K", 256, 144),
+    13: GGMLType("Q5_K", 256, 176),
+    14: GGMLType("Q6_K", 256, 210),
+    15: GGMLType("Q8_K", 256, 292),
+    16: GGMLType("IQ2_XXS", 256, 66),
+    17: GGMLType("IQ2_XS", 256, 74),
+    18: GGMLType("IQ3_XXS", 256, 98),
+    19: GGMLType("IQ1_S", 256, 50),
+    20: GGMLType("IQ4_NL", 32, 18),
+    21: GGMLType("IQ3_S", 256, 110),
+    22: GGMLType("IQ2_S", 256, 82),
+    23: GGMLType("IQ4_XS", 256, 136),
+    24: GGMLType("I8", 1, 1),
+    25: GGMLType("I16", 1, 2),
+    26: GGMLType("I32", 1, 4),
+    27: GGMLType("I64", 1, 8),
+    28: GGMLType("F64", 1, 8),
+    29: GGMLType("IQ1_M", 256, 56),
+    30: GGMLType("BF16", 1, 2),
+    34: GGMLType("TQ1_0", 256, 54),
+    35: GGMLType("TQ2_0", 256, 66),
+    39: GGMLType("MXFP4", 32, 17),
+    40: GGMLType("NVFP4", 64, 36),
+}
+
 
 VERSIONS = (2, 3)
 MAX_KEYS = 65_536
@@ -302,3 +348,52 @@ def _read_entry(cursor: _Cursor, what: str, alignment: int) -> TensorEntry:
     if offset % alignment:
         raise cursor.error(f"{what} has the offset {offset}, which is not a multiple of the alignment {alignment}")
     return TensorEntry(kind, tuple(sizes[::-1]), offset, num_elements // kind.block_size * kind.block_bytes)
+
+
+class Metadata(ConfigReader):
+    """The metadata of a file's architecture: values by the keys behind its name, with which errors name them."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file, self._prefix = file, f"{architecture}."
+        ours = {key: value for key, value in file.metadata.items() if key.startswith(self._prefix)}
+        super().__init__({key.removeprefix(self._prefix): ours[key] for key in ours}, str(file.path))
+
+    def error(self, message: str) -> ModelError:
+        """Return an error that names the file, with a message that begins with a key."""
+        return super().error(self._prefix + message)
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has a tensor."""
+        return name in self.file.tensors
+
+    def windowed(self, key: str, count: int, every: int) -> list[bool]:
+        """Return, for each of `count` layers, whether it has a window: as a list says, or all but each n-th.
+
+        The key has the list or n; `every` is n where it is missing.
+        """
+        if not isinstance(self.raw(key), MetadataArray):
+            every = self.size(key, every)
+            return [(index + 1) % every != 0 for index in range(count)]
+        found = self.file.numbers(self._prefix + key)
+        if len(found) != count or any(each not in (0, 1) for each in found):
+            raise self.error(f"{key} must be a list of {count} times 0 or 1, got {len(found)} items")
+        return [bool(each) for each in found]
+
+    def divisors(self, name: str, num_pairs: int) -> tuple[float, ...]:
+        """Return a vector of the file: the number by which the frequency of each pair is divided."""
+        if not self.has_tensor(name):
+            raise self.file.error(f"tensor {name} is missing")
+        entry = self.file.tensors[name]
+        if entry.type.name != "F32" or entry.shape != (num_pairs,):
+            found = f"{entry.type.name} of shape {list(entry.shape)}"
+            raise self.file.error(f"tensor {name} must be F32 of shape {[num_pairs]}, and is {found}")
+        divisors = struct.unpack_from(f"<{num_pairs}f", self.file.map, entry.offset)
+        if not all(math.isfinite(each) and each > 0 for each in divisors):
+            raise self.file.error(f"tensor {name} has values that are not above 0")
+        return divisors
+
+    def rows(self, name: str) -> int:
+        """Return the rows of a tensor, which must be there."""
+        if not self.has_tensor(name):
+            raise self.file.error(f"tensor {name} is missing")
+        return self.file.tensors[name].shape[0]

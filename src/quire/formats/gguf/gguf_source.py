@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.formats.gguf.gguf_architectures import with_single_experts
 from quire.formats.gguf.gguf_config import (
     gguf_eos_token_ids,
     permuted_tensors,
@@ -15,7 +16,6 @@ from quire.formats.gguf.gguf_config import (
 )
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_quantization import gguf_quantization
-from quire.formats.gguf.merged_experts import with_single_experts
 from quire.model.config import dtype_name, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.spec import DecoderSpec

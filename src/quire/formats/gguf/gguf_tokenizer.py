@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from quire.formats.gguf.end_texts import CONTROL_TEXTS
+from quire.formats.gguf.gguf_config import CONTROL_TEXTS
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TextSettings, default_and_tool_template
 from quire.text.tokenizer_formats.byte_level_bpe import QWEN2_SPLIT

@@ -13,8 +13,8 @@ MXFP6, uint8 exponents).
 import torch
 from torch import Tensor
 
-from quire.formats.quantized.mxfp4 import E2M1
-from quire.formats.quantized.plain import row_scales
+from quire.formats.quantized.packed_weights import E2M1
+from quire.formats.quantized.plain_weights import row_scales
 from quire.formats.quantized.stored_weights import StoredModule, num_words, unpacked, unpacked_bits
 from quire.kernels.linear_weight import CODEBOOK4, LinearWeight
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.formats.quantized.folder_quantization import FolderQuantization, folder_quantization
-from quire.formats.quantized.parsers import quantization_from_config
+from quire.formats.quantized.method_configs import quantization_from_config
 from quire.formats.quantized.schemes import StoredQuantization
 from quire.model.config import read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE

@@ -11,12 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.formats.quantized.awq import read_awq
 from quire.formats.quantized.compressed_tensors import read_float_codes, read_packed
 from quire.formats.quantized.folder_quantization import FolderQuantization, weight_scheme
-from quire.formats.quantized.gptq import read_gptq
-from quire.formats.quantized.mxfp4 import read_mxfp4
-from quire.formats.quantized.plain import read_plain
+from quire.formats.quantized.packed_weights import read_awq, read_gptq, read_mxfp4
+from quire.formats.quantized.plain_weights import read_plain
 from quire.formats.quantized.schemes import Storage, StoredQuantization, StoredScheme
 from quire.formats.quantized.stored_weights import StoredModule
 from quire.kernels.embedding import Table

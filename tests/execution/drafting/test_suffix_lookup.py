@@ -14,7 +14,7 @@ from quire.core.speculation import parse_speculation
 from quire.core.task import NO_SCOPE, Scope
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.drafters import make_lookup
-from quire.execution.drafting.suffix import GAP, RULES, RecentOutputs
+from quire.execution.drafting.lookups import GAP, RULES, RecentOutputs
 from quire.kernels.cpp.back_end import usable_isas
 
 PHRASE = list(range(100, 140))

@@ -10,10 +10,9 @@ import pytest
 
 from quire.execution.batch import IntArray, StepInputs
 from quire.execution.drafter import DraftRows
-from quire.execution.drafting.lengths import MIN_GAIN, PAUSES, AdaptiveLength
-from quire.execution.drafting.lookup import LookupDrafter
-from quire.execution.drafting.ngram import NgramLookup
-from quire.execution.drafting.step_cost import PRODUCTS_PER_BYTE, StepCost
+from quire.execution.drafting.draft_lengths import MIN_GAIN, PAUSES, PRODUCTS_PER_BYTE, AdaptiveLength, StepCost
+from quire.execution.drafting.drafters import LookupDrafter
+from quire.execution.drafting.lookups import NgramLookup
 from quire.model.weight_counts import ExpertReads
 
 MAX_DRAFTS = 8

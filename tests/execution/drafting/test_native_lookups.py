@@ -12,11 +12,9 @@ from quire.core.speculation import SpeculationConfig
 from quire.core.task import Scope
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
-from quire.execution.drafting.drafters import make_lookup
-from quire.execution.drafting.lengths import AdaptiveLength
-from quire.execution.drafting.lookup import Lookup, LookupDrafter
-from quire.execution.drafting.step_cost import StepCost
-from quire.execution.drafting.suffix import Rules, ScopedLookup, SuffixTexts
+from quire.execution.drafting.draft_lengths import AdaptiveLength, StepCost
+from quire.execution.drafting.drafters import Lookup, LookupDrafter, make_lookup
+from quire.execution.drafting.lookups import Rules, ScopedLookup, SuffixTexts
 from quire.kernels.cpp.back_end import usable_isas
 
 NUM_ROWS = 6

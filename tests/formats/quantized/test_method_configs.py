@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.errors import ConfigError, ModelError
 from quire.formats.quantized.folder_quantization import folder_quantization
-from quire.formats.quantized.parsers import quantization_from_config
+from quire.formats.quantized.method_configs import quantization_from_config
 from quire.formats.quantized.schemes import StoredQuantization, StoredScheme
 from quire.model.quantization import (
     WHOLE_ROW,
