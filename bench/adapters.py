@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.cli.bench.machine import machine_facts
 from quire.core.model_files import read_json_object
+from quire_lab.bench.machine import machine_facts
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT_LEN = 16

@@ -95,7 +95,7 @@ class Worker:
     def control_plane(self) -> list[float]:
         """Return the seconds per step of scheduler, batch preparation and token handling."""
         steps, (num_seqs, *sizes) = CONTROL_PLANE_STEPS, CONTROL_PLANE
-        engine = importlib.import_module("quire.cli.bench.control_plane").decoding_engine(num_seqs, steps, *sizes)
+        engine = importlib.import_module("quire_lab.bench.control_plane").decoding_engine(num_seqs, steps, *sizes)
         begun = _clocks()
         for _ in range(steps):
             engine.step()

@@ -22,9 +22,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.bench.machine import machine_facts
-from quire.sim.statistics import Spread, spread
-from quire.sim.workloads import random_workload
+from quire_lab.bench.machine import machine_facts
+from quire_lab.sim.statistics import Spread, spread
+from quire_lab.sim.workloads import random_workload
 from side_by_side.workloads import peer_workloads
 
 QUIRE = (sys.executable, "-c", "from quire.cli.main import main; main()")

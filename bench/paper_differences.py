@@ -17,16 +17,16 @@ import numpy as np
 import typer
 
 from quire.core.plan import StepPlan
-from quire.paper import runs
-from quire.paper.runs import FASTER_TRANSFORMER, MAX, ORACLE, PAGED, QUIRE, SYSTEMS, Point
-from quire.paper.serving import SUSTAINED_S
 from quire.scheduling import admission
-from quire.sim.cost import CostModel
-from quire.sim.datasets import DATASETS, due_times, workload
-from quire.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
-from quire.sim.models import read_model, set_up
-from quire.sim.simulation import Answer, SimulatedRun, Simulation
-from quire.sim.workloads import Lengths, WorkItem, with_random_prompts
+from quire_lab.paper import runs
+from quire_lab.paper.runs import FASTER_TRANSFORMER, MAX, ORACLE, PAGED, QUIRE, SYSTEMS, Point
+from quire_lab.paper.serving import SUSTAINED_S
+from quire_lab.sim.cost import CostModel
+from quire_lab.sim.datasets import DATASETS, due_times, workload
+from quire_lab.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
+from quire_lab.sim.models import read_model, set_up
+from quire_lab.sim.simulation import Answer, SimulatedRun, Simulation
+from quire_lab.sim.workloads import Lengths, WorkItem, with_random_prompts
 
 CLOSE = 1.05  # two rates, one over the other
 Make = Callable[[int], list[WorkItem]]

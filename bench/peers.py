@@ -35,8 +35,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.bench.machine import client_facts
-from quire.sim.workloads import WorkItem, token_id_workload
+from quire_lab.bench.machine import client_facts
+from quire_lab.sim.workloads import WorkItem, token_id_workload
 from side_by_side import roster, table
 from side_by_side.calibration import Calibration
 from side_by_side.contest import Contest, ContestRecord

@@ -20,10 +20,10 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from quire.cli.bench.control_plane import decoding_engine
-from quire.cli.bench.machine import client_facts
 from quire.core.config import CacheConfig
 from quire.engine.engine import Engine
+from quire_lab.bench.control_plane import decoding_engine
+from quire_lab.bench.machine import client_facts
 from without_model import InOrder, engine_without_model, request_of, run_all
 
 PROMPT_LEN, OUTPUT_LEN, BLOCK_SIZE = 128, 128, 16

@@ -32,12 +32,12 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from quire.cli.bench.machine import client_facts
 from quire.core.config import CacheConfig
 from quire.core.sequence import Request
-from quire.sim.datasets import DATA_FOLDER
-from quire.sim.traces import HASH_SPAN, TraceRow, read_trace
-from quire.sim.workloads import open_text
+from quire_lab.bench.machine import client_facts
+from quire_lab.sim.datasets import DATA_FOLDER
+from quire_lab.sim.traces import HASH_SPAN, TraceRow, read_trace
+from quire_lab.sim.workloads import open_text
 from without_model import OUTPUT_TOKEN, Clients, InOrder, engine_without_model, request_of, run_all
 
 CHATS = "sharegpt_sample_turns.csv.gz"

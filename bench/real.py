@@ -219,8 +219,8 @@ class Binding(Child):
 def answer(model: str) -> None:
     """Load a file and run what lines of the standard input name; answer each with a time. The child of `Quire`."""
     from quire import LLM  # noqa: PLC0415 (the parent needs none)
-    from quire.cli.bench.passes import latency_pass  # noqa: PLC0415
-    from quire.sim.workloads import WorkItem  # noqa: PLC0415
+    from quire_lab.bench.passes import latency_pass  # noqa: PLC0415
+    from quire_lab.sim.workloads import WorkItem  # noqa: PLC0415
 
     drawn = random.Random(0)
 

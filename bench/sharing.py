@@ -23,15 +23,15 @@ import typer
 
 from beams import Lengths, beam_request, model_engine, random_scores, written_prompts
 from quire import LLM
-from quire.cli.bench.machine import client_facts
 from quire.core.config import CacheConfig
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
-from quire.paper.plots import Lines, drawn, rendered
-from quire.paper.runs import Meter
-from quire.sim.datasets import DATA_FOLDER, DATASETS
-from quire.sim.workloads import fitting
+from quire_lab.bench.machine import client_facts
+from quire_lab.paper.plots import Lines, drawn, rendered
+from quire_lab.paper.runs import Meter
+from quire_lab.sim.datasets import DATA_FOLDER, DATASETS
+from quire_lab.sim.workloads import fitting
 from without_model import InOrder, always_the_same, engine_without_model, request_of, run_all
 
 BLOCK_SIZE = 16

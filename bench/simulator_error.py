@@ -2,7 +2,7 @@
 
 Rounds of calibrating and serving, in turn; then the machine is fitted to the medians of all rounds, every load is
 simulated on it, and the results are printed beside the medians of the measurements. Both run the same loop
-(`quire.sim.simulation`): the same scheduler and cache, once with the model and once with the cost model.
+(`quire_lab.sim.simulation`): the same scheduler and cache, once with the model and once with the cost model.
 
     python bench/simulator_error.py [MODEL] --rounds 5
     OMP_NUM_THREADS=1 python bench/simulator_error.py [MODEL] --cpu-time    # on a machine that others use, too
@@ -17,19 +17,19 @@ import numpy as np
 import typer
 
 from quire import LLM
-from quire.cli.bench.calibrate import time_steps
-from quire.cli.bench.machine import machine_facts
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.host_memory import free_memory_bytes
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.executor import Executor
-from quire.sim.calibration import StepSize, fit_hardware, step_sizes
-from quire.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
-from quire.sim.datasets import DATA_FOLDER, due_times, workload
-from quire.sim.models import read_model
-from quire.sim.simulation import SimulatedRun, Simulation, paged_scheduler
-from quire.sim.statistics import latencies
-from quire.sim.workloads import WorkItem, renewed
+from quire_lab.bench.calibrate import time_steps
+from quire_lab.bench.machine import machine_facts
+from quire_lab.sim.calibration import StepSize, fit_hardware, step_sizes
+from quire_lab.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
+from quire_lab.sim.datasets import DATA_FOLDER, due_times, workload
+from quire_lab.sim.models import read_model
+from quire_lab.sim.simulation import SimulatedRun, Simulation, paged_scheduler
+from quire_lab.sim.statistics import latencies
+from quire_lab.sim.workloads import WorkItem, renewed
 
 NUM_BLOCKS, MAX_SEQS, MAX_LEN = 2048, 64, 2048
 Figures = dict[str, float]

@@ -39,7 +39,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.cli.bench.machine import machine_facts
 from quire.core.config import CacheConfig
 from quire.core.plan import NewRow, StepPlan
 from quire.core.sequence import Request
@@ -59,6 +58,7 @@ from quire.execution.row_results import num_accepted
 from quire.execution.worker import Worker
 from quire.model.resolve import DEMO_MODEL
 from quire.text.tokenizer import Tokenizer
+from quire_lab.bench.machine import machine_facts
 from random_models import QWEN2_5_0_5B, QWEN2_5_7B, random_draft_model, random_model
 from without_model import engine_without_model
 

@@ -20,8 +20,8 @@ import typer
 
 from adapters import write_adapter
 from quire import LLM, LoRARequest, SamplingParams
-from quire.cli.bench.machine import machine_facts
 from quire.kernels.cpp.back_end import usable_isas
+from quire_lab.bench.machine import machine_facts
 
 PROMPTS, OUTPUTS, CHUNKS = (4, 16, 60, 200, 700, 1500, 3000, 8000), (10, 50, 200), (8, 16, 32, 64, 128, 256, 512)
 MOST_REQUESTS, ARRIVAL_RATE, STEPS_PER_CHUNK = 12, 0.08, 40

@@ -24,13 +24,13 @@ import torch
 import typer
 
 from quire import LLM
-from quire.cli.bench.machine import machine_facts
-from quire.cli.bench.passes import latency_pass
 from quire.engine.parallel.rank_set import RankSet
 from quire.model.sharding import Mode
 from quire.model.source import read_folder
-from quire.sim.cost import Exchanges
-from quire.sim.workloads import WorkItem
+from quire_lab.bench.machine import machine_facts
+from quire_lab.bench.passes import latency_pass
+from quire_lab.sim.cost import Exchanges
+from quire_lab.sim.workloads import WorkItem
 
 WAYS = ("process", "gather", "reduce")
 MIB = 1 << 20

@@ -10,13 +10,13 @@ from inspect import get_annotations
 
 from page_tables import Page, table
 from quire.cli.deploy import ClusterFlags
-from quire.cli.paper.command import PaperFlags
-from quire.cli.plan import DeviceFlags
 from quire.cli.run_batch.command import BatchFlags
-from quire.cli.simulate import LoadFlags
 from quire.core.options import SIZE, Declared, declared_options
 from quire.engine.options import EngineOptions
 from quire.server.options import Limits, ServerOptions
+from quire_lab.paper.command import PaperFlags
+from quire_lab.plan import DeviceFlags
+from quire_lab.simulate import LoadFlags
 
 WIDTH = 120                      # characters of a line that is not a table's
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ROOT / "src/quire"
+SOURCES = ROOT / "src"
+ENGINE = SOURCES / "quire"
 READING_GUIDE = ROOT / "docs/reading-guide.md"
 
 MAX_ATTRIBUTES = 15
@@ -24,22 +25,23 @@ QUESTIONS = re.compile(r"(?:Who|Whom|Whose|What|Whether|How|Why|Where|When|From|
 
 
 def modules(sources: Path = SOURCES) -> dict[str, Path]:
-    """Return the path of each module of the package in the folder `sources`, by its full name."""
+    """Return the path of each module of the packages in the folder `sources`, by its full name."""
     return {module_name(path, sources): path for path in sorted(sources.rglob("*.py"))}
 
 
 def module_name(path: Path, sources: Path) -> str:
     """Return the dotted name of a source file."""
-    parts = path.relative_to(sources.parent).with_suffix("").parts
+    parts = path.relative_to(sources).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def named_files(text: str) -> list[Path]:
     """Return the Python files that a text names, each once, in order; a bare name is in the last one's folder."""
     files: dict[Path, None] = {}
-    folder = SOURCES
+    folder = ENGINE
     for name in re.findall(r"`([\w/]+(?:\.py|/))`", text):
-        path = SOURCES / name if "/" in name or (SOURCES / name).exists() else folder / name
+        base = SOURCES if name.startswith("quire_") else ENGINE
+        path = base / name if "/" in name or (base / name).exists() else folder / name
         folder = path if name.endswith("/") else path.parent
         if path.suffix == ".py":
             files[path] = None

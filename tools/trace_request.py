@@ -41,7 +41,7 @@ BODY = {"model": "quire-demo", "prompt": "def add(", "max_tokens": 2, "temperatu
 HOST = "127.0.0.1"
 TURNS = 12  # of which the shortest counts: two messages may arrive in one read, or a heartbeat between them
 
-SOURCES = str(Path(quire.__file__).parent)
+SOURCES = f"{Path(quire.__file__).parent}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def recorded() -> Iterator[list[Call]]:
     def note(frame, event: str, argument: object) -> None:  # noqa: ANN001 (a frame)
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(SOURCES):
-            calls.append(Call(code.co_filename[len(SOURCES) + 1 :], code.co_qualname))
+            calls.append(Call(code.co_filename[len(SOURCES) :], code.co_qualname))
 
     threading.setprofile(note)
     sys.setprofile(note)

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from quire.sim.statistics import latencies
-from quire.sim.workloads import WorkItem, renewed
+from quire_lab.sim.statistics import latencies
+from quire_lab.sim.workloads import WorkItem, renewed
 from side_by_side.calibration import Calibration
 from side_by_side.engines import Answers, Engine, EngineFailedError, EngineSpec
 from side_by_side.process_tree import cpu_ticks, steal_share

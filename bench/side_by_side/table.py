@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from quire.sim.statistics import Spread, spread
+from quire_lab.sim.statistics import Spread, spread
 from side_by_side.contest import ContestRecord, Run
 from side_by_side.roster import OURS, OURS_UNCACHED, OURS_UNQUANTIZED
 

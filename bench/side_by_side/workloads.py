@@ -7,7 +7,7 @@ and of chats. Ids are those of plain tokens of a vocabulary of 32,000.
 import math
 import random
 
-from quire.sim.workloads import WorkItem
+from quire_lab.sim.workloads import WorkItem
 
 SEED = 20260101
 FIRST_ID, END_ID = 300, 31_999

@@ -46,7 +46,7 @@ from quire.engine.requests.output_processor import OutputKind
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
-from quire.vllm_arguments.translation import engine_settings
+from quire_vllm.translation import engine_settings
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from quire import LLM
-from quire.cli.bench.passes import watched_pass
-from quire.sim.datasets import DATA_FOLDER
-from quire.sim.workloads import length_workload
+from quire_lab.bench.passes import watched_pass
+from quire_lab.sim.datasets import DATA_FOLDER
+from quire_lab.sim.workloads import length_workload
 
 LENGTHS = DATA_FOLDER / "sharegpt_sample_turns.csv.gz"
 BLOCK_SIZE = 16

@@ -7,7 +7,6 @@ from itertools import count
 
 import pytest
 
-from quire.cache.baselines.buddy_pool import BuddyPool
 from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import MemoryPolicy
@@ -16,6 +15,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.task import BeamSearch
 from quire.engine.engine import Engine
 from quire.scheduling import result_recorder
+from quire_lab.baselines.buddy_pool import BuddyPool
 from support.fake_executor import FakeExecutor
 from support.scheduling import Harness, make_request
 

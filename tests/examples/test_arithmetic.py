@@ -9,10 +9,10 @@ from quire.core.kv_dtypes import ELEMENT_BYTES
 from quire.engine.schedulers import make_cache
 from quire.model.sharding import Shard
 from quire.model.spec import DecoderSpec
-from quire.sim.datasets import DATA_FOLDER, DATASETS
-from quire.sim.footprint import kv_bytes_per_token
-from quire.sim.models import read_model
-from quire.sim.workloads import read_columns, read_lengths
+from quire_lab.sim.datasets import DATA_FOLDER, DATASETS
+from quire_lab.sim.footprint import kv_bytes_per_token
+from quire_lab.sim.models import read_model
+from quire_lab.sim.workloads import read_columns, read_lengths
 from support.zero_model import spec_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

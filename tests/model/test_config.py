@@ -10,7 +10,7 @@ from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.spec import DecoderSpec
-from quire.sim.footprint import kv_bytes_per_token
+from quire_lab.sim.footprint import kv_bytes_per_token
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,7 @@ from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.ranks import Ranks
 from quire.model.source import read_folder
-from quire.sim.footprint import weight_bytes
+from quire_lab.sim.footprint import weight_bytes
 from support.pairwise import covering
 from support.random_parameters import randomize
 from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks

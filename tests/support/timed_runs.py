@@ -17,9 +17,9 @@ from quire.engine.schedulers import make_scheduler
 from quire.execution.step_timer import StepTimer
 from quire.scheduling.policies import AGEING_STEPS
 from quire.scheduling.time_budget import MOST_STEPS
-from quire.sim.executor import SimulatedExecutor
-from quire.sim.simulation import Answer, Simulation
-from quire.sim.workloads import WorkItem
+from quire_lab.sim.executor import SimulatedExecutor
+from quire_lab.sim.simulation import Answer, Simulation
+from quire_lab.sim.workloads import WorkItem
 from support.scheduling import make_request
 
 BLOCK_SIZE = 4

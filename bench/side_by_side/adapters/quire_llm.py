@@ -4,8 +4,8 @@ from protocol import Loaded, Request, Settings, obey
 
 import quire
 from quire import LLM
-from quire.cli.bench.passes import latency_pass
-from quire.sim.workloads import WorkItem
+from quire_lab.bench.passes import latency_pass
+from quire_lab.sim.workloads import WorkItem
 
 
 def load(settings: Settings) -> Loaded:

@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from quire.cli.flag_groups import VLLM_FLAGS
 from quire.cli.service_variables import drop_service_variables
-from quire.cli.vllm_flags import VllmFlags, variable_of
+from quire_vllm.flags import VllmFlags, variable_of
 
 
 class Command(TyperCommand):

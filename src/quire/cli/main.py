@@ -59,13 +59,13 @@ def _chat() -> Callable[..., object]:
 
 
 def _plan() -> Callable[..., object]:
-    from quire.cli.plan import plan  # noqa: PLC0415
+    from quire_lab.plan import plan  # noqa: PLC0415
 
     return plan
 
 
 def _simulate() -> Callable[..., object]:
-    from quire.cli.simulate import simulate  # noqa: PLC0415
+    from quire_lab.simulate import simulate  # noqa: PLC0415
 
     return simulate
 
@@ -77,13 +77,13 @@ def _deploy() -> Callable[..., object]:
 
 
 def _paper() -> Callable[..., object]:
-    from quire.cli.paper.command import paper  # noqa: PLC0415
+    from quire_lab.paper.command import paper  # noqa: PLC0415
 
     return paper
 
 
 def _bench() -> typer.Typer:
-    from quire.cli.bench.commands import bench  # noqa: PLC0415
+    from quire_lab.bench.commands import bench  # noqa: PLC0415
 
     return bench
 

@@ -7,7 +7,7 @@ ignored with a warning. Any other value that a flag cannot have is an error that
 import re
 from collections.abc import Iterable, MutableMapping
 
-from quire.cli.vllm_flags import PREFIX, variable_of
+from quire_vllm.flags import PREFIX, variable_of
 
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")

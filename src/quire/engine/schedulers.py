@@ -3,20 +3,20 @@
 from collections.abc import Callable
 from functools import partial
 
-from quire.cache.baselines.contiguous import ContiguousManager
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_cache.cache import PrefixCache
 from quire.cache.prefixes import Prefixes
 from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.sequence import Request
-from quire.scheduling.baselines.static_batching import make_baseline
 from quire.scheduling.beam_search.searches import BeamSearches
 from quire.scheduling.client_shares.policies import block_shares, fair_order
 from quire.scheduling.parts import SchedulerParts
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.waiting_lines import Lack
+from quire_lab.baselines.contiguous import ContiguousManager
+from quire_lab.baselines.static_batching import make_baseline
 
 
 def make_scheduler(

@@ -19,11 +19,11 @@ from quire.execution.cuda.cuda_memory import pinned_bytes
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_geometry import KVGeometry
 from quire.model.sharding import Shard
-from quire.sim.footprint import weight_bytes
-from quire.sim.hardware import Hardware
-from quire.sim.models import read_model
-from quire.sim.packing import PLAIN_PACKING
-from quire.sim.planning import plan_memory
+from quire_lab.sim.footprint import weight_bytes
+from quire_lab.sim.hardware import Hardware
+from quire_lab.sim.models import read_model
+from quire_lab.sim.packing import PLAIN_PACKING
+from quire_lab.sim.planning import plan_memory
 from support.imitated_ranks import Answers, Case, Fault, answer, run_imitated
 from support.peft_folders import write_adapter
 from support.random_folder import MIXTURE, write_random_folder

@@ -16,9 +16,9 @@ from quire.engine.options import EngineOptions
 from quire.engine.parallel import rank_set as leader
 from quire.engine.parallel.rank_set import RankedModel, RankSet
 from quire.kernels.cpp.back_end import usable_isas
-from quire.sim.hardware import Hardware
-from quire.sim.models import read_model
-from quire.sim.planning import plan_memory
+from quire_lab.sim.hardware import Hardware
+from quire_lab.sim.models import read_model
+from quire_lab.sim.planning import plan_memory
 from support.faults import raising
 from support.peft_folders import ALL, write_adapter
 from support.random_folder import MIXTURE, write_random_folder

@@ -2,7 +2,7 @@
 
 from quire.formats.gguf.gguf_quantization import GGUFQuantization
 from quire.model.quantization import WeightScheme
-from quire.sim.footprint import weight_bytes
+from quire_lab.sim.footprint import weight_bytes
 from support.zero_model import spec_of
 
 

@@ -13,7 +13,7 @@ from quire.engine.formats import read_source
 from quire.kernels.back_end import BackEnd
 from quire.model.loader import load_model
 from quire.model.quantization import QuantizationOptions
-from quire.sim.footprint import weight_bytes
+from quire_lab.sim.footprint import weight_bytes
 from support.thread_ranks import assert_ranks_have_the_bits_of_one
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -19,7 +19,7 @@ from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from quire.model.ranks import Ranks
-from quire.sim.footprint import weight_bytes
+from quire_lab.sim.footprint import weight_bytes
 from support.pairwise import covering
 from support.quantized_folder import (
     INNER,

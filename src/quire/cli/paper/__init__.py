@@ -1,1 +1,0 @@
-"""`quire paper`: the figures of the paper, simulated and measured."""

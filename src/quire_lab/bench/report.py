@@ -1,0 +1,84 @@
+"""Report of figures: a table for readers, and JSON with the same names for programs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quire_lab.bench.flags import WorkloadFlags
+from quire_lab.sim.statistics import Distribution, Spread, Timeline, latencies, spread
+from quire_lab.sim.workloads import WorkItem
+
+Record = dict[str, Any]
+
+
+def spread_record(repeats: Mapping[str, Sequence[float]]) -> Record:
+    """Return the spread of every figure over its repeats, and the repeats."""
+    return {"figures": {name: spread(values)._asdict() for name, values in repeats.items()}, "repeats": repeats}
+
+
+def latency_record(passes: Sequence[Sequence[Timeline]]) -> Record:
+    """Return latencies over all repeats, each one's spread of medians, tokens per second, and the repeats."""
+    repeats = [{name: values._asdict() for name, values in latencies(timelines).items()} for timelines in passes]
+    pooled = latencies([timeline for timelines in passes for timeline in timelines])
+    return {
+        "figures": {name: values._asdict() for name, values in pooled.items()},
+        "p50_over_repeats": {name: spread([repeat[name]["p50"] for repeat in repeats])._asdict() for name in pooled},
+        "tokens_per_s": spread([_tokens_per_s(timelines) for timelines in passes])._asdict(),
+        "repeats": repeats,
+    }
+
+
+def _tokens_per_s(timelines: Sequence[Timeline]) -> float:
+    num_tokens = sum(len(timeline.token_times_s) for timeline in timelines)
+    return num_tokens / max(timeline.token_times_s[-1] for timeline in timelines)
+
+
+def workload_record(items: Sequence[WorkItem], flags: WorkloadFlags) -> Record:
+    """Return what was run, in numbers."""
+    return {
+        "source": flags.workload if flags.name is None else f"{flags.workload} {flags.name}",
+        "num_requests": len(items),
+        "num_prompt_tokens": sum(len(item.prompt_token_ids) for item in items),
+        "num_output_tokens": sum(item.output_len for item in items),
+    }
+
+
+def write_json(path: Path | None, record: Record) -> None:
+    """Write the record, or nothing without a path."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def print_tables(title: str, columns: Sequence[str], figures: Mapping[str, Mapping[str, float]], facts: Record) -> None:
+    """Print the figures, one row each, and the facts below them."""
+    table = Table("", *columns, title=title, title_justify="left")
+    for name, values in figures.items():
+        table.add_row(name, *(f"{values[column]:.4g}" for column in columns))
+    Console().print(table)
+    for name, values in facts.items():
+        print_line(f"{name}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()))
+
+
+def print_rows(title: str, rows: Mapping[str, object]) -> None:
+    """Print names with what is to be said of each."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in rows.items():
+        table.add_row(name, _short(value))
+    Console().print(table)
+
+
+def print_line(text: str) -> None:
+    """Print a line without markup."""
+    Console().print(text, highlight=False, markup=False)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+DISTRIBUTION_COLUMNS = Distribution._fields
+SPREAD_COLUMNS = Spread._fields

@@ -1,0 +1,288 @@
+"""Memory planning before any weight is loaded, from config.json and the headers of safetensors files. Loads no torch.
+
+Shapes and block arithmetic are the engine's own (`model/shapes.py`, `engine/sizing.py`). Workspaces are an upper
+estimate: the widest activations of a full step, and logits for every sequence.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.errors import ConfigError, ModelError
+from quire.core.kv_dtypes import QUANTIZED
+from quire.core.model_files import file_inside, is_gguf
+from quire.core.speculation import ScratchBlocks
+from quire.engine.formats import find_pooler
+from quire.engine.options import EngineOptions
+from quire.engine.sizing import ModelLimits, size_engine
+from quire.model.quantization import UNQUANTIZED
+from quire.model.sharding import Mode, Shard, check_shardable
+from quire.model.spec import widest_window
+from quire.model.weight_counts import expert_reads, num_parameters
+from quire_lab.sim.cost import ExchangeMode, Exchanges, exchange_mode
+from quire_lab.sim.footprint import stored_kv_bytes_per_token, weight_bytes
+from quire_lab.sim.hardware import Hardware
+from quire_lab.sim.models import Model
+from quire_lab.sim.packing import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
+
+MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of one device. All bytes are of one device, also with tensor parallelism.
+
+    With several engines (`data_parallel_size`) all but `memory_bytes` are of one of them.
+    """
+
+    model: str
+    hardware: str
+    dtype: str
+    kv_cache_dtype: str
+    num_devices: int
+    num_ranks: int  # of tensor parallelism on a CPU, which hold the weights and the cache together
+    num_engines: int
+    num_parameters: int
+    quantization: str            # in words; empty: none
+    memory_bytes: int
+    weight_bytes: int
+    token_weight_bytes: int      # that a step of one token reads: of experts, those that it uses
+    has_experts: bool
+    workspace_bytes: int
+    table_bytes: int             # block tables and tokens of the running sequences, in host memory
+    kv_bytes_per_token: int      # of the draft model, too
+    draft_weight_bytes: int      # of a draft model; not in `weight_bytes`
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    num_fitting: dict[int, int]  # requests at once, by their context length
+    binds: str
+    windows: str                 # in words; empty: no layer has one
+    exchanges: Exchanges         # between ranks or devices in a step of one token; zeros: there is one
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.cache.num_blocks * self.cache.block_size * self.kv_bytes_per_token
+
+
+def plan_memory(
+    model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1, draft: Model | None = None
+) -> MemoryPlan:
+    """Return the plan. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be.
+
+    `num_devices`: alike GPUs with tensor parallelism; on a CPU, processes of the one machine, counted together.
+    `draft`: the draft model of `options.speculation`; it is kept whole on each device.
+    """
+    spec, packing = model.spec, _packing(hardware)
+    kv_dtype = packing.kernel_dtype(model.dtype) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    num_seqs = options.resolved_max_num_seqs
+    num_ranks = num_devices if hardware.device == "cpu" else 1
+    num_devices //= num_ranks
+    mode = options.tensor_parallel_mode_on(hardware.device)
+    if num_devices * num_ranks > 1:
+        check_shardable(spec, num_devices * num_ranks, mode)
+    held = _held_bytes(model, packing, kv_dtype, None if num_devices == 1 else Shard(0, num_devices, mode))
+    if num_ranks > 1:
+        held = _held_by_ranks(model, kv_dtype, num_ranks, mode)
+    token_bytes, weights, token_weights = held
+    draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
+    token_bytes += draft_token_bytes
+    windows = [*spec.windows, *(() if draft is None else draft.spec.windows)]  # both models' layers share the blocks
+    workspaces, num_engines = _workspace_bytes(model, options, num_devices), options.data_parallel_size
+    free_bytes = _free_bytes(model, hardware, options, num_devices, weights + draft_bytes, workspaces)
+    if hardware.device == "cuda" and options.kv_cache_memory is None:
+        options = replace(options, kv_cache_memory=free_bytes)
+    longest = _default_positions(model, options)
+    limits = ModelLimits(
+        spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=longest,
+        scratch_bytes=scratch_bytes, num_swap_shares=num_devices,
+    )  # fmt: skip
+    cache, scheduler = size_engine(options, limits, free_bytes)
+    kv_bytes = cache.num_blocks * cache.block_size * token_bytes * num_engines
+    if kv_bytes > free_bytes:
+        raise ConfigError(f"KV caches of {num_engines} engines take {kv_bytes} bytes, but {free_bytes} are free")
+    length = scheduler.max_model_len
+    return MemoryPlan(
+        model=model.name,
+        hardware=hardware.name,
+        dtype=model.dtype,
+        kv_cache_dtype=kv_dtype,
+        num_devices=num_devices,
+        num_ranks=num_ranks,
+        num_engines=num_engines,
+        num_parameters=num_parameters(spec),
+        quantization="" if model.quantization == UNQUANTIZED else str(model.quantization),
+        memory_bytes=int(hardware.memory_bytes),
+        weight_bytes=weights,
+        token_weight_bytes=token_weights,
+        has_experts=expert_reads(spec) is not None,
+        workspace_bytes=workspaces,
+        table_bytes=4 * num_seqs * (length + math.ceil(length / cache.block_size)),
+        kv_bytes_per_token=token_bytes,
+        draft_weight_bytes=draft_bytes,
+        cache=cache,
+        scheduler=scheduler,
+        num_fitting=_num_fitting_by_length(cache, length, num_seqs),
+        binds=_what_binds(cache, scheduler, options.max_model_len or longest),
+        windows=describe_windows(windows),
+        exchanges=_exchanges(model, packing, num_devices * num_ranks, exchange_mode(mode, hardware.device)),
+    )
+
+
+def _default_positions(model: Model, options: EngineOptions) -> int:
+    """Return the default of `max_model_len`: of a model that pools its folder may name a shorter one."""
+    if model.folder is None:
+        return model.spec.default_positions
+    pooler = find_pooler(options.runner, model.folder, model.spec, options.hf_overrides)
+    return pooler.max_seq_length or model.spec.default_positions
+
+
+def _workspace_bytes(model: Model, options: EngineOptions, num_devices: int) -> int:
+    """Return the bytes of a device for the activations of the largest step and for its logits, in float32."""
+    spec, num_tokens = model.spec, options.resolved_max_num_batched_tokens
+    inner = max(layer.feed_forward.active_size for layer in spec.layers)
+    widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
+    return num_tokens * widest * DTYPE_BYTES[model.dtype] + options.resolved_max_num_seqs * spec.vocab_size * 4
+
+
+def _free_bytes(
+    model: Model, hardware: Hardware, options: EngineOptions, num_devices: int, weights: int, workspaces: int
+) -> int:
+    """Return the bytes of a device that its engines leave for KV caches. ConfigError for a model that does not fit."""
+    num_engines = options.data_parallel_size
+    share = 1.0 if hardware.device == "cpu" else options.gpu_memory_utilization
+    free_bytes = int(hardware.memory_bytes * share) - num_engines * (weights + workspaces)
+    if free_bytes > 0:
+        return free_bytes
+    engines = "" if num_engines == 1 else f" for each of {num_engines} engines"
+    raise ConfigError(
+        f"{model.name} does not fit: weights of {weights} bytes and workspaces of {workspaces}{engines} on each of "
+        f"{num_devices} devices with {int(hardware.memory_bytes * share)}; more devices or a smaller dtype may help"
+    )
+
+
+class _HeldBytes(NamedTuple):
+    """Bytes of a device or a rank: of a token's keys and values, of weights, and of those that a token reads."""
+
+    token: int
+    weights: int
+    token_weights: int
+
+
+def _held_bytes(model: Model, packing: Packing, kv_dtype: str, shard: Shard | None = None) -> _HeldBytes:
+    """Return what a device holds; of several GPUs the first has the most. None: all of the model."""
+    local = model.spec if shard is None else shard.local_spec(model.spec)
+    weights, token_weights = (
+        weight_bytes(model.spec, model.dtype, packing, quantization=model.quantization, shard=shard, of_one_token=each)
+        for each in (False, True)
+    )
+    return _HeldBytes(stored_kv_bytes_per_token(local, kv_dtype), weights, token_weights)
+
+
+def _held_by_ranks(model: Model, kv_dtype: str, num_ranks: int, mode: Mode) -> _HeldBytes:
+    """Return what all ranks of a CPU hold together; they have as many blocks as the one with the most KV heads."""
+    shards = [Shard(rank, num_ranks, mode) for rank in range(num_ranks)]
+    ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard) for shard in shards]
+    token_bytes, weights, token_weights = zip(*ranks, strict=True)
+    return _HeldBytes(num_ranks * max(token_bytes), sum(weights), sum(token_weights))
+
+
+def _exchanges(model: Model, packing: Packing, num_ranks: int, mode: ExchangeMode) -> Exchanges:
+    itemsize = DTYPE_BYTES[packing.kernel_dtype(model.dtype)]
+    return Exchanges(0, 0) if num_ranks == 1 else Exchanges.of(model.spec, itemsize, num_ranks, mode)
+
+
+def describe_windows(windows: Sequence[int | None]) -> str:
+    """Return in words how many layers have a window, and whether blocks before it are freed; empty if none has."""
+    widths = sorted({window for window in windows if window is not None})
+    if not widths:
+        return ""
+    num_windowed = sum(window is not None for window in windows)
+    spans = " and ".join(f"{width:,}" for width in widths)
+    if num_windowed == len(windows):
+        return f"{spans} tokens in all layers: blocks before the last {widths[-1]:,} tokens are freed early"
+    return f"{spans} tokens in {num_windowed} of {len(windows)} layers: no block is freed early, the others need all"
+
+
+def _draft_bytes(
+    draft: Model | None, packing: Packing, options: EngineOptions, kv_dtype: str
+) -> tuple[int, int, int]:
+    """Return the bytes of a draft model: of its weights, of a token in its cache, and of its scratch blocks."""
+    if draft is None or options.speculation is None:
+        return 0, 0, 0
+    token_bytes = stored_kv_bytes_per_token(draft.spec, kv_dtype)
+    num_drafts = options.speculation.num_speculative_tokens
+    scratch = ScratchBlocks.of(num_drafts, options.resolved_max_num_seqs, options.block_size)
+    weights = weight_bytes(draft.spec, draft.dtype, packing, quantization=draft.quantization)
+    return weights, token_bytes, scratch.num_blocks * options.block_size * token_bytes
+
+
+def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
+    """Return the reasons for which the engine would refuse to serve what `plan_memory` plans; usually none."""
+    reasons = []
+    if num_devices > 1 and hardware.device == "cuda" and options.enable_lora:
+        reasons.append(f"enable_lora is not supported yet with tensor_parallel_size {num_devices} on device cuda")
+    speculation = options.speculation
+    if hardware.device == "cuda" and speculation is not None and speculation.method == "draft_model":
+        reasons.append("a draft model is not supported yet on device cuda")
+    if hardware.device == "cuda" and options.data_parallel_size > 1:
+        reasons.append(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
+    own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype
+    if kv_dtype not in ("auto", own_dtype, *QUANTIZED):
+        reasons.append(
+            f"a KV cache of {kv_dtype} is not supported yet: keys and values of a {model.dtype} model are stored in "
+            f"{own_dtype}"
+        )
+    return reasons
+
+
+def _packing(hardware: Hardware) -> Packing:
+    return CPU_PACKING if hardware.device == "cpu" else PLAIN_PACKING
+
+
+def _num_fitting_by_length(cache: CacheConfig, longest: int, most: int) -> dict[int, int]:
+    """Return how many requests the KV cache holds, at most `most`, of the longest and of some shorter lengths."""
+    lengths = sorted({longest, *(short for short in _LENGTHS if short < longest)})
+    return {length: min(most, _num_fitting(cache, length, most)) for length in lengths}
+
+
+def _num_fitting(cache: CacheConfig, length: int, most: int) -> int:
+    """Return how many requests of a length the KV cache holds; `most` if the model needs none."""
+    return cache.num_blocks // math.ceil(length / cache.block_size) if cache.num_blocks else most
+
+
+def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) -> str:
+    """Return the setting or resource that bounds the number of full-length requests at once."""
+    if scheduler.max_model_len < longest:
+        return f"KV cache: {scheduler.max_model_len} tokens are the longest request, the model takes {longest}"
+    num_fitting = _num_fitting(cache, longest, scheduler.max_num_seqs)
+    if num_fitting >= scheduler.max_num_seqs:
+        return f"max_num_seqs: {scheduler.max_num_seqs} requests of {longest} tokens fit"
+    return f"KV cache: {num_fitting} requests of {longest} tokens fit, max_num_seqs is {scheduler.max_num_seqs}"
+
+
+def stored_parameters(folder: Path) -> int:
+    """Return the number of parameters in the safetensors files of a folder, by their headers, or in a GGUF file.
+
+    0 if there is none. Raises ModelError for a file that is none.
+    """
+    if is_gguf(folder):
+        from quire.formats.gguf.gguf_source import num_elements  # noqa: PLC0415 (for such files alone)
+
+        return num_elements(folder)
+    return sum(_parameters_in(file_inside(folder, path.name)) for path in sorted(folder.glob("*.safetensors")))
+
+
+def _parameters_in(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)))
+            entries = (entry for name, entry in header.items() if name != "__metadata__")
+            return sum(math.prod(entry["shape"]) for entry in entries)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: not a safetensors file: {error}") from error

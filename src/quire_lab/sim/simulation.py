@@ -1,0 +1,278 @@
+"""Serving on a virtual clock: requests arrive, the real scheduler and cache plan, a cost model gives the time.
+
+What is simulated is time and tokens; every decision is the engine's own.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count, pairwise
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.deltas import Admission, SequenceDelta
+from quire.core.errors import InvalidRequestError
+from quire.core.plan import StepPlan
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Request
+from quire.core.task import GENERATE, BeamSearch
+from quire.core.token_ids import pack_tokens
+from quire.engine.engine import Engine
+from quire.engine.schedulers import make_scheduler
+from quire.execution.executor import Executor
+from quire.execution.step_timer import StepTimer
+from quire.scheduling.scheduler import Scheduler
+from quire_lab.sim.cost import CostModel
+from quire_lab.sim.executor import SimulatedExecutor
+from quire_lab.sim.statistics import Timeline
+from quire_lab.sim.workloads import WorkItem
+
+
+@dataclass(slots=True)
+class Answer:
+    """Record of one request in the simulation. Tokens are those of its first branch, of a beam search none."""
+
+    item: WorkItem
+    arrival_s: float
+    num_open: int = 1                                      # branches that have not ended
+    steps: list[int] = field(default_factory=list)         # that brought a token, by their numbers
+    admitted_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def normalized_latency_s(self) -> float:
+        """End to end over output length: the paper's metric (Kwon et al. 2023, section 6.1)."""
+        assert self.finished_s is not None, "not finished"
+        return (self.finished_s - self.arrival_s) / self.item.output_len
+
+
+class Step(NamedTuple):
+    """One step, as it was between schedule and update: what it computes has its blocks."""
+
+    seconds: float
+    num_sequences: int
+    num_running: int      # requests
+    kv_usage: float       # share of the KV blocks in use
+    has_prefill: bool
+
+
+@dataclass(slots=True)
+class SimulatedRun:
+    """Result of a simulation. Means are over time: a step counts by its seconds."""
+
+    answers: list[Answer] = field(default_factory=list)    # of accepted requests, in order of arrival
+    num_refused: int = 0                                   # could never run
+    steps: list[Step] = field(default_factory=list)
+    step_ends_s: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_computed_tokens: int = 0
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first arrival to the last token."""
+        return max(self.step_ends_s, default=0.0)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens of finished requests that the prefix cache had."""
+        num_prompt_tokens = sum(len(answer.item.prompt_token_ids) for answer in self.finished)
+        return sum(answer.num_cached_tokens for answer in self.finished) / num_prompt_tokens
+
+    @property
+    def finished(self) -> list[Answer]:
+        """Requests that were answered."""
+        return [answer for answer in self.answers if answer.finished_s is not None]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second, of first branches."""
+        return sum(answer.item.output_len for answer in self.finished) / self.duration_s
+
+    @property
+    def num_sequence_steps(self) -> int:
+        """Sequences, summed over steps."""
+        return sum(step.num_sequences for step in self.steps)
+
+    @property
+    def mean_kv_usage(self) -> float:
+        """Share of the KV blocks in use while anything ran."""
+        return self._mean([step.kv_usage for step in self.steps])
+
+    @property
+    def peak_kv_usage(self) -> float:
+        """The largest share of the KV blocks that was in use."""
+        return max((step.kv_usage for step in self.steps), default=0.0)
+
+    @property
+    def mean_batched_requests(self) -> float:
+        """Requests that share a step, while anything ran (figure 13)."""
+        return self._mean([step.num_running for step in self.steps])
+
+    @property
+    def normalized_latency_s(self) -> float:
+        """Mean over finished requests."""
+        return sum(answer.normalized_latency_s for answer in self.finished) / len(self.finished)
+
+    @property
+    def mean_queue_s(self) -> float:
+        """Mean seconds from arrival to the first step with a token of the request."""
+        admitted = [answer.admitted_s - answer.arrival_s for answer in self.answers if answer.admitted_s is not None]
+        return sum(admitted) / len(admitted) if admitted else 0.0
+
+    def timeline(self, answer: Answer) -> Timeline:
+        """Return the arrival time of a request and the times of its tokens."""
+        return Timeline(answer.arrival_s, [self.step_ends_s[step] for step in answer.steps])
+
+    def itl_s(self, *, beside_prefill: bool) -> list[float]:
+        """Return the gaps between tokens during which some prompt was computed, or the rest."""
+        ends_s, num_prefills = self.step_ends_s, list(accumulate(step.has_prefill for step in self.steps))
+        return [
+            ends_s[later] - ends_s[earlier]
+            for answer in self.finished
+            for earlier, later in pairwise(answer.steps)
+            if (num_prefills[later] > num_prefills[earlier]) == beside_prefill
+        ]
+
+    def _mean(self, values: Sequence[float]) -> float:
+        """Return the mean over time of a value that every step has."""
+        times_s = [step.seconds for step in self.steps]
+        return sum(value * seconds for value, seconds in zip(values, times_s, strict=True)) / (sum(times_s) or 1.0)
+
+
+class SimulatedStep(NamedTuple):
+    """What an engine reports of a step, and when."""
+
+    ended_s: float
+    admissions: list[Admission]
+    deltas: list[SequenceDelta]
+
+
+class ClockedExecutor(Executor, Protocol):
+    """An executor with a clock, which advances with every step, and to the next arrival where nothing runs."""
+
+    now_s: float
+    on_step: Callable[[StepPlan, float], None]  # sees each plan and its seconds before its result
+
+
+class Simulation:
+    """One engine on a clock: a virtual one, by a cost model, or that of a real executor.
+
+    `scheduler` may be any that the engine takes, over any cache with the methods of its own.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cost: CostModel | ClockedExecutor,
+        on_step: Callable[[StepPlan, float], None] | None = None,
+    ) -> None:
+        self._scheduler, self._on_step = scheduler, on_step
+        if isinstance(cost, CostModel):
+            timer = StepTimer() if scheduler.time.has_target else None
+            cost = SimulatedExecutor(cost.step_s, cost.swap_s, cost.rates, timer)
+        self._executor: ClockedExecutor = cost
+        self._executor.on_step = self._observe
+        self._engine = Engine(scheduler, self._executor, clock=lambda: self._executor.now_s)
+        self.record = SimulatedRun()
+        self._answers: dict[int, Answer] = {}
+
+    def run(
+        self, items: Iterable[WorkItem], due_s: Sequence[float], n: int = 1, beam_width: int | None = None
+    ) -> SimulatedRun:
+        """Ask every item when it is due, and go on until all are answered: `n` branches each, or a beam search.
+
+        What could never run is refused and counted.
+        """
+        arrivals = deque(sorted(zip(due_s, count(), items), key=itemgetter(0)))
+        while arrivals or self.has_requests:
+            now_s = self.now_s if self.has_requests else max(self.now_s, arrivals[0][0])
+            while arrivals and arrivals[0][0] <= now_s:
+                due, number, item = arrivals.popleft()
+                self.add(as_request(number, item, n, beam_width), item, due)
+            if self.has_requests:
+                self.step()
+        return self.finish()
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request waits or runs."""
+        return self._scheduler.has_requests
+
+    @property
+    def now_s(self) -> float:
+        """The end of the last step, or the arrival of the first request after an idle time."""
+        return self._executor.now_s
+
+    def add(self, request: Request, item: WorkItem, due_s: float) -> bool:
+        """Queue a request that is due; return False, and count it, if it could never run."""
+        if not self.has_requests:
+            self._executor.now_s = max(self._executor.now_s, due_s)
+        try:
+            self._engine.add(request, self._executor.now_s - due_s)
+        except InvalidRequestError:
+            self.record.num_refused += 1
+            return False
+        self._answers[request.request_id] = answer = Answer(item, due_s, num_open=request.params.n)
+        self.record.answers.append(answer)
+        return True
+
+    def finish(self) -> SimulatedRun:
+        """Return the record of everything so far."""
+        self.record.num_preemptions = sum(self._scheduler.preemption_stats.num_preemptions.values())
+        return self.record
+
+    def step(self) -> SimulatedStep:
+        """Run one step, record it, and return the engine's report."""
+        answers, step_ends_s = self._answers, self.record.step_ends_s
+        number, started_s = len(step_ends_s), self._executor.now_s
+        deltas = self._engine.step()
+        now_s = self._executor.now_s
+        step_ends_s.append(now_s)
+        for delta in deltas:
+            answer = answers[delta.request_id]
+            if delta.index == 0:
+                answer.steps.append(number)
+            if delta.finish_reason is not None:
+                answer.num_open -= 1
+                if not answer.num_open:
+                    answer.finished_s = now_s
+        for admission in self._engine.admissions:
+            answer = answers[admission.request_id]
+            answer.num_preemptions = admission.num_preemptions
+            if not admission.num_preemptions:
+                answer.num_cached_tokens = admission.num_cached_tokens
+                answer.admitted_s = started_s
+        return SimulatedStep(now_s, self._engine.admissions, deltas)
+
+    def _observe(self, plan: StepPlan, seconds: float) -> None:
+        cache, num_sequences = self._scheduler.cache, len(plan.rows)
+        kv_usage = 1 - cache.num_free_blocks / cache.num_blocks
+        has_prefill = max(plan.counts) > 1
+        self.record.num_computed_tokens += sum(plan.counts)
+        self.record.steps.append(Step(seconds, num_sequences, len(self._scheduler.running), kv_usage, has_prefill))
+        if self._on_step is not None:
+            self._on_step(plan, seconds)
+
+
+def as_request(number: int, item: WorkItem, n: int = 1, beam_width: int | None = None) -> Request:
+    """Return an item as the engine would make it: exactly its output length, whatever is drawn."""
+    beam = None if beam_width is None else BeamSearchParams(beam_width, item.output_len, ignore_eos=True)
+    params = SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=item.output_len, detokenize=False)
+    return Request(
+        number,
+        pack_tokens(item.prompt_token_ids),
+        params if beam is None else as_sampling_params(beam),
+        seed=number,
+        max_tokens=item.output_len,
+        task=GENERATE if beam is None else BeamSearch(beam),
+        client_id=item.client_id,
+    )
+
+
+def paged_scheduler(cache: CacheConfig, config: SchedulerConfig) -> Scheduler:
+    """Return Quire's own scheduler over its own cache."""
+    return make_scheduler(config, cache)

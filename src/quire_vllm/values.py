@@ -1,0 +1,178 @@
+"""Values of vLLM's arguments, from texts of a command line, an environment or a file, and from Python."""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from quire.core.errors import ConfigError
+from quire_vllm.rows import Row
+
+log = logging.getLogger("quire_vllm")
+
+_SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_RUNNERS = {"auto": None, "none": None, "generate": "generate", "embed": "pooling", "embedding": "pooling",
+            "score": "pooling"}
+_ATTENTION = {"TRITON_ATTN": "auto"}  # Triton's on a GPU; on a CPU vLLM, too, has kernels of its own
+_READ_FORMATS = ("hf", "safetensors", "gguf", "fastsafetensors", "runai_streamer")
+_NO_GRAPHS = ("NONE", "none", 0)   # `cudagraph_mode`; None is the default
+_DTYPES = {"half": "float16", "float": "float32"}
+_MOST_GIB = 1024        # a number up to here is GiB, as in vLLM; no swap space has so few bytes
+
+
+def parsed(row: Row, given: object, shown: str) -> Any:  # noqa: ANN401 (of any argument)
+    """Return the value that a text stands for, or any other object as it is. ConfigError names `shown`."""
+    if not isinstance(given, str) or row.takes in {"text", "optional text", "list"}:
+        return given
+    if row.takes == "switch":
+        if given.lower() not in _SWITCHES:
+            raise ConfigError(f"{shown} must be true or false, got {given!r}")
+        return _SWITCHES[given.lower()]
+    if given in {"", "None"}:
+        return None
+    if row.takes == "json":
+        return parsed_json(given, shown)
+    return whole_number(given, shown) if row.takes == "number" else _real(given, shown)
+
+
+def parsed_json(given: str, shown: str) -> Any:  # noqa: ANN401 (JSON)
+    """Return what a JSON text holds. A text that is none, such as the name of a mode, remains as it is."""
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        if given.lstrip().startswith(("{", "[")):
+            raise ConfigError(f"{shown} must be JSON: {error}") from None
+        return given
+
+
+def whole_number(given: object, shown: str) -> Any:  # noqa: ANN401 (an int, or an object that is checked elsewhere)
+    """Return an integer from a text such as 4096, 32k (32,000), 25.6k or 32K (32,768)."""
+    if not isinstance(given, str):
+        return given
+    match = re.fullmatch(r"\s*(-?\d{1,18})(\.\d{1,18})?([kmgtKMGT])?\s*", given)
+    if match is None or (match[2] and (match[3] or "K").isupper()):
+        raise ConfigError(f"{shown} must be an integer such as 4096, 32k or 32K, got {given!r}")
+    return round(float(match[1] + match[2]) * _MULTIPLIERS[match[3]]) if match[2] else _whole(match)
+
+
+def _whole(match: re.Match[str]) -> int:
+    return int(match[1]) * _MULTIPLIERS.get(match[3], 1)
+
+
+def _real(given: str, shown: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise ConfigError(f"{shown} must be a number, got {given!r}") from None
+
+
+# --- values of options that Quire has, in vLLM's forms ---------------------------------------------------------------
+
+
+def grammar_option(name: str) -> Callable[[Any, str], dict[str, bool] | None]:
+    """Return the conversion of a switch to the keys that it sets in `structured_outputs_config`."""
+
+    def convert(given: object, shown: str) -> dict[str, bool] | None:
+        is_on = _SWITCHES.get(given.lower()) if isinstance(given, str) else given
+        if not isinstance(is_on, bool):
+            raise ConfigError(f"{shown} must be true or false, got {given!r}")
+        return {name: True} if is_on else None
+
+    return convert
+
+
+def graph_options(given: object, shown: str) -> dict[str, Any]:
+    """Return the options of CUDA graphs that a `compilation_config` has."""
+    if not isinstance(given, Mapping):
+        return {}
+    options: dict[str, Any] = {}
+    if given.get("cudagraph_capture_sizes"):
+        options["cudagraph_capture_sizes"] = _sizes(given["cudagraph_capture_sizes"], shown)
+    if given.get("max_cudagraph_capture_size") is not None:
+        options["max_cudagraph_capture_size"] = whole_number(given["max_cudagraph_capture_size"], shown)
+    if given.get("cudagraph_mode", "") in _NO_GRAPHS:
+        options["enforce_eager"] = True
+    return options
+
+
+def older_graph_sizes(given: object, shown: str) -> dict[str, Any]:
+    """Return the options for `cuda_graph_sizes`: one number is the largest size, several are all of them."""
+    sizes = _sizes(given, shown)
+    return {"max_cudagraph_capture_size": sizes[0]} if len(sizes) == 1 else {"cudagraph_capture_sizes": sizes}
+
+
+def _sizes(given: object, shown: str) -> tuple[Any, ...]:
+    return tuple(whole_number(each, shown) for each in (given if isinstance(given, list | tuple) else [given]))
+
+
+def json_text(given: object, _shown: str) -> str:
+    """Return JSON as a text, which may be given as an object."""
+    return given if isinstance(given, str) else json.dumps(given)
+
+
+def length(given: object, shown: str) -> Any:  # noqa: ANN401 (as `whole_number`)
+    """Return a context length; None, the engine's choice, for -1 and auto."""
+    if given == -1 or (isinstance(given, str) and given.strip().lower() in {"-1", "auto"}):
+        return None
+    return whole_number(given, shown)
+
+
+def dtype_name(given: object, _shown: str) -> str:
+    """Return the name of a dtype, of torch.dtype too."""
+    name = str(given).removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
+def kv_dtype_name(given: object, shown: str) -> str:
+    """Return the name of a KV cache's dtype."""
+    name = dtype_name(given, shown)
+    return "fp8" if name == "fp8_e4m3" else name
+
+
+def attention_backend_of(given: object, shown: str) -> object:
+    """Return an attention back end; for a name of vLLM's without a counterpart, log that and return None, the default.
+
+    Quire's names are in lower case, vLLM's in upper case.
+    """
+    name = getattr(given, "name", given)  # vLLM has an enumeration, too
+    if not isinstance(name, str) or name != name.upper():
+        return given
+    if name == "FLASHINFER" and find_spec("flashinfer") is not None:
+        return "flashinfer"
+    if name not in _ATTENTION:
+        log.info("%s has no effect: %s is no attention back end of this installation", shown, name)
+    return _ATTENTION.get(name)
+
+
+def swap_bytes(given: object, _shown: str) -> object:
+    """Return a size in which a number without a unit is GiB up to 1024, and bytes above."""
+    try:
+        count = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return given
+    return f"{count:.15g}GiB" if 0 < count <= _MOST_GIB else given
+
+
+def model_impl_of(given: object, shown: str) -> Any:  # noqa: ANN401 (checked as an option's value)
+    """Return the implementation of a model of vLLM's: its own is Quire's."""
+    return "quire" if given == "vllm" else given
+
+
+def load_format_of(given: object, shown: str) -> Any:  # noqa: ANN401 (checked as an option's value)
+    """Return how weights are loaded; a format of vLLM's that is read is `auto`. ConfigError for another one."""
+    if isinstance(given, str) and given not in (*_READ_FORMATS, "auto", "dummy"):
+        raise ConfigError(
+            f"{shown} {given!r} is not supported: weights are read from safetensors or GGUF files, as the model has "
+            "them"
+        )
+    return "auto" if given in _READ_FORMATS else given
+
+
+def runner_of(given: object, shown: str) -> Any:  # noqa: ANN401 (a runner, or None for the default)
+    """Return the runner that serves a task, or a conversion of a model, of vLLM's. ConfigError for one without any."""
+    if given not in _RUNNERS:
+        raise ConfigError(f"{shown} {given} is not supported: it must be one of {', '.join(_RUNNERS)}")
+    return _RUNNERS[str(given)]
