@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.checks import one_each, refuse
+from quire.core.entry_points import ARGUMENT_NAMES, load
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
 from quire.core.lora import Adapter, LoRARequest
@@ -46,7 +47,6 @@ from quire.engine.requests.output_processor import OutputKind
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
-from quire_vllm.translation import engine_settings
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}
@@ -80,7 +80,7 @@ class LLM:
     ) -> None:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
         settings["structured_outputs_config"] = structured_outputs_config
-        settings = engine_settings(settings, _SETTINGS)
+        settings = load(ARGUMENT_NAMES, "keywords")(settings, _SETTINGS)
         self._grammar_config = parse_config(_as_json(settings.pop("structured_outputs_config", None)))
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),

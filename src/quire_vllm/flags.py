@@ -1,6 +1,6 @@
 """Flags of vLLM on the command line, in the environment and in files, rewritten to those of a command of Quire.
 
-What a flag means is in quire_vllm. Forms of vLLM's command line are read as well: `--no-flag` of
+What a flag means is in `translation`. Forms of vLLM's command line are read as well: `--no-flag` of
 every switch, several values behind one flag (`--served-model-name a b`), keys of JSON one by one
 (`--some-config.key value`), `-O3`, and `--model M`.
 """
@@ -13,21 +13,15 @@ from collections.abc import Callable, Mapping, MutableMapping
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from quire.cli.flag_groups import SEVERAL
+from quire.cli.flag_groups import SEVERAL, variable_of
 from quire.core.errors import ConfigError
 from quire_vllm.rows import Row
 from quire_vllm.translation import ROWS, meaning
 from quire_vllm.values import parsed_json
 
-PREFIX = "QUIRE"
 VLLM_KEY = "VLLM_API_KEY"       # in the environment; of servers, after keys from everywhere else
 _LEVEL = re.compile(r"-O=?(\d)")
 _KEY = re.compile(r"(--?[a-zA-Z][\w-]*)\.(.+)")
-
-
-def variable_of(flag: str) -> str:
-    """Return the name of a flag's environment variable."""
-    return f"{PREFIX}_{flag.replace('-', '_').upper()}"
 
 
 class VllmFlags:

@@ -15,7 +15,7 @@ from quire_vllm.rows import Row
 from quire_vllm.server_rows import SERVER_ROWS
 from quire_vllm.values import parsed
 
-log = logging.getLogger("quire_vllm")
+log = logging.getLogger("quire.vllm_arguments")
 
 ROWS: Mapping[str, Row] = {row.name: row for row in (*ENGINE_ROWS, *SERVER_ROWS, *OLDER_ROWS)}
 _OF_SERVERS = "it is for servers"

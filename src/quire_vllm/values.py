@@ -10,7 +10,7 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire_vllm.rows import Row
 
-log = logging.getLogger("quire_vllm")
+log = logging.getLogger("quire.vllm_arguments")
 
 _SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

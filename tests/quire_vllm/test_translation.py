@@ -166,7 +166,7 @@ def test_sizes_of_graphs_in_two_places_are_refused() -> None:
 
 def test_llm_takes_arguments_of_vllm(demo_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
-        caplog.at_level(logging.INFO, logger="quire_vllm"),
+        caplog.at_level(logging.INFO, logger="quire.vllm_arguments"),
         LLM(demo_model, num_gpu_blocks_override=40, dtype="float", max_model_len=-1, **ACCEPTED) as llm,
     ):
         (output,) = llm.generate("def f(", use_tqdm=False)

@@ -1,15 +1,25 @@
-"""Class of all commands: flags from the environment and in vLLM's names, beside the command's own."""
+"""Class of all commands: flags from the environment and in other names, beside the command's own.
+
+Kubernetes and Docker set variables for a service or a link called "quire" that look like flags in the environment:
+QUIRE_PORT=tcp://10.96.12.7:8000 has the name of `--port`. Such a value is ignored with a warning. Any other value that
+a flag cannot have is an error that names the variable.
+"""
 
 import os
+import re
 import sys
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from quire.cli.flag_groups import VLLM_FLAGS
-from quire.cli.service_variables import drop_service_variables
-from quire_vllm.flags import VllmFlags, variable_of
+from quire.cli.flag_groups import VARIABLE_PREFIX, VLLM_FLAGS, variable_of
+from quire.core.entry_points import ARGUMENT_NAMES, load
+
+_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+_SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+
 
 
 class Command(TyperCommand):
@@ -17,7 +27,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of the click that typer brings)
         """Read the flags. BadParameter names the environment variable if the value is from there."""
-        vllm_flags = ctx.meta[VLLM_FLAGS] = VllmFlags(self.get_params(ctx), ctx.fail)
+        vllm_flags = ctx.meta[VLLM_FLAGS] = load(ARGUMENT_NAMES, "flags")(self.get_params(ctx), ctx.fail)
         warning = drop_service_variables([param.name for param in self.params if param.name], os.environ)
         if warning is not None:
             print(f"quire: warning: {warning}", file=sys.stderr)  # noqa: T201
@@ -38,3 +48,17 @@ def _origin(ctx: Any, param: Any) -> str:  # noqa: ANN401 (of the click that typ
         return ""
     variable = variable_of(name)
     return f" (the environment has {variable}={os.environ.get(variable, '')!r})"
+
+
+def drop_service_variables(flags: Iterable[str], environment: MutableMapping[str, str]) -> str | None:
+    """Remove variables of these flags' names that hold a service's address; return a warning, or None if none does."""
+    names = [name for name in map(variable_of, flags) if _ADDRESS.fullmatch(environment.get(name, ""))]
+    if not names:
+        return None
+    values = ", ".join(f"{name}={environment.pop(name)}" for name in names)
+    rest = sorted(name for name in environment if _SERVICE_VARIABLE.fullmatch(name.removeprefix(VARIABLE_PREFIX)))
+    as_well = f" (as are {', '.join(rest)})" if rest else ""
+    return (
+        f"{values} is ignored{as_well}: Kubernetes sets it for a service called quire, and Docker for a link of that "
+        f"name; set the flag on the command line or in the file of --config"
+    )

@@ -23,11 +23,17 @@ from quire.core.options import MS, SIZE, Declared, declared_options, option
 
 # Names may be written with `_` or `-`; a flag's name in the environment is QUIRE_ and its long name.
 GROUP_SETTINGS: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
-COMMAND_SETTINGS = GROUP_SETTINGS | {"auto_envvar_prefix": "QUIRE"}
+VARIABLE_PREFIX = "QUIRE"
+COMMAND_SETTINGS = GROUP_SETTINGS | {"auto_envvar_prefix": VARIABLE_PREFIX}
 STANDARD_STREAM = Path("-")
 SEVERAL = " ..."                # end of the metavar of a flag that may have several values behind it
 VLLM_FLAGS = "vllm_flags"       # of a context's `meta`: the translation of names in its command's files
 _NOT_FROM_FILE = frozenset({"config", "help"})
+
+
+def variable_of(flag: str) -> str:
+    """Return the name of a flag's environment variable."""
+    return f"{VARIABLE_PREFIX}_{flag.replace('-', '_').upper()}"
 
 
 def flag(help_text: str, *names: str, panel: str | None = None, **settings: Any) -> Any:  # noqa: ANN401 (typer's types)

@@ -5,7 +5,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -13,6 +13,7 @@ import typer
 import quire
 from quire.cli.command import Command
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
+from quire.core.entry_points import COMMANDS, entry_points
 from quire.core.errors import EngineError
 
 
@@ -27,71 +28,14 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
         context_settings=GROUP_SETTINGS,
         callback=_root,
     )
-    makers: dict[str, Callable[[], Callable[..., object] | typer.Typer]] = {
-        "serve": _serve, "generate": _generate, "chat": _chat, "plan": _plan, "simulate": _simulate, "deploy": _deploy,
-        "paper": _paper, "bench": _bench, "run-batch": _run_batch,
-    }  # fmt: skip
-    for name in arguments[:1] if makers.keys() & arguments[:1] else makers:
-        made = makers[name]()
+    commands = entry_points(COMMANDS)
+    for name in arguments[:1] if commands.keys() & arguments[:1] else commands:
+        made = commands[name].load()
         if isinstance(made, typer.Typer):
             app.add_typer(made)
         else:
             app.command(name, cls=Command, context_settings=COMMAND_SETTINGS)(made)
     return app
-
-
-def _serve() -> Callable[..., object]:
-    from quire.cli.serve import serve  # noqa: PLC0415 (each command loads what it needs alone, as all below)
-
-    return serve
-
-
-def _generate() -> Callable[..., object]:
-    from quire.cli.generate import generate  # noqa: PLC0415
-
-    return generate
-
-
-def _chat() -> Callable[..., object]:
-    from quire.cli.chat.command import chat  # noqa: PLC0415
-
-    return chat
-
-
-def _plan() -> Callable[..., object]:
-    from quire_lab.plan import plan  # noqa: PLC0415
-
-    return plan
-
-
-def _simulate() -> Callable[..., object]:
-    from quire_lab.simulate import simulate  # noqa: PLC0415
-
-    return simulate
-
-
-def _deploy() -> Callable[..., object]:
-    from quire.cli.deploy import deploy  # noqa: PLC0415
-
-    return deploy
-
-
-def _paper() -> Callable[..., object]:
-    from quire_lab.paper.command import paper  # noqa: PLC0415
-
-    return paper
-
-
-def _bench() -> typer.Typer:
-    from quire_lab.bench.commands import bench  # noqa: PLC0415
-
-    return bench
-
-
-def _run_batch() -> Callable[..., object]:
-    from quire.cli.run_batch.command import run_batch  # noqa: PLC0415
-
-    return run_batch
 
 
 def _print_version(wanted: bool) -> None:

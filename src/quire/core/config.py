@@ -26,7 +26,7 @@ class CacheConfig:
     widest one); None when some layer looks back on everything. `enable_prefix_caching`: what sequences have computed is
     kept while there is room, and found again by those that begin alike. `num_swap_blocks`: places outside of the cache,
     of the same size, for the blocks of preempted requests. `memory_policy`: how blocks are given out; those but `paged`
-    are what paging is compared with (see quire_lab.baselines.contiguous), and neither cache prefixes nor swap.
+    are what paging is compared with, in chunks of a sequence, and neither cache prefixes nor swap.
     `has_blocks`: False for a model that keeps no keys and values; there are 0 blocks then.
     """
 

@@ -8,6 +8,7 @@ from quire.cache.prefix_cache.cache import PrefixCache
 from quire.cache.prefixes import Prefixes
 from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.entry_points import SCHEDULERS, load
 from quire.core.sequence import Request
 from quire.scheduling.beam_search.searches import BeamSearches
 from quire.scheduling.client_shares.policies import block_shares, fair_order
@@ -15,28 +16,24 @@ from quire.scheduling.parts import SchedulerParts
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.waiting_lines import Lack
-from quire_lab.baselines.contiguous import ContiguousManager
-from quire_lab.baselines.static_batching import make_baseline
 
 
 def make_scheduler(
     config: SchedulerConfig, cache_config: CacheConfig,
     unprepared: Callable[[Request], Lack | None] = lambda request: None,
 ) -> Scheduler:  # fmt: skip
-    """Return the scheduler over its cache."""
-    parts, cache = _parts(config, cache_config), make_cache(cache_config)
-    if not cache_config.has_blocks or (cache_config.memory_policy == "paged" and config.batching == "continuous"):
-        return Scheduler(config, cache, unprepared=unprepared, parts=parts)
-    return make_baseline(config, cache, unprepared, parts)
+    """Return the scheduler over its cache; one without paging or with static batches is an entry point."""
+    parts = _parts(config, cache_config)
+    if cache_config.has_blocks and (config.batching == "static" or cache_config.memory_policy != "paged"):
+        return load(SCHEDULERS, "contiguous")(config, cache_config, unprepared, parts)  # type: ignore[no-any-return]
+    return Scheduler(config, make_cache(cache_config), unprepared=unprepared, parts=parts)
 
 
 def make_cache(config: CacheConfig) -> KVCacheManager:
-    """Return a cache of the configuration's memory policy, and with the prefix cache that it asks for."""
+    """Return a paged cache with the prefix cache that its configuration asks for, or one without blocks."""
     if not config.has_blocks:
         return UncachedManager(config)
-    if config.memory_policy == "paged":
-        return KVCacheManager(config, PrefixCache(config) if config.enable_prefix_caching else Prefixes(config))
-    return ContiguousManager(config)
+    return KVCacheManager(config, PrefixCache(config) if config.enable_prefix_caching else Prefixes(config))
 
 
 def _parts(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerParts:

@@ -9,7 +9,7 @@ FasterTransformer leaves that out, too. Only where each sequence has the longest
 from collections.abc import Callable
 
 from quire.cache.manager import KVCacheManager
-from quire.core.config import SchedulerConfig
+from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
@@ -95,14 +95,14 @@ class StaticScheduler(Scheduler):
 
 
 def make_baseline(
-    config: SchedulerConfig, cache: KVCacheManager, unprepared: Callable[[Request], Lack | None],
+    config: SchedulerConfig, cache_config: CacheConfig, unprepared: Callable[[Request], Lack | None],
     parts: SchedulerParts,
 ) -> Scheduler:  # fmt: skip
-    """Return the scheduler of the configuration's way of batching and of the cache's memory policy.
+    """Return the scheduler of the configuration's way of batching, over a cache of contiguous chunks.
 
     A static batch has no request that has to be prepared.
     """
-    admission = ReservingAdmission if isinstance(cache, ContiguousManager) else AdmissionControl
+    cache = ContiguousManager(cache_config)
     if config.batching == "static":
-        return StaticScheduler(config, cache, admission, parts)
-    return Scheduler(config, cache, admission, unprepared, parts)
+        return StaticScheduler(config, cache, ReservingAdmission, parts)
+    return Scheduler(config, cache, ReservingAdmission, unprepared, parts)

@@ -5,8 +5,10 @@ from statistics import fmean
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
+from quire.cache.prefixes import Prefixes
 from quire.core.config import CacheConfig
-from quire.engine.schedulers import make_cache
+from quire_lab.baselines.contiguous import ContiguousManager
+from quire_lab.baselines.reservation import num_reserved_tokens
 from quire_lab.paper.figures import Comparison, Result, Row, Settings, figure
 from quire_lab.paper.plots import Bars, Blocks, Grid, Histogram, Lines, Panel
 from quire_lab.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS
@@ -39,10 +41,9 @@ def layout(settings: Settings) -> Result:
 
 def _growth(system: str, num_blocks: int, token_bytes: int, settings: Settings) -> list[tuple[float, float]]:
     """Return (requests, GB taken) as requests are admitted to an empty cache, until the next one does not fit."""
-    from quire_lab.baselines.reservation import num_reserved_tokens  # noqa: PLC0415
-
     policy = SYSTEMS[system].memory_policy
-    cache = make_cache(CacheConfig(num_blocks, enable_prefix_caching=False, memory_policy=policy))
+    config = CacheConfig(num_blocks, enable_prefix_caching=False, memory_policy=policy)
+    cache = KVCacheManager(config, Prefixes(config)) if policy == "paged" else ContiguousManager(config)
     curve = [(0.0, 0.0)]
     for number, item in enumerate(workload("sharegpt", 200, seed=settings.seed, data=settings.data)):
         prompt_len = len(item.prompt_token_ids)

@@ -6,9 +6,9 @@ import pytest
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
-from quire.core.config import CacheConfig
+from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.plan import BlockCopy
-from quire.engine import schedulers
+from quire.engine.schedulers import make_scheduler
 from quire_lab.baselines.contiguous import ContiguousManager
 
 
@@ -17,8 +17,9 @@ def make_cache(num_blocks: int = 16, block_size: int = 4) -> ContiguousManager:
 
 
 def test_the_policy_chooses_the_manager() -> None:
-    assert type(schedulers.make_cache(CacheConfig(4))) is KVCacheManager
-    assert type(schedulers.make_cache(CacheConfig(4, memory_policy="contiguous-max"))) is ContiguousManager
+    config = SchedulerConfig(1, 16, 16)
+    assert type(make_scheduler(config, CacheConfig(4)).cache) is KVCacheManager
+    assert type(make_scheduler(config, CacheConfig(4, memory_policy="contiguous-max")).cache) is ContiguousManager
 
 
 def test_a_sequence_has_all_its_blocks_in_a_row_from_the_start() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.service_variables import drop_service_variables
+from quire.cli.command import drop_service_variables
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
 
