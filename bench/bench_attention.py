@@ -30,9 +30,10 @@ from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.paged_attention import AttentionMetadata, build_metadata
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads, build_metadata
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # of bench-0.5b
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # as in bench-0.5b
+SPEC = AttentionSpec(Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), HEAD_DIM**-0.5)
 DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 4096), (32, 8192)]  # batch, context
 DENSE = (896, 9728)  # inputs and outputs of the dense layer beside a chunk
 CACHE_MIB = 256  # of all layers' caches together, more than most last-level caches hold
@@ -98,7 +99,7 @@ def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, 
 
     def attend() -> None:
         for keys, values in layers:
-            paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)
+            paged_attention(SPEC, query, keys, values, metadata)
 
     def read() -> None:
         for each in words:
@@ -136,7 +137,7 @@ def bench_storage(
 def attend_all(query: Tensor, layers: list[tuple[Tensor, ...]], metadata: AttentionMetadata) -> None:
     """Attend over the caches of all layers."""
     for keys, values in layers:
-        paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5)
+        paged_attention(SPEC, query, keys, values, metadata)
 
 
 def compare_storages(
@@ -164,7 +165,7 @@ def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: torch.dtyp
     width, out = DENSE
     dense = CppLinear(LinearWeight.dense(torch.randn(out, width).to(dtype)), None, memory=PackedMemory())
     x = torch.randn(num_tokens, width).to(dtype)
-    calls = [lambda: paged_attention(query, keys, values, metadata, HEAD_DIM**-0.5), lambda: dense(x)]
+    calls = [lambda: paged_attention(SPEC, query, keys, values, metadata), lambda: dense(x)]
     times, dense_times = in_turns(calls, repeats, clock_of_threads())
     pairs = num_tokens * before + num_tokens * (num_tokens + 1) // 2
     rate = [4 * pairs * NUM_HEADS * HEAD_DIM / s * 1e-9 for s in times]

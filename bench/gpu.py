@@ -42,7 +42,7 @@ import quire.model.loader  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.kernels.back_end import cuda_back_end  # noqa: E402
 from quire.kernels.cuda.attention import attend  # noqa: E402
-from quire.kernels.paged_attention import build_metadata  # noqa: E402
+from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs/gpu.md"
 BEGIN, END = "<!-- figures of bench/gpu.py -->", "<!-- end of figures -->"
@@ -168,7 +168,8 @@ def paged_call(batch: int, context: int, num_queries: int) -> "partial[object]":
     lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
     metadata = build_metadata(tables, starts, lens, 16)
     query = random(batch * num_queries, HEADS, HEAD_DIM)
-    return partial(back_end.paged_attention, query, key, value, metadata, HEAD_DIM**-0.5)
+    spec = AttentionSpec(Heads(HEADS, KV_HEADS, HEAD_DIM), HEAD_DIM**-0.5)
+    return partial(back_end.paged_attention, spec, query, key, value, metadata)
 
 
 def prefill_rows() -> Iterator[Row]:

@@ -33,9 +33,9 @@ struct AttentionWork {
     long num_results = 0, max_split_rows = 0;  // results to keep, per partition and KV head; rows of their highest tile
 };
 
-struct AttentionShape {
+struct AttentionShape : AttentionParameters {
     const std::int32_t *query_starts, *context_lens;
-    long num_seqs, num_heads, num_kv_heads, window, ahead;
+    long num_seqs;
 };
 
 // Cut a step's attention for so many threads, into vectors that are used again from call to call.

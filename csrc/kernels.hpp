@@ -228,45 +228,59 @@ struct LayerCache {
     bool has_scales() const { return format == KVFormat::int8_scaled || format == KVFormat::e4m3_scaled; }
 };
 
+struct Heads {
+    long num_heads, num_kv_heads, head_dim;
+};
+
+// Attention of a layer: the fields of AttentionSpec (quire/kernels/paged_attention.py) but for the cache's scales, in their
+// order. window: tokens that a token sees, itself and those before it; 0: all. softcap: scores, times the scale, become
+// softcap * tanh(score / softcap); 0: they stay. sinks [num_heads]: the score of one more key, with a value of zeros, for
+// each query head; null: none. A token that is not causal sees as many tokens after itself as before, if its context has them.
+struct AttentionParameters : Heads {
+    float scale;
+    long window;
+    float softcap;
+    const float* sinks;
+    bool is_causal;
+
+    long num_ahead() const { return is_causal ? 0 : window ? window - 1 : 1L << 31; }  // beyond every context
+};
+
 // Attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
 // head_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
 // query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
-// block_tables. window: tokens that a token sees, itself and those before it; 0: all. softcap: scores, times the scale,
-// become softcap * tanh(score / softcap); 0: they stay. sinks [num_heads]: the score of one more key, with a value of
-// zeros, for each query head; null: none. ahead: tokens after itself that a token sees, if the context has them; 0 is
-// causal attention.
+// block_tables.
 template <typename T>
-struct Attention {
+struct Attention : AttentionParameters {
     const T* query;
     long query_stride;
     LayerCache cache;
     T* out;
     long out_stride;
     const std::int32_t *block_tables, *query_starts, *context_lens;
-    long table_stride, num_seqs;
-    long num_heads, num_kv_heads, head_dim, block_size;
-    float scale;
-    long window;
-    float softcap = 0;
-    const float* sinks = nullptr;
-    long ahead = 0;
+    long table_stride, num_seqs, block_size;
 };
 
-// Turn queries (in place) and keys by their positions, write keys and values to their slots of the paged cache. query,
-// key and value [num_tokens, their heads, head_dim], tokens `stride` elements apart. cos_sin [positions, rotary_dim] as
-// of `rotary_table`, null: nothing is turned, query may be null. Pairs of dimensions are (i, rotary_dim / 2 + i), or
-// (2i, 2i + 1) if is_interleaved. A slot of -1: nothing is written.
+// Rotation of a layer's queries and keys by their positions. cos_sin [positions, rotary_dim] as in `rotary_table`; null:
+// nothing is turned. Pairs of dimensions are (i, rotary_dim / 2 + i), or (2i, 2i + 1) if is_interleaved.
+struct RotaryParameters : Heads {
+    const float* cos_sin;
+    long rotary_dim;
+    bool is_interleaved;
+};
+
+// Turn queries (in place) and keys, write keys and values to their slots of the paged cache. query, key and value
+// [num_tokens, their heads, head_dim], tokens `stride` elements apart; query may be null where nothing is turned. A slot
+// of -1: nothing is written.
 template <typename T>
-struct KVWrite {
+struct KVWrite : RotaryParameters {
     T* query;
     long query_stride;
     const T *key, *value;
     long key_stride, value_stride;
     const std::int64_t *positions, *slots;
-    const float* cos_sin;
     LayerCache cache;
-    long num_tokens, num_heads, num_kv_heads, head_dim, block_size, rotary_dim;
-    bool is_interleaved = false;
+    long num_tokens, block_size;
 };
 
 template <template <typename> class Op>

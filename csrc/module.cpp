@@ -283,7 +283,9 @@ NB_MODULE(_kernels, module) {
     def_struct<AdapterFactors>(module, "AdapterFactors");
     def_struct<ExpertsOp>(module, "ExpertsOp");
     def_struct<QKNormOp>(module, "QKNormOp");
+    def_struct<RotaryParameters>(module, "RotaryParameters");
     def_struct<RotaryWriteOp>(module, "RotaryWriteOp");
+    def_struct<AttentionParameters>(module, "AttentionParameters");
     def_struct<AttentionOp>(module, "AttentionOp");
     def_struct<PositionScaleOp>(module, "PositionScaleOp");
     def_struct<SumOp>(module, "SumOp");

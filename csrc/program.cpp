@@ -88,18 +88,15 @@ public:
 
     void operator()(const RotaryWriteOp& op) const {
         call(chosen->kv_write,
-             KVWrite<T>{at(op.query), stride(op.query), at(op.key), at(op.value), stride(op.key), stride(op.value),
-                        step_.positions, step_.slots, op.cos_sin, program_.caches_[op.layer], step_.num_tokens,
-                        op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
-                        op.rotary_dim, op.is_interleaved});
+             KVWrite<T>{op.rotary, at(op.query), stride(op.query), at(op.key), at(op.value), stride(op.key), stride(op.value),
+                        step_.positions, step_.slots, program_.caches_[op.layer], step_.num_tokens, program_.block_size_});
     }
 
     void operator()(const AttentionOp& op) const {
         call(chosen->attention,
-             Attention<T>{at(op.query), stride(op.query), program_.caches_[op.layer], at(op.out), stride(op.out),
-                          step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
-                          step_.num_seqs, op.heads.num_heads, op.heads.num_kv_heads, op.heads.head_dim, program_.block_size_,
-                          op.scale, op.window, op.softcap, op.sinks, op.ahead});
+             Attention<T>{op.attention, at(op.query), stride(op.query), program_.caches_[op.layer], at(op.out), stride(op.out),
+                          step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride, step_.num_seqs,
+                          program_.block_size_});
     }
 
     void operator()(const PositionScaleOp& op) const {

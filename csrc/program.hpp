@@ -18,10 +18,6 @@ struct NormWeights {
     long num_heads = 1;  // as of Norm
 };
 
-struct Heads {
-    long num_heads, num_kv_heads, head_dim;
-};
-
 // An activation [num_tokens, width]: memory of its own, or columns from `offset` on of another activation, `base`. External
 // ones are passed to each run, the others live in scratch memory.
 struct Buffer {
@@ -49,19 +45,11 @@ struct QKNormOp {  // over each head, or over all heads together, in place
 };
 struct RotaryWriteOp {
     long query, key, value, layer;
-    const float* cos_sin;  // null: no rotation
-    long rotary_dim;
-    Heads heads;
-    bool is_interleaved;
+    RotaryParameters rotary;
 };
 struct AttentionOp {
     long query, out, layer;
-    float scale;
-    long window;  // 0: none
-    Heads heads;
-    float softcap;       // 0: none
-    const float* sinks;  // null: none
-    long ahead;          // 0: causal
+    AttentionParameters attention;
 };
 struct PositionScaleOp {  // rows times factors[their position], in place
     long x;

@@ -18,6 +18,7 @@ from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
 from quire.model.language_model import LanguageModel
+from support.paged_cache import plain_spec, rotary_spec
 
 VOCAB, WIDTH, HEADS, LAYERS, MAX_LEN = 53, 24, 3, 2, 96
 
@@ -43,8 +44,9 @@ class HandwrittenModel:
         x = self.tokens[batch.token_ids] + self.positions[batch.positions]
         for weight, keys, values in zip(self.qkv, cache.keys, cache.values, strict=True):
             query, key, value = F.linear(x, weight).view(len(x), 3, HEADS, -1).unbind(1)
-            self.back_end.write_kv(query, key, value, batch.positions, None, keys, values, batch.slot_mapping)
-            x = x + self.back_end.paged_attention(query, keys, values, metadata, 0.5).flatten(1)
+            rotary, spec = rotary_spec(query, key), plain_spec(query, key.shape[1], 0.5)
+            self.back_end.write_kv(rotary, query, key, value, batch.positions, keys, values, batch.slot_mapping)
+            x = x + self.back_end.paged_attention(spec, query, keys, values, metadata).flatten(1)
             self.progress += 1
         return x
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.kv_cache_write import write_kv
 from quire.kernels.kv_quantization import encode
+from support.paged_cache import rotary_spec
 
 
 def write_one_by_one(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -20,7 +21,8 @@ def write_one_by_one(key: Tensor, value: Tensor, key_cache: Tensor, value_cache:
 def write_alone(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write without turning anything."""
     query = key.clone()
-    assert write_kv(query, key, value, slot_mapping, None, key_cache, value_cache, slot_mapping) is query
+    spec = rotary_spec(query, key)
+    assert write_kv(spec, query, key, value, slot_mapping, key_cache, value_cache, slot_mapping) is query
     assert torch.equal(query, key)
 
 

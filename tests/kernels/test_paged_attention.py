@@ -2,8 +2,8 @@
 
 import itertools
 import random
-from dataclasses import replace
-from functools import partial
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +13,15 @@ from torch import Tensor
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels import paged_attention
 from quire.kernels.back_end import REFERENCE
-from support.paged_cache import Paging, Part, Tokens, attend
+from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 HEADS = [(4, 4, 8), (4, 2, 32), (14, 2, 64), (8, 1, 80), (8, 2, 128)]  # groups of 1, 2, 7, 8 and 4
 LENGTH = 300  # several key tiles, the last one not full
 LONG = 1200  # many key tiles
+ROOT = Path(__file__).parents[2]
+SOURCES = (".py", ".pyi", ".hpp", ".cpp", ".cu")
+FAMILIES_WITH_SINKS = {"src/quire/model/families/gpt_oss.py"}
 
 
 def parts_of(tokens: Tokens, chunk: int, begin: int = 0) -> list[Part]:
@@ -63,11 +66,10 @@ def test_reference_is_softmax_attention() -> None:
 
 def test_reference_in_both_directions_is_softmax_attention_without_a_mask() -> None:
     tokens = Tokens.random(40, (4, 2, 16))
-    reference = replace(REFERENCE, paged_attention=partial(REFERENCE.paged_attention, is_causal=False))
     query, key, value = (x.transpose(0, 1) for x in (tokens.query, tokens.key, tokens.value))
     seen = {None: None, 5: (torch.arange(40)[:, None] - torch.arange(40)).abs() < 5}
     for window, mask in seen.items():
-        (result,) = attend([Part(tokens, 0, 40)], window=window, back_end=reference)
+        (result,) = attend([Part(tokens, 0, 40)], window=window, back_end=REFERENCE, is_causal=False)
         expected = torch.nn.functional.scaled_dot_product_attention(
             query, key.repeat_interleave(2, 0), value.repeat_interleave(2, 0), attn_mask=mask
         )
@@ -77,8 +79,7 @@ def test_reference_in_both_directions_is_softmax_attention_without_a_mask() -> N
 def test_reference_has_the_sinks_of_gpt_oss() -> None:
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     tokens, sinks = Tokens.random(40, (4, 2, 16)), torch.tensor([-1.0, 0.0, 2.0, 5.0])
-    reference = replace(REFERENCE, paged_attention=partial(REFERENCE.paged_attention, sinks=sinks))
-    (result,) = attend([Part(tokens, 0, 40)], back_end=reference)
+    (result,) = attend([Part(tokens, 0, 40)], back_end=REFERENCE, sinks=sinks)
     query, key, value = (x.transpose(0, 1)[None] for x in (tokens.query, tokens.key, tokens.value))
     module = SimpleNamespace(sinks=sinks, num_key_value_groups=2, training=False)
     mask = torch.full((40, 40), float("-inf")).triu(1)
@@ -176,8 +177,9 @@ def test_layers_with_and_without_window_share_a_plan() -> None:
     step = torch.arange(4).view(1, 4).int(), torch.tensor([0, 32]).int(), torch.tensor([32]).int()
     metadata = paged_attention.build_metadata(*step, block_size=8)
     for window in (None, 5, None):
-        result = paged_attention.paged_attention(tokens.query, *caches, metadata, 0.2, window)
-        expected = paged_attention.reference(tokens.query, *caches, metadata, 0.2, window)
+        spec = plain_spec(tokens.query, 2, window=window)
+        result = paged_attention.paged_attention(spec, tokens.query, *caches, metadata)
+        expected = paged_attention.reference(spec, tokens.query, *caches, metadata)
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -187,8 +189,19 @@ def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
     starts, lengths = torch.tensor([0, 0, 8]).int(), torch.tensor([5, 8]).int()
     metadata = paged_attention.build_metadata(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
     alone = paged_attention.build_metadata(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
-    attended = [paged_attention.paged_attention(tokens.query, *caches, each, 0.2) for each in (metadata, alone)]
+    spec = plain_spec(tokens.query, 2)
+    attended = [paged_attention.paged_attention(spec, tokens.query, *caches, each) for each in (metadata, alone)]
     assert torch.equal(*attended)
+
+
+def test_attention_sinks_are_in_the_files_that_the_page_lists_for_a_new_feature() -> None:
+    folders = "src/quire/kernels", "src/quire/model", "csrc"
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.*"))
+    sources = {str(each.relative_to(ROOT)): each.read_text("utf-8") for each in files if each.suffix in SOURCES}
+    found = {name for name, text in sources.items() if re.search(r"\bsinks\b", text)}
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    section = page.split("## A new feature of attention\n")[1].split("\n## ")[0]
+    assert found - FAMILIES_WITH_SINKS == set(re.findall(r"^    (\S+)", section, re.MULTILINE))
 
 
 @pytest.mark.parametrize("block_size", [4, 12, 256])

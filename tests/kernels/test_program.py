@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.kv_cache_write import write_kv
-from quire.kernels.paged_attention import build_metadata, paged_attention
+from quire.kernels.kv_cache_write import RotarySpec, write_kv
+from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata, paged_attention
 from quire.kernels.program import (
     INPUT,
     Activations,
     Add,
     Attention,
-    Heads,
     LayerInputs,
     Op,
     Program,
@@ -67,9 +66,9 @@ def test_ops_without_a_gpu_path_are_refused_by_name() -> None:
 
 def test_features_without_a_gpu_path_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads(4, 2, 16)
-    rotary = RotaryWrite("a", 0, None, heads, write_kv, is_interleaved=True)
-    attention = Attention("b", 0, heads, 1.0, None, paged_attention, softcap=50.0)
-    sunk = replace(attention, softcap=0.0, sinks=torch.zeros(4))
+    rotary = RotaryWrite("a", 0, RotarySpec(heads, is_interleaved=True), write_kv)
+    attention = Attention("b", 0, AttentionSpec(heads, 1.0, softcap=50.0), paged_attention)
+    sunk = replace(attention, spec=AttentionSpec(heads, 1.0, sinks=torch.zeros(4)))
     for back_end in ("cpp", "cuda"):
         require_ops(back_end, [rotary, attention, sunk])
     for feature, op in {
@@ -78,4 +77,5 @@ def test_features_without_a_gpu_path_are_refused_by_name(monkeypatch: pytest.Mon
         monkeypatch.setitem(SUPPORT, feature, CPU)
         with pytest.raises(ConfigError, match=f"device cuda does not support {feature} yet; use --device cpu"):
             require_ops("cuda", [op])
-    require_ops("cuda", [replace(rotary, is_interleaved=False), replace(attention, softcap=0.0)])
+    plain = replace(rotary, spec=RotarySpec(heads)), replace(attention, spec=AttentionSpec(heads, 1.0))
+    require_ops("cuda", plain)

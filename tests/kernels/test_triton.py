@@ -11,6 +11,7 @@ import torch
 
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.linear_weight import LinearWeight
+from support.paged_cache import plain_spec, rotary_spec
 from support.triton_compiler import compiled_launches, specialized_launches
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -65,10 +66,11 @@ def test_kernels_of_a_layer_compile_without_spilling(
     int32, int64 = torch.zeros(5, dtype=torch.int32), torch.zeros(70, dtype=torch.int64)
     with compiled_launches(capability) as kernels:
         metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
-        ops.paged_attention(query, cache, cache, metadata, 0.1)
+        spec = plain_spec(query, num_kv_heads)
+        ops.paged_attention(spec, query, cache, cache, metadata)
         if capability in (80, 90):
-            attention.paged_attention(query, cache, cache, metadata, 0.1, is_exact=True)
-        ops.write_kv(query, key, key, int64, torch.empty(9, head_dim), cache, cache, int64)
+            attention.paged_attention(spec, query, cache, cache, metadata, is_exact=True)
+        ops.write_kv(rotary_spec(query, key, torch.empty(9, head_dim)), query, key, key, int64, cache, cache, int64)
         ops.norm(torch.empty(4096, dtype=dtype), None, 1e-5, False)(torch.empty(4, 4096, dtype=dtype), None)
     assert {kernel.name for kernel in kernels} >= {"_attend_kernel", "_plan_kernel", "_combine_kernel"}
     assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == (3 if capability in (80, 90) else 2)
@@ -93,8 +95,8 @@ def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capabili
     with compiled_launches(capability) as kernels:
         metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
         for is_exact in (False, True):
-            attention.paged_attention(query, cache, cache, metadata, 0.1, is_exact=is_exact)
-        ops.write_kv(query, key, key, int64, torch.empty(9, 128), cache, cache, int64)
+            attention.paged_attention(plain_spec(query, 8), query, cache, cache, metadata, is_exact=is_exact)
+        ops.write_kv(rotary_spec(query, key, torch.empty(9, 128)), query, key, key, int64, cache, cache, int64)
     assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == 3
     assert any(kernel.name == "_write_quantized_kernel" for kernel in kernels)
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
@@ -112,8 +114,10 @@ def test_softcap_sinks_window_and_interleaved_rotary_compile_without_spilling(ca
     int32, int64 = torch.zeros(5, dtype=torch.int32), torch.zeros(70, dtype=torch.int64)
     with compiled_launches(capability) as kernels:
         metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
-        ops.paged_attention(query, cache, cache, metadata, 0.1, 4096, softcap=50.0, sinks=torch.empty(32))
-        ops.write_kv(query, key, key, int64, torch.empty(9, 64), cache, cache, int64, is_interleaved=True)
+        spec = plain_spec(query, 8, window=4096, softcap=50.0, sinks=torch.empty(32))
+        ops.paged_attention(spec, query, cache, cache, metadata)
+        rotary = rotary_spec(query, key, torch.empty(9, 64), is_interleaved=True)
+        ops.write_kv(rotary, query, key, key, int64, cache, cache, int64)
     assert {kernel.name for kernel in kernels} == {"_attend_kernel", "_plan_kernel", "_combine_kernel", "_write_kernel"}
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
 
@@ -236,7 +240,9 @@ def test_layers_of_one_output_compile(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
-    from quire.kernels.program import Heads, LayerInputs, RotaryWrite
+    from quire.kernels.kv_cache_write import RotarySpec
+    from quire.kernels.paged_attention import Heads
+    from quire.kernels.program import LayerInputs, RotaryWrite
     from quire.kernels.triton.few_rows import few_rows_product, projected_query
     from quire.kernels.triton.kv_cache_write import write_kv
     from quire.kernels.triton.linear import CudaLinear
@@ -250,7 +256,7 @@ def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
         few_rows_product(x, CudaLinear(weight, activation="silu_and_mul"), norm=norm)
         few_rows_product(x, CudaLinear(weight), residual=x.clone())
         for is_interleaved in (False, True):
-            op = RotaryWrite("", 0, torch.empty(9, 128), Heads(2, 1, 128), write_kv, is_interleaved=is_interleaved)
+            op = RotaryWrite("", 0, RotarySpec(Heads(2, 1, 128), torch.empty(9, 128), is_interleaved), write_kv)
             inputs = LayerInputs(slots, slots, metadata, *caches)  # type: ignore[arg-type]
             projected_query(x, CudaLinear(weight), norm, op, inputs)
     assert [(kernel.overlaps, kernel.fetches_ahead) for kernel in kernels] == [(capability == 90,) * 2] * 5
@@ -276,8 +282,8 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     ops.norm(x[0], None, 1e-5, False)(x, None)
     ops.norm(x[0], None, 1e-5, False)(x, x.clone())
     ops.norm(x[0, :64], None, 1e-5, False)(query)
-    ops.write_kv(query, key, value, positions, torch.empty(9, 64), *caches, positions)
-    ops.paged_attention(query, *caches, build_metadata(tables, starts, lens, 16), 0.1)
+    ops.write_kv(rotary_spec(query, key, torch.empty(9, 64)), query, key, value, positions, *caches, positions)
+    ops.paged_attention(plain_spec(query, 2), query, *caches, build_metadata(tables, starts, lens, 16))
     ops.linear(dense(torch.empty(64, 512, dtype=dtype)), activation="silu_and_mul")(x)
     ops.copy_blocks(caches, caches, torch.arange(num_seqs), torch.arange(num_seqs) + num_seqs)
     ones = np.ones(num_seqs, np.float32)

@@ -28,10 +28,10 @@ from quire.execution.cuda.memory_profiling import available_kv_bytes
 from quire.kernels import back_end, linear
 from quire.kernels.block_copy import copy_blocks
 from quire.kernels.experts import Routing
-from quire.kernels.kv_cache_write import write_kv
+from quire.kernels.kv_cache_write import RotarySpec, write_kv
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.norm import TorchNorm
-from quire.kernels.paged_attention import AttentionMetadata, paged_attention
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, paged_attention
 from quire.kernels.sampling import choose_tokens
 from quire.kernels.token_masks import mask_logits
 from quire.kernels.triton import experts as triton_experts
@@ -117,25 +117,28 @@ def _of_host(parts: Any) -> Any:  # noqa: ANN401
     return tree_map_only(CardTensor, lambda x: x.inner, parts)
 
 
+RECORDS = AttentionMetadata, AttentionSpec, RotarySpec  # arguments of kernels with tensors in them
+
+
 def _kernel(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return an op that takes tensors of the card, runs in host memory, and returns tensors of the card."""
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        args = tuple(_metadata(x) if isinstance(x, AttentionMetadata) else _of_host(x) for x in args)
+        args = tuple(_record(x) if isinstance(x, RECORDS) else _of_host(x) for x in args)
         with _disable_current_modes():  # type: ignore[no-untyped-call]
             result = op(*args, **_of_host(kwargs))
         return tree_map_only(Tensor, CardTensor, torch.from_numpy(result) if isinstance(result, np.ndarray) else result)
 
-    def _metadata(metadata: AttentionMetadata) -> AttentionMetadata:
-        assert metadata.block_tables.is_cuda
-        tables, starts, lens = _of_host((metadata.block_tables, metadata.query_starts, metadata.context_lens))
-        return AttentionMetadata(tables, starts, lens, metadata.block_size)
+    def _record(record: Any) -> Any:  # noqa: ANN401
+        assert not isinstance(record, AttentionMetadata) or record.block_tables.is_cuda
+        fields = {each.name: _of_host(getattr(record, each.name)) for each in dataclasses.fields(record)}
+        return type(record)(**fields)
 
     return run
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, *how: Any, **more: Any  # noqa: ANN401
+    spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
     """Attend for all but the rows of no sequence, which come last."""
     count = int((metadata.context_lens > 0).sum())
@@ -147,7 +150,7 @@ def _attend(
         metadata.block_size,
     )
     if count:
-        out[:num_tokens] = paged_attention(query[:num_tokens], keys, values, live, *how, **more)
+        out[:num_tokens] = paged_attention(spec, query[:num_tokens], keys, values, live)
     return out
 
 

@@ -9,8 +9,7 @@ from quire.kernels.back_end import TORCH
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
-from quire.kernels.kv_quantization import ONES, KVScales
-from quire.kernels.paged_attention import AttentionMetadata
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 
 
 def pack(keys: Tensor, values: Tensor, head_dim: int | None = None) -> tuple[Tensor, Tensor]:
@@ -55,11 +54,9 @@ def unpack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed_attention(
-    query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float, window: int | None,
-    scales: KVScales = ONES, softcap: float = 0.0, sinks: Tensor | None = None, *, is_causal: bool = True,
-) -> Tensor:  # fmt: skip
-    caches = pack(keys, values, query.shape[2])
-    return paged_attention(query, *caches, metadata, scale, window, scales, softcap, sinks, is_causal=is_causal)
+    spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
+) -> Tensor:
+    return paged_attention(spec, query, *pack(keys, values, query.shape[2]), metadata)
 
 
 CPP = replace(TORCH, name="cpp", paged_attention=_packed_attention)  # attention over plain caches, by the kernels

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.back_end import TORCH, BackEnd
+from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.kv_quantization import ONES, KVScales, as_bytes, encode, is_quantized
-from quire.kernels.paged_attention import build_metadata
+from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 
 GARBAGE_BLOCK = 10**6
 
@@ -63,7 +65,7 @@ def attend(
 ) -> list[Tensor]:
     """Compute the parts in one step over a cache of NaN with shuffled blocks; garbage wherever nothing should look.
 
-    `kv`: how the cache is stored, a value of --kv-cache-dtype; `scales`: of fp8; `more`: softcap and sinks.
+    `kv`: how the cache is stored, a value of --kv-cache-dtype; `scales`: of fp8; `more`: other fields of the spec.
     """
     paging = paging or Paging()
     generator = torch.Generator().manual_seed(paging.seed)
@@ -84,13 +86,23 @@ def attend(
         x.to(device)
         for x in (torch.cat([part.tokens.query[part.start : part.stop] for part in parts]), key_cache, value_cache)
     )
-    own = () if scales == ONES else (scales,)
     more = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in more.items()}
-    scale = query.shape[2] ** -0.5
-    out = back_end.paged_attention(query, key_cache, value_cache, metadata, scale, window, *own, **more)
+    spec = plain_spec(query, parts[0].tokens.key.shape[1], window=window, kv_scales=scales, **more)
+    out = back_end.paged_attention(spec, query, key_cache, value_cache, metadata)
     assert out.shape == query.shape
     assert out.dtype == query.dtype
     return list(out.cpu().split(counts[1:].tolist()))
+
+
+def plain_spec(query: Tensor, num_kv_heads: int, scale: float | None = None, **more: Any) -> AttentionSpec:  # noqa: ANN401
+    """Return the attention of a layer with queries [num_tokens, num_heads, head_dim]; causal unless `more` says so."""
+    _, num_heads, head_dim = query.shape
+    return AttentionSpec(Heads(num_heads, num_kv_heads, head_dim), scale or head_dim**-0.5, **more)
+
+
+def rotary_spec(query: Tensor, key: Tensor, cos_sin: Tensor | None = None, **more: Any) -> RotarySpec:  # noqa: ANN401
+    """Return the rotation of a layer with queries and keys [num_tokens, their heads, head_dim]."""
+    return RotarySpec(Heads(*query.shape[1:2], *key.shape[1:]), cos_sin, **more)
 
 
 def _empty_cache(shape: tuple[int, ...], dtype: torch.dtype, kv: str) -> Tensor:

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.model.config import spec_from_config
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, SinksShape, layer_shapes
+from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, VectorShape, layer_shapes
 
 # A model with experts, a shared one among them.
 MIXTURE: dict[str, object] = {
@@ -33,8 +33,8 @@ def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dt
         if isinstance(shape, NormShape):
             made = {prefix + name: random(*size) for name, size in shape.tensors.items()}
             return {name: each * 0.3 + 1 if name.endswith(".weight") else each for name, each in made.items()}
-        if isinstance(shape, SinksShape):
-            return {f"{prefix}{shape.name}": random(shape.num_heads)}
+        if isinstance(shape, VectorShape):
+            return {f"{prefix}{shape.name}": random(shape.length)}
         if not isinstance(shape, LinearShape):
             return {f"{prefix}{shape.module}.weight": random(shape.num_rows, shape.width)}
         num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)

@@ -30,9 +30,10 @@ from quire.kernels import (
 from quire.kernels import norm as norms
 from quire.kernels.cpp.back_end import cpp_ops, usable_isas
 from quire.kernels.cpp.limits import MAX_HEAD_DIM, serves_head_dim
+from quire.kernels.kv_cache_write import WriteKV
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.paged_attention import AttentionBackEnd
+from quire.kernels.paged_attention import Attend, AttentionBackEnd
 from quire.kernels.program import Program
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class BackEnd:
     experts: Callable[..., experts.ExpertLayer]
     fuse: Callable[[Program], Program]
     cache_layout: cache_layout.CacheLayout
-    paged_attention: Callable[..., Tensor]
-    write_kv: Callable[..., Tensor]
+    paged_attention: Attend
+    write_kv: WriteKV
     copy_blocks: Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], norms.Norm]
     embed: Callable[..., Tensor]

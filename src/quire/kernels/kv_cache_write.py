@@ -4,39 +4,64 @@ Rotary position embedding is on half-split pairs (Su et al. 2021, in the layout 
 interleaved ones: dimensions (2i, 2i + 1), as in GPT-J.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from quire.kernels.kv_quantization import ONES, KVScales, as_bytes, encode, is_quantized
+from quire.kernels.paged_attention import Heads
 
 POSITIONS_AT_ONCE = 1 << 14  # of a rotary table under construction: 4 MiB with heads of 128
 
 
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Rotation of a layer's queries and keys, and storage of its keys and values. All back ends read it."""
+
+    heads: Heads
+    cos_sin: Tensor | None = None  # as in `rotary_table`; None: no rotation
+    is_interleaved: bool = False   # pairs of dimensions are (2i, 2i + 1), else (i, rotary_dim / 2 + i)
+    kv_scales: KVScales = ONES     # of an 8-bit cache that stores none
+
+    def __post_init__(self) -> None:
+        if self.cos_sin is not None:
+            assert self.rotary_dim <= self.heads.head_dim, f"{self.rotary_dim} dimensions of {self.heads} are rotated"
+            assert self.cos_sin.dtype == torch.float32, f"a rotary table of {self.cos_sin.dtype}"
+            assert self.cos_sin.is_contiguous(), "a rotary table with gaps"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated, the first ones; 0: none."""
+        return 0 if self.cos_sin is None else self.cos_sin.shape[1]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features beyond plain rotation, by their names in the support table."""
+        return ("interleaved rotary",) if self.is_interleaved else ()
+
+
+WriteKV = Callable[[RotarySpec, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # as `write_kv`
+
+
 def write_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    scales: KVScales = ONES,
-    is_interleaved: bool = False,
-) -> Tensor:
+    spec: RotarySpec, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, key_cache: Tensor,
+    value_cache: Tensor, slot_mapping: Tensor,
+) -> Tensor:  # fmt: skip
     """Turn query and key as `apply_rotary` does, if there is a table; store key and value; return the query.
 
     Token t's key and value go to slot `slot_mapping[t]`; -1 writes nothing. key and value [num_tokens, num_kv_heads,
     head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim], contiguous; slot_mapping [num_tokens] int64, no
     slot twice. A cache of 8-bit elements is [num_blocks, block_size, num_kv_heads, width], as `kv_quantization.encode`
-    fills it, with `scales` unless it stores them. One op, so that a back end may do it in one pass; it may rotate the
-    query in place. Kwon et al. 2023, section 5.1.
+    fills it, with the spec's scales unless it stores them. One op, so that a back end may do it in one pass; it may
+    rotate the query in place. Kwon et al. 2023, section 5.1.
     """
-    if cos_sin is not None:
-        query, key = apply_rotary(query, key, positions, cos_sin, is_interleaved=is_interleaved)
+    if spec.cos_sin is not None:
+        query, key = apply_rotary(query, key, positions, spec.cos_sin, is_interleaved=spec.is_interleaved)
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping.index_select(0, written)
-    for new, cache, scale in zip((key, value), (key_cache, value_cache), scales, strict=True):
+    for new, cache, scale in zip((key, value), (key_cache, value_cache), spec.kv_scales, strict=True):
         rows = new.index_select(0, written)
         rows = encode(rows, cache.dtype, cache.shape[3], scale) if is_quantized(cache) else rows.to(cache.dtype)
         as_bytes(cache).view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)

@@ -48,18 +48,67 @@ class AttentionMetadata:
         return int(self.query_starts[-1])
 
 
+class Heads(NamedTuple):
+    """Sizes of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention of a layer: everything but its tensors. All back ends read it; csrc/kernels.hpp has the same fields.
+
+    A new feature is a field here, with its default, and a line of `features`; `reference` gives it its meaning.
+    """
+
+    heads: Heads
+    scale: float                 # multiplies scores, above 0
+    window: int | None = None    # tokens that a token sees, itself and those before it; None: all
+    softcap: float = 0.0         # scores become softcap * tanh(score / softcap); 0: unchanged
+    sinks: Tensor | None = None  # [num_heads] float32: the score of one more key, with a value of zeros (OpenAI 2025)
+    is_causal: bool = True       # False: a token also sees as many tokens after itself as before itself
+    kv_scales: KVScales = ONES   # of an 8-bit cache that stores none
+
+    def __post_init__(self) -> None:
+        assert self.scale > 0, f"scale {self.scale}"
+        assert self.heads.num_heads % self.heads.num_kv_heads == 0, f"{self.heads}: uneven groups"
+        if self.sinks is not None:
+            assert self.sinks.shape == (self.heads.num_heads,), f"sinks {tuple(self.sinks.shape)} for {self.heads}"
+            assert self.sinks.dtype == torch.float32, f"sinks of {self.sinks.dtype}"
+            assert self.sinks.is_contiguous(), "sinks with gaps"
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens after itself that a token sees, if its context has them."""
+        return 0 if self.is_causal else MAX_AHEAD if self.window is None else self.window - 1
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features beyond plain causal attention, by their names in the support table."""
+        found = {
+            "softcap on attention scores": self.softcap, "attention sinks": self.sinks is not None,
+            "attention in both directions": not self.is_causal,
+        }  # fmt: skip
+        return tuple(name for name, is_used in found.items() if is_used)
+
+
+Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor, AttentionMetadata], Tensor]  # as `reference`
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBackEnd:
-    """Attention kernels of a GPU that can take the place of Triton's, and what they have a form of.
+    """Attention kernels of a GPU that can take the place of Triton's, and the heads and features that they serve.
 
     `make` returns the op for Triton's op, which may serve a part of it; ConfigError if something is not installed.
     """
 
     name: str                                # a value of --attention-backend
-    make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+    make: Callable[[Callable[..., Tensor]], Attend]
     serves: Callable[[torch.dtype, int], bool]  # heads of a dtype and a size
     shapes: str                              # the dtypes and head sizes that `serves` accepts, for errors
-    lacks: frozenset[str]                    # features, by their names in the support table
+    features: frozenset[str] = frozenset()   # those of `AttentionSpec.features` that it computes
     is_capturable: bool = True               # a step can be captured as a CUDA graph
 
 
@@ -77,38 +126,20 @@ def build_metadata(
     return AttentionMetadata(tables, query_starts.contiguous(), context_lens.contiguous(), block_size)
 
 
-def num_ahead(window: int | None, *, is_causal: bool) -> int:
-    """Return how many tokens after itself a token sees: none, or as many as before it."""
-    return 0 if is_causal else MAX_AHEAD if window is None else window - 1
-
-
 def reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    scales: KVScales = ONES,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    *,
-    is_causal: bool = True,
+    spec: AttentionSpec, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, *,
     in_integers: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
-    head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with `scales`. A sequence's
-    queries are the last tokens of its context. With a window, a token sees itself and the `window` - 1 tokens before
-    it; unless it is causal, as many after it, up to the end of its context. With a softcap, scores become
-    softcap * tanh(score / softcap). sinks [num_heads] float32: the score of one more key, with a value of zeros, for
-    each query head (gpt-oss; OpenAI 2025). Sums in float32. A key's scale is multiplied onto its scores, a value's
-    onto its softmax weights, which are summed without it. `in_integers`: queries and weights are rounded as products
-    with int8 elements in integers round them (`kv_quantization`). Returns query's shape and dtype.
+    head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with the spec's scales. A
+    sequence's queries are the last tokens of its context. Sums in float32. A key's scale is multiplied onto its scores,
+    a value's onto its softmax weights, which are summed without it. `in_integers`: queries and weights are rounded as
+    products with int8 elements in integers round them (`kv_quantization`). Returns query's shape and dtype.
     """
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    group = query.shape[1] // num_kv_heads  # query heads per key-value head
+    block_size, window = key_cache.shape[1], spec.window
+    group = spec.heads.num_heads // spec.heads.num_kv_heads  # query heads per key-value head
     out = torch.empty_like(query)
     query = integer_queries(query) if in_integers else query.float()
     for i, (start, stop) in enumerate(pairwise(metadata.query_starts.tolist())):
@@ -118,17 +149,16 @@ def reference(
         where = metadata.block_tables[i, pos // block_size].long(), pos % block_size
         (k, key_scales), (v, value_scales) = (
             _elements(as_bytes(cache)[where].repeat_interleave(group, dim=1), cache.dtype, query.shape[2], own)
-            for cache, own in zip((key_cache, value_cache), scales, strict=True)
+            for cache, own in zip((key_cache, value_cache), spec.kv_scales, strict=True)
         )  # [context_len, num_heads, head_dim], [context_len, num_heads]
-        scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop], k), key_scales) * scale
-        scores = _capped(scores, softcap)
+        scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop], k), key_scales) * spec.scale
+        scores = _capped(scores, spec.softcap)
         query_pos = torch.arange(context_len - (stop - start), context_len, device=query.device)[:, None]
-        ahead = num_ahead(window, is_causal=is_causal)
-        scores.masked_fill_(pos > query_pos + ahead, float("-inf"))  # causal: a token sees itself and what came before
+        scores.masked_fill_(pos > query_pos + spec.num_ahead, float("-inf"))
         if window is not None:
             scores.masked_fill_(pos <= query_pos - window, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, stop - start, 1)], dim=-1)
+        if spec.sinks is not None:
+            scores = torch.cat([scores, spec.sinks[:, None, None].expand(-1, stop - start, 1)], dim=-1)
         weights = _times(scores.softmax(dim=-1)[..., : len(pos)], value_scales)
         if in_integers:
             weights = integer_weights(pad(weights, (first, 0)))[..., first:]
@@ -164,26 +194,13 @@ class _Span(NamedTuple):
 
 
 def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    scales: KVScales = ONES,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    *,
-    is_causal: bool = True,
+    spec: AttentionSpec, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
     """Attend as `reference` does; caches contiguous."""
-    out, ahead = query.new_empty(query.shape), num_ahead(window, is_causal=is_causal)
-    for span in _spans(metadata, ahead):
+    out = query.new_empty(query.shape)
+    for span in _spans(metadata, spec.num_ahead):
         rows = slice(span.row, span.row + span.stop - span.start)
-        attended = _attend(
-            query[rows].float() * scale, (key_cache, value_cache), span, window, ahead, scales, softcap, sinks
-        )
-        out[rows] = attended.to(query.dtype)
+        out[rows] = _attend(spec, query[rows].float() * spec.scale, (key_cache, value_cache), span).to(query.dtype)
     return out
 
 
@@ -198,22 +215,12 @@ def _spans(metadata: AttentionMetadata, ahead: int) -> Iterator[_Span]:
             start = stop
 
 
-def _attend(
-    query: Tensor,
-    caches: tuple[Tensor, Tensor],
-    span: _Span,
-    window: int | None,
-    ahead: int,
-    scales: KVScales,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], span: _Span) -> Tensor:
     """Attend with scaled float32 queries [num_queries, num_heads, head_dim]; returns their shape.
 
     A token's query heads, padded to a power of two, stand in the same rows of a product wherever it is computed.
     """
-    num_queries, num_heads, head_dim = query.shape
-    num_kv_heads = caches[0].shape[2]
+    num_queries, (num_heads, num_kv_heads, head_dim), window, sinks = len(query), spec.heads, spec.window, spec.sinks
     group = num_heads // num_kv_heads                                   # query heads per key-value head
     rows_per_token = 1 << (group - 1).bit_length()
     height = max(1, ROWS_PER_PRODUCT // rows_per_token)                 # tokens of a product
@@ -230,10 +237,10 @@ def _attend(
     num_tiles = -(-(span.end - first) // SLOTS_PER_KEY_TILE)
     slots = torch.arange(first, first + num_tiles * SLOTS_PER_KEY_TILE)  # positions in the sequence
     (keys, key_scales), (values, value_scales) = (
-        _gather(cache, span, slots, window, head_dim, own) for cache, own in zip(caches, scales, strict=True)
+        _gather(cache, span, slots, window, head_dim, own) for cache, own in zip(caches, spec.kv_scales, strict=True)
     )
     positions = torch.arange(begin, begin + num_products * height)[:, None]
-    hidden = (slots > positions + ahead) | (slots >= span.end)
+    hidden = (slots > positions + spec.num_ahead) | (slots >= span.end)
     if window is not None:
         hidden |= slots <= positions - window
     hidden = hidden.view(num_products, height, -1, SLOTS_PER_KEY_TILE).transpose(1, 2)  # [.., num_tiles, height, slots]
@@ -241,7 +248,7 @@ def _attend(
     scores = _products(rows.repeat(1, len(keys) // num_kv_heads, 1, 1), keys.transpose(1, 2))
     if is_quantized(caches[0]):
         scores *= key_scales
-    scores = _capped(scores, softcap)
+    scores = _capped(scores, spec.softcap)
     scores = scores.view(*hidden.shape[:2], num_kv_heads, height, rows_per_token, SLOTS_PER_KEY_TILE)
     scores.masked_fill_(hidden[:, :, None, :, None, :], float("-inf"))
     highest = scores.amax((1, 5), keepdim=True)

@@ -8,18 +8,18 @@ memory of an activation belongs to the program: an op may overwrite what it read
 is not to be read again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.kernels import linear as linears
 from quire.kernels import norm as norms
-from quire.kernels.kv_quantization import ONES, KVScales
+from quire.kernels.kv_cache_write import RotarySpec, WriteKV
 from quire.kernels.low_rank import RowAdapters
-from quire.kernels.paged_attention import AttentionMetadata
+from quire.kernels.paged_attention import Attend, AttentionMetadata, AttentionSpec, Heads
 
 INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]
 
@@ -55,14 +55,6 @@ class Op(Protocol):
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Compute by single ops: the meaning of the op."""
-
-
-class Heads(NamedTuple):
-    """Sizes of an attention layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 class Names:
@@ -149,31 +141,22 @@ class RotaryWrite:
 
     name: str
     layer: int                  # index of the caches
-    cos_sin: Tensor | None      # as of `rotary_table`; None: no rotation
-    heads: Heads
-    write: Callable[..., Tensor]  # as `kv_cache_write.write_kv`
+    spec: RotarySpec
+    write: WriteKV
     query: str = "query"
     key: str = "key"
     value: str = "value"
-    kv_scales: KVScales = ONES
-    is_interleaved: bool = False  # pairs of dimensions are (2i, 2i + 1)
 
     reads = Names("query", "key", "value")
     writes = Names("query")
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Features beyond the op's plain form, by their names in the support table."""
-        return ("interleaved rotary",) if self.is_interleaved else ()
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Rotate and write, in one op of the back end."""
         query, key, value = (activations.pop(name) for name in self.reads)
         keys, values = inputs.keys[self.layer], inputs.values[self.layer]
         activations[self.query] = self.write(
-            query, key, value, inputs.positions, self.cos_sin, keys, values, inputs.slot_mapping, *_unless_ones(self),
-            **({"is_interleaved": True} if self.is_interleaved else {}),
-        )  # fmt: skip
+            self.spec, query, key, value, inputs.positions, keys, values, inputs.slot_mapping
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,43 +165,19 @@ class Attention:
 
     name: str
     layer: int                  # index of the caches
-    heads: Heads
-    scale: float
-    window: int | None
-    attend: Callable[..., Tensor]  # as `paged_attention.paged_attention`
+    spec: AttentionSpec
+    attend: Attend
     query: str = "query"
     out: str = "attended"
-    kv_scales: KVScales = ONES
-    softcap: float = 0.0         # 0: none
-    sinks: Tensor | None = None  # [num_heads] float32
-    is_causal: bool = True       # False: a token also sees those after it
 
     reads = Names("query")
     writes = Names("out")
 
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Features beyond the op's plain form, by their names in the support table."""
-        found = {
-            "softcap on attention scores": self.softcap, "attention sinks": self.sinks is not None,
-            "attention in both directions": not self.is_causal,
-        }  # fmt: skip
-        return tuple(name for name, is_used in found.items() if is_used)
-
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Attend."""
-        query, keys, values = activations[self.query], inputs.keys[self.layer], inputs.values[self.layer]
-        more = {"softcap": self.softcap or None, "sinks": self.sinks, "is_causal": None if self.is_causal else False}
-        attended = self.attend(
-            query, keys, values, inputs.metadata, self.scale, self.window, *_unless_ones(self),
-            **{name: value for name, value in more.items() if value is not None},
-        )  # fmt: skip
+        """Attend, in one op of the back end."""
+        keys, values = inputs.keys[self.layer], inputs.values[self.layer]
+        attended = self.attend(self.spec, activations[self.query], keys, values, inputs.metadata)
         activations[self.out] = attended.flatten(1)
-
-
-def _unless_ones(op: RotaryWrite | Attention) -> tuple[KVScales, ...]:
-    """Return an op's scales as arguments; none where they are 1, since not every back end has them."""
-    return () if op.kv_scales == ONES else (op.kv_scales,)
 
 
 @dataclass(frozen=True, slots=True)

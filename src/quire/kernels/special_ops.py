@@ -8,7 +8,8 @@ from quire.kernels import experts as mixtures
 from quire.kernels import linear as linears
 from quire.kernels import norm as norms
 from quire.kernels.gather import GatherHook, SumHook
-from quire.kernels.program import Activations, Heads, LayerInputs, Names
+from quire.kernels.paged_attention import Heads
+from quire.kernels.program import Activations, LayerInputs, Names
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.paged_attention import AttentionBackEnd
-from quire.kernels.program import Attention, Op
+from quire.kernels.program import Attention, Op, RotaryWrite
 
 CPU = frozenset({"cpp", "torch", "reference"})
 EVERYWHERE = CPU | {"cuda"}
@@ -46,9 +46,10 @@ def require(back_end: str, features: Iterable[str]) -> None:
 
 
 def require_ops(back_end: str, ops: Iterable[Op]) -> None:
-    """Raise ConfigError if a back end lacks one of these ops, or one of their `features`."""
+    """Raise ConfigError if a back end lacks one of these ops, or one of their specs' features."""
     for op in ops:
-        require(back_end, [type(op).__name__, *getattr(op, "features", ())])
+        features = op.spec.features if isinstance(op, Attention | RotaryWrite) else ()
+        require(back_end, [type(op).__name__, *features])
 
 
 def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dtype: torch.dtype) -> None:
@@ -56,12 +57,12 @@ def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dty
     if attention is None:
         return
     name, own = f"attention_backend {attention.name}", [op for op in ops if isinstance(op, Attention)]
-    missing = sorted({feature for op in own for feature in op.features} & attention.lacks)
+    missing = sorted({feature for op in own for feature in op.spec.features} - attention.features)
     if missing:
         raise ConfigError(f"{name} does not support {', '.join(missing)}; use triton")
     for op in own:
-        if not attention.serves(dtype, op.heads.head_dim):
-            asked = f"{str(dtype).removeprefix('torch.')} heads of {op.heads.head_dim}"
+        if not attention.serves(dtype, op.spec.heads.head_dim):
+            asked = f"{str(dtype).removeprefix('torch.')} heads of {op.spec.heads.head_dim}"
             raise ConfigError(f"{name} does not support {asked}, only {attention.shapes}; use triton")
 
 

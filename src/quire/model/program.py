@@ -14,9 +14,11 @@ from torch import Tensor
 from quire.kernels import program as ops
 from quire.kernels import special_ops
 from quire.kernels.experts import Expert, ExpertSplit, Routing
+from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.kv_quantization import ONES
 from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
+from quire.kernels.paged_attention import AttentionSpec, Heads
 from quire.kernels.program import INPUT, Op, Program
 from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
@@ -112,11 +114,11 @@ def _attention_ops(
     A rank has its heads alone; a norm over all heads of a token needs them all, so there each rank projects them all.
     """
     layer, stem, back_end = spec.layers[index], f"layers.{index}.", weights.back_end
-    shapes, heads = LayerShapes.of(spec, layer), ops.Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    shapes, heads = LayerShapes.of(spec, layer), Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
     own, taken, ranges = heads, None, None
     if shared.ranks is not None:
         taken = shared.ranks.shard.heads(layer)
-        own = ops.Heads(taken.num_heads, taken.num_kv_heads, layer.head_dim)
+        own = Heads(taken.num_heads, taken.num_kv_heads, layer.head_dim)
         if not layer.is_query_key_norm_over_heads:
             heads, ranges = own, shared.ranks.shard.qkv_ranges(layer)
     norms = None
@@ -136,21 +138,20 @@ def _attention_ops(
         yield special_ops.TakeHeads(f"{stem}take_heads", heads, (taken.query[0], taken.kv[0]), own)
     scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
     rotary = spec.rotary_of(layer)
+    table = None if rotary is None else shared.cos_sin[rotary]
+    is_interleaved = rotary is not None and rotary.is_interleaved
     yield ops.RotaryWrite(
-        f"{stem}rotary_write", index, None if rotary is None else shared.cos_sin[rotary], own, back_end.write_kv,
-        kv_scales=scales, is_interleaved=rotary is not None and rotary.is_interleaved,
-    )  # fmt: skip
+        f"{stem}rotary_write", index, RotarySpec(own, table, is_interleaved, scales), back_end.write_kv
+    )
     if layer.position_scale is not None:
         assert rotary is not None, "factors of positions without rotary positions"
         factors = _position_factors(*layer.position_scale, shared.cos_sin[rotary]).to(weights.dtype).float()
         yield special_ops.PositionScale(f"{stem}position_scale", own, factors)
-    sinks = None if shapes.sinks is None else weights.sinks(shapes.sinks)
+    sinks = None if shapes.sinks is None else weights.vector(shapes.sinks)
     if sinks is not None and taken is not None:
         sinks = sinks[slice(*taken.query)].clone()
-    yield ops.Attention(
-        f"{stem}attention", index, own, layer.scale, layer.window, back_end.paged_attention,
-        kv_scales=scales, softcap=layer.softcap, sinks=sinks, is_causal=layer.is_causal,
-    )  # fmt: skip
+    attention = AttentionSpec(own, layer.scale, layer.window, layer.softcap, sinks, layer.is_causal, scales)
+    yield ops.Attention(f"{stem}attention", index, attention, back_end.paged_attention)
     name, shape, ranks = f"{stem}attention_out", shapes.attention_out, shared.ranks
     if ranks is not None and ranks.shard.mode == "reduce":
         inputs, hook = ranks.shard.attended_cut(layer).of(ranks.shard.rank), ranks.sum(spec.hidden_size)

@@ -47,11 +47,11 @@ class NormShape(NamedTuple):
         return {f"{module}.{part}": shape for part in parts for module in modules}
 
 
-class SinksShape(NamedTuple):
-    """Attention sinks, one score for each query head, kept in float32."""
+class VectorShape(NamedTuple):
+    """A tensor of one dimension, by its whole name, kept in float32: attention sinks."""
 
     name: str
-    num_heads: int
+    length: int
 
 
 class LinearShape(NamedTuple):
@@ -78,7 +78,7 @@ class LinearShape(NamedTuple):
         return sum(self.num_rows) * self.width
 
 
-Shape = TableShape | NormShape | SinksShape | LinearShape
+Shape = TableShape | NormShape | VectorShape | LinearShape
 
 
 class ExpertShapes(NamedTuple):
@@ -118,7 +118,7 @@ class LayerShapes(NamedTuple):
     qkv: LinearShape
     query_norm: NormShape | None
     key_norm: NormShape | None
-    sinks: SinksShape | None
+    sinks: VectorShape | None
     attention_out: LinearShape
     feed_forward_norm: NormShape | None
     up: LinearShape | None
@@ -143,7 +143,7 @@ class LayerShapes(NamedTuple):
             qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias, num_groups=groups),
             query_norm=_head_norm(spec, layer, names.query_norm, layer.num_heads),
             key_norm=_head_norm(spec, layer, names.key_norm, layer.num_kv_heads),
-            sinks=_sinks(names.sinks, layer.num_heads) if layer.has_sinks else None,
+            sinks=_vector(names.sinks, layer.num_heads) if layer.has_sinks else None,
             attention_out=LinearShape((names.attention_out,), (width,), rows[0], layer.has_attention_out_bias),
             feed_forward_norm=_norm_or_none(spec, names.feed_forward_norm, width),
             up=up,
@@ -245,9 +245,9 @@ def _token_types(module: str | None, num_types: int, width: int) -> TableShape |
     return TableShape(module, num_types, width) if module is not None and num_types > 0 else None
 
 
-def _sinks(name: str | None, num_heads: int) -> SinksShape:
-    assert name is not None, "layers with sinks in a map of names without them"
-    return SinksShape(name, num_heads)
+def _vector(name: str | None, length: int) -> VectorShape:
+    assert name is not None, "a vector of a layer in a map of names without it"
+    return VectorShape(name, length)
 
 
 def _projection(module: str | None, out_size: int, in_size: int) -> LinearShape | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, SinksShape, TableShape, layer_shapes
+from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, TableShape, VectorShape, layer_shapes
 from quire.model.spec import DecoderSpec, Experts
 
 
@@ -64,6 +64,6 @@ def num_elements(shape: Shape | None) -> int:
         return sum(map(prod, shape.tensors.values()))
     if isinstance(shape, TableShape):
         return shape.num_rows * shape.width
-    if isinstance(shape, SinksShape):
-        return shape.num_heads
+    if isinstance(shape, VectorShape):
+        return shape.length
     return shape.num_weights + (sum(shape.num_rows) if shape.has_bias else 0)

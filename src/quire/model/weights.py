@@ -17,7 +17,7 @@ from quire.kernels.linear import Linear
 from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.stacked import with_single_experts
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.shapes import LinearShape, NormShape, SinksShape, TableShape
+from quire.model.shapes import LinearShape, NormShape, TableShape, VectorShape
 from quire.model.sharding import Range, shifted
 from quire.model.spec import WeightMap
 from quire.model.weight_formats.dense import DenseFormat
@@ -95,9 +95,9 @@ class WeightReader:
         weight = read(".weight") if shape.has_weight else torch.ones(shape.width, dtype=self.dtype, device=self.device)
         return weight, read(".bias") if shape.has_bias else None
 
-    def sinks(self, shape: SinksShape) -> Tensor:
-        """Return the attention sinks of a layer, [num_heads] float32."""
-        return self._read_kept([self._prefix + shape.name], [(shape.num_heads,)], torch.float32)
+    def vector(self, shape: VectorShape) -> Tensor:
+        """Return a vector of a layer, [length] float32."""
+        return self._read_kept([self._prefix + shape.name], [(shape.length,)], torch.float32)
 
     def linear(
         self,

@@ -9,7 +9,7 @@ from random import Random
 import torch
 
 from quire.kernels.back_end import choose_back_end
-from quire.kernels.paged_attention import build_metadata
+from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire_lab.paper.figures import Comparison, Result, Row, Settings, figure
 from quire_lab.paper.plots import Bars
 
@@ -44,7 +44,8 @@ def kernel(settings: Settings) -> Result:
 def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
     """Return the median CPU microseconds of each way, over all threads: other work on the machine disturbs it less."""
     back_end, generator = choose_back_end(torch.device("cpu"), head_dim=HEAD_DIM), torch.Generator().manual_seed(seed)
-    num_blocks, scale = BATCH * context // BLOCK_SIZE, HEAD_DIM**-0.5
+    num_blocks = BATCH * context // BLOCK_SIZE
+    spec = AttentionSpec(Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), HEAD_DIM**-0.5)
     layout = back_end.cache_layout
     dtype = layout.own_dtype(DTYPE)
     shapes = layout.shapes(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype)
@@ -57,12 +58,12 @@ def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
         tables = order.view(BATCH, -1).int()
         starts, lens = torch.arange(BATCH + 1).int(), torch.full((BATCH,), context).int()
         metadata = build_metadata(tables, starts, lens, BLOCK_SIZE)
-        calls[f"blocks {name}"] = partial(back_end.paged_attention, query, keys, values, metadata, scale)
+        calls[f"blocks {name}"] = partial(back_end.paged_attention, spec, query, keys, values, metadata)
     shape = (BATCH, NUM_KV_HEADS, context, HEAD_DIM)
     whole_keys, whole_values = (torch.randn(shape, generator=generator).to(DTYPE) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
     calls["contiguous, torch"] = partial(
-        attend, query.unsqueeze(2), whole_keys, whole_values, scale=scale, enable_gqa=True
+        attend, query.unsqueeze(2), whole_keys, whole_values, scale=spec.scale, enable_gqa=True
     )
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

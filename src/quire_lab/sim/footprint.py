@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
-from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, Shape, SinksShape, TableShape, layer_shapes
+from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, Shape, TableShape, VectorShape, layer_shapes
 from quire.model.sharding import Range, Shard
 from quire.model.spec import DecoderSpec, LayerSpec
 from quire.model.weight_counts import num_elements
@@ -116,7 +116,7 @@ def _own_part(shape: LinearShape, ranges: list[Range]) -> LinearShape:
 
 
 def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, scheme: WeightScheme) -> int:
-    itemsize = DTYPE_BYTES["float32" if isinstance(shape, SinksShape) else dtype]
+    itemsize = DTYPE_BYTES["float32" if isinstance(shape, VectorShape) else dtype]
     if not isinstance(shape, LinearShape):
         return num_elements(shape) * itemsize
     num_rows, width = sum(shape.num_rows), shape.width

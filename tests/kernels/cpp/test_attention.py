@@ -1,21 +1,19 @@
 """Paged attention in C++ against the reference, and to the bit against itself under other layouts of the same step."""
 
 import random
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.back_end import REFERENCE, TORCH, BackEnd
+from quire.kernels.back_end import REFERENCE, TORCH
 from quire.kernels.cpp.attention import paged_attention
 from quire.kernels.cpp.cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.paged_attention import build_metadata
 from support.packed_cache import CPP, pack, unpack
-from support.paged_cache import Paging, Part, Tokens, attend
+from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 from support.pairwise import covering
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
@@ -52,26 +50,18 @@ def test_kernel_matches_reference(
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
 
 
-def capped(back_end: BackEnd, softcap: float) -> BackEnd:
-    return replace(back_end, paged_attention=partial(back_end.paged_attention, softcap=softcap))
-
-
 @covering({"softcap": [0.3, 50.0], "heads": [(4, 2, 24), (14, 2, 64)], ("dtype", "tol"): DTYPES})
 def test_capped_scores_match_the_reference(
     softcap: float, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
 ) -> None:
     spans = [(0, 250), (255, 256), (16, 20)]
     parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
-    expected, uncapped = (attend(parts, back_end=end) for end in (capped(REFERENCE, softcap), REFERENCE))
+    expected, uncapped = (attend(parts, back_end=REFERENCE, softcap=cap) for cap in (softcap, 0.0))
     for back_end in (CPP, TORCH):
-        for found, wanted in zip(attend(parts, back_end=capped(back_end, softcap)), expected, strict=True):
+        for found, wanted in zip(attend(parts, back_end=back_end, softcap=softcap), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=tol, atol=tol)
     if softcap < 1:
         assert not torch.allclose(expected[0], uncapped[0], rtol=tol, atol=tol)
-
-
-def with_sinks(back_end: BackEnd, sinks: Tensor, softcap: float = 0.0) -> BackEnd:
-    return replace(back_end, paged_attention=partial(back_end.paged_attention, sinks=sinks, softcap=softcap))
 
 
 def random_sinks(num_heads: int) -> Tensor:
@@ -94,19 +84,15 @@ def test_sinks_match_the_reference(
     spans = [(0, 250), (255, 256), (16, 20), (0, 1), (500, 540)]
     parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
     sinks = random_sinks(heads[0])
-    expected = attend(parts, window=window, back_end=with_sinks(REFERENCE, sinks, softcap))
+    expected = attend(parts, window=window, back_end=REFERENCE, softcap=softcap, sinks=sinks)
     for back_end in (CPP, TORCH):
-        found = attend(parts, window=window, back_end=with_sinks(back_end, sinks, softcap))
+        found = attend(parts, window=window, back_end=back_end, softcap=softcap, sinks=sinks)
         for result, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
             assert not result[:, -1].any(), "the largest sink leaves nothing for values"
-    unsunk = attend(parts, window=window, back_end=capped(REFERENCE, softcap))
+    unsunk = attend(parts, window=window, back_end=REFERENCE, softcap=softcap)
     torch.testing.assert_close(expected[0][:, 0], unsunk[0][:, 0], rtol=tol, atol=tol)
     assert not torch.allclose(expected[0], unsunk[0], rtol=tol, atol=tol)
-
-
-def both_ways(back_end: BackEnd) -> BackEnd:
-    return replace(back_end, paged_attention=partial(back_end.paged_attention, is_causal=False))
 
 
 @covering({"window": [None, 1, 50], "heads": [(4, 4, 8), (14, 2, 64)], ("dtype", "tol"): DTYPES[:2]})
@@ -115,35 +101,37 @@ def test_attention_in_both_directions_matches_the_reference_and_has_the_bits_of_
 ) -> None:
     spans = [(0, 1), (0, 31), (0, 257), (0, 600), (20, 40)]
     parts = [Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
-    expected = attend(parts, window=window, back_end=both_ways(REFERENCE))
+    expected = attend(parts, window=window, back_end=REFERENCE, is_causal=False)
     for back_end in (CPP, TORCH):
-        found = attend(parts, window=window, back_end=both_ways(back_end))
+        found = attend(parts, window=window, back_end=back_end, is_causal=False)
         for part, result, wanted in zip(parts, found, expected, strict=True):
             torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
-            assert torch.equal(attend([part], window=window, back_end=both_ways(back_end))[0], result)
+            assert torch.equal(attend([part], window=window, back_end=back_end, is_causal=False)[0], result)
 
 
 @covering({"name": ["cpp", "torch"], "dtype": EXACT_DTYPES, "num_threads": [1, 2]}, indirect=["num_threads"])
 def test_sinks_keep_the_bits_of_rows_alone_chunked_and_among_others(
     name: str, dtype: torch.dtype, num_threads: int
 ) -> None:
-    back_end = with_sinks({"cpp": CPP, "torch": TORCH}[name], random_sinks(14))
+    back_end, sinks = {"cpp": CPP, "torch": TORCH}[name], random_sinks(14)
     tokens, other = Tokens.random(LENGTH, (14, 2, 64), dtype), Tokens.random(LENGTH, (14, 2, 64), dtype, seed=1)
-    whole = attend([Part(tokens, 0, LENGTH)], back_end=back_end)[0]
+    whole = attend([Part(tokens, 0, LENGTH)], back_end=back_end, sinks=sinks)[0]
     chunks = [(0, 7), (7, 255), (255, 256), (256, 599), (599, 600)]
-    chunked = [attend([Part(other, 3, 40), Part(tokens, *chunk)], back_end=back_end)[1] for chunk in chunks]
+    together = [[Part(other, 3, 40), Part(tokens, *chunk)] for chunk in chunks]
+    chunked = [attend(parts, back_end=back_end, sinks=sinks)[1] for parts in together]
     assert torch.equal(torch.cat(chunked), whole)
-    assert torch.equal(attend([Part(tokens, 599, 600)], back_end=back_end)[0], whole[599:])
+    assert torch.equal(attend([Part(tokens, 599, 600)], back_end=back_end, sinks=sinks)[0], whole[599:])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
 def test_long_context_with_sinks_is_shared_by_threads_and_keeps_its_bits(dtype: torch.dtype, num_threads: int) -> None:
-    back_end, tokens = with_sinks(CPP, random_sinks(14)), Tokens.random(5000, (14, 2, 64), dtype)
+    sinks, tokens = random_sinks(14), Tokens.random(5000, (14, 2, 64), dtype)
     part = Part(tokens, 4999, 5000)
-    beside_others = attend([Part(tokens, 0, 300), part, Part(tokens, 700, 1000)], back_end=back_end)[1]
-    assert torch.equal(attend([part], back_end=back_end)[0], beside_others)
-    expected = attend([part], back_end=with_sinks(REFERENCE, random_sinks(14)))[0]
+    parts = [Part(tokens, 0, 300), part, Part(tokens, 700, 1000)]
+    beside_others = attend(parts, back_end=CPP, sinks=sinks)[1]
+    assert torch.equal(attend([part], back_end=CPP, sinks=sinks)[0], beside_others)
+    expected = attend([part], back_end=REFERENCE, sinks=sinks)[0]
     tol = dict(DTYPES)[dtype]
     torch.testing.assert_close(beside_others, expected, rtol=tol, atol=tol)
 
@@ -247,7 +235,8 @@ def test_queries_cut_from_a_fused_projection_are_read_where_they_stand(dtype: to
     metadata = build_metadata(table, starts, lengths, 16)
     sliced, whole = fused[:48, :4], tokens.query[:48]
     assert not sliced.is_contiguous()
-    assert torch.equal(*(paged_attention(query, *pack(keys, values), metadata, 0.2) for query in (sliced, whole)))
+    spec, caches = plain_spec(sliced, 2), pack(keys, values)
+    assert torch.equal(*(paged_attention(spec, query, *caches, metadata) for query in (sliced, whole)))
 
 
 def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
@@ -256,7 +245,8 @@ def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
     starts, lengths = torch.tensor([0, 0, 8]).int(), torch.tensor([5, 8]).int()
     metadata = build_metadata(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
     alone = build_metadata(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
-    assert torch.equal(*(paged_attention(tokens.query, *caches, each, 0.2) for each in (metadata, alone)))
+    spec = plain_spec(tokens.query, 2)
+    assert torch.equal(*(paged_attention(spec, tokens.query, *caches, each) for each in (metadata, alone)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -272,4 +262,4 @@ def test_plain_cache_is_refused() -> None:
     tokens = Tokens.random(16, (4, 2, 32))
     metadata = build_metadata(torch.zeros(1, 1).int(), torch.tensor([0, 16]).int(), torch.tensor([16]).int(), 16)
     with pytest.raises(AssertionError, match="layout"):
-        paged_attention(tokens.query, tokens.key[None], tokens.value[None], metadata, 0.2)
+        paged_attention(plain_spec(tokens.query, 2), tokens.query, tokens.key[None], tokens.value[None], metadata)

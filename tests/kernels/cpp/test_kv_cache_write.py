@@ -9,6 +9,7 @@ from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.cpp.kv_cache_write import write_kv
 from quire.kernels.kv_cache_write import apply_rotary, rotary_table
 from support.packed_cache import pack, unpack
+from support.paged_cache import rotary_spec
 from support.pairwise import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,9 +53,10 @@ def test_tokens_land_in_their_slots_and_nowhere_else(
     query, key, value = fused_heads(num_tokens, 24, dtype)
     slots = slots_for(num_tokens, block_size)
     ours, plain = caches(block_size, 24, dtype), plain_caches(block_size, 24, dtype)
-    assert write_kv(query, key, value, slots, None, *ours, slots) is query
+    spec = rotary_spec(query, key)
+    assert write_kv(spec, query, key, value, slots, *ours, slots) is query
     assert torch.equal(query, fused_heads(num_tokens, 24, dtype)[0])
-    kv_cache_write.write_kv(query, key, value, slots, None, *plain, slots)
+    kv_cache_write.write_kv(spec, query, key, value, slots, *plain, slots)
     assert all(map(torch.equal, ours, pack(*plain)))
 
 
@@ -76,8 +78,9 @@ def test_keys_and_queries_are_turned_to_the_bit_as_the_rotary_op_turns_them(
     expected_query, expected_key = apply_rotary(query, key, positions, table, is_interleaved=is_interleaved)
     ours, plain = caches(16, head_dim, dtype), plain_caches(16, head_dim, dtype)
     given = query, key.clone(), value.clone()
-    turned = write_kv(*given, positions, table, *ours, slots, is_interleaved=is_interleaved)
-    kv_cache_write.write_kv(expected_query, expected_key, value, positions, None, *plain, slots)
+    spec = rotary_spec(query, key, table, is_interleaved=is_interleaved)
+    turned = write_kv(spec, *given, positions, *ours, slots)
+    kv_cache_write.write_kv(rotary_spec(query, key), expected_query, expected_key, value, positions, *plain, slots)
     assert torch.equal(turned, expected_query)
     assert all(map(torch.equal, ours, pack(*plain)))
 
@@ -87,7 +90,7 @@ def test_float16_is_turned_in_float32_and_kept_so_in_the_cache() -> None:
     positions, slots = torch.arange(20), torch.arange(20)
     table = rotary_table(10000.0 ** (-torch.arange(0, 32, 2).float() / 32), 20)
     keys, values = caches(16, 32, torch.float16)
-    turned = write_kv(query, key, value, positions, table, keys, values, slots)
+    turned = write_kv(rotary_spec(query, key, table), query, key, value, positions, keys, values, slots)
     expected_query, expected_key = apply_rotary(query.float(), key.float(), positions, table)
     assert torch.equal(turned, expected_query.half())
     assert torch.equal(unpack(keys, values)[0].flatten(0, 1)[:20], expected_key)

@@ -18,14 +18,14 @@ from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.cpp.program import TRANSLATIONS, FusedOps, fuse
 from quire.kernels.experts import Expert, Routing
-from quire.kernels.kv_cache_write import rotary_table
+from quire.kernels.kv_cache_write import RotarySpec, rotary_table
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import DENSE, LinearWeight
-from quire.kernels.paged_attention import build_metadata
+from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
 from quire.kernels.quantized import round_to_nearest
 
-HEADS, WIDTH, INNER, BLOCK_SIZE = ops.Heads(4, 2, 16), 48, 80, 8
+HEADS, WIDTH, INNER, BLOCK_SIZE = Heads(4, 2, 16), 48, 80, 8
 NUM_TOKENS = 7  # a chunk of 6 and a decode
 
 
@@ -70,8 +70,8 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
         ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, formats[0]), source, "qkv"),
         ops.SplitHeads(f"{stem}split", HEADS),
         *([special_ops.QKNorm(f"{stem}qk_norm", head_norms[0], head_norms[1], HEADS)] if is_pre else []),
-        ops.RotaryWrite(f"{stem}rotary", layer, cos_sin, HEADS, write_kv),
-        ops.Attention(f"{stem}attention", layer, HEADS, 0.3, 5 if layer else None, paged_attention),
+        ops.RotaryWrite(f"{stem}rotary", layer, RotarySpec(HEADS, cos_sin), write_kv),
+        ops.Attention(f"{stem}attention", layer, AttentionSpec(HEADS, 0.3, 5 if layer else None), paged_attention),
         ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, formats[1]), "attended", "x"),
     ]
     feed_forward: list[Op] = [
@@ -109,15 +109,16 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
         ]
         mixture = CppExperts(linear(WIDTH, 4, dtype, DENSE, is_float=True), experts, Routing(2, True))
         feed_forward = [special_ops.Experts(f"{stem}experts", mixture, "normed", "y")]
+    attention = AttentionSpec(HEADS, 0.3, softcap=0.8, sinks=torch.randn(4))
     return [
         first,
         ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, DENSE), "x", "qkv"),
         ops.SplitHeads(f"{stem}split", HEADS),
         special_ops.QKNorm(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
         special_ops.Clip(f"{stem}clip", HEADS, 0.9),
-        ops.RotaryWrite(f"{stem}rotary", layer, table, HEADS, write_kv, is_interleaved=True),
+        ops.RotaryWrite(f"{stem}rotary", layer, RotarySpec(HEADS, table, is_interleaved=True), write_kv),
         special_ops.PositionScale(f"{stem}position_scale", HEADS, (torch.rand(64) + 1).to(dtype).float()),
-        ops.Attention(f"{stem}attention", layer, HEADS, 0.3, None, paged_attention, softcap=0.8, sinks=torch.randn(4)),
+        ops.Attention(f"{stem}attention", layer, attention, paged_attention),
         ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
         special_ops.Scale(f"{stem}multiplier", "x", WIDTH, 0.22),
         ops.Norm(f"{stem}norm_2", norm(WIDTH, dtype, centers=False), INPUT, "normed"),

@@ -17,7 +17,7 @@ from quire.kernels.kv_cache_write import apply_rotary, rotary_table
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.paged_attention import reference
 from support.packed_cache import CPP, pack
-from support.paged_cache import Paging, Part, Tokens, attend
+from support.paged_cache import Paging, Part, Tokens, attend, rotary_spec
 from support.pairwise import covering
 
 KV = list(QUANTIZED)
@@ -64,8 +64,9 @@ def test_stored_bytes_are_the_reference_s(block_size: int, head_dim: int, dtype:
     plain = [torch.full((NUM_BLOCKS, block_size, 3, width), 7, dtype=torch.int8).view(element) for _ in range(2)]
     shapes = cache_shapes(NUM_BLOCKS, block_size, 3, head_dim, element, stored.scale_bytes)
     ours = [torch.full(shape, 7, dtype=torch.int8).view(element) for shape in shapes]
-    write_kv(query, key, value, slots, None, *ours, slots)
-    kv_cache_write.write_kv(query, key, value, slots, None, *plain, slots)
+    spec = rotary_spec(query, key)
+    write_kv(spec, query, key, value, slots, *ours, slots)
+    kv_cache_write.write_kv(spec, query, key, value, slots, *plain, slots)
     for cache, expected in zip(ours, pack(*plain, head_dim), strict=True):
         assert torch.equal(cache.view(torch.int8), expected.view(torch.int8))
 
@@ -83,8 +84,9 @@ def test_rotated_keys_are_quantized_as_they_would_be_stored(kv: str, dtype: torc
         for shape in (cache_shapes(NUM_BLOCKS, 16, 3, 64, element, stored.scale_bytes)[0], (NUM_BLOCKS, 16, 3, width))
     )
     turned, turned_key = apply_rotary(query, key, positions, table)
-    assert torch.equal(write_kv(query, key.clone(), value.clone(), positions, table, *ours, slots), turned)
-    kv_cache_write.write_kv(turned, turned_key, value, positions, None, *plain, slots)
+    spec = rotary_spec(query, key, table)
+    assert torch.equal(write_kv(spec, query, key.clone(), value.clone(), positions, *ours, slots), turned)
+    kv_cache_write.write_kv(rotary_spec(query, key), turned, turned_key, value, positions, *plain, slots)
     for cache, expected in zip(ours, pack(*plain, 64), strict=True):
         assert torch.equal(cache.view(torch.int8), expected.view(torch.int8))
 
@@ -130,9 +132,10 @@ def test_scales_of_a_layer_are_the_reference_s(dtype: torch.dtype, tol: float) -
         for shape in ((NUM_BLOCKS, 3, 16, 24), (NUM_BLOCKS, 16, 3, 24))
     )
     heads, slots = hostile_heads(60, 24, dtype), torch.arange(60)
-    args = heads[:, :6], heads[:, 6:9], heads[:, 9:], slots, None
-    write_kv(*args, *ours, slots, scales)
-    kv_cache_write.write_kv(*args, *plain, slots, scales)
+    rows = heads[:, :6], heads[:, 6:9], heads[:, 9:]
+    spec = rotary_spec(*rows[:2], kv_scales=scales)
+    write_kv(spec, *rows, slots, *ours, slots)
+    kv_cache_write.write_kv(spec, *rows, slots, *plain, slots)
     for cache, expected in zip(ours, pack(*plain, 24), strict=True):
         assert torch.equal(cache.view(torch.int8), expected.view(torch.int8))
 

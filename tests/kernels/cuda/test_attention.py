@@ -15,6 +15,7 @@ from quire.kernels.cuda.nvrtc import compile_source, library
 from quire.kernels.cuda.source import PARTITION, count_partitions, definitions, shared_floats, source
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata, reference
 from support.cuda_threads import StuckError, attend_on_host, compile_on_host, recorded_loads
+from support.paged_cache import plain_spec
 from support.triton_compiler import resources
 
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata]
@@ -59,7 +60,8 @@ def test_kernels_match_the_reference(
     query, keys, values, metadata = make_case(heads, block_size, dtype)
     kernels = compile_on_host(tmp_path, dtype, heads[2], block_size, partition)
     for window in (0, 100):
-        expected = reference(query, keys, values, metadata, 0.3, window or None)
+        spec = plain_spec(query, keys.shape[2], 0.3, window=window or None)
+        expected = reference(spec, query, keys, values, metadata)
         for is_reversed in (False, True):
             found = attend_on_host(
                 kernels, query, keys, values, metadata, 0.3, window, partition, is_reversed=is_reversed
@@ -84,7 +86,8 @@ def test_long_contexts_have_longer_partitions(tmp_path: Path) -> None:
     query, keys, values, metadata = make_case((2, 1, 64), 16, torch.float32, contexts)
     kernels = compile_on_host(tmp_path, torch.float32, 64, 16, 16)
     for window in (0, 300):
-        expected = reference(query, keys, values, metadata, 0.3, window or None)
+        spec = plain_spec(query, keys.shape[2], 0.3, window=window or None)
+        expected = reference(spec, query, keys, values, metadata)
         found = attend_on_host(kernels, query, keys, values, metadata, 0.3, window, 16)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert [count_partitions(context, 16) for context in contexts] == [1, 16, 17, 25, 32, 33, 41, 48, 50]
@@ -140,8 +143,8 @@ def test_faults_are_found(name: str, tmp_path: Path) -> None:
     code = source()
     assert old in code, old
     query, keys, values, metadata = make_case((4, 2, 64), 16, torch.float32, (600, 100))
-    expected = reference(query, keys, values, metadata, 0.3, 95)
-    plain = reference(query, keys, values, metadata, 0.3)
+    expected = reference(plain_spec(query, keys.shape[2], 0.3, window=95), query, keys, values, metadata)
+    plain = reference(plain_spec(query, keys.shape[2], 0.3), query, keys, values, metadata)
     kernels = compile_on_host(tmp_path, torch.float32, 64, 16, PARTITION, code=code.replace(old, new, 1))
 
     def is_found(is_reversed: bool, window: int, right: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from quire.kernels.paged_attention import build_metadata
 from quire.model.loader import load_model
 from support import flashinfer_stand_in
 from support.cuda_engine import PROMPTS, differences_beyond_margin, tokens_of
-from support.paged_cache import Paging, Part, Tokens, attend
+from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 from support.random_folder import write_random_folder
 from support.random_model import write_random_model
 from support.steps_in_flight import executor_in_flight
@@ -76,12 +76,12 @@ def test_row_of_no_sequence_reads_block_0() -> None:
     assert torch.equal(pages.indices, int32(4, 0, 0))
 
 
-def test_layers_of_one_form_share_a_plan(attention: FlashInferAttention) -> None:
+def test_equal_layers_share_a_plan(attention: FlashInferAttention) -> None:
     query, cache = torch.randn(2, 4, 64).half(), torch.randn(3, 16, 2, 64).half()
     for step in range(1, 3):
         metadata = build_metadata(int32(1, 2)[:, None], int32(0, 1, 2), int32(5, 9), 16)
         for window in (None, 4, None, 4):
-            attention(query, cache, cache, metadata, 0.3, window)
+            attention(plain_spec(query, 2, window=window), query, cache, cache, metadata)
         assert [wrapper.plans for wrapper in attention._wrappers.values()] == [step, step]
     assert not any(wrapper.use_tensor_cores for wrapper in attention._wrappers.values())
 

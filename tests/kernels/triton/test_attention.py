@@ -10,7 +10,7 @@ import torch
 from quire.kernels.back_end import REFERENCE, cuda_back_end
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 from support.interpreter import rows_alike
-from support.paged_cache import Paging, Part, Tokens, attend
+from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 
 attention = pytest.importorskip("quire.kernels.triton.attention")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,10 +71,11 @@ def test_rows_behind_the_last_sequence_are_left_alone(
     starts, lens = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([0, 3], [1024]))
     metadata = build_metadata(torch.arange(64, dtype=torch.int32, device=device)[None], starts, lens, 16)
     monkeypatch.setattr(torch, "empty", filled)
-    result = cuda_back_end(is_exact=is_exact).paged_attention(query, cache, cache, metadata, 0.3)
+    spec = plain_spec(query, 1, 0.3)
+    result = cuda_back_end(is_exact=is_exact).paged_attention(spec, query, cache, cache, metadata)
     assert [0, 2] in [plan.tolist() for plan in metadata.plans.values()], "two parts"
     assert (result[3:] == 7).all()
-    torch.testing.assert_close(result[:3], REFERENCE.paged_attention(query[:3], cache, cache, metadata, 0.3))
+    torch.testing.assert_close(result[:3], REFERENCE.paged_attention(spec, query[:3], cache, cache, metadata))
 
 
 def test_neighbours_block_size_and_programs_never_change_a_bit(
@@ -94,9 +95,10 @@ def test_row_of_no_sequence_reads_and_writes_nothing(device: torch.device) -> No
     query, cache = torch.randn(2, 2, 16, device=device), torch.randn(3, 16, 1, 16, device=device)
     tables = torch.tensor([[1], [out_of_reach]], dtype=torch.int32, device=device)
     starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1, 2], [5, 0]))
-    padded = back_end.paged_attention(query, cache, cache, build_metadata(tables, starts, lens, 16), 0.3)
+    spec = plain_spec(query, 1, 0.3)
+    padded = back_end.paged_attention(spec, query, cache, cache, build_metadata(tables, starts, lens, 16))
     metadata = build_metadata(tables[:1], starts[:2], lens[:1], 16)
-    assert torch.equal(padded[:1], back_end.paged_attention(query[:1], cache, cache, metadata, 0.3))
+    assert torch.equal(padded[:1], back_end.paged_attention(spec, query[:1], cache, cache, metadata))
 
 
 def step_of(contexts: list[int], counts: list[int]) -> AttentionMetadata:

@@ -12,7 +12,7 @@ from quire.kernels.cuda.attention import CUDA_ATTENTION
 from quire.kernels.paged_attention import build_metadata
 from quire.model.loader import load_model
 from support.cuda_threads import run_on_host
-from support.paged_cache import Paging, Part, Tokens, attend
+from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 from support.random_folder import write_random_folder
 
 HEADS = (4, 2, 24)
@@ -48,8 +48,10 @@ def test_row_of_no_sequence_reads_and_writes_nothing(back_end: BackEnd, device: 
     for starts in ([0, 1, 2], [0, 1, 1]):
         padded = build_metadata(tables, torch.tensor(starts, dtype=torch.int32, device=device), lens, 16)
         alone = build_metadata(tables[:1], padded.query_starts[:2], lens[:1], 16)
-        expected = back_end.paged_attention(query[:1], cache, cache, alone, 0.3)
-        assert torch.equal(back_end.paged_attention(query[: starts[-1] + 1], cache, cache, padded, 0.3)[:1], expected)
+        spec = plain_spec(query, 1, 0.3)
+        expected = back_end.paged_attention(spec, query[:1], cache, cache, alone)
+        found = back_end.paged_attention(spec, query[: starts[-1] + 1], cache, cache, padded)
+        assert torch.equal(found[:1], expected)
 
 
 SIZES = {

@@ -11,10 +11,12 @@ import torch
 from kernels.triton.test_engine import SMALL
 from kernels.triton.test_products import random
 from quire.kernels.back_end import cuda_back_end
+from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.linear import Activation, make_linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.norm import TorchNorm
-from quire.kernels.program import Heads, LayerInputs, RotaryWrite
+from quire.kernels.paged_attention import Heads
+from quire.kernels.program import LayerInputs, RotaryWrite
 from quire.kernels.triton.few_rows import MAX_ROWS, SummedProducts, few_rows_product, projected_query, serves
 from quire.kernels.triton.kv_cache_write import write_kv
 from quire.kernels.triton.linear import CudaLinear
@@ -86,14 +88,14 @@ def test_queries_and_caches_are_those_of_the_single_ops(
     x = random(num_rows, WIDTH, seed=5).to(HALF).to(device)
     positions, slots = torch.tensor([3, 0, 8, 0, 0]).to(device), torch.tensor([17, 0, 5, -1, -1]).to(device)
     cos_sin = None if rotary_dim is None else random(9, rotary_dim, seed=8).to(device)
-    op = RotaryWrite("write", 0, cos_sin, heads, write_kv, is_interleaved=is_interleaved)
+    op = RotaryWrite("write", 0, RotarySpec(heads, cos_sin, is_interleaved), write_kv)
     caches = [torch.zeros(2, 3, 8, num_kv_heads, head_dim, dtype=HALF, device=device) for _ in range(2)]
     keys, values = ([each] for each in caches[0])
     inputs = LayerInputs(positions, slots, SimpleNamespace(), keys, values)  # type: ignore[arg-type]
     found = projected_query(x, layer, norm, op, inputs)
     parts = few_rows_product(x, layer, norm=norm).view(num_rows, -1, head_dim)
     parts = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    expected = write_kv(*parts, positions, cos_sin, *caches[1], slots, is_interleaved=is_interleaved)
+    expected = write_kv(op.spec, *parts, positions, *caches[1], slots)
     assert torch.equal(found, expected)
     assert torch.equal(*caches)
     assert caches[0].count_nonzero() > 2 * 3 * num_kv_heads * head_dim * 0.9, "three rows have slots"

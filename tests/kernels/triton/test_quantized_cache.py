@@ -1,5 +1,7 @@
 """Keys and values of 8 bits in Triton: the bytes of the CPU, and attention over them against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from quire.kernels import kv_cache_write
 from quire.kernels.back_end import REFERENCE, cuda_back_end
 from quire.kernels.block_copy import copy_blocks
 from quire.kernels.kv_quantization import ONES, KVScales
-from support.paged_cache import Paging, Part, Tokens, attend, scales_behind
+from support.paged_cache import Paging, Part, Tokens, attend, rotary_spec, scales_behind
 
 OPS = pytest.importorskip("triton") and cuda_back_end()
 KV = list(QUANTIZED)
@@ -45,14 +47,12 @@ def test_written_bytes_are_those_of_the_cpu(
     slots, positions = torch.tensor([7, -1, 0, 33, 16]), torch.tensor([3, 0, 8, 1, 2])
     scales = KVScales(0.05, 0.3) if kv == "fp8" else ONES
     expected = caches_of(kv, 2, 24, torch.device("cpu"))
-    how = {"is_interleaved": True} if is_interleaved else {}
-    turned = kv_cache_write.write_kv(
-        query.clone(), key.clone(), value.clone(), positions, table, *expected, slots, scales, **how
-    )
+    spec = rotary_spec(query, key, table, is_interleaved=is_interleaved, kv_scales=scales)
+    turned = kv_cache_write.write_kv(spec, query.clone(), key.clone(), value.clone(), positions, *expected, slots)
     caches = caches_of(kv, 2, 24, device)
     rows = torch.cat([query, key, value], 1).to(device).split([6, 2, 2], dim=1)
-    table = None if table is None else table.to(device)
-    result = OPS.write_kv(*rows, positions.to(device), table, *caches, slots.to(device), scales, **how)
+    spec = replace(spec, cos_sin=None if table is None else table.to(device))
+    result = OPS.write_kv(spec, *rows, positions.to(device), *caches, slots.to(device))
     torch.testing.assert_close(result.cpu(), turned, rtol=2e-3, atol=2e-3, equal_nan=True)
     for cache, wanted in zip(caches, expected, strict=True):
         behind = scales_behind(wanted, 24)

@@ -1,5 +1,7 @@
 """Cache writes, block copies and swaps, norms and activations in Triton against their references."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from quire.kernels import activation as activations
 from quire.kernels import block_copy, kv_cache_write, norm
 from quire.kernels.back_end import cuda_back_end
 from quire.kernels.linear_weight import LinearWeight
+from support.paged_cache import rotary_spec
 
 dense = LinearWeight.dense
 
@@ -40,13 +43,10 @@ def test_write_stores_turned_keys_and_values_where_the_slots_say(
     caches = [cache.to(device) for cache in caches]
     query, key, value = projected.clone().to(device).split(counts, dim=1)  # slices of one projection
     table = random(9, rotary_dim) if isinstance(rotary_dim, int) else None
-    turned = kv_cache_write.write_kv(
-        *projected.split(counts, dim=1), positions, table, *expected, slots, is_interleaved=is_interleaved
-    )
-    on_device = None if table is None else table.to(device)
-    result = CUDA_OPS.write_kv(
-        query, key, value, positions.to(device), on_device, *caches, slots.to(device), is_interleaved=is_interleaved
-    )
+    spec = rotary_spec(query, key, table, is_interleaved=is_interleaved)
+    turned = kv_cache_write.write_kv(spec, *projected.split(counts, dim=1), positions, *expected, slots)
+    spec = replace(spec, cos_sin=None if table is None else table.to(device))
+    result = CUDA_OPS.write_kv(spec, query, key, value, positions.to(device), *caches, slots.to(device))
     torch.testing.assert_close(result.cpu(), turned, **TOLERANCE[dtype])
     for cache, wanted in zip(caches, expected, strict=True):
         torch.testing.assert_close(cache.cpu(), wanted, equal_nan=True, **TOLERANCE[dtype])

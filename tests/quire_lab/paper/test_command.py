@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.kernels.back_end import choose_back_end
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire_lab.paper import command, kernel, measured, pictures, runs, serving
 from quire_lab.paper.command import NAMES
 from quire_lab.paper.figures import FIGURES, Result, Settings, made
@@ -69,9 +70,11 @@ def test_a_figure_is_a_table_a_record_and_two_plots(run: Run, tmp_path: Path) ->
 def test_no_way_of_figure_18a_finds_what_another_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     back_end, seen = choose_back_end(torch.device("cpu"), head_dim=kernel.HEAD_DIM), set[int]()
 
-    def attend(query: torch.Tensor, keys: torch.Tensor, *rest: object) -> torch.Tensor:
+    def attend(
+        spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
         seen.add(keys.data_ptr())
-        return back_end.paged_attention(query, keys, *rest)
+        return back_end.paged_attention(spec, query, keys, values, metadata)
 
     monkeypatch.setattr(kernel, "choose_back_end", lambda *_, **__: replace(back_end, paged_attention=attend))
     kernel._measure(128, rounds=2, seed=0)

@@ -18,7 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.paged_attention import AttentionMetadata
+from quire.kernels.kv_cache_write import RotarySpec
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads
 from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 
@@ -156,14 +157,15 @@ class PagedStep:
         self._index += 1
         self._progress += 1
         layer, keys, values = self._layers[index], self._cache.keys[index], self._cache.values[index]
-        flat = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]  # [num_tokens, heads, head_dim]
+        flat = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+        rows, new_keys, new_values = flat  # [num_tokens, heads, head_dim]
         batch = self._batch
-        rows = self._back_end.write_kv(*flat, batch.positions, None, keys, values, batch.slot_mapping)
-        scale = options.get("scaling") or layer.head_dim**-0.5
-        more: dict[str, object] = {"softcap": layer.softcap} if layer.softcap else {}
-        if layer.has_sinks:
-            more["sinks"] = options["s_aux"].float()
-        attended: Tensor = self._back_end.paged_attention(
-            rows, keys, values, self._metadata, scale, layer.window, **more
+        heads = Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        rows = self._back_end.write_kv(
+            RotarySpec(heads), rows, new_keys, new_values, batch.positions, keys, values, batch.slot_mapping
         )
-        return attended[None]
+        scale, sinks = options.get("scaling") or layer.head_dim**-0.5, None
+        if layer.has_sinks:
+            sinks = options["s_aux"].float().contiguous()
+        spec = AttentionSpec(heads, scale, layer.window, layer.softcap, sinks)
+        return self._back_end.paged_attention(spec, rows, keys, values, self._metadata)[None]

@@ -211,24 +211,17 @@ class QKNormOp:
         key_width: int,
     ) -> None: ...
 
+class RotaryParameters:
+    def __init__(self, heads: Heads, cos_sin: int, rotary_dim: int, is_interleaved: bool) -> None: ...
+
 class RotaryWriteOp:
-    def __init__(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        layer: int,
-        cos_sin: int,
-        rotary_dim: int,
-        heads: Heads,
-        is_interleaved: bool,
-    ) -> None: ...
+    def __init__(self, query: int, key: int, value: int, layer: int, rotary: RotaryParameters) -> None: ...
+
+class AttentionParameters:
+    def __init__(self, heads: Heads, *fields: float) -> None: ...  # as in csrc/kernels.hpp
 
 class AttentionOp:
-    def __init__(
-        self, query: int, out: int, layer: int, scale: float, window: int, heads: Heads, softcap: float, sinks: int,
-        ahead: int,
-    ) -> None: ...
+    def __init__(self, query: int, out: int, layer: int, attention: AttentionParameters) -> None: ...
 
 class PositionScaleOp:
     def __init__(self, x: int, factors: int) -> None: ...

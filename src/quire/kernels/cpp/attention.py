@@ -3,58 +3,51 @@
 The caches are laid out as `cache_layout` says.
 """
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
+from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
-from quire.kernels.kv_quantization import ONES, KVScales
-from quire.kernels.paged_attention import AttentionMetadata, num_ahead
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 
 _KERNELS = pair("attention")
 
 
 def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    scales: KVScales = ONES,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    *,
-    is_causal: bool = True,
+    spec: AttentionSpec, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """Attend as `reference` does, with the metadata of the step; caches in the kernels' layout, scale above 0.
+    """Attend as `reference` does, with the metadata of the step; caches in the kernels' layout.
 
     query [num_tokens, num_heads, head_dim] may be a slice of a wider projection: only a token's heads stand together.
     """
     dtype = kernel_dtype(query.dtype)
     if dtype != query.dtype:
-        converted = query.to(dtype)
-        return paged_attention(
-            converted, key_cache, value_cache, metadata, scale, window, scales, softcap, sinks, is_causal=is_causal
-        ).to(query.dtype)
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[1]
-    assert num_tokens == metadata.num_tokens, f"{num_tokens} queries for metadata of {metadata.num_tokens}"
-    sizes = CacheSizes(num_kv_heads, metadata.block_size, head_dim)
-    cache = layer_cache(key_cache, value_cache, sizes, dtype, scales)
-    assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
-    assert scale > 0, f"scale {scale}"
-    assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
+        return paged_attention(spec, query.to(dtype), key_cache, value_cache, metadata).to(query.dtype)
+    num_heads, num_kv_heads, head_dim = spec.heads
+    num_tokens = metadata.num_tokens
+    assert query.shape == (num_tokens, num_heads, head_dim), f"queries {query.shape} for {num_tokens} of {spec.heads}"
+    cache = layer_cache(
+        key_cache, value_cache, CacheSizes(num_kv_heads, metadata.block_size, head_dim), dtype, spec.kv_scales
+    )
     token_stride, head_stride, stride = query.stride()
     if stride != 1 or head_stride != head_dim:
         query, token_stride = query.contiguous(), num_heads * head_dim
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype)
     _KERNELS[dtype](
-        query.data_ptr(), token_stride, cache, out.data_ptr(), num_heads * head_dim, *metadata_arguments(metadata),
-        num_heads, num_kv_heads, head_dim, metadata.block_size, scale, window or 0, softcap,
-        address(sinks), num_ahead(window, is_causal=is_causal),
+        attention_parameters(spec), query.data_ptr(), token_stride, cache, out.data_ptr(), num_heads * head_dim,
+        *metadata_arguments(metadata), metadata.block_size,
     )  # fmt: skip
     return out
+
+
+def attention_parameters(spec: AttentionSpec) -> _kernels.AttentionParameters:
+    """Return a layer's attention as kernels take it: the spec's fields, in their order, but for the cache's scales."""
+    heads, *others, _ = (getattr(spec, field.name) for field in fields(spec))
+    passed = (address(each) if each is None or isinstance(each, Tensor) else each for each in others)
+    return _kernels.AttentionParameters(_kernels.Heads(*heads), *passed)
 
 
 def metadata_arguments(metadata: AttentionMetadata) -> tuple[int, ...]:

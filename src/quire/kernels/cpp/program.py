@@ -15,17 +15,17 @@ from torch import Tensor
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.cpp import _kernels, attention, kv_cache_write
-from quire.kernels.cpp.attention import metadata_arguments
+from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.attention import attention_parameters, metadata_arguments, paged_attention
 from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
-from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
+from quire.kernels.cpp.dtypes import kernel_dtype, pair
 from quire.kernels.cpp.experts import CppExperts
+from quire.kernels.cpp.kv_cache_write import rotary_parameters, write_kv
 from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.cpp.low_rank import CppUp
 from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.linear import Linear
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, Up
-from quire.kernels.paged_attention import num_ahead
 from quire.kernels.program import Activations, LayerInputs, Op, Program, live_after
 
 log = logging.getLogger(__name__)
@@ -216,9 +216,9 @@ class FusedOps:
         block_size, unused = inputs.metadata.block_size, _kernels.LayerCache(0, 0, 0, 1.0, 1.0)
         caches = [unused] * len(inputs.keys)
         for layer, op in self._cache_ops.items():
-            sizes = CacheSizes(op.heads.num_kv_heads, block_size, op.heads.head_dim)
+            sizes = CacheSizes(op.spec.heads.num_kv_heads, block_size, op.spec.heads.head_dim)
             keys, values = inputs.keys[layer], inputs.values[layer]
-            caches[layer] = layer_cache(keys, values, sizes, self._dtype, op.kv_scales)
+            caches[layer] = layer_cache(keys, values, sizes, self._dtype, op.spec.kv_scales)
         self._program.use_caches(caches, block_size)
         self._keys = inputs.keys
 
@@ -313,24 +313,18 @@ def _qk_norm(op: special_ops.QKNorm, buffers: Buffers) -> list[object]:
 
 
 def _rotary_write(op: ops.RotaryWrite, buffers: Buffers) -> list[object]:
-    num_heads, num_kv_heads, head_dim = op.heads
+    num_heads, num_kv_heads, head_dim = op.spec.heads
     query = _read_heads(op.query, num_heads, head_dim, buffers)
     key, value = (_read_heads(name, num_kv_heads, head_dim, buffers) for name in (op.key, op.value))
     buffers.consume(op.key, op.value)
-    cos_sin = op.cos_sin
-    assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.is_contiguous())
-    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
-    heads = _kernels.Heads(*op.heads)
-    return [_kernels.RotaryWriteOp(query, key, value, op.layer, address(cos_sin), rotary_dim, heads, op.is_interleaved)]
+    return [_kernels.RotaryWriteOp(query, key, value, op.layer, rotary_parameters(op.spec))]
 
 
 def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
-    num_heads, _, head_dim = op.heads
+    num_heads, _, head_dim = op.spec.heads
     query = _read_heads(op.query, num_heads, head_dim, buffers)
     out = buffers.write(op.out, num_heads * head_dim)
-    heads = _kernels.Heads(*op.heads)
-    window, sinks, ahead = op.window or 0, address(op.sinks), num_ahead(op.window, is_causal=op.is_causal)
-    return [_kernels.AttentionOp(query, out, op.layer, op.scale, window, heads, op.softcap, sinks, ahead)]
+    return [_kernels.AttentionOp(query, out, op.layer, attention_parameters(op.spec))]
 
 
 def _position_scale(op: special_ops.PositionScale, buffers: Buffers) -> list[object]:
@@ -385,8 +379,8 @@ TRANSLATIONS: dict[type, Translation] = {
     special_ops.QKNorm: Translation(
         lambda op: isinstance(op.query_norm, CppNorm) and isinstance(op.key_norm, CppNorm), _qk_norm
     ),
-    ops.RotaryWrite: Translation(lambda op: op.write is kv_cache_write.write_kv, _rotary_write),
-    ops.Attention: Translation(lambda op: op.attend is attention.paged_attention, _attention),
+    ops.RotaryWrite: Translation(lambda op: op.write is write_kv, _rotary_write),
+    ops.Attention: Translation(lambda op: op.attend is paged_attention, _attention),
     special_ops.PositionScale: Translation(lambda op: True, _position_scale),
     special_ops.Scale: Translation(lambda op: True, _scale),
     special_ops.Clip: Translation(lambda op: True, _clip),

@@ -23,7 +23,7 @@ from quire.kernels.cuda.source import (
     shared_floats,
     source,
 )
-from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata
+from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata, AttentionSpec
 
 NUM_THREADS = 128
 
@@ -36,8 +36,8 @@ def _module(device: torch.device, dtype: torch.dtype, head_dim: int, block_size:
 
 
 def attend(
-    out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float,
-    window: int | None = None, partition: int | None = None,
+    out: Tensor, spec: AttentionSpec, query: Tensor, key_cache: Tensor, value_cache: Tensor,
+    metadata: AttentionMetadata, partition: int | None = None,
 ) -> None:  # fmt: skip
     """Attend as `paged_attention.reference` does for the sequences of one query; write their rows of `out` alone.
 
@@ -45,8 +45,7 @@ def attend(
     of the arguments, so a step can be captured as a graph. `partition`: None chooses; 0 is v1. Raises ConfigError if
     NVRTC or the driver is missing or fails.
     """
-    _, num_heads, head_dim = query.shape
-    num_seqs, num_kv_heads = len(metadata.context_lens), key_cache.shape[2]
+    num_seqs, (num_heads, num_kv_heads, head_dim) = len(metadata.context_lens), spec.heads
     assert out.shape == query.shape, f"a result of {tuple(out.shape)} for queries of {tuple(query.shape)}"
     assert out.is_contiguous(), "a result with gaps"
     assert key_cache.is_contiguous(), "keys with gaps"
@@ -65,7 +64,7 @@ def attend(
     module.launch(
         "attend", (num_heads, num_seqs, num_partitions), NUM_THREADS, 4 * shared_floats(longest, partition),
         (out, *left, query, key_cache, value_cache, metadata.block_tables, *sequences, num_kv_heads,
-         metadata.block_tables.stride(0), *strides, ctypes.c_float(scale), window or 0),
+         metadata.block_tables.stride(0), *strides, ctypes.c_float(spec.scale), spec.window or 0),
     )  # fmt: skip
     if partition:
         arguments = (out, *left, *sequences, num_partitions)
@@ -85,5 +84,4 @@ CUDA_ATTENTION = AttentionBackEnd(
         dtype in ELEMENTS and head_dim <= MAX_HEAD_DIM and head_dim * dtype.itemsize % VECTOR_BYTES == 0
     ),
     shapes=f"heads of up to {MAX_HEAD_DIM} that are multiples of {VECTOR_BYTES} bytes",
-    lacks=frozenset({"softcap on attention scores", "attention sinks"}),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.core.optional_package import needs_library
-from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata
+from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata, AttentionSpec
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it, for what parts of long contexts leave
 LAYOUT = "NHD"               # [page, token, head, dimension]: `cache_layout.PLAIN`
@@ -28,18 +28,6 @@ class Pages(NamedTuple):
     indptr: Tensor         # [num_seqs + 1], on the host: where each sequence's blocks begin in `indices`
     indices: Tensor        # [indptr[-1]], on the device: blocks
     last_page_len: Tensor  # [num_seqs], on the host: tokens of the context in the last block, 1 to block_size
-
-
-class Form(NamedTuple):
-    """What layers have to share to share a plan."""
-
-    is_decode: bool
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-    softcap: float
 
 
 def pages_of(metadata: AttentionMetadata, window: int | None = None) -> Pages:
@@ -70,55 +58,53 @@ class FlashInferAttention:
 
     def __init__(self, flashinfer: Any) -> None:  # noqa: ANN401 (a module without types)
         self._flashinfer = flashinfer
-        self._wrappers = dict[Form, Any]()  # each keeps the plan of its form
+        self._wrappers = dict[tuple[bool, AttentionSpec], Any]()  # decodes or not, layer; each keeps its last plan
         self._workspace: Tensor | None = None
 
     def __call__(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, scale: float,
-        window: int | None = None, softcap: float = 0.0,
-    ) -> Tensor:  # fmt: skip
+        self, spec: AttentionSpec, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """Attend as `paged_attention.reference` does; caches in the plain layout. A context of 0 gives anything."""
-        num_tokens, num_heads, head_dim = query.shape
-        is_decode = num_tokens == len(metadata.context_lens)
-        form = Form(is_decode, num_heads, key_cache.shape[2], head_dim, scale, window, softcap)
-        if ("flashinfer", form) not in metadata.plans:
-            metadata.plans["flashinfer", form] = self._plan(form, metadata, query)
-        out: Tensor = metadata.plans["flashinfer", form].run(query.contiguous(), (key_cache, value_cache))
+        is_decode = len(query) == len(metadata.context_lens)
+        key = "flashinfer", is_decode, spec
+        if key not in metadata.plans:
+            metadata.plans[key] = self._plan(spec, metadata, query, is_decode=is_decode)
+        out: Tensor = metadata.plans[key].run(query.contiguous(), (key_cache, value_cache))
         return out
 
-    def _plan(self, form: Form, metadata: AttentionMetadata, query: Tensor) -> Any:  # noqa: ANN401 (a wrapper)
-        """Return the wrapper of a form, with the plan of this step."""
-        if form not in self._wrappers:
-            self._wrappers[form] = self._wrapper(form, query.device)
-        key = "flashinfer pages", form.window
+    def _plan(
+        self, spec: AttentionSpec, metadata: AttentionMetadata, query: Tensor, *, is_decode: bool
+    ) -> Any:  # noqa: ANN401 (a wrapper)
+        """Return the wrapper of equal layers, with the plan of this step."""
+        if (is_decode, spec) not in self._wrappers:
+            self._wrappers[is_decode, spec] = self._wrapper(spec, query.device, is_decode=is_decode)
+        key = "flashinfer pages", spec.window
         if key not in metadata.plans:
-            metadata.plans[key] = pages_of(metadata, form.window)
-        wrapper, pages = self._wrappers[form], metadata.plans[key]
-        sizes = form.num_heads, form.num_kv_heads, form.head_dim, metadata.block_size
+            metadata.plans[key] = pages_of(metadata, spec.window)
+        wrapper, pages = self._wrappers[is_decode, spec], metadata.plans[key]
         how: dict[str, Any] = {
-            "sm_scale": form.scale, "window_left": -1 if form.window is None else form.window - 1,
-            "logits_soft_cap": form.softcap or None, "q_data_type": query.dtype, "kv_data_type": query.dtype,
+            "sm_scale": spec.scale, "window_left": -1 if spec.window is None else spec.window - 1,
+            "logits_soft_cap": spec.softcap or None, "q_data_type": query.dtype, "kv_data_type": query.dtype,
         }  # fmt: skip
-        if form.is_decode:
-            wrapper.plan(pages.indptr, pages.indices, pages.last_page_len, *sizes, **how)
+        sequences, sizes = (pages.indptr, pages.indices, pages.last_page_len), (*spec.heads, metadata.block_size)
+        if is_decode:
+            wrapper.plan(*sequences, *sizes, **how)
         else:
-            wrapper.plan(
-                pages.query_starts, pages.indptr, pages.indices, pages.last_page_len, *sizes, causal=True, **how
-            )
+            wrapper.plan(pages.query_starts, *sequences, *sizes, causal=True, **how)
         return wrapper
 
-    def _wrapper(self, form: Form, device: torch.device) -> Any:  # noqa: ANN401
+    def _wrapper(self, spec: AttentionSpec, device: torch.device, *, is_decode: bool) -> Any:  # noqa: ANN401
         if self._workspace is None:
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        if not form.is_decode:
+        if not is_decode:
             return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)
-        on_matrix_units = form.num_heads > MAX_GROUP_OF_VECTORS * form.num_kv_heads
+        on_matrix_units = spec.heads.num_heads > MAX_GROUP_OF_VECTORS * spec.heads.num_kv_heads
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, LAYOUT, use_tensor_cores=on_matrix_units
         )
 
 
-def _make(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _make(_: Callable[..., Tensor]) -> FlashInferAttention:
     with needs_library("attention_backend flashinfer", "flashinfer", "flashinfer-python"):
         import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 (an optional library)
     return FlashInferAttention(flashinfer)
@@ -129,6 +115,6 @@ FLASHINFER_ATTENTION = AttentionBackEnd(
     make=_make,
     serves=lambda dtype, head_dim: dtype in DTYPES and head_dim in HEAD_DIMS,
     shapes="float16 and bfloat16 heads of 64, 128 or 256",
-    lacks=frozenset({"attention sinks"}),
+    features=frozenset({"softcap on attention scores"}),
     is_capturable=False,
 )

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.kv_quantization import ONES, KVScales, as_bytes
-from quire.kernels.paged_attention import AttentionMetadata
+from quire.kernels.kv_quantization import ONES, as_bytes
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire.kernels.triton.quantized_cache import float_scales, form_of, places_of, widen
 
 MAX_HEAD_DIM = 256
@@ -47,15 +47,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def paged_attention(
+    spec: AttentionSpec,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    scales: KVScales = ONES,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     *,
     is_exact: bool = False,
     attend_decodes: Callable[..., None] | None = None,
@@ -64,34 +60,32 @@ def paged_attention(
 
     query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 is no sequence: its
     rows of the result, and those behind the last sequence, hold anything. A cache of 8 bits is as `quantized_cache`
-    says, with `scales`. With `is_exact` a row has the same bits in every batch and chunk.
-    `attend_decodes` is the kernel for sequences of one query, in place of this module's: it takes the result to write
-    to, and then the arguments of this function up to `window`.
+    says. With `is_exact` a row has the same bits in every batch and chunk. `attend_decodes` is the kernel for
+    sequences of one query, in place of this module's: it takes the result to write to, and then the arguments of this
+    function up to `metadata`.
     """
-    num_tokens, num_heads, head_dim = query.shape
-    num_seqs, num_kv_heads = len(metadata.context_lens), key_cache.shape[2]
+    num_tokens, num_seqs, (num_heads, num_kv_heads, head_dim) = len(query), len(metadata.context_lens), spec.heads
     kv_form = form_of(key_cache, head_dim)
     width = head_dim + 4 * kv_form["HAS_SCALES"]
     assert key_cache.shape == value_cache.shape == (len(key_cache), metadata.block_size, num_kv_heads, width)
     assert key_cache.is_contiguous() and value_cache.is_contiguous(), "caches with gaps"
     assert key_cache.dtype == value_cache.dtype, f"keys {key_cache.dtype}, values {value_cache.dtype}"
     assert kv_form["KV"] or key_cache.dtype == query.dtype, f"queries {query.dtype}, caches {key_cache.dtype}"
-    assert scales == ONES or not kv_form["HAS_SCALES"], f"{scales} beside stored ones"
-    assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads}"
+    assert spec.kv_scales == ONES or not kv_form["HAS_SCALES"], f"{spec.kv_scales} beside stored ones"
+    assert query.shape[1:] == (num_heads, head_dim), f"queries {tuple(query.shape)} for {spec.heads}"
     assert head_dim <= MAX_HEAD_DIM, f"head size {head_dim}"
+    assert spec.is_causal, "attention in both directions"
     assert query.stride(2) == 1, "queries with gaps"
-    assert scale > 0, f"scale {scale}"
-    assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
     shape = tile_shape(num_heads // num_kv_heads, head_dim, query.dtype)
-    shape |= {"NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": metadata.block_size, "WINDOW": window or 0}
-    shape |= {"SOFTCAP": softcap * LOG2_E.value, **kv_form}
-    scale *= scales.key
+    shape |= {"NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": metadata.block_size, "WINDOW": spec.window or 0}
+    shape |= {"SOFTCAP": spec.softcap * LOG2_E.value, **kv_form}
+    scale = spec.scale * spec.kv_scales.key
     step = (
         query, as_bytes(key_cache), as_bytes(value_cache), out, metadata.block_tables, metadata.query_starts,
         metadata.context_lens, num_seqs, query.stride(0), query.stride(1), metadata.block_tables.stride(0),
-        LOG2_E.value * (2 * scale / softcap if softcap else scale),
-        float_scales(key_cache, kv_form), float_scales(value_cache, kv_form), scales.value, sinks,
+        LOG2_E.value * (2 * scale / spec.softcap if spec.softcap else scale),
+        float_scales(key_cache, kv_form), float_scales(value_cache, kv_form), spec.kv_scales.value, spec.sinks,
     )  # fmt: skip
     if num_tokens > num_seqs or is_exact:
         options = chunk_options(head_dim, query.dtype, capability(query.device), is_exact=is_exact)
@@ -99,7 +93,7 @@ def paged_attention(
             options["KEYS"] = max(16, options["KEYS"] // 2)  # widening takes registers, too
         _attend(step, shape | {"IS_DECODE": False, "IS_EXACT": is_exact}, metadata, options)
     if attend_decodes is not None:
-        attend_decodes(out, query, key_cache, value_cache, metadata, scale, window)
+        attend_decodes(out, spec, query, key_cache, value_cache, metadata)
     elif not is_exact:
         options = decode_options(shape["DIMS"], query.dtype)
         if kv_form["KV"]:

@@ -73,19 +73,17 @@ def projected_query(x: Tensor, layer: CudaLinear, norm: TritonNorm, op: RotaryWr
 
     x: [num_rows, in_features], at most MAX_ROWS. The caches have x's dtype. As `few_rows_product` and then `op`.
     """
-    num_heads, num_kv_heads, head_dim = op.heads
+    num_heads, num_kv_heads, head_dim = op.spec.heads
     keys, values = inputs.keys[op.layer], inputs.values[op.layer]
     assert layer.weight.out_features == (num_heads + 2 * num_kv_heads) * head_dim
     assert keys.shape == values.shape == (*keys.shape[:2], num_kv_heads, head_dim)
     assert keys.dtype == values.dtype == x.dtype, f"caches {keys.dtype}"
     assert keys.is_contiguous() and values.is_contiguous(), "caches with gaps"
-    cos_sin, half = op.cos_sin, 0 if op.cos_sin is None else op.cos_sin.shape[1] // 2
-    assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.is_contiguous())
     query = torch.empty(len(x), num_heads, head_dim, dtype=x.dtype, device=x.device)
-    target = keys, values, inputs.slot_mapping, inputs.positions, cos_sin
+    target = keys, values, inputs.slot_mapping, inputs.positions, op.spec.cos_sin
     _launch(
         x, layer, norm, None, query, target, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HALF=half, IS_INTERLEAVED=op.is_interleaved,
+        HALF=op.spec.rotary_dim // 2, IS_INTERLEAVED=op.spec.is_interleaved,
     )  # fmt: skip
     return query
 
@@ -199,8 +197,8 @@ def _queries_behind(layer: Linear, ops: list[Op]) -> tuple[()] | tuple[SplitHead
     """Return the two ops behind a layer if they split its results into heads, rotate and write them; else none."""
     if len(ops) < 2 or not (isinstance(split := ops[0], SplitHeads) and isinstance(op := ops[1], RotaryWrite)):
         return ()
-    is_chain = layer.out == split.qkv and split.writes == op.reads and split.heads == op.heads
-    is_whole = op.heads.head_dim % 2 == 0 and op.write is kv_cache_write.write_kv
+    is_chain = layer.out == split.qkv and split.writes == op.reads and split.heads == op.spec.heads
+    is_whole = op.spec.heads.head_dim % 2 == 0 and op.write is kv_cache_write.write_kv
     return (split, op) if is_chain and is_whole else ()
 
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.kv_quantization import ONES, KVScales, as_bytes
+from quire.kernels.kv_cache_write import RotarySpec
+from quire.kernels.kv_quantization import as_bytes
 from quire.kernels.triton.quantized_cache import (
     encode,
     float_scales,
@@ -23,25 +24,16 @@ from quire.kernels.triton.quantized_cache import (
 
 
 def write_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    scales: KVScales = ONES,
-    *,
-    is_interleaved: bool = False,
-) -> Tensor:
+    spec: RotarySpec, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, key_cache: Tensor,
+    value_cache: Tensor, slot_mapping: Tensor,
+) -> Tensor:  # fmt: skip
     """Do what `kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
 
     The query is rotated in place: do not use the argument afterwards.
     """
-    num_tokens, num_kv_heads, head_dim = key.shape
-    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
-    assert value.shape == key.shape
+    num_tokens, (num_heads, num_kv_heads, head_dim) = len(key), spec.heads
+    assert query.shape[1:] == (num_heads, head_dim), f"queries {tuple(query.shape)} for {spec.heads}"
+    assert key.shape == value.shape == (num_tokens, num_kv_heads, head_dim), f"keys {tuple(key.shape)}"
     form = form_of(key_cache, head_dim)
     width = head_dim + 4 * form["HAS_SCALES"]
     assert key_cache.shape == value_cache.shape == (*key_cache.shape[:2], num_kv_heads, width)
@@ -52,23 +44,21 @@ def write_kv(
     assert all(x.stride(2) == 1 and x.stride(1) == head_dim for x in (query, key, value)), "a token's heads apart"
     assert positions.dtype == slot_mapping.dtype == torch.int64
     assert len(positions) == len(slot_mapping) == num_tokens
-    assert rotary_dim <= head_dim
-    assert cos_sin is None or (cos_sin.dtype == torch.float32 and cos_sin.is_contiguous())
-    half = rotary_dim // 2
+    half = spec.rotary_dim // 2
     arguments = (
-        query, key, value, positions, cos_sin, as_bytes(key_cache), as_bytes(value_cache), slot_mapping,
+        query, key, value, positions, spec.cos_sin, as_bytes(key_cache), as_bytes(value_cache), slot_mapping,
         query.stride(0), key.stride(0), value.stride(0),
     )  # fmt: skip
     sizes = {
-        "NUM_HEADS": query.shape[1], "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HALF": half,
-        "IS_INTERLEAVED": is_interleaved, "QUERY_HEADS": triton.next_power_of_2(query.shape[1]),
+        "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HALF": half,
+        "IS_INTERLEAVED": spec.is_interleaved, "QUERY_HEADS": triton.next_power_of_2(num_heads),
         "KEY_HEADS": triton.next_power_of_2(num_kv_heads), "PAIRS": triton.next_power_of_2(max(1, half)),
         "DIMS": triton.next_power_of_2(head_dim), "num_warps": 4,
     }  # fmt: skip
     if not form["KV"]:
         _write_kernel[(num_tokens,)](*arguments, **sizes)
         return query
-    inverses = [float(torch.tensor(1.0) / torch.tensor(scale)) for scale in scales]
+    inverses = [float(torch.tensor(1.0) / torch.tensor(scale)) for scale in spec.kv_scales]
     _write_quantized_kernel[(num_tokens,)](
         *arguments, float_scales(key_cache, form), float_scales(value_cache, form), *inverses,
         BLOCK_SIZE=key_cache.shape[1], **form, **sizes, enable_fp_fusion=False,

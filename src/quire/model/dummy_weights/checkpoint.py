@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, SinksShape, layer_shapes
+from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, VectorShape, layer_shapes
 from quire.model.spec import DecoderSpec
 
 PERIOD = (1 << 22) - 3  # a prime; 16 MiB
@@ -90,8 +90,8 @@ def _tensors(shape: Shape | None, prefix: str, *, is_transposed: bool) -> Iterat
     if isinstance(shape, NormShape):
         for name, size in shape.tensors.items():
             yield prefix + name, _Entry(size, is_ones=name.endswith(".weight"))
-    elif isinstance(shape, SinksShape):
-        yield prefix + shape.name, _Entry((shape.num_heads,))
+    elif isinstance(shape, VectorShape):
+        yield prefix + shape.name, _Entry((shape.length,))
     elif isinstance(shape, LinearShape):
         num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)
         for module, rows in zip(shape.modules, num_rows, strict=True):
