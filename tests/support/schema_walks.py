@@ -11,8 +11,8 @@ import jsonschema
 from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.grammar_writing.writer import check_tool_schemas, grammar_of
-from quire.server.call_grammars.forcing import forcing_grammar
 from quire.server.grammars.grammar_worker import GrammarJobs
+from quire.server.tools.call_grammar import forcing_grammar
 from quire.text.tool_formats.table import find_format
 from support.grammar_walks import GrammarWalk
 from support.outputs import ended_calls, parse

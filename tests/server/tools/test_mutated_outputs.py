@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from quire.server.call_grammars.forcing import forcing_grammar
+from quire.server.tools.call_grammar import forcing_grammar
 from quire.text.tool_formats.rows import ToolFormat
 from quire.text.tool_formats.table import TOOL_FORMATS
 from support.fuzz_seeds import fuzz

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from quire.server.call_grammars.argument_types import types_of
-from quire.server.tools.literals import GEMMA, PYTHON, Literals
+from quire.server.tools.argument_types import types_of
+from quire.server.tools.literal_reader import GEMMA, PYTHON, Literals
 from quire.server.tools.output_events import CallEvents
 from quire.text.tool_formats.json_values import json_value, string_text
 from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, kind_of, number_of, sequence

@@ -13,9 +13,9 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.grammar_writing.texts import after_reasoning, either
 from quire.grammar_writing.writer import grammar_of
-from quire.server.call_grammars.forcing import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.options import ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer
+from quire.server.tools.call_grammar import bounded_reasoning, forcing_grammar, marker_id
 from quire.server.tools.output_parser import OutputParser
 from quire.server.tools.tool_use import ToolUse
 from quire.text.tokenizer import Tokenizer

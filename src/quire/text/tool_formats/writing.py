@@ -1,6 +1,6 @@
 """Calls as the text in which the models of a format write them, for conversations that go on after a call.
 
-The text is what the grammars of `quire.server.call_grammars` allow and what the parsers of `quire.server.tools` read.
+The text is what the grammars of `quire.server.tools` allow and what its parsers read.
 """
 
 import html

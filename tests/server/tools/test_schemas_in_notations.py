@@ -11,8 +11,8 @@ import pytest
 
 from quire.grammar_writing.formats import FORMATS
 from quire.grammar_writing.texts import json_text, regex_text
-from quire.server.call_grammars.forcing import forcing_grammar
-from quire.server.call_grammars.rules import MAX_GRAMMAR_BYTES
+from quire.server.tools.call_grammar import forcing_grammar
+from quire.server.tools.grammar_rules import MAX_GRAMMAR_BYTES
 from quire.text.tool_formats.table import find_format
 from support.grammar_walks import GrammarWalk
 from support.schema_walks import NOTATIONS, data_schemas, fault_of

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.server.call_grammars.forcing import forcing_grammar
+from quire.server.tools.call_grammar import forcing_grammar
 from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content
 from quire.text.tool_formats.rows import ToolFormat
 from quire.text.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS, find_format

@@ -8,7 +8,7 @@ from quire.grammar_writing.formats import FORMATS
 from quire.grammar_writing.schemas import refuse
 from quire.grammar_writing.shapes import Shape
 from quire.grammar_writing.texts import literal_text, regex_text
-from quire.server.call_grammars.rules import Rules
+from quire.server.tools.grammar_rules import Rules
 
 
 def enumerated_texts(shape: Shape) -> list[str] | None:
