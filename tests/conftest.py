@@ -25,7 +25,9 @@ STORIES_260K = ROOT / "../shared/data/models/stories260K"
 # is idle at the end.
 FIRST = (
     "tests/cluster/", "tests/kernels/test_triton.py", "tests/engine/parallel/", "tests/model/test_families.py",
-    "tests/server/ops/", "tests/cache/", "tests/e2e/",
+    "tests/server/test_lifecycle.py", "tests/server/test_machine_faults.py", "tests/server/test_fleet.py",
+    "tests/server/test_fleet_soak.py", "tests/server/test_ranked_engines.py", "tests/server/test_stall_watch.py",
+    "tests/cache/", "tests/e2e/",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.ops import engine_supervisor
+from quire.server import engine_supervisor
 from support.stdlib_guard import StdlibReplacedError
 
 TESTS = Path(__file__).parent
@@ -26,7 +26,7 @@ SET = ("setattr", True)
         (socket.socket, "connect"),
         (subprocess, "Popen"),
         (sys, "executable"),
-        ("quire.server.ops.engine_supervisor.asyncio.sleep",),
+        ("quire.server.engine_supervisor.asyncio.sleep",),
         ("importlib.util.find_spec",),
     ],
     ids=str,
@@ -44,7 +44,7 @@ def test_name_that_the_process_shares_is_not_replaced(
 def test_names_of_our_modules_and_the_standard_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.stdin, engine_supervisor.FIRST_PAUSE_S
     monkeypatch.setattr(engine_supervisor, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("quire.server.ops.engine_supervisor.asyncio", None)
+    monkeypatch.setattr("quire.server.engine_supervisor.asyncio", None)
     monkeypatch.setattr("sys.stdin", None)
     assert (sys.stdin, engine_supervisor.FIRST_PAUSE_S, engine_supervisor.asyncio) == (None, 0.0, None)
     monkeypatch.undo()

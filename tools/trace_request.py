@@ -25,7 +25,7 @@ from quire.engine.options import EngineOptions
 from quire.server.app import create_app
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import bind, port_of
-from quire.server.ops.lifecycle import close_service, connect
+from quire.server.lifecycle import close_service, connect
 from quire.server.options import ServerOptions
 
 # At most this much is paid by one request, a hundredth more than is measured. A change that takes less lowers them: the

@@ -12,7 +12,7 @@ from quire.core.options import SIZE, parse_bytes
 from quire.engine.formats import find_pooler
 from quire.engine.options import EngineOptions
 from quire.model.quantization import CHECKPOINT_METHODS
-from quire.server.ops.startup_banner import format_bytes
+from quire.server.startup_banner import format_bytes
 from quire_lab.bench import report
 from quire_lab.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel, exchange_mode
 from quire_lab.sim.hardware import Hardware, read_hardware

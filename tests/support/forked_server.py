@@ -7,7 +7,7 @@ from quire.cli import serve  # noqa: F401 (which the command line loads when it 
 from quire.cli.main import main as run
 from quire.engine import launcher
 from quire.engine.parallel import rank_set as leader
-from quire.server.ops import lifecycle  # noqa: F401 (which `serve` loads while the engine starts)
+from quire.server import lifecycle  # noqa: F401 (which `serve` loads while the engine starts)
 from support.forked_engines import fork_child
 
 

@@ -6,8 +6,8 @@ from typing import NoReturn
 from quire.cli.flag_groups import with_config_file, with_flag_groups
 from quire.engine.options import EngineOptions
 from quire.engine.parallel.node import run_node
-from quire.server.ops.signals import STOP_SIGNALS, exit_on_signal
 from quire.server.options import ServerOptions
+from quire.server.signals import STOP_SIGNALS, exit_on_signal
 from quire.server.start import start
 
 

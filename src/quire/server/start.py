@@ -14,9 +14,9 @@ from quire.engine.launcher import spawn_engines
 from quire.engine.options import EngineOptions
 from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path
 from quire.server.http.tls import tls_context
-from quire.server.ops.garbage import collect_rarely
-from quire.server.ops.signals import STOP_SIGNALS, StoppedError, exit_on_signal
+from quire.server.idle_collection import collect_rarely
 from quire.server.options import ServerOptions
+from quire.server.signals import STOP_SIGNALS, StoppedError, exit_on_signal
 
 
 def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
@@ -35,7 +35,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
         children = spawn_engines(engine)
         try:
             gc.disable()  # imported modules are never freed
-            from quire.server.ops.lifecycle import run  # noqa: PLC0415 (while the engine loads)
+            from quire.server.lifecycle import run  # noqa: PLC0415 (while the engine loads)
 
             collect_rarely()
             gc.enable()

@@ -6,7 +6,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import quire
-from quire.server.ops import lifecycle
+from quire.server import lifecycle
 from support.http_app import ask, make_app
 from support.openai_server import OpenAIServer
 

@@ -23,7 +23,7 @@ from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import SupervisedClient
 from quire.server.app import create_app
-from quire.server.ops.lifecycle import close_service, connect
+from quire.server.lifecycle import close_service, connect
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 

@@ -9,8 +9,8 @@ from quire.core.logprob_table import LogprobBuffer
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.output_processor import OutputKind
+from quire.server.api.api_request import ApiRequest
 from quire.server.api.deadlines import check_deadline
-from quire.server.api.request import ApiRequest
 from quire.server.api.usage import RequestUsage, fill_record
 from quire.server.errors import renamed_fields
 from quire.server.history import QueuedRequest

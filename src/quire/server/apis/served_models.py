@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from quire.server.api.responses import json_response
+from quire.server.api.http_responses import json_response
 from quire.server.service import Service
 
 router = APIRouter()

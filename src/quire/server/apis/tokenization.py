@@ -1,10 +1,10 @@
 """Tokenization of texts and conversations, and back, off the event loop."""
 
 from quire.core.checks import check_token_ids, refuse
+from quire.server.api.chat import rendered
 from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
 from quire.server.apis.completions.body_prompts import conversation_of
 from quire.server.apis.completions.completion_bodies import DetokenizeBody, TokenizeBody
-from quire.server.chat.conversation import rendered
 from quire.server.errors import invalid
 from quire.server.service import Service
 from quire.text.tokenizer import Tokenizer

@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Request, Response
 
 from quire.server.api.bodies import request_body
+from quire.server.api.http_responses import json_response
 from quire.server.api.request_parsing import read_body
-from quire.server.api.responses import json_response
 from quire.server.apis.completions.completion_bodies import DetokenizeBody, TokenizeBody
 from quire.server.apis.tokenization import detokenized, tokenized
 from quire.server.http.api_keys import client_id_of

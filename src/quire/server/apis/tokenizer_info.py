@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from quire.server.api.responses import json_response
+from quire.server.api.http_responses import json_response
 from quire.server.errors import invalid
 from quire.server.service import Service
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from quire.core.block_map import MAX_BLOCKS_SHOWN, Tier
 from quire.core.checks import refuse
 from quire.engine.messages import Ready
-from quire.server.api.responses import json_response
+from quire.server.api.http_responses import json_response
 from quire.server.errors import ApiError, engine_unhealthy, invalid
 from quire.server.inspect.replay import Operation, replay
 from quire.server.service import Service

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import shown
 from quire.core.outputs import Preemption
+from quire.server.api.http_responses import LongResponse, json_response
 from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
-from quire.server.api.responses import LongResponse, json_response
 from quire.server.errors import ApiError
 from quire.server.history import Miss, PastRequest
 from quire.server.http.api_keys import key_number_of

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from quire.core.outputs import CompletionOutput, RequestOutput
+from quire.server.api.message_reader import SLICE_CHARS
 from quire.server.api.usage import TokenUsage
 from quire.server.apis.completions.chat_response import ChatResponseBuilder
-from quire.server.chat.message_reader import SLICE_CHARS
 from quire.server.tools.output_parser import OutputParser
 from quire.server.tools.served_formats import OutputReading
 from quire.text.tool_formats.table import find_format, find_reasoning

@@ -6,10 +6,10 @@ from typing import Any
 
 from quire.core.checks import refuse
 from quire.engine.requests.input_processor import Truncation
+from quire.server.api.chat import Conversation, template_variables
 from quire.server.api.preparation import prepared
 from quire.server.apis.completions.completion_bodies import ChatBody, ChatMessage, GenerationBody, TokenizeBody
 from quire.server.apis.completions.openai_response import OpenAIRequest
-from quire.server.chat.conversation import Conversation, template_variables
 from quire.server.errors import invalid
 from quire.server.grammars.constraint_fields import CONSTRAINT_FIELDS
 from quire.server.options import Limits

@@ -20,9 +20,9 @@ from quire.core.sampling_params import (
 )
 from quire.engine.requests.input_processor import MAX_PRIORITY
 from quire.server.api.bodies import ELEMENT, MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
+from quire.server.api.chat import EFFORTS
 from quire.server.api.deadlines import Milliseconds
 from quire.server.apis.completions.field_support import OTHER_FIELDS
-from quire.server.chat.conversation import EFFORTS
 from quire.text.parts import PART_FIELDS, part_problem, part_reasoning, part_text
 from quire.text.tools import NAME_PATTERN
 

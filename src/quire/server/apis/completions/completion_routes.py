@@ -14,12 +14,13 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import check_optional_int, shown
 from quire.engine.requests.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
+from quire.server.api.chat_preparation import prepare_chat
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
+from quire.server.api.http_responses import create_response
 from quire.server.api.preparation import constrained
 from quire.server.api.priority import check_priority_granted
 from quire.server.api.request_parsing import read_body
-from quire.server.api.responses import create_response
 from quire.server.apis.completions.body_params import checked_params, field_names
 from quire.server.apis.completions.body_prompts import (
     check_num_choices,
@@ -33,7 +34,6 @@ from quire.server.apis.completions.chat_response import ChatResponseBuilder
 from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
 from quire.server.apis.completions.completion_response import CompletionResponseBuilder
 from quire.server.apis.completions.openai_response import OpenAIRequest
-from quire.server.chat.preprocessing import prepare_chat
 from quire.server.errors import invalid
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_body import received_s_of

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from quire.core.logprob_table import Logprobs
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.core.version import __version__
+from quire.server.api.api_request import ApiRequest
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
-from quire.server.api.request import ApiRequest
 from quire.server.api.usage import TokenUsage, request_times
 from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
 from quire.server.apis.completions.openai_logprobs import prompt_scores

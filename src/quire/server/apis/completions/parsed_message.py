@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.core.deltas import FinishReason
 from quire.core.outputs import CompletionOutput
-from quire.server.chat.message_reader import MessageReader
+from quire.server.api.message_reader import MessageReader
 from quire.server.tools.output_events import Arguments, CallBegan, Content, Event, Reasoning
 from quire.server.tools.served_formats import OutputReading
 from quire.text.tokenizer import Tokenizer

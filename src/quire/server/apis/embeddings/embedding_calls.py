@@ -13,11 +13,11 @@ from quire.core.pooling import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt, TokenizedPrompt, check_cache_salt
 from quire.engine.requests.pair_scoring import PairOptions, Scoring, check_pairs, pair_options, tokenize_pairs
 from quire.engine.requests.pooling_inputs import CheckedPooling, PoolingInputs
+from quire.server.api.api_request import ApiRequest
+from quire.server.api.chat import Conversation, rendered, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.priority import check_priority_granted
-from quire.server.api.request import ApiRequest
 from quire.server.apis.embeddings.embedding_bodies import EmbeddingBody, PairsBody, PooledBody, RerankBody, ScoreBody
-from quire.server.chat.conversation import Conversation, rendered, template_variables
 from quire.server.errors import invalid, renamed_fields
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_log import record_of

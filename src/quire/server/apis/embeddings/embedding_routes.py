@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import check_int
 from quire.server.api.bodies import request_body
+from quire.server.api.http_responses import create_response
 from quire.server.api.request_parsing import read_body
-from quire.server.api.responses import create_response
 from quire.server.apis.embeddings import embedding_responses as responses
 from quire.server.apis.embeddings.embedding_bodies import EmbedBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from quire.server.apis.embeddings.embedding_calls import start_embeddings, start_scores

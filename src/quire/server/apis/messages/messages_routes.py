@@ -12,11 +12,13 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.server.api.bodies import request_body
+from quire.server.api.chat import Conversation, rendered, template_variables
+from quire.server.api.chat_preparation import prepare_chat
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
+from quire.server.api.http_responses import create_response, json_response
 from quire.server.api.preparation import constrained, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
-from quire.server.api.responses import create_response, json_response
 from quire.server.apis.messages.cache_control import CachedPrefixes, cut_conversation, last_mark
 from quire.server.apis.messages.conversion import (
     check_context_edits,
@@ -33,8 +35,6 @@ from quire.server.apis.messages.conversion import (
 from quire.server.apis.messages.message_builder import MessageBuilder, MessagesRequest
 from quire.server.apis.messages.messages_bodies import ConversationBody, MessagesBody
 from quire.server.apis.messages.messages_errors import ERRORS
-from quire.server.chat.conversation import Conversation, rendered, template_variables
-from quire.server.chat.preprocessing import prepare_chat
 from quire.server.errors import ApiError, invalid
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_body import received_s_of

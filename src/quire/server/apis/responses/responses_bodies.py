@@ -20,8 +20,8 @@ from quire.server.api.bodies import (
     list_of,
     number,
 )
+from quire.server.api.chat import EFFORTS
 from quire.server.api.deadlines import Milliseconds
-from quire.server.chat.conversation import EFFORTS
 from quire.server.errors import ApiError
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,13 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import refuse
 from quire.engine.requests.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
+from quire.server.api.chat import Conversation, template_variables
+from quire.server.api.chat_preparation import prepare_chat
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
+from quire.server.api.http_responses import create_response
 from quire.server.api.preparation import constrained, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
-from quire.server.api.responses import create_response
 from quire.server.apis.responses.input_items import added_tools, messages_of
 from quire.server.apis.responses.responses_bodies import (
     ResponsesBody,
@@ -26,8 +28,6 @@ from quire.server.apis.responses.responses_bodies import (
 )
 from quire.server.apis.responses.responses_builder import ResponsesBuilder, ResponsesRequest
 from quire.server.apis.responses.responses_tools import choice_of, functions_of
-from quire.server.chat.conversation import Conversation, template_variables
-from quire.server.chat.preprocessing import prepare_chat
 from quire.server.errors import renamed_fields
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_body import received_s_of

@@ -17,8 +17,8 @@ from quire.core.errors import EngineError
 from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient
-from quire.server.ops.signals import StopSignals
 from quire.server.service import Service
+from quire.server.signals import StopSignals
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing_extensions import Buffer
 
 from quire.engine.messages import Ready
 from quire.scheduling.limits import AdmissionLimits
-from quire.server.ops.startup_banner import print_banner
+from quire.server.startup_banner import print_banner
 
 
 def ready(num_blocks: int, max_model_len: int, num_swap_blocks: int = 0) -> Ready:

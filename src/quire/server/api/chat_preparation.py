@@ -9,9 +9,9 @@ from msgspec.json import encode
 from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.requests.input_processor import CheckedParams
+from quire.server.api.api_request import ApiRequest
+from quire.server.api.chat import Conversation, rendered
 from quire.server.api.preparation import R, prepared
-from quire.server.api.request import ApiRequest
-from quire.server.chat.conversation import Conversation, rendered
 from quire.server.service import Service
 from quire.text.tools import Tool
 

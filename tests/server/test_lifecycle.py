@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("demo_model")
 
 SMALL = ("--num-kv-blocks", "512")
 PATIENT = ("--stall-limit", "600", "--shutdown-timeout", "600")
-STAYS_UNHEALTHY = f"from quire.server.ops import lifecycle; lifecycle.UNHEALTHY_S = 600; {ENTRY}"
+STAYS_UNHEALTHY = f"from quire.server import lifecycle; lifecycle.UNHEALTHY_S = 600; {ENTRY}"
 LONG = {"prompt": "def ", "max_tokens": 1900, "ignore_eos": True}
 SHORT = {"prompt": "def ", "max_tokens": 3}
 

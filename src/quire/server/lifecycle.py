@@ -25,16 +25,16 @@ from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.processes.client import EngineClient
 from quire.server.app import create_app
+from quire.server.engine_supervisor import supervise_engine, watch_for_stalls
 from quire.server.errors import shutting_down
 from quire.server.http import logs
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import remove_path, url_of
-from quire.server.ops.engine_supervisor import supervise_engine, watch_for_stalls
-from quire.server.ops.garbage import collect_when_idle
-from quire.server.ops.signals import StopSignals
-from quire.server.ops.startup_banner import print_banner
+from quire.server.idle_collection import collect_when_idle
 from quire.server.options import ServerOptions
 from quire.server.service import Service
+from quire.server.signals import StopSignals
+from quire.server.startup_banner import print_banner
 from quire.server.templates.template_renderer import TemplateRenderer
 
 log = logging.getLogger(__name__)

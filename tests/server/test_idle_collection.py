@@ -6,12 +6,12 @@ import subprocess
 import sys
 import weakref
 
-from quire.server.ops.garbage import collect_when_idle
+from quire.server.idle_collection import collect_when_idle
 from support.engine_process import until
 
 BUSY = """
 import gc
-from quire.server.ops.garbage import collect_rarely
+from quire.server.idle_collection import collect_rarely
 collect_rarely()
 before = gc.get_stats()[2]["collections"]
 held = [[number] for number in range(1_000_000)]

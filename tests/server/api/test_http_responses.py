@@ -15,7 +15,7 @@ import pytest
 from starlette.types import Message
 
 from quire.engine.options import EngineOptions
-from quire.server.api import responses
+from quire.server.api import http_responses as responses
 from quire.server.errors import shutting_down
 from support.openai_server import LIMIT_S, OpenAIServer, events_of, openai_server
 

@@ -1,1 +1,0 @@
-"""Operation of a server process: start, signals, supervision of the engine, logs and metrics."""
