@@ -25,15 +25,15 @@ from torch import Tensor
 from quire.core.kv_dtypes import QUANTIZED
 from quire.engine.formats import load_tokenizer
 from quire.kernels.back_end import choose_back_end
-from quire.model.batch import ForwardBatch
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.loader import build_decoder
 from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
 from quire.model.resolve import resolve_model
-from quire.model.weight_formats.rounded import RoundedFormat
+from quire.model.weight_formats.float_formats import RoundedFormat
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tools"), str(ROOT / "tests")]

@@ -22,7 +22,7 @@ from quire.core.errors import (
     ModelError,
     UnknownPrefixError,
 )
-from quire.engine.metrics.values import Counter, Gauge, Histogram
+from quire.engine.metrics.page import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
 from quire.engine.requests.output_processor import OutputProcessor
 from quire.engine.requests.pinned_prefixes import PinnedPrefixes

@@ -30,8 +30,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import parse_config
 from quire.engine.assembly import AssembledEngine
 from quire.engine.fleet.offline_fleet import BlockingFleet
-from quire.engine.metrics.page import Metrics
-from quire.engine.metrics.values import Metric
+from quire.engine.metrics.page import Metric, Metrics
 from quire.engine.offline_engine import LocalEngine, OfflineEngine
 from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import (

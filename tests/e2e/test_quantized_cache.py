@@ -12,9 +12,9 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, RequestFailedError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.back_end import TORCH, choose_back_end
-from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 from quire.text.tokenizer import Tokenizer
 from support.answers import answers_of

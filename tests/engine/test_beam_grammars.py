@@ -8,7 +8,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.errors import InvalidRequestError
-from quire.engine.metrics.values import Counter
+from quire.engine.metrics.page import Counter
 from support.beam_reference import reference_search
 
 PROMPT = "def f(x):"

@@ -28,8 +28,8 @@ from quire.execution.drafter import DraftRows
 from quire.execution.drafting import draft_model as module
 from quire.execution.drafting.draft_lengths import AdaptiveLength
 from quire.execution.drafting.draft_model import DraftModel
-from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
+from quire.model.language_model import ForwardBatch
 from quire.model.resolve import DEMO_MODEL
 from support.random_model import VOCAB_SIZE, write_random_model
 from support.zero_model import write_zero_model

@@ -31,9 +31,9 @@ from quire.engine.requests.output_processor import OutputProcessor
 from quire.execution import worker
 from quire.execution.swapper import Swapper
 from quire.kernels.sampling_ops import SamplingOps
-from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.scheduling import result_recorder
 from support.answers import Answer, answers_of
 from support.faults import raising

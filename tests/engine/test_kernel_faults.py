@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from support.random_model import write_random_model
 
 _kernels = pytest.importorskip("quire.kernels.cpp._kernels", reason="the C++ kernels were not built")

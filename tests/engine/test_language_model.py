@@ -14,10 +14,9 @@ from quire.engine.sizing import ModelLimits
 from quire.execution.device import HostDevice
 from quire.kernels.back_end import REFERENCE
 from quire.kernels.paged_attention import build_metadata
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
-from quire.model.language_model import LanguageModel
+from quire.model.language_model import ForwardBatch, LanguageModel
 from support.paged_cache import plain_spec, rotary_spec
 
 VOCAB, WIDTH, HEADS, LAYERS, MAX_LEN = 53, 24, 3, 2, 96

@@ -22,9 +22,9 @@ from quire.execution.executor import LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
 from quire.execution.worker import Worker
 from quire.kernels.back_end import choose_back_end
-from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 from quire.scheduling.scheduler import Scheduler
 from support.random_model import VOCAB_SIZE, write_random_model

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH
-from quire.model.batch import ForwardBatch
 from quire.model.checkpoints.checkpoint import Checkpoint, read_rows
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.loader import build_decoder, load_model
 from support.memory_checkpoint import MemoryCheckpoint
 from support.random_model import write_random_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.kernels.back_end import BackEnd
-from quire.model.batch import ForwardBatch
+from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 
 STORIES = Path(__file__).parents[2] / "../shared/data/models/stories260K"

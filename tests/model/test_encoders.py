@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError, ModelError
 from quire.kernels.back_end import BackEnd, choose_back_end
-from quire.model.batch import ForwardBatch
 from quire.model.config import spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 from support.random_parameters import randomize
 

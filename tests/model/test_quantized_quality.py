@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import quire.llm
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.quantized import expand, round_to_nearest
-from quire.model.batch import ForwardBatch
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.loader import build_decoder
 from quire.model.quantization import (
     ONLINE_METHODS,
@@ -25,7 +25,7 @@ from quire.model.quantization import (
     WeightScheme,
     resolve,
 )
-from quire.model.weight_formats.rounded import RoundedFormat
+from quire.model.weight_formats.float_formats import RoundedFormat
 from quire.text.tokenizer import Tokenizer
 from support.memory_checkpoint import MemoryCheckpoint
 from support.outliers import add_outliers

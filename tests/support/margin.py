@@ -26,9 +26,9 @@ from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.back_end import REFERENCE
 from quire.kernels.philox import uniforms
 from quire.kernels.sampling_ops import TORCH
-from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 
 MARGINS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # of logits

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from quire.engine.loading import load
 from quire.engine.options import EngineOptions
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
-from quire.model.language_model import LanguageModel
+from quire.model.language_model import ForwardBatch, LanguageModel
 
 _BLOCK_SIZE = 16
 _ROWS_AT_ONCE = 64

@@ -16,13 +16,13 @@ from quire.formats.gguf.gguf_source import gguf_tokenizer_loader, read_gguf
 from quire.formats.quantized.quantized_source import read_quantized
 from quire.formats.sentence_transformers import pooler
 from quire.model.config_reader import CONFIG_FILE
-from quire.model.dummy_weights.source import read_dummy
+from quire.model.dummy_weights.dummy_source import read_dummy
 from quire.model.source import ModelSource, is_quantized, read_folder
 from quire.model.spec import DecoderSpec
 from quire.text.text_settings import read_text_settings
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import TOKENIZER_FILE, missing_tokenizer, tokenizer_file, warn_missing_tokenizer
-from quire.text.tokenizer_formats.reader import read_tokenizer
+from quire.text.tokenizer_formats.folder_tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from quire.model.quantization import (
 )
 from quire.model.resolve import HUB_FILES, TOKENIZER_FILES
 from quire.model.sharding import Mode
-from quire.text.given_chat_template import given_chat_template
+from quire.text.text_settings import given_chat_template
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]

@@ -18,7 +18,7 @@ from quire.core.prompt_scores import padded
 from quire.decoding.grammars.rows import StepMasks
 from quire.decoding.pooling import PooledEntry, RowPool
 from quire.decoding.sampling_state import SamplingState
-from quire.model.batch import ForwardBatch
+from quire.model.language_model import ForwardBatch
 
 IntArray = NDArray[np.int64]
 

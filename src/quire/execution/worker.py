@@ -33,9 +33,8 @@ from quire.execution.drafter import Drafter
 from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
 from quire.execution.step_timer import Rate, StepTimer
 from quire.execution.swapper import Swapper
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
-from quire.model.language_model import LanguageModel
+from quire.model.language_model import ForwardBatch, LanguageModel
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from quire.core.checks import shown
-from quire.grammar_writing.formats import FORMATS
-from quire.grammar_writing.numbers import check_numbers, has_fraction, with_inclusive_bounds
+from quire.grammar_writing.scalars import FORMATS, check_numbers, has_fraction, with_inclusive_bounds
 from quire.grammar_writing.schemas import Part, parts_below, referenced, refuse, rewritten_below
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any
 
 from quire.core.structured_outputs import compact_json
 from quire.grammar_writing.disjoint_schemas import without_disjoint_one_of
-from quire.grammar_writing.numbers import with_written_numbers
 from quire.grammar_writing.plain_schemas import plain_schema
+from quire.grammar_writing.scalars import with_written_numbers
 from quire.grammar_writing.schemas import rewritten_below
 
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})

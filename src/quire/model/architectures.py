@@ -9,14 +9,86 @@ from collections.abc import Callable
 
 from quire.model import llama
 from quire.model.config_reader import ConfigReader
-from quire.model.encoders.table import ENCODERS
-from quire.model.families import table as families
+from quire.model.encoders import bert, modernbert
+from quire.model.families import (
+    cohere,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
+    mixture,
+    multimodal,
+    olmo,
+    opt,
+    phi,
+    smollm3,
+    stablelm,
+)
 from quire.model.spec import DecoderSpec
 
 Family = Callable[[ConfigReader], DecoderSpec]
 
-FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | families.FAMILIES).items()))
-REFUSED = families.REFUSED
+FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
+    "CohereForCausalLM": cohere.cohere,
+    "Cohere2ForCausalLM": cohere.cohere2,
+    "FalconForCausalLM": falcon.falcon,
+    "GemmaForCausalLM": gemma.gemma,
+    "Gemma2ForCausalLM": gemma.gemma2,
+    "Gemma3ForCausalLM": gemma.gemma3_text,
+    "Gemma3ForConditionalGeneration": multimodal.gemma3,
+    "Glm4ForCausalLM": glm.glm4,
+    "GPT2LMHeadModel": gpt2.gpt2,
+    "GPTJForCausalLM": gptj.gptj,
+    "GPTNeoXForCausalLM": gpt_neox.gpt_neox,
+    "GptOssForCausalLM": gpt_oss.gpt_oss,
+    "GraniteForCausalLM": granite.granite,
+    "Mistral3ForConditionalGeneration": multimodal.mistral3,
+    "OlmoForCausalLM": olmo.olmo,
+    "MixtralForCausalLM": mixture.mixtral,
+    "Olmo2ForCausalLM": olmo.olmo2,
+    "Olmo3ForCausalLM": olmo.olmo3,
+    "OlmoeForCausalLM": mixture.olmoe,
+    "OPTForCausalLM": opt.opt,
+    "Phi3ForCausalLM": phi.phi3,
+    "Qwen2MoeForCausalLM": mixture.qwen2_moe,
+    "Qwen3MoeForCausalLM": mixture.qwen3_moe,
+    "SmolLM3ForCausalLM": smollm3.smollm3,
+    "StableLmForCausalLM": stablelm.stablelm,
+}).items()))
+ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
+LATENT = "multi-head latent attention is not computed"
+RECURRENT = "recurrent state is not kept"
+ENCODER = "of encoders, BERT, DistilBERT, RoBERTa, XLM-RoBERTa and ModernBERT are served"
+REFUSED: dict[str, str] = {
+    "BloomForCausalLM": ALIBI,
+    "MptForCausalLM": ALIBI,
+    "MPTForCausalLM": ALIBI,
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
+    "BambaForCausalLM": RECURRENT,
+    "FalconH1ForCausalLM": RECURRENT,
+    "FalconMambaForCausalLM": RECURRENT,
+    "GraniteMoeHybridForCausalLM": RECURRENT,
+    "JambaForCausalLM": RECURRENT,
+    "MambaForCausalLM": RECURRENT,
+    "Mamba2ForCausalLM": RECURRENT,
+    "NemotronHForCausalLM": RECURRENT,
+    "Qwen3NextForCausalLM": RECURRENT,
+    "RecurrentGemmaForCausalLM": RECURRENT,
+    "RwkvForCausalLM": RECURRENT,
+    "T5ForConditionalGeneration": ENCODER,
+}
+ENCODERS: dict[str, Family] = {
+    "Bert": bert.bert,
+    "DistilBert": bert.distilbert,
+    "ModernBert": modernbert.modernbert,
+    "Roberta": bert.roberta,
+    "XLMRoberta": bert.xlm_roberta,
+}
 ENCODER_HEADS = {"Model": False, "ForMaskedLM": False, "ForSequenceClassification": True}  # whether a head is read
 ENCODER_ARCHITECTURES = {
     name + end: (family, has_head) for name, family in ENCODERS.items() for end, has_head in ENCODER_HEADS.items()

@@ -14,7 +14,7 @@ from quire.model.ranks import Ranks
 from quire.model.sharding import check_shardable
 from quire.model.source import ModelSource, read_folder
 from quire.model.spec import DecoderSpec
-from quire.model.weight_formats.format import WeightFormat
+from quire.model.weight_formats.weight_format import WeightFormat
 from quire.model.weights import WeightReader
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.shapes import LinearShape, NormShape, TableShape, VectorShape
 from quire.model.sharding import Range, shifted
 from quire.model.spec import WeightMap
-from quire.model.weight_formats.dense import DenseFormat
-from quire.model.weight_formats.format import ModuleRows, WeightFormat
+from quire.model.weight_formats.float_formats import DenseFormat
+from quire.model.weight_formats.weight_format import ModuleRows, WeightFormat
 
 log = logging.getLogger(__name__)
 

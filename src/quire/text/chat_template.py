@@ -12,9 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from quire.core.errors import InvalidRequestError
-from quire.text.conversation import Message, checked_conversation, refuse
+from quire.text.conversation import Message, checked_conversation, plain_part, refuse
 from quire.text.fitted_messages import WriteCalls, check_arguments, fitted_messages, hermes_calls, told_of_tools
-from quire.text.parts import plain_part
 from quire.text.template_forms import TemplateForms, probe
 from quire.text.template_program import TemplateProgram
 from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE

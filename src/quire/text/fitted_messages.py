@@ -13,8 +13,7 @@ from typing import Any
 
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
-from quire.text.conversation import paired, refuse, text_of
-from quire.text.parts import plain_part
+from quire.text.conversation import paired, plain_part, refuse, text_of
 from quire.text.template_forms import NUM_ID_CHARS, EmptyContent, TemplateForms, as_content
 
 Json = dict[str, Any]

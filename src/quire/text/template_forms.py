@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quire.text.conversation import Message
-from quire.text.parts import plain_part
+from quire.text.conversation import Message, plain_part
 from quire.text.tools import Tool
 
 Run = Callable[[Sequence[Message], Sequence[Tool] | None], str | None]

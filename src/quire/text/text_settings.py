@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.core.errors import ConfigError
 from quire.core.model_files import read_json_object, read_text
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -126,3 +127,18 @@ def default_and_tool_template(named: Mapping[str, Any]) -> str | dict[str, str] 
     if default is None:
         return tool
     return default if tool is None else {DEFAULT_TEMPLATE: default, TOOL_TEMPLATE: tool}
+
+
+_MARKS = "{}\n"         # a path has none of them, and a template has one
+
+
+def given_chat_template(given: str | None) -> str | None:
+    """Return the template; in one that is given itself `\\n` is a line break. ConfigError for neither of both."""
+    if given is None:
+        return None
+    if any(mark in given for mark in _MARKS):
+        return given.replace("\\n", "\n")
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"chat_template must be a template or the path of one, got {given!r}: {error}") from error

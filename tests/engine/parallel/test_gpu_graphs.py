@@ -12,7 +12,7 @@ from quire.core.errors import EngineError, RankLostError
 from quire.core.plan import StepPlan
 from quire.engine.parallel.gpu_worker import LeadingGraphs
 from quire.execution.cuda.cuda_graphs import GraphSize
-from quire.model.batch import ForwardBatch
+from quire.model.language_model import ForwardBatch
 
 LARGEST, SMALL = GraphSize(4, 4), GraphSize(2, 2)
 

@@ -26,7 +26,7 @@ from quire.execution.cuda.cuda_graphs import (
 from quire.execution.cuda.graph_inputs import Draws
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.kernels.sampling import SETTINGS
-from quire.model.batch import ForwardBatch
+from quire.model.language_model import ForwardBatch
 
 MAX_BLOCKS = 5
 

@@ -17,7 +17,7 @@ from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, Step
 from quire.execution.device import Device, WorkerParts
 from quire.kernels.sampling import unpack_settings
 from quire.kernels.sampling_ops import SamplingOps
-from quire.model.batch import ForwardBatch
+from quire.model.language_model import ForwardBatch
 from support.embedders import write_embedder
 from support.random_model import write_random_model
 

@@ -12,7 +12,7 @@ from quire.core.plan import StepPlan
 from quire.execution.batch import StepInputs
 from quire.execution.cuda.cuda_graphs import Graph
 from quire.execution.cuda.cuda_worker import CudaWorker
-from quire.model.batch import ForwardBatch
+from quire.model.language_model import ForwardBatch
 from support.random_model import write_random_model
 from support.steps_in_flight import executor_in_flight
 

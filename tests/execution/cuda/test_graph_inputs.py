@@ -8,7 +8,7 @@ from quire.execution.batch import StepInputs
 from quire.execution.cuda.graph_inputs import InputLayout, upload
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.sampling import SETTINGS
-from quire.model.batch import ForwardBatch
+from quire.model.language_model import ForwardBatch
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.metrics.values import Counter
+from quire.engine.metrics.page import Counter
 
 # Texts that repeat themselves and texts that do not.
 PROMPTS = [

@@ -26,7 +26,7 @@ from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from quire.model.ranks import Ranks
-from quire.model.weight_formats.format import ModuleRows
+from quire.model.weight_formats.weight_format import ModuleRows
 from quire_lab.sim.footprint import weight_bytes
 from support.gguf_blocks import random_blocks, random_rows
 from support.gguf_files import as_is, convert, converted, dequantized, write_gguf

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.grammar_writing.formats import FORMATS
+from quire.grammar_writing.scalars import FORMATS
 from quire.grammar_writing.texts import json_text, regex_text
 from quire.server.tools.call_grammar import forcing_grammar
 from quire.server.tools.grammar_rules import MAX_GRAMMAR_BYTES

@@ -6,7 +6,10 @@ wrong with a line that was not asked. A line without a `custom_id` that can be r
 request.
 """
 
+import asyncio
+import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -91,3 +94,34 @@ def refused(line: Line) -> dict[str, Any]:
     """Return the output of a line that was not asked."""
     error = {"code": "invalid_line", "message": line.error}
     return {"id": f"batch_req_{uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": error}
+
+
+class LineReader:
+    """Reads one line ahead. Its thread ends with the lines, or with the process, which does not wait for it."""
+
+    def __init__(self, lines: Iterator[Line]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._read = asyncio.Queue[Line | Exception | None]()  # None: the end
+        self._wanted = threading.Semaphore(1)
+        threading.Thread(target=self._run, args=(lines,), name="batch lines", daemon=True).start()
+
+    async def next(self) -> Line | None:
+        """Return the next line, or None behind the last. Raises what reading has raised."""
+        found = await self._read.get()
+        self._wanted.release()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _run(self, lines: Iterator[Line]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no line is awaited
+            try:
+                for line in lines:
+                    self._put(line)
+                self._put(None)
+            except Exception as error:  # which `next` raises
+                self._put(error)
+
+    def _put(self, found: Line | Exception | None) -> None:
+        self._wanted.acquire()
+        self._loop.call_soon_threadsafe(self._read.put_nowait, found)

@@ -7,25 +7,61 @@ import asyncio
 import json
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TextIO
 
 from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Message, Scope
 
-from quire.cli.run_batch.line_reader import LineReader
-from quire.cli.run_batch.lines import Line, answered, refused
-from quire.cli.run_batch.metrics_server import serving_metrics
+from quire.cli.run_batch.lines import Line, LineReader, answered, refused
 from quire.engine.launcher import EngineProcess, spawn_engines
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import SupervisedClient
+from quire.server.apis import system
 from quire.server.app import create_app
+from quire.server.http.server import HttpServer
 from quire.server.lifecycle import close_service, connect
 from quire.server.options import ServerOptions
 from quire.server.service import Service
+
+
+class MetricsServer:
+    """An application whose / and /metrics are the metrics of a service, an empty page until there is one."""
+
+    def __init__(self) -> None:
+        self.app = Starlette(routes=[Route(path, self._answer) for path in ("/", "/metrics")])
+        self.app.state.service = None
+
+    def show(self, service: Service) -> None:
+        """Answer with the metrics of a service from now on."""
+        self.app.state.service = service
+
+    async def _answer(self, request: Request) -> Response:
+        return Response() if self.app.state.service is None else await system.metrics(request)
+
+
+@asynccontextmanager
+async def serving_metrics(listener: socket.socket | None, host: str) -> AsyncIterator[MetricsServer]:
+    """Serve metrics on a bound socket, if there is one. ConfigError if another process listens there by now."""
+    server = MetricsServer()
+    if listener is None:
+        yield server
+        return
+    http = HttpServer(server.app)
+    await http.start(listener, host)
+    try:
+        yield server
+    finally:
+        await http.stop()
+
 
 _RETRY_S = 0.5
 _TOO_MANY = 429

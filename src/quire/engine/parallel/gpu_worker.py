@@ -17,8 +17,8 @@ from quire.engine.parallel.link import FORWARD, LOGITS, Link, RankExchange
 from quire.execution.cuda.cuda_graphs import CudaGraphRunner, GraphSize, GraphSizes, dummy_batch
 from quire.execution.cuda.cuda_worker import CudaWorker, StepInFlight
 from quire.execution.device import WorkerParts
-from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
+from quire.model.language_model import ForwardBatch
 
 
 class Followers(Protocol):

@@ -40,9 +40,9 @@ from quire.execution.worker import Worker
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.low_rank import AdapterSlots
-from quire.model.batch import ForwardBatch
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.resolve import resolve_model
 from quire.model.sharding import Shard, check_shardable
 from quire.model.spec import DecoderSpec

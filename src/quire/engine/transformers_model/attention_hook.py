@@ -20,8 +20,8 @@ from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 
 NAME = "quire"
 WITHOUT_EFFECT = frozenset({  # on the attention of a causal model without a cache of its own

@@ -14,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from quire.engine.transformers_model.attention_hook import AttentionHook, AttentionLayer, PagedStep, active, marker
 from quire.kernels.back_end import BackEnd
 from quire.kernels.paged_attention import build_metadata
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
+from quire.model.language_model import ForwardBatch
 
 
 class GivenHidden(nn.Module):

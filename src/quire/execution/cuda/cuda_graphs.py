@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.execution.batch import StepInputs
 from quire.execution.cuda.graph_inputs import IDLE, Draws, InputLayout
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
-from quire.model.batch import ForwardBatch
+from quire.model.language_model import ForwardBatch
 
 log = logging.getLogger(__name__)
 

@@ -36,9 +36,8 @@ from quire.execution.cuda.graph_inputs import Draws, InputLayout, upload
 from quire.execution.drafter import Drafter
 from quire.execution.swapper import Swapper
 from quire.execution.worker import Worker
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
-from quire.model.language_model import LanguageModel
+from quire.model.language_model import ForwardBatch, LanguageModel
 
 log = logging.getLogger(__name__)
 

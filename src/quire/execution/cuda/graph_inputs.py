@@ -16,8 +16,8 @@ from torch import Tensor
 from quire.execution.batch import StepInputs
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.sampling import SETTINGS
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import ALIGNMENT
+from quire.model.language_model import ForwardBatch
 
 IDLE = np.array((1, 0, 0, 0, 1), SETTINGS)  # of a row without a sequence: its highest logit
 

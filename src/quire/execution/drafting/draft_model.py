@@ -37,9 +37,8 @@ from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.kernels.kv_quantization import as_bytes
 from quire.kernels.sampling_ops import SamplingOps
-from quire.model.batch import ForwardBatch
 from quire.model.kv_cache import KVCache
-from quire.model.language_model import LanguageModel
+from quire.model.language_model import ForwardBatch, LanguageModel
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from quire.model.spec import DecoderSpec
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.model.weight_formats.format import StoredTensors
+    from quire.model.weight_formats.weight_format import StoredTensors
 
 
 @dataclass(frozen=True, slots=True)

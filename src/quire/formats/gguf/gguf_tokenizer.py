@@ -16,8 +16,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from quire.formats.gguf.gguf_config import CONTROL_TEXTS
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TextSettings, default_and_tool_template
-from quire.text.tokenizer_formats.byte_level_bpe import QWEN2_SPLIT
-from quire.text.tokenizer_formats.reader import put_around
+from quire.text.tokenizer_formats.folder_tokenizer import put_around
+from quire.text.tokenizer_formats.piece_merges import QWEN2_SPLIT
 from quire.text.tokenizer_formats.sentencepiece import (
     ADDED,
     BPE,

@@ -18,9 +18,8 @@ from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight
 from quire.model.checkpoints.checkpoint import require_tensor
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations, Quantization, activation_group_size
-from quire.model.weight_formats.dense import DenseFormat, read_floats
-from quire.model.weight_formats.format import ModuleRows, StoredTensors
-from quire.model.weight_formats.rounded import tensors_of_floats
+from quire.model.weight_formats.float_formats import DenseFormat, read_floats, tensors_of_floats
+from quire.model.weight_formats.weight_format import ModuleRows, StoredTensors
 
 INT8_ZERO_POINT = 128
 

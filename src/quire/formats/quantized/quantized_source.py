@@ -13,7 +13,7 @@ from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.source import FolderSource
 
 if TYPE_CHECKING:
-    from quire.model.weight_formats.format import StoredTensors
+    from quire.model.weight_formats.weight_format import StoredTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from quire.kernels.quantized import expand
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations
-from quire.model.weight_formats.dense import DenseFormat, read_floats
-from quire.model.weight_formats.format import ModuleRows, StoredTensors
+from quire.model.weight_formats.float_formats import DenseFormat, read_floats
+from quire.model.weight_formats.weight_format import ModuleRows, StoredTensors
 
 log = logging.getLogger(__name__)
 

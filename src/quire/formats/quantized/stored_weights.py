@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.formats.quantized.schemes import StoredScheme
 from quire.model.checkpoints.checkpoint import FLOAT_DTYPES
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.weight_formats.format import ModuleRows
+from quire.model.weight_formats.weight_format import ModuleRows
 
 WORD_BITS = 32
 EXPONENT_BIAS, MAX_EXPONENT = 127, 127 + 96  # scales that are powers of two; 255 is NaN

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from quire.core.checks import shown
-from quire.grammar_writing.formats import FORMATS
+from quire.grammar_writing.scalars import FORMATS
 from quire.grammar_writing.schemas import refuse
 from quire.grammar_writing.shapes import Shape
 from quire.grammar_writing.texts import literal_text, regex_text

@@ -23,7 +23,7 @@ from quire.server.api.bodies import ELEMENT, MAX_HTTP_SEED, NULL, TEXT, Body, Sc
 from quire.server.api.chat import EFFORTS
 from quire.server.api.deadlines import Milliseconds
 from quire.server.apis.completions.field_support import OTHER_FIELDS
-from quire.text.parts import PART_FIELDS, part_problem, part_reasoning, part_text
+from quire.text.conversation import PART_FIELDS, part_problem, part_reasoning, part_text
 from quire.text.tools import NAME_PATTERN
 
 MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more

@@ -21,8 +21,7 @@ from quire.server.apis.messages.message_blocks import (
 )
 from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
 from quire.server.errors import invalid, unsupported
-from quire.text.conversation import paired
-from quire.text.parts import part_reasoning
+from quire.text.conversation import paired, part_reasoning
 from quire.text.tools import without_nulls
 
 log = logging.getLogger(__name__)

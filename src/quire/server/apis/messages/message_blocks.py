@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.text.parts import part_text, plain_part
+from quire.text.conversation import part_text, plain_part
 
 Json = Mapping[str, Any]
 

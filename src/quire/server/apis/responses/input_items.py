@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from quire.core.checks import refuse, shown
 from quire.server.errors import invalid
-from quire.text.parts import PART_FIELDS, TEXT_TYPES, part_reasoning, part_text, part_type
+from quire.text.conversation import PART_FIELDS, TEXT_TYPES, part_reasoning, part_text, part_type
 
 Message = dict[str, Any]
 

@@ -12,7 +12,7 @@ from quire.model.quantization import Quantization
 from quire.model.source import FolderSource, is_quantized
 
 if TYPE_CHECKING:
-    from quire.model.weight_formats.format import StoredTensors
+    from quire.model.weight_formats.weight_format import StoredTensors
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ class DummySource(FolderSource):
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return random tensors of the config's shapes, which are quantized like those of a checkpoint of floats."""
-        from quire.model.dummy_weights.checkpoint import DummyCheckpoint  # noqa: PLC0415 (loads torch)
-        from quire.model.weight_formats.rounded import tensors_of_floats  # noqa: PLC0415
+        from quire.model.dummy_weights.dummy_checkpoint import DummyCheckpoint  # noqa: PLC0415 (loads torch)
+        from quire.model.weight_formats.float_formats import tensors_of_floats  # noqa: PLC0415
 
         return tensors_of_floats(DummyCheckpoint(self.spec), quantization)
 

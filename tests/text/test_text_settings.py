@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
-from quire.text.given_chat_template import given_chat_template
+from quire.text.text_settings import given_chat_template
 
 
 def test_template_is_read_from_a_file(tmp_path: Path) -> None:

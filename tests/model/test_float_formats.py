@@ -30,8 +30,8 @@ from quire.model.quantization import (
     activation_group_size,
     resolve,
 )
-from quire.model.weight_formats.format import ModuleRows
-from quire.model.weight_formats.rounded import RoundedFormat
+from quire.model.weight_formats.float_formats import RoundedFormat
+from quire.model.weight_formats.weight_format import ModuleRows
 from support.memory_checkpoint import MemoryCheckpoint
 from support.random_model import write_random_model
 

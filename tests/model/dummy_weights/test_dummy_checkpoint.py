@@ -8,8 +8,8 @@ import torch
 
 from quire.kernels.back_end import choose_back_end
 from quire.model.config import spec_from_config
-from quire.model.dummy_weights.checkpoint import PERIOD, DummyCheckpoint
-from quire.model.dummy_weights.source import read_dummy
+from quire.model.dummy_weights.dummy_checkpoint import PERIOD, DummyCheckpoint
+from quire.model.dummy_weights.dummy_source import read_dummy
 from quire.model.loader import load_model
 from quire.model.weight_counts import num_parameters
 from support.random_folder import MIXTURE
