@@ -387,7 +387,7 @@ def test_request_that_has_failed_keeps_its_reason_when_the_engine_dies() -> None
 
 def test_engine_ends_with_any_of_its_threads() -> None:
     code = (
-        "import threading, time; from quire.engine import process; "
+        "import threading, time; from quire.engine.processes import engine_process as process; "
         "process.serve = lambda *_: (threading.Thread(target=lambda: 1 / 0).start(), time.sleep(60)); process.main()"
     )
     ours, theirs = socket.socketpair()
