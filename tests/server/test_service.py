@@ -122,9 +122,9 @@ def test_queued_tokens_are_bounded_in_sum() -> None:
 def test_request_that_has_been_sent_is_counted_once() -> None:
     service: Service = make_app(max_queued_tokens=100).state.service
     requests = [prepared(10, n=4), prepared(60)]
-    with service.reserve_tokens(requests) as sent:
+    with service.reserve_tokens(requests) as reserved:
         service.client.num_queued_tokens = 40  # type: ignore[misc]
-        sent(requests[0])
+        reserved.sent(requests[0])
         assert service.admission.num_preparing_tokens == 60
         assert "100 prompt tokens x n wait already" in token_refusal(service, prepared(1)).message
     assert service.admission.num_preparing_tokens == 0

@@ -7,7 +7,8 @@ which order, is described in `quire.decoding.sampler`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 from quire.core.checks import (
     MAX_INT,
@@ -31,22 +32,6 @@ MAX_LOGIT_BIAS = 100.0          # either sign (OpenAI's range)
 MAX_LOGPROB_TOKEN_IDS = 128     # as in vLLM; each costs a pass over the logits
 MAX_DEADLINE_MS = 24 * 3600 * 1000  # a day
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
-_RANGES = {
-    "temperature": (0.0, MAX_TEMPERATURE),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
-    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
-    "repetition_penalty": (0.0, MAX_REPETITION_PENALTY),
-}
-_OPTIONAL_INTS = (
-    ("max_tokens", 1, MAX_INT),
-    ("logprobs", -1, MAX_INT),
-    ("prompt_logprobs", -1, MAX_INT),
-    ("truncate_prompt_tokens", -1, MAX_INT),
-    ("ttft_deadline_ms", 1, MAX_DEADLINE_MS),
-    ("deadline_ms", 1, MAX_DEADLINE_MS),
-)
 _MAX_ID_DIGITS = len(str(MAX_INT))
 
 
@@ -70,8 +55,43 @@ def _token_id(key: object) -> int:
         key = int(key)
     return check_int("logit_bias", key, 0)
 
-# What is stored of those that are lists or mappings: a copy.
-_LISTS: dict[str, Callable[[str, object], object]] = {
+_Check = Callable[[str, object], object]
+
+
+def _number(low: float, high: float, *, above_low: bool = False) -> _Check:
+    return partial(check_float, low=low, high=high, above_low=above_low)
+
+
+def _integer(low: int, high: int = MAX_INT) -> _Check:
+    return partial(check_int, low=low, high=high)
+
+
+def _optional(low: int, high: int = MAX_INT) -> _Check:
+    return partial(check_optional_int, low=low, high=high)
+
+
+# Checks of values that are not the default, in order. Each returns what is stored: a float, a copy of a list.
+_CHECKS: dict[str, _Check] = {
+    "temperature": _number(0.0, MAX_TEMPERATURE),
+    "top_p": _number(0.0, 1.0, above_low=True),
+    "min_p": _number(0.0, 1.0),
+    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": _number(0.0, MAX_REPETITION_PENALTY, above_low=True),
+    "n": _integer(1),
+    "top_k": _integer(-1),
+    "min_tokens": _integer(0),
+    "max_tokens": _optional(1),
+    "logprobs": _optional(-1),
+    "prompt_logprobs": _optional(-1),
+    "prompt_logprob_start": _optional(0),
+    "truncate_prompt_tokens": _optional(-1),
+    "ttft_deadline_ms": _optional(1, MAX_DEADLINE_MS),
+    "deadline_ms": _optional(1, MAX_DEADLINE_MS),
+    "ignore_eos": check_bool,
+    "include_stop_str_in_output": check_bool,
+    "skip_special_tokens": check_bool,
+    "detokenize": check_bool,
     "stop": _check_stop,
     "stop_token_ids": check_token_ids,
     "allowed_token_ids": check_token_ids,
@@ -86,7 +106,7 @@ _LISTS: dict[str, Callable[[str, object], object]] = {
 class SamplingParams:
     """Parameters of one request. A value out of range raises `InvalidRequestError`, a `ValueError`, that names it.
 
-    Lists are stored as tuples. Ranges are defined in `__post_init__`. `temperature=0` is greedy decoding whatever the
+    Lists are stored as tuples. Ranges are those of `_CHECKS`. `temperature=0` is greedy decoding whatever the
     filters say. `top_k` 0 or -1 is off. `max_tokens=None` means as many as fit. `logprobs=k` asks for the chosen token
     and the k most likely ones, -1 for the whole vocabulary, `logprob_token_ids` for the chosen token and these instead.
     `prompt_logprob_token_ids` has a row of token ids for each prompt token but the last, from `prompt_logprob_start` on
@@ -131,18 +151,9 @@ class SamplingParams:
     flat_logprobs: bool = False  # vLLM's; True is refused
 
     def __post_init__(self) -> None:
-        for field, (low, high) in _RANGES.items():
-            is_open = field in ("top_p", "repetition_penalty")
-            setattr(self, field, check_float(field, getattr(self, field), low, high, above_low=is_open))
-        for field, lowest in (("n", 1), ("top_k", -1), ("min_tokens", 0)):
-            check_int(field, getattr(self, field), lowest)
-        for field, lowest, highest in _OPTIONAL_INTS:
-            check_optional_int(field, getattr(self, field), lowest, highest)
-        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            check_bool(field, getattr(self, field))
-        for field, check in _LISTS.items():
-            if getattr(self, field) is not None:
-                setattr(self, field, check(field, getattr(self, field)))
+        for field, default, check in _CHECKED:
+            if (value := getattr(self, field)) is not default:
+                setattr(self, field, check(field, value))
         self.top_k = max(0, self.top_k)
         self._set_structured_outputs()
         if self.repetition_detection is not None:
@@ -175,9 +186,9 @@ class SamplingParams:
             refuse("prompt_logprob_token_ids", highest, f"token ids below the vocabulary size of {vocab_size}")
 
     def _check_logprobs(self) -> None:
-        if check_bool("flat_logprobs", self.flat_logprobs):
+        if self.flat_logprobs is not False and check_bool("flat_logprobs", self.flat_logprobs):
             refuse("flat_logprobs", self.flat_logprobs, "false: logprobs are lists with a dict for each token")
-        start = check_optional_int("prompt_logprob_start", self.prompt_logprob_start, 0)
+        start = self.prompt_logprob_start
         if start is not None and self.prompt_logprob_token_ids is None:
             refuse("prompt_logprob_start", start, "null without prompt_logprob_token_ids")
 
@@ -189,3 +200,7 @@ class SamplingParams:
             self.guided_decoding = None
         if self.structured_outputs is not None:
             self.structured_outputs = structured_outputs_from(self.structured_outputs)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_CHECKED = [(field, _DEFAULTS[field], check) for field, check in _CHECKS.items()]

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +17,9 @@ from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutti
 from quire.server.grammars.grammar_checker import GrammarChecker
 from quire.server.history import History
 from quire.server.limits.active_responses import ActiveResponses
-from quire.server.limits.concurrency import ConcurrencyReservation
 from quire.server.limits.fair_semaphore import Lanes
 from quire.server.limits.preparation_threads import PreparationThreads
-from quire.server.limits.queue_reservations import AdmissionControl
+from quire.server.limits.queue_reservations import AdmissionControl, AdmittedCall, TokenReservation
 from quire.server.limits.time_slices import TimeSlices
 from quire.server.options import ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer
@@ -109,8 +107,7 @@ class Service:
             raise
         self.admission.check_capacity(self.client, self.options, num_requests, client_id)
 
-    @contextmanager
-    def admit(self, num_requests: int, param: str = "prompt", client_id: str = "") -> Iterator[ConcurrencyReservation]:
+    def admit(self, num_requests: int, param: str = "prompt", client_id: str = "") -> AdmittedCall:
         """Reserve places in the queue while a call's requests are tokenized and sent; each prompt is a request.
 
         Raises before any work is done: as `check_capacity`, or ApiError 400 if so many could never be admitted. The
@@ -119,12 +116,9 @@ class Service:
         if not self.is_draining:
             self.admission.check_call(self.client, self.options, num_requests, param)
         self.check_capacity(num_requests, client_id)
-        with self.admission.reserve_requests(num_requests, client_id) as reservation:
-            yield reservation
+        return self.admission.reserve_requests(num_requests, client_id)
 
-    def reserve_tokens(
-        self, requests: Iterable[PreparedRequest], param: str = "n"
-    ) -> AbstractContextManager[Callable[[PreparedRequest], None]]:
+    def reserve_tokens(self, requests: Iterable[PreparedRequest], param: str = "n") -> TokenReservation:
         """Reserve room in the queue for a call's prompt tokens x n; see `AdmissionControl.reserve_tokens`."""
         return self.admission.reserve_tokens(self.client, self.options, requests, param)
 

@@ -54,7 +54,7 @@ def play(scene: Callable[[ActiveResponses, Connection, Work], Awaitable[None]]) 
 def test_work_that_ends_gives_its_result() -> None:
     async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
         work.may_end.set()
-        assert await answers.run(work.run(), connection.receive) == "done"
+        assert await answers.run(work.run(), {}, connection.receive) == "done"
 
     play(scene)
 
@@ -65,14 +65,14 @@ def test_error_of_the_work_is_raised() -> None:
 
     async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
         with pytest.raises(KeyError):
-            await answers.run(fail(), connection.receive)
+            await answers.run(fail(), {}, connection.receive)
 
     play(scene)
 
 
 def test_client_that_goes_ends_the_work() -> None:
     async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
-        running = asyncio.create_task(answers.run(work.run(), connection.receive))
+        running = asyncio.create_task(answers.run(work.run(), {}, connection.receive))
         await work.begun.wait()
         assert len(answers) == 1
         connection.gone.set()
@@ -84,7 +84,7 @@ def test_client_that_goes_ends_the_work() -> None:
 
 def test_end_of_the_server_ends_all_work_with_its_error() -> None:
     async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
-        running = [asyncio.create_task(answers.run(work.run(), connection.receive)) for _ in range(3)]
+        running = [asyncio.create_task(answers.run(work.run(), {}, connection.receive)) for _ in range(3)]
         await work.begun.wait()
         answers.cancel_all(shutting_down())
         answers.cancel_all(ApiError(500, "too late"))
@@ -96,7 +96,7 @@ def test_end_of_the_server_ends_all_work_with_its_error() -> None:
 
 def test_cancelled_answer_takes_its_work_with_it() -> None:
     async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
-        running = asyncio.create_task(answers.run(work.run(), connection.receive))
+        running = asyncio.create_task(answers.run(work.run(), {}, connection.receive))
         await work.begun.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -107,7 +107,7 @@ def test_cancelled_answer_takes_its_work_with_it() -> None:
 
 def test_result_that_is_there_wins_over_the_end() -> None:
     async def scene(answers: ActiveResponses, connection: Connection, work: Work) -> None:
-        running = asyncio.create_task(answers.run(work.run(), connection.receive))
+        running = asyncio.create_task(answers.run(work.run(), {}, connection.receive))
         await work.begun.wait()
         work.may_end.set()
         answers.cancel_all(shutting_down())

@@ -21,18 +21,20 @@ from quire.text.tokenizer import Tokenizer
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, as its kind says. A reader that stops before the end calls `abort`."""
 
+    __slots__ = ("_error", "_has_output", "_is_over", "_request_id", "_table", "_waiter", "metrics")
+
     def __init__(self, table: "RequestStreams", request_id: int, metrics: RequestMetrics) -> None:
         self.metrics = metrics                            # kept up to date while the request lives
         self._table, self._request_id = table, request_id
-        self._changed = asyncio.Event()                   # since the last read
+        self._waiter: asyncio.Future[None] | None = None  # of a reader that waits
         self._has_output = self._is_over = False
         self._error: EngineError | None = None            # raised after the output that is there
 
     async def __anext__(self) -> RequestOutput:
         """Wait for the next output. EngineDeadError or RequestFailedError if none can follow."""
         if not (self._has_output or self._is_over or self._error):
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._is_over:
             raise StopAsyncIteration
         if self._has_output:
@@ -48,19 +50,23 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def abort(self) -> None:
         """End the request if it runs, and close the stream; a pending read ends. Idempotent."""
         self._is_over = True
-        self._changed.set()
+        self._wake_reader()
         self._table.abort(self._request_id)
 
     def wake(self) -> None:
         """Notify the reader of a new output."""
         self._has_output = True
-        self._changed.set()
+        self._wake_reader()
 
     def fail(self, error: EngineError) -> None:
         """Raise an error in the reader, after the output that is there. Only the first error counts."""
         self._error = self._error or error
         self._has_output &= self._table.has_output(self._request_id)
-        self._changed.set()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class RequestStreams:

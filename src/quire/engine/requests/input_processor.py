@@ -260,20 +260,22 @@ class InputProcessor:
         )
 
     def check_params(
-        self, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0
+        self, params: SamplingParams, beam: BeamSearchParams | None = None, priority: int = 0, *, is_own: bool = False
     ) -> CheckedParams:
         """Return parameters for `prepare`; InvalidRequestError if no prompt can have them. Quick: tokenizes no text.
 
         With `beam` they are of a beam search; `params` say how many answers it has and how they become text. The lower
         the `priority`, the earlier a request is served; with the policy `fcfs` it must be 0.
 
-        The result has a copy of `params`, checked as at construction, so that later changes have no effect.
+        The result has a copy of `params`, checked as at construction, so that later changes have no effect; with
+        `is_own` the object itself, made for this call and not changed since.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
-        params = replace(params)
+        if not is_own:
+            params = replace(params)
         if not self._generates:
             raise InvalidRequestError("the model generates no text: it gives embeddings or scores alone", param="model")
         params.check_vocabulary(self.vocab_size)

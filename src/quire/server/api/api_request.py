@@ -9,9 +9,12 @@ from quire.server.tools.served_formats import OutputReading
 from quire.server.tools.tool_use import NO_TOOLS, ToolUse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ApiRequest:
-    """Parameters of one call. A dialect's subclass adds what only its responses depend on."""
+    """Parameters of one call, checked once; its preparation adds the rest.
+
+    A dialect's subclass adds what only its responses depend on.
+    """
 
     id: str
     model: str

@@ -11,20 +11,22 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.requests.input_processor import CheckedParams
 from quire.server.api.api_request import ApiRequest
 from quire.server.api.chat import Conversation, rendered
-from quire.server.api.preparation import R, prepared
+from quire.server.api.preparation import prepare
 from quire.server.service import Service
 from quire.text.tools import Tool
 
 
-async def prepare_chat(service: Service, call: R, conversation: Conversation, *, shows_reasoning: bool = True) -> R:
-    """Return the call with the engine request for a conversation, and the reading of its outputs."""
+async def prepare_chat(
+    service: Service, call: ApiRequest, conversation: Conversation, *, shows_reasoning: bool = True
+) -> None:
+    """Add the engine request for a conversation to a call, and the reading of its outputs."""
     text = await rendered(service, conversation, call.client_id, _forced_tools(call))
-    call = await _with_formats(service, call, text, shows_reasoning=shows_reasoning)
+    await _add_formats(service, call, text, shows_reasoning=shows_reasoning)
     tokenize = partial(
         service.client.inputs.tokenize_rendered, add_special_tokens=conversation.adds_special_tokens,
         truncation=conversation.truncation,
     )  # fmt: skip
-    return await prepared(service, call, tokenize, [text])
+    await prepare(service, call, tokenize, [text])
 
 
 def _forced_tools(call: ApiRequest) -> Sequence[Tool]:
@@ -35,15 +37,15 @@ def _forced_tools(call: ApiRequest) -> Sequence[Tool]:
     return [tool for tool in use.allowed if tool["function"].get("strict")]
 
 
-async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoning: bool) -> R:
-    """Return the call with the reading of outputs that continue a rendered prompt, and with their grammar."""
+async def _add_formats(service: Service, call: ApiRequest, prompt: str, *, shows_reasoning: bool) -> None:
+    """Add the reading of outputs that continue a rendered prompt to a call, and their grammar."""
     formats, use = service.formats, call.tools
-    reading = formats.reading(prompt, use, shows_reasoning=shows_reasoning)
+    call.reading = formats.reading(prompt, use, shows_reasoning=shows_reasoning)
     answer = call.params.structured_outputs
     applies_at_once = service.grammars.applies_in_reasoning
     is_free = answer is None and call.max_reasoning_tokens is None
     if not use.is_constrained and (is_free or (answer is not None and applies_at_once)):
-        return replace(call, reading=reading)
+        return
 
     write = partial(formats.grammar, prompt, use, answer, max_reasoning_tokens=call.max_reasoning_tokens)
 
@@ -59,14 +61,14 @@ async def _with_formats(service: Service, call: R, prompt: str, *, shows_reasoni
     num_chars = len(prompt) + sum(len(encode(tool)) for tool in _forced_tools(call))
     grammar, own = await service.threads.run(num_chars, grammars, call.client_id)
     if grammar is None:
-        return replace(call, reading=reading)
+        return
     if own is not None:
         await service.grammars.check_grammar(own, "tools", call.client_id)
 
     def checked() -> CheckedParams:
         params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=grammar))
-        return service.client.inputs.check_params(params, call.checked.beam, call.checked.priority)
+        return service.client.inputs.check_params(params, call.checked.beam, call.checked.priority, is_own=True)
 
-    field = "tools" if use.is_constrained else call.constraint_field  # a bound on reasoning alone cannot be at fault
-    constrained = await service.threads.run(len(grammar), checked, call.client_id)
-    return replace(call, reading=reading, checked=constrained, constraint_field=field)
+    call.checked = await service.threads.run(len(grammar), checked, call.client_id)
+    if use.is_constrained:  # a bound on reasoning alone cannot be at fault
+        call.constraint_field = "tools"

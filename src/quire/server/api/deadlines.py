@@ -5,7 +5,6 @@ before its prompt is rendered, by the work queued before it; before it is tokeni
 is likely to have; and when it is about to be queued. Quick: no prompt is read.
 """
 
-import math
 import time
 from typing import Annotated, Protocol
 
@@ -63,9 +62,9 @@ def check_deadline(service: Service, call: ApiRequest, num_chars: int = 0) -> No
 
     With several prompts, the deadline holds for the last prompt's first token.
     """
-    field, asked_s = _first_deadline(call)
-    if asked_s == math.inf:
+    if call.params.ttft_deadline_ms is None and call.params.deadline_ms is None:
         return
+    field, asked_s = _first_deadline(call)
     request = call.requests[0].request if len(call.requests) == 1 else None
     prompts = [len(prepared.prompt.token_ids) for prepared in call.requests] or [num_chars // CHARS_PER_TOKEN]
     work = sum((chunk_work(0, num_tokens) for num_tokens in prompts), StepWork())
@@ -78,10 +77,10 @@ def check_deadline(service: Service, call: ApiRequest, num_chars: int = 0) -> No
 
 
 def _first_deadline(call: ApiRequest) -> tuple[str, float]:
-    """Return the field, or header, of the earlier deadline, and its seconds; infinity if there is none."""
+    """Return the field, or header, of the earlier deadline, and its seconds."""
     fields = {"ttft_deadline_ms": call.params.ttft_deadline_ms, call.deadline_field: call.params.deadline_ms}
     given = {name: value / 1e3 for name, value in fields.items() if value is not None}
-    return min(given.items(), key=lambda item: item[1], default=("", math.inf))
+    return min(given.items(), key=lambda item: item[1])
 
 
 def _of_header(text: str) -> int:

@@ -66,12 +66,12 @@ class Generation:
         )
         num_tokens = 0                            # queued in this iteration of the event loop
         try:
-            with service.reserve_tokens(request.requests) as sent:
+            with service.reserve_tokens(request.requests) as reserved:
                 for number, prepared in enumerate(request.requests, start=1):
                     prepared.request.received_s = request.received_s or None
                     stream = await service.client.add(prepared, external_id=request.id, arrival_s=arrival_s, kind=kind)
                     streams.append(stream)
-                    sent(prepared)
+                    reserved.sent(prepared)
                     num_tokens += len(prepared.prompt.token_ids)
                     if number % _REQUESTS_PER_ITERATION == 0 or num_tokens > _TOKENS_PER_ITERATION:
                         num_tokens = 0

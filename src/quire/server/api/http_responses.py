@@ -40,7 +40,7 @@ async def create_response(
         return _with_headers(EventStream(service, generation, builder), headers)
     is_long = False
     try:
-        outputs = await service.responses.run(generation.last_outputs(), request.receive)
+        outputs = await service.responses.run(generation.last_outputs(), request.scope, request.receive)
         is_long = sum(map(builder.weight, range(len(outputs)), outputs)) > MAX_SLICE_UNITS
     finally:
         generation.finish()
@@ -73,7 +73,7 @@ class LongResponse(Response):
         """Send the response, unless the client disconnects."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._service.responses.run(self._send_pieces(send), receive)
+            await self._service.responses.run(self._send_pieces(send), scope, receive)
         except (ClientDisconnectedError, OSError):
             log.debug("the client disconnected before the end of a response")
         finally:
@@ -104,7 +104,7 @@ class EventStream(Response):
         """Send the stream. An error is its last event."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._service.responses.run(self._send_events(send), receive)
+            await self._service.responses.run(self._send_events(send), scope, receive)
         except (ClientDisconnectedError, OSError):
             log.debug("the client disconnected before the end of a stream")
         except Exception as error:

@@ -44,12 +44,12 @@ async def pin_prompt(
             holding.enter_context(
                 pins.reserve_blocks(key_number, num_blocks, limits.num_blocks, client.pinned, options)
             )
-            with service.reserve_tokens([prepared], param="prompt") as sent:
+            with service.reserve_tokens([prepared], param="prompt") as reserved:
                 stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s)
-                sent(prepared)
+                reserved.sent(prepared)
             holding.callback(reservation.keep().release)
         try:
-            output = await service.responses.run(anext(stream), request.receive)
+            output = await service.responses.run(anext(stream), request.scope, request.receive)
         except BaseException:
             stream.abort()
             client.unpin(prepared.request.request_id)

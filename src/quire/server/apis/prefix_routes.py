@@ -62,7 +62,8 @@ async def list_prefixes(request: Request) -> Response:
 async def unpin_prefix(request: Request, prefix_id: str) -> Response:
     """Unpin a prefix; requests that use it continue."""
     service: Service = request.app.state.service
-    await service.responses.run(service.client.unpin_prefix(prefix_id, _keys_of(request)), request.receive)
+    unpinning = service.client.unpin_prefix(prefix_id, _keys_of(request))
+    await service.responses.run(unpinning, request.scope, request.receive)
     return json_response({"id": prefix_id, "object": "prefix.deleted", "deleted": True})
 
 

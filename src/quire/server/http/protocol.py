@@ -24,6 +24,7 @@ from quire.server.http.lingering_close import LingeringConnections
 from quire.server.http.paced_calls import PacedCalls
 from quire.server.http.read_gate import GatedFlow, ReadGate
 from quire.server.http.sockets import max_connections
+from quire.server.limits.active_responses import DISCONNECT, Disconnect
 from quire.server.options import Limits
 
 _VERSIONS = frozenset({"1.0", "1.1"})
@@ -87,6 +88,7 @@ class Protocol(HttpToolsProtocol):
     def _notify_lost(self, exc: Exception | None) -> None:
         if self._answering is not None and self._answering.disconnected:
             self._answering.message_event.set()
+            self._answering.scope[DISCONNECT].notify()  # type: ignore[literal-required]
         super().connection_lost(exc)  # also resumes writing, without effect
 
     def pause_writing(self) -> None:
@@ -169,6 +171,7 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) >= most:
             message = f"more than {most} requests wait on this connection (max_pipelined_requests)"
             raise ApiError(400, message)
+        self.scope[DISCONNECT] = Disconnect()  # type: ignore[literal-required]
         super().on_headers_complete()  # raises if the URL is invalid
         if self.parser.get_http_version() == "1.0":  # no chunked encoding: uvicorn closes the connection at the end
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
@@ -191,6 +194,8 @@ class Protocol(HttpToolsProtocol):
             return
         self._cancel_receive_timer()
         super().on_message_complete()
+        if self.flow.read_paused:
+            self.flow.resume_reading()  # else a disconnect behind a long body is not detected
 
     def on_response_complete(self) -> None:
         """Start the next request, unless the body of this one may still be coming."""
@@ -240,6 +245,7 @@ class Protocol(HttpToolsProtocol):
         elif self._part == "body":
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self.cycle.scope[DISCONNECT].notify()  # type: ignore[literal-required]
             if self.cycle.response_started:
                 self.transport.close()
             else:

@@ -9,8 +9,11 @@ from quire.server.errors import ApiError, too_many_requests
 class ConcurrencyReservation:
     """Requests of one call, counted until the first `release`."""
 
+    __slots__ = ("_client_id", "_limiter", "_num_requests", "is_kept")
+
     def __init__(self, limiter: "ConcurrencyLimiter", client_id: str, num_requests: int) -> None:
         self._limiter, self._client_id, self._num_requests = limiter, client_id, num_requests
+        limiter.add(client_id, num_requests)
         self.is_kept = False    # by the generation, which releases it
 
     def keep(self) -> "ConcurrencyReservation":
@@ -45,8 +48,11 @@ class ConcurrencyLimiter:
 
     def reserve(self, client_id: str, num_requests: int) -> ConcurrencyReservation:
         """Count the requests of a call until the reservation is released."""
-        self._num_requests[client_id] = self[client_id] + num_requests
         return ConcurrencyReservation(self, client_id, num_requests)
+
+    def add(self, client_id: str, num_requests: int) -> None:
+        """Add requests to a client's count."""
+        self._num_requests[client_id] = self._num_requests.get(client_id, 0) + num_requests
 
     def release(self, client_id: str, num_requests: int) -> None:
         """Subtract requests from a client's count, and remove a client without any."""

@@ -3,8 +3,8 @@
 Everything that a client multiplies is reserved here before any work is done for it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from typing import Self
 
 from quire.engine.metrics.observation import Observation
 from quire.engine.processes.base_client import BaseClient
@@ -54,31 +54,18 @@ class AdmissionControl:
         if num_requests > limit:
             invalid(f"{num_requests} prompts in one call; at most {bounds}", param=param)
 
-    @contextmanager
-    def reserve_requests(self, num_requests: int, client_id: str) -> Iterator[ConcurrencyReservation]:
-        """Count requests as queued while they are tokenized and sent.
+    def reserve_requests(self, num_requests: int, client_id: str) -> "AdmittedCall":
+        """Count requests as queued while they are tokenized and sent, in the context of the result."""
+        return AdmittedCall(self, client_id, num_requests)
 
-        The reservation is released at the end unless it is kept until the requests have finished.
-        """
-        self.num_preparing += num_requests
-        reservation = self.concurrency.reserve(client_id, num_requests)
-        try:
-            yield reservation
-        finally:
-            self.num_preparing -= num_requests
-            if not reservation.is_kept:
-                reservation.release()
-
-    @contextmanager
     def reserve_tokens(
         self, client: BaseClient, limits: Limits, requests: Iterable[PreparedRequest], param: str
-    ) -> Iterator[Callable[[PreparedRequest], None]]:
-        """Count the prompt tokens x n of requests as queued while they are sent.
+    ) -> "TokenReservation":
+        """Count the prompt tokens x n of requests as queued while they are sent, in the context of the result.
 
-        Yields the function to call for each request that has been sent: from then on the engine's client counts it.
         ApiError 429 while too many tokens wait, 400 if the call alone has more than may ever wait.
         """
-        num_tokens = sum(prepared.request.num_queued_tokens for prepared in requests)
+        num_tokens = sum([prepared.request.num_queued_tokens for prepared in requests])
         limit, num_queued = limits.max_queued_tokens, self.num_preparing_tokens + client.num_queued_tokens
         if num_tokens > limit:
             invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param=param)
@@ -86,15 +73,44 @@ class AdmissionControl:
             self._metrics.queue_full("max_num_queued_tokens")
             retry_after_s = self._metrics.retry_after_s(self.num_preparing + client.num_queued)
             raise too_many_queued_tokens(num_queued, limit, retry_after_s)
-        num_unsent = num_tokens
+        return TokenReservation(self, num_tokens)
 
-        def sent(prepared: PreparedRequest) -> None:
-            nonlocal num_unsent
-            num_unsent -= prepared.request.num_queued_tokens
-            self.num_preparing_tokens -= prepared.request.num_queued_tokens
 
-        self.num_preparing_tokens += num_tokens
-        try:
-            yield sent
-        finally:
-            self.num_preparing_tokens -= num_unsent
+class AdmittedCall(ConcurrencyReservation):
+    """Requests of one call: queued ones within its context, at the end of which it is released unless it is kept."""
+
+    __slots__ = ("_control", "_num_preparing")
+
+    def __init__(self, control: AdmissionControl, client_id: str, num_requests: int) -> None:
+        super().__init__(control.concurrency, client_id, num_requests)
+        self._control, self._num_preparing = control, num_requests
+        control.num_preparing += num_requests
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._control.num_preparing -= self._num_preparing
+        if not self.is_kept:
+            self.release()
+
+
+class TokenReservation:
+    """Prompt tokens x n of a call that is being sent, counted as queued within its context."""
+
+    __slots__ = ("_control", "_num_unsent")
+
+    def __init__(self, control: AdmissionControl, num_tokens: int) -> None:
+        self._control, self._num_unsent = control, num_tokens
+        control.num_preparing_tokens += num_tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def sent(self, prepared: PreparedRequest) -> None:
+        """Stop counting a request that was sent: from now on the engine's client counts it."""
+        self._num_unsent -= prepared.request.num_queued_tokens
+        self._control.num_preparing_tokens -= prepared.request.num_queued_tokens
+
+    def __exit__(self, *error: object) -> None:
+        self._control.num_preparing_tokens -= self._num_unsent

@@ -60,7 +60,8 @@ def checked_params(
     given |= _completion_params(body) if isinstance(body, CompletionBody) else _chat_params(body)
     params = sampling_params(service, given, is_beam_search=bool(body.use_beam_search))
     with field_names(body):
-        return service.client.inputs.check_params(params, _beam_search_params(body, params), body.priority or 0)
+        beam = _beam_search_params(body, params)
+        return service.client.inputs.check_params(params, beam, body.priority or 0, is_own=True)
 
 
 def _beam_search_params(body: CompletionBody | ChatBody, params: SamplingParams) -> BeamSearchParams | None:

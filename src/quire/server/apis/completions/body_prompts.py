@@ -7,7 +7,7 @@ from typing import Any
 from quire.core.checks import refuse
 from quire.engine.requests.input_processor import Truncation
 from quire.server.api.chat import Conversation, template_variables
-from quire.server.api.preparation import prepared
+from quire.server.api.preparation import prepare
 from quire.server.apis.completions.completion_bodies import ChatBody, ChatMessage, GenerationBody, TokenizeBody
 from quire.server.apis.completions.openai_response import OpenAIRequest
 from quire.server.errors import invalid
@@ -49,13 +49,13 @@ def constraint_fields(body: GenerationBody) -> dict[str, Any]:
     return {name: value for name in CONSTRAINT_FIELDS if (value := getattr(body, name)) is not None}
 
 
-async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[Prompt]) -> OpenAIRequest:
-    """Return the call with an engine request for each prompt. InvalidRequestError for the first invalid one."""
+async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[Prompt]) -> None:
+    """Add an engine request for each prompt of a call. InvalidRequestError for the first invalid one."""
     tokenize = partial(
         service.client.inputs.tokenize, add_special_tokens=call.body.add_special_tokens is not False,
         truncation=truncation_of(service, call),
     )  # fmt: skip
-    return await prepared(service, call, tokenize, prompts)
+    await prepare(service, call, tokenize, prompts)
 
 
 def truncation_of(service: Service, call: OpenAIRequest) -> Truncation | None:

@@ -18,7 +18,7 @@ from quire.server.api.chat_preparation import prepare_chat
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
-from quire.server.api.preparation import constrained
+from quire.server.api.preparation import constrain
 from quire.server.api.priority import check_priority_granted
 from quire.server.api.request_parsing import read_body
 from quire.server.apis.completions.body_params import checked_params, field_names
@@ -57,8 +57,8 @@ async def create_completion(request: Request) -> Response:
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
         check_deadline(service, call)
-        call = await constrained(service, call, constraint_fields(body))
-        call = await prepare_prompts(service, call, prompts)
+        await constrain(service, call, constraint_fields(body))
+        await prepare_prompts(service, call, prompts)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
         builder = await _completion_builder(service, call, echo=bool(body.echo))
         generation = await Generation.start(service, call, record, arrival_s, reservation)
@@ -76,12 +76,12 @@ async def create_chat_completion(request: Request) -> Response:
     with service.admit(1, param="messages", client_id=call.client_id) as reservation:
         with field_names(body):
             check_deadline(service, call)
-            call = await constrained(service, call, constraint_fields(body))
+            await constrain(service, call, constraint_fields(body))
             conversation = replace(
                 conversation_of(body, body.messages, call.tools.tools), truncation=truncation_of(service, call)
             )
             shows_reasoning = body.include_reasoning is not False
-            call = await prepare_chat(service, call, conversation, shows_reasoning=shows_reasoning)
+            await prepare_chat(service, call, conversation, shows_reasoning=shows_reasoning)
         builder = ChatResponseBuilder(call, service.client.tokenizer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
     return await create_response(request, service, generation, builder)

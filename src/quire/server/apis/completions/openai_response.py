@@ -64,7 +64,7 @@ def _with_nulls(usage: Json) -> Json:
     return {"completion_tokens_details": None} | usage | {"prompt_tokens_details": prompt_details}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OpenAIRequest(ApiRequest):
     """A call of /v1/completions or /v1/chat/completions, with the body that its response depends on."""
 

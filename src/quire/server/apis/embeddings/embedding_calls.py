@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -71,7 +70,7 @@ async def start_embeddings(
             _check_bytes(_num_bytes(prompts[0]), service.options, param)
         num_chars = sum(map(len, prompts))
         tokenized = await service.threads.run(num_chars, lambda: _limited(tokenize(), service, param), call.client_id)
-        call = _with_requests(service, pooling, call, checked, tokenized)
+        _add_requests(service, pooling, call, checked, tokenized)
         record_of(request.scope).num_prompts = len(prompts)
         return Started(call, await Generation.start(service, call, record_of(request.scope), arrival_s, reservation))
 
@@ -103,7 +102,7 @@ async def start_scores(
     with service.admit(num_prompts, param=second, client_id=call.client_id) as reservation:
         with renamed_fields({"prompt": second}):
             scoring = await service.threads.run(num_bytes, prepare, call.client_id)
-        call = _with_requests(service, pooling, call, checked, scoring.prompts)
+        _add_requests(service, pooling, call, checked, scoring.prompts)
         record_of(request.scope).num_prompts = num_prompts
         generation = await Generation.start(service, call, record_of(request.scope), arrival_s, reservation)
         return Started(call, generation), scoring
@@ -191,19 +190,17 @@ def _pair_options(pooling: PoolingInputs, body: PairsBody) -> PairOptions:
     )  # fmt: skip
 
 
-def _with_requests(
+def _add_requests(
     service: Service, pooling: PoolingInputs, call: ApiRequest, checked: CheckedPooling,
     prompts: Sequence[TokenizedPrompt],
-) -> ApiRequest:  # fmt: skip
+) -> None:  # fmt: skip
     request_ids, adapter = service.client.request_ids, service.adapter_of(call.model)
     weight = service.options.weight_of(call.key_number)
-    return replace(
-        call,
-        requests=[
-            pooling.prepare(
-                next(request_ids), prompt.salted(call.cache_salt, call.key_number).adapted(adapter), checked,
-                call.client_id, weight,
-            )
-            for prompt in prompts
-        ],
-    )  # fmt: skip
+    call.requests = [
+        pooling.prepare(
+            next(request_ids),
+            prompt._replace(cache_salt=call.cache_salt, key_number=call.key_number, adapter=adapter),
+            checked, call.client_id, weight,
+        )
+        for prompt in prompts
+    ]  # fmt: skip

@@ -27,7 +27,7 @@ _MESSAGE_UNITS = 4
 _UNIT_CHARS = 16    # so much text, or as many tokens, is a unit of work
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MessagesRequest(ApiRequest):
     """A call of /v1/messages."""
 

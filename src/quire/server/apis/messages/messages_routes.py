@@ -4,7 +4,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from quire.server.api.chat_preparation import prepare_chat
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response, json_response
-from quire.server.api.preparation import constrained, cut_header, sampling_params
+from quire.server.api.preparation import constrain, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
 from quire.server.apis.messages.cache_control import CachedPrefixes, cut_conversation, last_mark
 from quire.server.apis.messages.conversion import (
@@ -64,7 +63,8 @@ async def create_message(request: Request) -> Response:
     mark = last_mark(body)
     check_context_edits(body)
     with _anthropic_names():
-        checked = service.client.inputs.check_params(sampling_params(service, _sampling(request, body, service)))
+        params = sampling_params(service, _sampling(request, body, service))
+        checked = service.client.inputs.check_params(params, is_own=True)
         call = MessagesRequest(
             id=record.request_id, model=record.model, created=int(time.time()),
             checked=checked, received_s=received_s_of(request), deadline_field=deadline_field(body, checked.params),
@@ -75,16 +75,15 @@ async def create_message(request: Request) -> Response:
         )  # fmt: skip
         with service.admit(1, param="messages", client_id=call.client_id) as reservation:
             check_deadline(service, call)
-            call = await constrained(service, call, _constraints(body))
+            await constrain(service, call, _constraints(body))
             conversation = await _conversation(body, service, call.tools, call.client_id)
-            call = await prepare_chat(service, call, conversation, shows_reasoning=shows_thinking(body))
+            await prepare_chat(service, call, conversation, shows_reasoning=shows_thinking(body))
             if mark is not None and service.options.max_pinned_prefixes:
                 cut = await service.threads.run(
                     len(body.messages), partial(cut_conversation, body, mark, conversation), call.client_id
                 )
                 prefixes: CachedPrefixes = request.app.state.cached_prefixes
-                use = await prefixes.use(request, service, call, conversation, cut, mark.ttl_s)
-                call = replace(call, cache=use)
+                call.cache = await prefixes.use(request, service, call, conversation, cut, mark.ttl_s)
             builder = MessageBuilder(call, service.client.tokenizer)
             generation = await Generation.start(service, call, record, arrival_s, reservation)
     return await create_response(request, service, generation, builder, cut_header(body.max_tokens, call))

@@ -30,7 +30,7 @@ _TIMES_WRITTEN = 5              # each text: as it comes, and in the four events
 _TOKENS_PER_SLICE = 64          # read one by one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ResponsesRequest(ApiRequest):
     """A call of /v1/responses, with the body that its response repeats."""
 

@@ -17,7 +17,7 @@ from quire.server.api.chat_preparation import prepare_chat
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
-from quire.server.api.preparation import constrained, cut_header, sampling_params
+from quire.server.api.preparation import constrain, cut_header, sampling_params
 from quire.server.api.request_parsing import read_body
 from quire.server.apis.responses.input_items import added_tools, messages_of
 from quire.server.apis.responses.responses_bodies import (
@@ -70,8 +70,8 @@ async def create_model_response(request: Request) -> Response:
     body.input = None       # the conversation has it by now
     with service.admit(1, param="input", client_id=call.client_id) as reservation, renamed_fields(_NAMES):
         check_deadline(service, call)
-        call = await constrained(service, call, _constraint(body))
-        call = await prepare_chat(service, call, conversation, shows_reasoning=body.include_reasoning is not False)
+        await constrain(service, call, _constraint(body))
+        await prepare_chat(service, call, conversation, shows_reasoning=body.include_reasoning is not False)
         builder = ResponsesBuilder(call, service.client.tokenizer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
     headers = cut_header(body.max_output_tokens, call)
@@ -84,7 +84,7 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
     choice = choice_of(body.tool_choice)
     is_parallel = body.parallel_tool_calls is not False
     given = given_params(body) | deadlines_of(request, body)
-    checked = service.client.inputs.check_params(sampling_params(service, given))
+    checked = service.client.inputs.check_params(sampling_params(service, given), is_own=True)
     return ResponsesRequest(
         id=f"resp_{uuid.uuid4().hex}",
         model=service.check_model(body.model),
