@@ -10,7 +10,7 @@ from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.entry_points import SCHEDULERS, load
 from quire.core.sequence import Request
-from quire.scheduling.beam_search.searches import BeamSearches
+from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.client_shares.policies import block_shares, fair_order
 from quire.scheduling.parts import SchedulerParts
 from quire.scheduling.policies import ByPriority, FirstComeFirstServed

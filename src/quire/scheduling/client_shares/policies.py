@@ -3,8 +3,8 @@
 from quire.cache.manager import KVCacheManager
 from quire.core.sequence import Request
 from quire.scheduling.admission import AdmissionControl
-from quire.scheduling.client_shares.fair_share import FairShare
-from quire.scheduling.client_shares.kv_shares import KVShares
+from quire.scheduling.fair_share import FairShare
+from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.policies import ByPriority
 
 

@@ -145,7 +145,7 @@ ELSEWHERE = {
         "tests/server/limits/test_key_shares.py::test_requests_of_a_key_are_bounded_whatever_they_ask_for"
     ),
     "max_kv_share_per_key": (
-        "tests/scheduling/client_shares/test_kv_shares.py::test_request_past_the_share_waits_and_other_clients_pass"
+        "tests/scheduling/test_kv_shares.py::test_request_past_the_share_waits_and_other_clients_pass"
     ),
     "max_pinned_share": "tests/server/apis/test_prefix_routes.py::test_pins_under_way_count_towards_the_share",
     "max_pinned_share_per_key": (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
-from quire.scheduling.client_shares import fair_share
-from quire.scheduling.client_shares.fair_share import INPUT_WEIGHT, OUTPUT_WEIGHT, FairShare
+from quire.scheduling import fair_share
+from quire.scheduling.fair_share import INPUT_WEIGHT, OUTPUT_WEIGHT, FairShare
 from support.scheduling import Harness, make_request
 
 

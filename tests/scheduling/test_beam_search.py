@@ -12,7 +12,7 @@ from quire.core.beam_search_params import BeamSearchParams, num_candidates
 from quire.core.deltas import TokenLogprobs
 from quire.core.sequence import Sequence
 from quire.core.token_ids import TokenIds, pack_tokens
-from quire.scheduling.beam_search.searches import BeamSearch
+from quire.scheduling.beam_search import BeamSearch
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE
 from support.scheduling import Harness

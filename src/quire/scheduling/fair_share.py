@@ -4,7 +4,7 @@ A counter per client grows with the service that the client gets: INPUT_WEIGHT f
 ones are free), OUTPUT_WEIGHT for each sampled token, divided by the client's own weight. The next request to admit is
 the first one of the client with the least counter, so between two clients that both have waiting requests the service
 differs by a constant, however unequal their loads (theorem 4.4 of the paper,
-tests/scheduling/client_shares/test_fair_share.py).
+tests/scheduling/test_fair_share.py).
 
 Two additions. A client that begins to wait is also lifted to the counter of the client that was admitted last: an
 endless stream of new clients cannot keep a known one waiting. Counters of absent clients are kept for the latest

@@ -1,1 +1,0 @@
-"""Optional beam search: the searches of a scheduler's requests."""
