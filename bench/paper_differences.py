@@ -65,7 +65,7 @@ def simulate(point: Point, variant: Variant) -> SimulatedRun:
     factor = variant.attention_factor if SYSTEMS[point.system].memory_policy == "paged" else 1.0
     cost = VariedCost(read_model(point.model).spec, hardware, point.block_size, place.num_devices, "float16", factor)
     scheduler = runs._scheduler(point, place.num_kv_slots)
-    cost.variant, cost.num_running = variant, lambda: len(scheduler.running)
+    cost.variant, cost.num_running = variant, lambda: len(scheduler.queues.running)
     count = max(1, round(point.rate * point.trace_s))
     items = workload(point.workload, count, seed=point.seed) if variant.make is None else variant.make(count)
     due_s = due_times(items, point.rate, point.seed)

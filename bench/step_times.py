@@ -48,7 +48,7 @@ def ratios_of(llm: LLM, seconds: float, adapters: list[LoRARequest | None]) -> d
     while time.monotonic() < ends_s:
         if num_steps % STEPS_PER_CHUNK == 0:
             engine.scheduler.planner._prefill_budget._budget = rng.choice(CHUNKS)
-        num_requests = len(engine.scheduler.requests)
+        num_requests = len(engine.scheduler.queues.requests)
         if num_requests == 0 or (num_requests < MOST_REQUESTS and rng.random() < ARRIVAL_RATE):
             prompt = [100 + rng.randrange(VOCABULARY) for _ in range(rng.choice(PROMPTS))]
             params = SamplingParams(max_tokens=rng.choice(OUTPUTS), temperature=0.0, ignore_eos=True)

@@ -205,11 +205,11 @@ def preempt_at_every_position(llm: LLM, num_tokens: int = 1) -> None:
     llm._engine.engine._max_steps_in_flight = 1  # each step is planned when the tokens before it are known
     scheduler = llm._engine.engine.scheduler
     plan_running: Callable[[PlanBuilder, int], int] = scheduler.planner.plan_running
-    spared = {request.request_id for request in scheduler.running}
+    spared = {request.request_id for request in scheduler.queues.running}
     lengths: dict[int, int] = {}
 
     def preempt_first(step: PlanBuilder, budget: int) -> int:
-        for request in scheduler.running[::-1]:
+        for request in scheduler.queues.running[::-1]:
             change = abs(length_of(request) - lengths.get(request.request_id, 0))
             if request.request_id not in spared and change >= num_tokens and length_of(request) > 0:
                 lengths[request.request_id] = length_of(request)
@@ -239,7 +239,7 @@ def ranks_as(make: type[RankSet]) -> Iterator[None]:
 
 def fix_times(llm: LLM) -> None:
     """Let the engine plan by prices of its own, so that the rows are the same on every machine."""
-    time = llm._engine.engine.scheduler.time
+    time = llm._engine.engine.scheduler.planner.time
     time.record(StepTimes(step_s=0.002, token_s=0.001, attended_s=1e-6, context_s=1e-6))
     time.record = lambda times: None  # type: ignore[method-assign]
 

@@ -67,8 +67,8 @@ def preempt_now_and_then(scheduler: Scheduler) -> None:
 
     def preempt_latest(step: PlanBuilder) -> None:
         inner(step)
-        if next(steps) % 4 == 0 and len(scheduler.running) > 1:
-            scheduler.planner.preempt(step, scheduler.running[-1])
+        if next(steps) % 4 == 0 and len(scheduler.queues.running) > 1:
+            scheduler.planner.preempt(step, scheduler.queues.running[-1])
 
     scheduler.planner.preempt_excess = preempt_latest  # type: ignore[method-assign]
 

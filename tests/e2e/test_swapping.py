@@ -77,7 +77,7 @@ def preempting(scheduler: Scheduler, num_steps: int) -> Callable[[PlanBuilder], 
         inner(step)
         left[0] -= 1
         if left[0] == -1:
-            scheduler.planner.preempt(step, scheduler.running[-1])
+            scheduler.planner.preempt(step, scheduler.queues.running[-1])
 
     return preempt_latest
 
@@ -108,7 +108,7 @@ def test_request_swapped_at_any_position_goes_on_as_if_alone(
             assert answers_of(output) == alone, f"swapped after {num_steps} steps"
             assert output.metrics is not None
             assert output.metrics.num_preemptions == 1
-        assert scheduler.preemption_stats.num_preemptions["swap"] == 22
+        assert scheduler.preemption.stats.num_preemptions["swap"] == 22
 
 
 def test_swapped_request_can_be_left(demo_model: Path) -> None:

@@ -40,7 +40,7 @@ def test_swapped_request_is_shown_where_it_is() -> None:
     harness.add(7, max_tokens=24, ignore_eos=True)
     away = harness.add(6, n=2, max_tokens=16, ignore_eos=True)
     away.owner = "key-1"
-    while away not in harness.scheduler.swapped:
+    while away not in harness.scheduler.queues.swapped:
         harness.step()
     num_tokens = away.live[0].num_computed_tokens
     shown = engine.block_map(0, 20, "swap")

@@ -191,7 +191,7 @@ class NthHit:
             self.num_hits += 1
             if self.num_hits == self._nth:
                 deltas = {each.request_id for each in arguments if isinstance(each, SequenceDelta)}
-                self.concerned = deltas or {request.request_id for request in self._scheduler.running}
+                self.concerned = deltas or {request.request_id for request in self._scheduler.queues.running}
                 raise Injected("here")
         return self._inner(*arguments, **options)
 
@@ -337,6 +337,6 @@ def test_device_that_fails_every_step_ends_the_engine(llm: LLM, monkeypatch: pyt
         patched.setattr(Decoder, "forward", raising(Injected))
         with pytest.raises(Injected):
             Run(llm, ASKED * 3)
-    for request_id in list(llm._engine.engine.scheduler.requests):
+    for request_id in list(llm._engine.engine.scheduler.queues.requests):
         llm._engine.engine.abort(request_id)
     assert_at_rest(llm)

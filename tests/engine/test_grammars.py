@@ -296,9 +296,9 @@ def test_others_run_while_a_grammar_is_compiled(held_compiler: tuple[LLM, thread
     (plain,) = run(llm, [(PROMPTS[1], PLAIN)])
     assert len(plans) == len(plain.outputs[0].token_ids) == 30
     scheduler = llm._engine.engine.scheduler
-    assert scheduler.waiting == [prepared.request]
+    assert scheduler.queues.waiting == [prepared.request]
     assert llm._engine.engine.step() == []
-    assert scheduler.wait_reason == "grammar"
+    assert scheduler.queues.wait_reasons.current == "grammar"
     assert len(plans) == 30, "nothing to compute"
     may_compile.set()
     [*_, output] = stream
@@ -332,7 +332,7 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
         seen = dict[int, int]()
 
         def preempt_first(step: PlanBuilder, budget: int) -> int:
-            requests: list[Request] = scheduler.running[::-1]
+            requests: list[Request] = scheduler.queues.running[::-1]
             for request in requests:
                 if seen.get(request.request_id) != (length := request.live[0].num_output_tokens) > 0:
                     seen[request.request_id] = length
@@ -417,7 +417,7 @@ def test_slow_mask_delays_no_other_request(
         assert answers_of(plain) == answers_of(alone[-1])
         (other,) = run(llm, [(PROMPTS[1], params("choice", seed=4))])
         assert answers_of(other) == answers_of(expected[1])
-        [request] = llm._engine.engine.scheduler.running
+        [request] = llm._engine.engine.scheduler.queues.running
         assert request.live[0].num_output_tokens in (3, 4)
         may_fill.set()
         [*_, last] = [*given, *stream]

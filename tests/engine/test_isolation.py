@@ -86,7 +86,7 @@ def holding(harness: Harness, poisoned: Iterable[int], num_tokens: int = 0) -> C
             row for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)
             if start + count > num_tokens
         }  # fmt: skip
-        requests = harness.scheduler.running
+        requests = harness.scheduler.queues.running
         return any(s.row in rows for r in requests if r.request_id in ids for s in r.live if s.row != NO_ROW)
 
     return fails
@@ -180,7 +180,7 @@ def test_arrivals_wait_until_the_culprit_is_found() -> None:
         served.step()
     late = harness.add(5, max_tokens=6, ignore_eos=True)
     while 9 not in served.failed:
-        assert late not in harness.scheduler.running
+        assert late not in harness.scheduler.queues.running
         served.step()
     served.run()
     served.assert_failed([9])
@@ -194,7 +194,7 @@ def test_suspects_may_be_aborted(moment: int) -> None:
         served.step()
     for _ in range(moment):
         served.step()
-    aborted = {8, 9, 10, 15} & harness.scheduler.requests.keys()
+    aborted = {8, 9, 10, 15} & harness.scheduler.queues.requests.keys()
     for request_id in aborted:
         served.engine.abort(request_id)
         harness.check()

@@ -128,7 +128,7 @@ def test_who_waits_for_blocks_holds_up_nobody(mode: PreemptionMode) -> None:
     in_flight = list[int]()
     while harness.scheduler.has_requests:
         step(engine, harness)
-        if harness.scheduler.swapped or harness.scheduler.waiting:
+        if harness.scheduler.queues.swapped or harness.scheduler.queues.waiting:
             in_flight.append(executor.num_in_flight)
     assert any(request.num_preemptions for request in requests)
     assert sum(in_flight) > 0.7 * len(in_flight), "more than to come in and to give way"
@@ -155,7 +155,7 @@ def test_step_that_fails_for_nobody_takes_no_answer_along() -> None:
     class Failing(Overlapping):
         def collect(self) -> StepResult:
             result = super().collect()
-            if not harness.scheduler.running:
+            if not harness.scheduler.queues.running:
                 raise RuntimeError("no device")
             return result
 

@@ -42,7 +42,7 @@ def harness_of(num_blocks: int, *, caching: bool = False) -> Harness:
 
 def tables(harness: Harness) -> list[list[int]]:
     """The block tables of the beams, in the order in which they branched off: X's three, then Y's."""
-    (request,) = harness.scheduler.running
+    (request,) = harness.scheduler.queues.running
     beams = sorted(request.live, key=lambda beam: beam.token_ids[4:])
     return [harness.cache.block_ids(beam.seq_id) for beam in beams]
 

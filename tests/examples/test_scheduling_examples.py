@@ -17,7 +17,7 @@ def test_p_recompute_one_prefill_of_prompt_and_generated_tokens() -> None:
         harness.step()
     assert (victim.live[0].num_prompt_tokens, victim.live[0].num_output_tokens) == (7, 3)
     assert first.num_preemptions == 0
-    while harness.scheduler.has_requests and victim not in harness.scheduler.running:
+    while harness.scheduler.has_requests and victim not in harness.scheduler.queues.running:
         harness.step()
     assert 10 in harness.executor.trace[-1][2]
     harness.run()

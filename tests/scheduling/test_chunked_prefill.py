@@ -97,7 +97,7 @@ def test_long_prompt_that_is_under_way_keeps_its_room() -> None:
         harness.step()
     finish(harness)
     assert long.num_preemptions == 0
-    assert harness.scheduler.preemption_stats.num_recomputed_tokens <= 60, "hardly anybody is thrown out for it"
+    assert harness.scheduler.preemption.stats.num_recomputed_tokens <= 60, "hardly anybody is thrown out for it"
 
 
 def test_budget_of_one_has_no_shares() -> None:

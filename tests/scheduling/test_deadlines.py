@@ -38,11 +38,11 @@ def test_request_without_a_token_fails_and_frees_all_in_that_step(field: str, pl
         harness.step()
     harness.now_s = 0.999
     harness.step()
-    assert harness.scheduler.requests[late.request_id] is late
+    assert harness.scheduler.queues.requests[late.request_id] is late
     num_free = harness.cache.num_free_blocks
     harness.now_s = 1.0
     harness.schedule()
-    assert late.request_id not in harness.scheduler.requests
+    assert late.request_id not in harness.scheduler.queues.requests
     assert late.live == []
     if place != "waiting":
         assert num_free < harness.cache.num_free_blocks == harness.num_blocks
@@ -76,7 +76,7 @@ def test_preempted_answer_ends_with_what_is_there(mode: str) -> None:
     while not late.num_preemptions:
         harness.step()
     _, num_tokens = _outcome(harness, late)
-    assert late in (harness.scheduler.swapped if mode == "swap" else harness.scheduler.waiting)
+    assert late in (harness.scheduler.queues.swapped if mode == "swap" else harness.scheduler.queues.waiting)
     harness.now_s = 1.0
     harness.step()
     assert _outcome(harness, late) == ("length", num_tokens)

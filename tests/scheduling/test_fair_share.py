@@ -23,7 +23,7 @@ def admitted(harness: Harness) -> list[str]:
     order: list[Request] = []
     while harness.scheduler.has_requests:
         harness.step()
-        order += [request for request in harness.scheduler.admitted if request not in order]
+        order += [request for request in harness.scheduler.step.admitted if request not in order]
     return [request.client_id for request in order]
 
 
@@ -39,7 +39,7 @@ def test_rows_that_are_free_at_once_are_shared() -> None:
     for client in "aaaaaabb":
         harness.add(4, max_tokens=8, ignore_eos=True, client_id=client)
     harness.step()
-    assert Counter(request.client_id for request in harness.scheduler.running) == {"a": 2, "b": 2}
+    assert Counter(request.client_id for request in harness.scheduler.queues.running) == {"a": 2, "b": 2}
 
 
 def test_own_requests_are_in_order_of_priority_and_change_nothing_for_other_clients() -> None:
@@ -49,7 +49,7 @@ def test_own_requests_are_in_order_of_priority_and_change_nothing_for_other_clie
     order: list[tuple[str, int]] = []
     while harness.scheduler.has_requests:
         harness.step()
-        order += [(request.client_id, request.priority) for request in harness.scheduler.admitted]
+        order += [(request.client_id, request.priority) for request in harness.scheduler.step.admitted]
     assert order == [("a", -5), ("b", 0), ("a", 0), ("b", 9)]
 
 
@@ -72,7 +72,7 @@ def test_weight_divides_the_cost() -> None:
     served = Counter[str]()
     for _ in range(90):
         harness.step()
-        served.update(request.client_id for request in harness.scheduler.admitted)
+        served.update(request.client_id for request in harness.scheduler.step.admitted)
     assert 1.8 <= served["a"] / served["b"] <= 2.2
 
 
@@ -109,10 +109,10 @@ def test_stream_of_new_clients_does_not_keep_a_known_one_waiting() -> None:
     for number in range(200):
         harness.add(4, max_tokens=2, ignore_eos=True, client_id=f"new {number}")
         harness.step()
-        if known not in harness.scheduler.waiting:
+        if known not in harness.scheduler.queues.waiting:
             break
-    assert known not in harness.scheduler.waiting
-    assert len(harness.scheduler.waiting) > 10, "new ones did wait meanwhile"
+    assert known not in harness.scheduler.queues.waiting
+    assert len(harness.scheduler.queues.waiting) > 10, "new ones did wait meanwhile"
     harness.run()
 
 
@@ -177,7 +177,7 @@ def test_held_requests_do_not_compete() -> None:
     requests = [harness.add(4, max_tokens=2, ignore_eos=True, client_id=client) for client in "aabb"]
     harness.scheduler.hold_all_but({requests[3].request_id})
     harness.step()
-    assert harness.scheduler.running == [requests[3]]
+    assert harness.scheduler.queues.running == [requests[3]]
     harness.scheduler.abort(requests[0].request_id)
     harness.scheduler.release_all()
     harness.run()
@@ -216,12 +216,12 @@ def test_service_of_two_clients_that_wait_differs_by_the_papers_bound(
         if number >= late and not harness.scheduler.has_requests:
             break
         deltas = harness.step()
-        for request in harness.scheduler.admitted:
+        for request in harness.scheduler.step.admitted:
             if not request.num_preemptions:
                 served[request.client_id] += INPUT_WEIGHT * (len(request.prompt_token_ids) - request.num_cached_tokens)
         for delta in deltas:
             served[harness.requests[delta.request_id].client_id] += OUTPUT_WEIGHT * len(delta.token_ids)
-        new = {request.client_id for request in harness.scheduler.waiting if not request.num_preemptions}
+        new = {request.client_id for request in harness.scheduler.queues.waiting if not request.num_preemptions}
         if len(new) < 2:
             ahead.clear()
             continue

@@ -53,12 +53,12 @@ def test_request_that_returns_is_found_without_a_look_at_all_that_wait(num_waiti
     harness = Harness(num_blocks=40, block_size=4, num_swap_blocks=100, mode="swap")
     for _ in range(6):
         harness.add(12, priority=50, max_tokens=40, ignore_eos=True)
-    while not harness.scheduler.swapped:
+    while not harness.scheduler.queues.swapped:
         harness.step()
     for _ in range(num_waiting):
         harness.add(3, priority=-50, max_tokens=4)
-    waiting = harness.scheduler.queues.waiting = CountedList(harness.scheduler.waiting)
-    assert harness.scheduler.swapped
+    waiting = harness.scheduler.queues.waiting = CountedList(harness.scheduler.queues.waiting)
+    assert harness.scheduler.queues.swapped
     harness.scheduler.schedule()
     assert waiting.num_visited < 20
 
@@ -136,9 +136,9 @@ def test_burst_is_admitted_in_order_over_steps_that_each_do_a_bounded_work(monke
     monkeypatch.setattr(admission, "MAX_WORK", 1000)
     harness = burst(400)
     admitted, most = list[int](), 0
-    while harness.scheduler.waiting:
+    while harness.scheduler.queues.waiting:
         harness.step()
-        ids = [request.request_id for request in harness.scheduler.admitted]
+        ids = [request.request_id for request in harness.scheduler.step.admitted]
         admitted, most = admitted + ids, max(most, len(ids))
     assert admitted == sorted(admitted)
     assert 1 < most < 10

@@ -17,7 +17,7 @@ def num_held(harness: Harness, client_id: str) -> int:
     """Blocks that the running requests of a client hold, each once."""
     held = {
         block
-        for request in harness.scheduler.running
+        for request in harness.scheduler.queues.running
         for sequence in request.live
         if request.client_id == client_id and sequence.seq_id in harness.cache
         for block in harness.cache.block_ids(sequence.seq_id)
@@ -26,7 +26,7 @@ def num_held(harness: Harness, client_id: str) -> int:
 
 
 def running(harness: Harness) -> list[str]:
-    return [request.client_id for request in harness.scheduler.running]
+    return [request.client_id for request in harness.scheduler.queues.running]
 
 
 def add(harness: Harness, clients: Iterable[str], prompt_len: int = 12, max_tokens: int = 8) -> list[Request]:
@@ -39,7 +39,7 @@ def test_request_past_the_share_waits_and_other_clients_pass(policy: str) -> Non
     requests = add(harness, "aaaabb")
     harness.step()
     assert sorted(running(harness)) == ["a", "a", "b", "b"], "10 blocks each: two of 3, and 2 of head room"
-    assert harness.scheduler.wait_reason == "kv_share"
+    assert harness.scheduler.queues.wait_reasons.current == "kv_share"
     harness.run()
     for request in requests:
         harness.assert_right(request)
@@ -82,7 +82,7 @@ def test_hundreds_past_the_share_are_looked_at_once_and_then_by_one_of_them(monk
     harness.step()
     assert sorted(running(harness)) == ["a", "a", "b", "b"]
     assert len(looked_at) == 5, "four that run, and one that tells of all others"
-    assert harness.scheduler.num_deferred == 898
+    assert harness.scheduler.queues.num_deferred == 898
     looked_at.clear()
     harness.step()
     assert len(looked_at) == 1

@@ -24,7 +24,7 @@ def counts(harness: Harness) -> list[int]:
 
 
 def admitted(harness: Harness) -> list[int]:
-    return [request.request_id for request in harness.scheduler.admitted]
+    return [request.request_id for request in harness.scheduler.step.admitted]
 
 
 def finish(harness: Harness, *requests: Request) -> None:
@@ -139,7 +139,7 @@ class TestWaitingForEachOther:
         assert admitted(harness) == [0, 2]
         harness.step()
         assert admitted(harness) == [1]
-        assert [request.request_id for request in harness.scheduler.running] == [0, 1, 2], "in order of arrival"
+        assert [request.request_id for request in harness.scheduler.queues.running] == [0, 1, 2], "in order of arrival"
         finish(harness, *same, other)
 
     def test_nobody_past_those_who_wait_takes_their_seats(self) -> None:
@@ -213,7 +213,7 @@ class TestPreemption:
         harness.step()
         assert admitted(harness) == [victim.request_id]
         assert counts(harness)[0] <= 8, "all was there but the block in which it ended, and one that was needed"
-        recomputed = harness.scheduler.preemption_stats.num_recomputed_tokens
+        recomputed = harness.scheduler.preemption.stats.num_recomputed_tokens
         assert recomputed == counts(harness)[0] - 1 < victim.live[0].num_tokens - 20
         finish(harness, victim)
 
@@ -223,11 +223,11 @@ class TestPreemption:
         victim = harness.add(12, max_tokens=40, ignore_eos=True)
         while not victim.num_preemptions:
             harness.step()
-        assert harness.scheduler.preemption_stats.num_recomputed_tokens == 0, "not yet"
+        assert harness.scheduler.preemption.stats.num_recomputed_tokens == 0, "not yet"
         num_computed = victim.live[0].num_tokens - 1
         harness.scheduler.abort(first.request_id)
         harness.step()
-        assert harness.scheduler.preemption_stats.num_recomputed_tokens == num_computed
+        assert harness.scheduler.preemption.stats.num_recomputed_tokens == num_computed
         finish(harness, victim)
 
     @pytest.mark.parametrize("caching", [False, True])
@@ -237,7 +237,7 @@ class TestPreemption:
         requests = [harness.add(8, max_tokens=40, ignore_eos=True) for _ in range(12)]
         finish(harness, *requests)
         needed = sum(8 + 40 - 1 - request.num_cached_tokens for request in requests)
-        preemption = harness.scheduler.preemption_stats
+        preemption = harness.scheduler.preemption.stats
         assert preemption.num_preemptions["recompute"] > 0
         found_whole = harness.executor.num_computed - needed - preemption.num_recomputed_tokens
         assert 0 <= found_whole <= preemption.num_preemptions["recompute"]
@@ -275,7 +275,7 @@ class TestRoom:
         requests = [harness.add([*PREFIX, token], max_tokens=4, ignore_eos=True) for token in range(3)]
         harness.step()
         harness.step()
-        assert len(harness.scheduler.running) == 3
+        assert len(harness.scheduler.queues.running) == 3
         finish(harness, *requests)
 
     def test_cached_blocks_are_room_for_others(self, warm: Harness) -> None:

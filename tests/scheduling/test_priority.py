@@ -11,7 +11,7 @@ def admitted(harness: Harness) -> list[int]:
     order: list[int] = []
     while harness.scheduler.has_requests:
         harness.step()
-        order += [r.request_id for r in harness.scheduler.admitted if r.request_id not in order]
+        order += [r.request_id for r in harness.scheduler.step.admitted if r.request_id not in order]
     return order
 
 
@@ -54,12 +54,12 @@ def test_who_waits_is_overtaken_only_by_those_who_come_in_time(level: int, monke
     for step in range(10 * level + 20):
         harness.add(3, max_tokens=3, ignore_eos=True)      # a seat takes three steps of each: they come faster
         harness.step()
-        served |= {request.request_id: step for request in harness.scheduler.admitted}
+        served |= {request.request_id: step for request in harness.scheduler.step.admitted}
         if step < 10 * level:
             assert patient.request_id not in served, "level by level"
     while patient.request_id not in served:
         harness.step()
-        served |= {request.request_id: harness.num_steps for request in harness.scheduler.admitted}
+        served |= {request.request_id: harness.num_steps for request in harness.scheduler.step.admitted}
     overtook = [number for number in served if number > patient.request_id]
     assert max(overtook) <= patient.request_id + 10 * level + 1
 

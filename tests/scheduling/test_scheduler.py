@@ -44,10 +44,10 @@ def test_every_running_request_is_planned_before_a_waiting_one() -> None:
     for _ in range(6):
         harness.add(2, max_tokens=8)
     while harness.scheduler.has_requests:
-        running = [r.request_id for r in harness.scheduler.running]
+        running = [r.request_id for r in harness.scheduler.queues.running]
         deltas = harness.step()
         planned = harness.executor.trace[-1][0]
-        if harness.scheduler.admitted:
+        if harness.scheduler.step.admitted:
             assert len(planned) >= len(running), "someone was let in while a running request got nothing"
         assert [d.request_id for d in deltas] == sorted(d.request_id for d in deltas)
 
@@ -67,7 +67,7 @@ def test_step_never_exceeds_rows_or_budget() -> None:
         harness.add(4, max_tokens=5)
     while harness.scheduler.has_requests:
         harness.step()
-        assert sum(len(r.live) for r in harness.scheduler.running) <= 3
+        assert sum(len(r.live) for r in harness.scheduler.queues.running) <= 3
 
 
 def test_group_computes_its_prompt_once_and_forks() -> None:
@@ -94,7 +94,7 @@ def test_group_holds_its_seats() -> None:
     harness.add(6, n=3, max_tokens=6, ignore_eos=True)
     harness.add(6, n=2, max_tokens=6, ignore_eos=True)
     harness.step()
-    assert [r.request_id for r in harness.scheduler.running] == [0], "two more do not fit beside three"
+    assert [r.request_id for r in harness.scheduler.queues.running] == [0], "two more do not fit beside three"
     harness.run()
     assert all(reason == "length" for reason in harness.reasons.values())
 
@@ -109,7 +109,7 @@ def test_latest_arrival_is_preempted_as_a_whole_and_comes_back_right() -> None:
         if preempted_at is None and second.num_preemptions:
             preempted_at = harness.num_steps
             assert all(sequence.num_computed_tokens == 0 for sequence in second.live)
-            assert harness.scheduler.waiting[0] is second
+            assert harness.scheduler.queues.waiting[0] is second
     assert preempted_at is not None
     assert first.num_preemptions == 0
     for request in (first, second):
@@ -140,7 +140,7 @@ def test_recompute_is_one_prefill_of_all_known_tokens() -> None:
     while not victim.num_preemptions:
         harness.step()
     num_known = victim.live[0].num_tokens
-    while victim not in harness.scheduler.running:
+    while victim not in harness.scheduler.queues.running:
         harness.step()
     counts = dict(zip(harness.executor.trace[-1][0], harness.executor.trace[-1][2], strict=True))
     assert num_known in counts.values()
@@ -152,10 +152,10 @@ def test_decodes_that_give_way_in_the_middle_of_their_step_leave_nothing_in_its_
     harness = Harness(num_blocks=8, block_size=4)
     requests = [harness.add(length, max_tokens=12, ignore_eos=True) for length in (4, 1, 2, 2)]
     plan = harness.schedule()
-    while not harness.scheduler.preempted:
+    while not harness.scheduler.step.preempted:
         harness.execute(plan)
         plan = harness.schedule()
-    planned = [sequence for request in harness.scheduler.running for sequence in request.live]
+    planned = [sequence for request in harness.scheduler.queues.running for sequence in request.live]
     assert plan.rows == plan.sample_rows == [sequence.row for sequence in planned]
     assert plan.starts == [sequence.num_computed_tokens for sequence in planned]
     assert plan.sample_tokens == list(range(len(planned)))
@@ -173,7 +173,7 @@ def test_first_in_order_is_never_preempted() -> None:
             harness.add(rng.randint(1, 6), max_tokens=rng.randint(1, 16), ignore_eos=True)
         first_preempted: list[int] = []
         while harness.scheduler.has_requests:
-            first = harness.scheduler.running[0] if harness.scheduler.running else None
+            first = harness.scheduler.queues.running[0] if harness.scheduler.queues.running else None
             before = first.num_preemptions if first else 0
             harness.step()
             first_preempted += [first.request_id] if first and first.num_preemptions > before else []
@@ -197,7 +197,7 @@ def test_large_blocks_are_not_kept_free_for_each_running_sequence(block_size: in
     for _ in range(6):
         harness.add(1, max_tokens=9, ignore_eos=True)
         harness.step()
-    assert len(harness.scheduler.running) == num_let_in
+    assert len(harness.scheduler.queues.running) == num_let_in
     harness.run()
 
 
@@ -211,9 +211,9 @@ def test_nobody_is_let_in_on_blocks_promised_to_a_returning_group() -> None:
     harness.scheduler.planner.preempt(PlanBuilder(), group)
     late = harness.add(8, max_tokens=4, ignore_eos=True)
     harness.step()
-    assert group in harness.scheduler.running
+    assert group in harness.scheduler.queues.running
     assert harness.cache.num_free_blocks >= 2 + 4, "late would fit, were nothing promised"
-    assert late not in harness.scheduler.running
+    assert late not in harness.scheduler.queues.running
     harness.run()
     for request in harness.requests.values():
         harness.assert_right(request)
@@ -227,7 +227,7 @@ def test_decoding_group_keeps_nobody_out_with_blocks_that_it_already_holds() -> 
     assert harness.cache.num_free_blocks == 4, "one shared block and a tail for each branch are in use"
     late = harness.add(4, max_tokens=3, ignore_eos=True)
     harness.step()
-    assert late in harness.scheduler.running, "one block for its prompt, and one for each of three sequences"
+    assert late in harness.scheduler.queues.running, "one block for its prompt, and one for each of three sequences"
     harness.run()
     for request in harness.requests.values():
         harness.assert_right(request)
@@ -265,7 +265,7 @@ def test_abort_frees_everything_at_once() -> None:
     group = harness.add(9, n=3, max_tokens=20)
     waiting = harness.add(9, n=8, max_tokens=20)
     harness.step()
-    assert harness.scheduler.running == [harness.requests[0], group]
+    assert harness.scheduler.queues.running == [harness.requests[0], group]
     assert harness.scheduler.abort(group.request_id)
     assert harness.num_blocks - harness.cache.num_free_blocks == 3, "the blocks of the first request"
     assert harness.scheduler.abort(waiting.request_id)
@@ -293,7 +293,7 @@ def test_first_branch_may_end_while_its_group_waits_to_return() -> None:
     group = harness.add(10, n=2, max_tokens=10, ignore_eos=True)
     while not group.num_preemptions:
         harness.step()
-    while group not in harness.scheduler.running:
+    while group not in harness.scheduler.queues.running:
         harness.step()
     assert harness.scheduler.finish(group.request_id, 0)
     harness.run()
@@ -317,10 +317,10 @@ def test_whom_a_failed_step_did_not_reach_runs_on(is_run: bool) -> None:
     group = harness.add(2, n=3, max_tokens=8, ignore_eos=True)
     other = harness.add(3, max_tokens=8, ignore_eos=True)
     harness.step()
-    assert harness.scheduler.running == [group, other]
+    assert harness.scheduler.queues.running == [group, other]
     blocks, num_computed = harness.cache.block_ids(other.live[0].seq_id), other.live[0].num_computed_tokens
     assert harness.fail_step(is_run=is_run) == [group.request_id], "whose branches use up the budget"
-    assert (harness.scheduler.waiting, harness.scheduler.running) == ([group], [other])
+    assert (harness.scheduler.queues.waiting, harness.scheduler.queues.running) == ([group], [other])
     assert harness.cache.block_ids(other.live[0].seq_id) == blocks
     assert other.live[0].num_computed_tokens == num_computed > 0
     harness.run()
@@ -346,7 +346,8 @@ def test_who_was_being_planned_answers_for_a_plan_that_cannot_be_made(monkeypatc
             harness.schedule()
     assert harness.scheduler.roll_back() == [1]
     harness.check()
-    assert (harness.scheduler.running, harness.scheduler.waiting) == ([], requests), "decodes are planned all at once"
+    queues = harness.scheduler.queues
+    assert (queues.running, queues.waiting) == ([], requests), "decodes are planned all at once"
     assert harness.scheduler.abort(1)
     harness.run()
     for request in requests:
@@ -423,7 +424,7 @@ def test_stop_tokens_and_lengths_end_a_sequence() -> None:
 def test_random_runs_with_a_window_are_safe_live_and_right() -> None:
     runs = [random_run(seed, crowded=seed % 2 == 0, windowed=True) for seed in range(60)]
     assert sum(harness.num_pinned for harness in runs) > 0
-    assert sum(sum(harness.scheduler.preemption_stats.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption.stats.num_preemptions.values()) for harness in runs) > 0
 
 
 @pytest.mark.parametrize("crowded", [False, True])
@@ -431,14 +432,14 @@ def test_random_runs_with_a_window_are_safe_live_and_right() -> None:
 def test_random_runs_are_safe_live_and_right(first_seed: int, crowded: bool) -> None:
     runs = [random_run(seed, crowded=crowded) for seed in range(first_seed, first_seed + 50)]
     assert crowded or sum(harness.num_pinned for harness in runs) > 0
-    assert sum(sum(harness.scheduler.preemption_stats.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption.stats.num_preemptions.values()) for harness in runs) > 0
 
 
 @pytest.mark.parametrize("crowded", [False, True])
 def test_random_runs_are_right_with_hardly_any_head_room(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "HEAD_ROOM", 1)
     runs = [random_run(seed, crowded=crowded) for seed in range(300, 400)]
-    assert sum(sum(harness.scheduler.preemption_stats.num_preemptions.values()) for harness in runs) > 0
+    assert sum(sum(harness.scheduler.preemption.stats.num_preemptions.values()) for harness in runs) > 0
 
 
 def test_same_seed_gives_the_same_trace() -> None:

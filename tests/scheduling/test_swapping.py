@@ -18,7 +18,7 @@ def swapping(num_blocks: int, num_swap_blocks: int = 100, **settings: object) ->
 
 def until_swapped(harness: Harness, victim: Request) -> None:
     """Step until a request has been swapped out."""
-    while victim not in harness.scheduler.swapped:
+    while victim not in harness.scheduler.queues.swapped:
         assert harness.scheduler.has_requests, "never swapped out"
         harness.step()
 
@@ -49,13 +49,13 @@ def test_victim_comes_back_with_all_that_it_had_computed() -> None:
     assert num_computed == victim.live[0].num_tokens - 1
     assert victim.live[0].status is SequenceStatus.SWAPPED
     assert harness.cache.num_free_swap_blocks == 100 - harness.cache.blocks_for(num_computed)
-    while victim not in harness.scheduler.running:
+    while victim not in harness.scheduler.queues.running:
         harness.step()
     counts = harness.executor.trace[-1][2]
     assert set(counts) == {1}, "nothing is computed twice"  # type: ignore[call-overload]
     finish(harness)
     assert first.num_preemptions == 0
-    assert harness.scheduler.preemption_stats.num_recomputed_tokens == 0
+    assert harness.scheduler.preemption.stats.num_recomputed_tokens == 0
     assert harness.executor.num_computed == 2 * (8 + 30 - 1)
 
 
@@ -65,8 +65,8 @@ def test_nothing_new_is_let_in_while_anything_is_swapped_out() -> None:
     victim = harness.add(8, max_tokens=30, ignore_eos=True)
     until_swapped(harness, victim)
     late = harness.add(1, max_tokens=1)
-    while victim in harness.scheduler.swapped:
-        assert late in harness.scheduler.waiting
+    while victim in harness.scheduler.queues.swapped:
+        assert late in harness.scheduler.queues.waiting
         harness.step()
     finish(harness)
 
@@ -77,10 +77,10 @@ def test_swapped_requests_return_in_their_order() -> None:
         harness.add(3, max_tokens=40, ignore_eos=True)
     returned: list[int] = []
     while harness.scheduler.has_requests:
-        before = [r for r in harness.requests.values() if r in harness.scheduler.swapped]
+        before = [r for r in harness.requests.values() if r in harness.scheduler.queues.swapped]
         harness.step()
-        now = [r.queue_key for r in before if r in harness.scheduler.running]
-        assert all(r.queue_key > max(now) for r in before if now and r in harness.scheduler.swapped)
+        now = [r.queue_key for r in before if r in harness.scheduler.queues.running]
+        assert all(r.queue_key > max(now) for r in before if now and r in harness.scheduler.queues.swapped)
         returned += now
     assert len(returned) > 4
     finish(harness)
@@ -93,7 +93,7 @@ def test_group_comes_back_sharing_its_prompt() -> None:
     until_swapped(harness, group)
     held = harness.num_swap_blocks - harness.cache.num_free_swap_blocks
     assert held < sum(harness.cache.blocks_for(s.num_computed_tokens) for s in group.live)
-    while group not in harness.scheduler.running:
+    while group not in harness.scheduler.queues.running:
         harness.step()
     tables = [harness.cache.block_ids(sequence.seq_id) for sequence in group.live]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
@@ -107,13 +107,13 @@ def test_group_that_was_planned_in_part_loses_nothing() -> None:
         harness = swapping(11, max_num_seqs=4)
         harness.add(prompt_len, max_tokens=30, ignore_eos=True)
         group = harness.add(prompt_len, n=2, max_tokens=10, ignore_eos=True)
-        while harness.scheduler.has_requests and group not in harness.scheduler.swapped:
+        while harness.scheduler.has_requests and group not in harness.scheduler.queues.swapped:
             harness.step()
-        if group in harness.scheduler.swapped:
+        if group in harness.scheduler.queues.swapped:
             retracted += 1
             assert all(s.num_computed_tokens == s.num_tokens - 1 for s in group.live)
         finish(harness)
-        assert harness.scheduler.preemption_stats.num_recomputed_tokens == 0
+        assert harness.scheduler.preemption.stats.num_recomputed_tokens == 0
     assert retracted > 0
 
 
@@ -127,7 +127,7 @@ def test_prompt_that_was_computed_in_part_goes_on_where_it_was() -> None:
     assert [sequence.status.value for sequence in victim.live] == ["swapped", "waiting"]
     assert 0 < victim.live[0].num_computed_tokens < 24
     finish(harness)
-    assert harness.scheduler.preemption_stats.num_recomputed_tokens == 0
+    assert harness.scheduler.preemption.stats.num_recomputed_tokens == 0
 
 
 def test_first_branch_may_end_while_its_prompt_is_swapped_out() -> None:
@@ -153,7 +153,7 @@ def test_swapped_request_can_be_ended(whole: bool) -> None:
     if whole:
         assert harness.scheduler.abort(group.request_id)
         assert harness.cache.num_free_swap_blocks == 100
-        assert group not in harness.scheduler.swapped
+        assert group not in harness.scheduler.queues.swapped
     else:
         assert harness.scheduler.finish(group.request_id, 0)
         assert harness.cache.num_free_swap_blocks < 100
@@ -184,7 +184,7 @@ def test_full_swap_space_leaves_recomputation() -> None:
     victim = harness.add(8, max_tokens=30, ignore_eos=True)
     finish(harness)
     assert victim.num_preemptions > 0
-    assert harness.scheduler.preemption_stats.num_preemptions["swap"] == 0
+    assert harness.scheduler.preemption.stats.num_preemptions["swap"] == 0
     assert harness.executor.num_swapped == 0
 
 
@@ -194,7 +194,7 @@ def test_what_was_swapped_out_before_a_failed_step_is_as_it_was() -> None:
     victim = harness.add(8, max_tokens=30, ignore_eos=True)
     until_swapped(harness, victim)
     harness.step(fails=True)
-    assert victim in harness.scheduler.swapped
+    assert victim in harness.scheduler.queues.swapped
     finish(harness)
 
 
@@ -205,7 +205,7 @@ def test_what_a_failed_step_was_to_swap_is_computed_again(direction: str, cachin
     harness.add(8, max_tokens=30, ignore_eos=True)
     victim = harness.add(8, max_tokens=30, ignore_eos=True)
     harness.fail(plan_that_swaps(harness, direction))
-    assert victim in harness.scheduler.waiting
+    assert victim in harness.scheduler.queues.waiting
     assert harness.cache.num_free_swap_blocks == 100
     finish(harness)
 
@@ -235,7 +235,7 @@ def test_many_long_generations_in_a_pool_for_one_and_a_half(
     requests = [harness.add(8, max_tokens=56, ignore_eos=True) for _ in range(32)]
     finish(harness)
     assert max(request.num_preemptions for request in requests) <= 4
-    assert sum(harness.scheduler.preemption_stats.num_preemptions.values()) > 32
+    assert sum(harness.scheduler.preemption.stats.num_preemptions.values()) > 32
 
 
 def test_only_an_earlier_victim_comes_before_what_is_swapped_out() -> None:

@@ -51,7 +51,7 @@ def test_steps_beside_a_stream_are_filled_up_to_the_target(target_s: float, marg
     longest = PRICES.token_s + 0.003  # one token more at the end of the prompt
     assert all(target_s / margin - longest < seconds_of(plan) <= target_s / margin + 1e-9 for plan in full)
     assert seconds_of(last) <= target_s / margin + 1e-9
-    assert harness.scheduler.time.num_unmet == 0
+    assert harness.scheduler.planner.time.num_unmet == 0
 
 
 def test_prompt_alone_has_no_limit() -> None:
@@ -92,12 +92,12 @@ def test_target_that_decodes_miss_lets_prompts_advance_every_few_steps() -> None
     harness = harness_of(0.01)  # decodes take 0.024
     streams = start_streams(harness)
     prompt = harness.add(200, max_tokens=1)
-    before = harness.scheduler.time.num_unmet
+    before = harness.scheduler.planner.time.num_unmet
     plans = run_beside(harness, prompt)
     has_chunk = [max(plan.counts) > 1 for plan in plans]
     assert has_chunk == ([False, False, True] * len(plans))[: len(plans)]
     assert all(seconds_of(plan) < 0.06 for plan in plans)
-    assert harness.scheduler.time.num_unmet - before == len(plans)
+    assert harness.scheduler.planner.time.num_unmet - before == len(plans)
     assert all(len(plan.sample_rows) >= len(streams) for plan in plans), "a token of each stream in each step"
 
 
@@ -106,7 +106,7 @@ def test_target_that_only_the_margin_misses_is_held() -> None:
     start_streams(harness)
     plans = run_beside(harness, harness.add(200, max_tokens=1))
     assert all(max(plan.counts) > 1 and seconds_of(plan) <= 0.034 for plan in plans[:-1])
-    assert harness.scheduler.time.num_unmet == 0
+    assert harness.scheduler.planner.time.num_unmet == 0
 
 
 def test_prompt_behind_a_context_longer_than_a_step_is_not_read_for_each_token() -> None:
@@ -133,10 +133,10 @@ def test_prompt_takes_over_where_the_decodes_are_preempted() -> None:
     for _ in range(2):
         harness.step()
     stream = harness.add(4, max_tokens=60, ignore_eos=True)
-    while not harness.scheduler.preempted:
+    while not harness.scheduler.step.preempted:
         plan = harness.schedule()
         harness.execute(plan)
-    assert harness.scheduler.preempted == [stream.request_id]
+    assert harness.scheduler.step.preempted == [stream.request_id]
     assert plan.counts == [16], "the prompt goes on alone, without a limit"
     harness.run()
     harness.assert_right(prompt)
@@ -201,5 +201,5 @@ def test_request_with_a_token_is_not_hurried() -> None:
     harness = harness_of(0.1, first_s=1.0)
     (stream,) = start_streams(harness, 1)
     harness.step()
-    assert not harness.scheduler.time.is_hurried(stream, 0, 400)
-    assert harness.scheduler.time.is_hurried(harness.add(400, max_tokens=1), 0, 400)
+    assert not harness.scheduler.planner.time.is_hurried(stream, 0, 400)
+    assert harness.scheduler.planner.time.is_hurried(harness.add(400, max_tokens=1), 0, 400)

@@ -14,7 +14,7 @@ def waited(request: Request) -> dict[str, int]:
 
 def steps_until_let_in(harness: Harness, request: Request) -> int:
     num_steps = 0
-    while request not in harness.scheduler.admitted:
+    while request not in harness.scheduler.step.admitted:
         harness.step()
         num_steps += 1
     return num_steps - 1  # in the last one it ran
@@ -25,7 +25,7 @@ def test_who_runs_at_once_has_waited_for_nothing() -> None:
     request = harness.add(8, max_tokens=2)
     assert steps_until_let_in(harness, request) == 0
     assert waited(request) == {}
-    assert harness.scheduler.wait_reason is None
+    assert harness.scheduler.queues.wait_reasons.current is None
     harness.run()
 
 
@@ -34,10 +34,10 @@ def test_seats_are_waited_for() -> None:
     harness.add(8, n=2, max_tokens=5, ignore_eos=True)
     second, third = (harness.add(4, max_tokens=1) for _ in range(2))
     harness.step()
-    assert harness.scheduler.wait_reason == "max_num_seqs"
+    assert harness.scheduler.queues.wait_reasons.current == "max_num_seqs"
     num_steps = 1 + steps_until_let_in(harness, second)
     assert waited(second) == {"max_num_seqs": num_steps}
-    assert third in harness.scheduler.admitted
+    assert third in harness.scheduler.step.admitted
     assert waited(third) == waited(second), "what keeps out the first keeps out all behind it"
     harness.run()
 
@@ -66,7 +66,7 @@ def test_who_waits_for_its_prefix_waits_alone() -> None:
     harness.add(prompt, max_tokens=2)
     same, other = harness.add(prompt, max_tokens=2), harness.add(4, max_tokens=2)
     harness.step()
-    assert harness.scheduler.wait_reason == "pending_prefix"
+    assert harness.scheduler.queues.wait_reasons.current == "pending_prefix"
     assert steps_until_let_in(harness, same) == 0
     assert waited(same)["pending_prefix"] == 1
     assert waited(other) == {}
@@ -78,9 +78,9 @@ def test_a_victim_knows_what_its_return_took(mode: str) -> None:
     harness = Harness(12, mode=mode, num_swap_blocks=100)  # type: ignore[arg-type]
     harness.add(8, max_tokens=30, ignore_eos=True)
     victim = harness.add(8, max_tokens=30, ignore_eos=True)
-    while not harness.scheduler.preempted:
+    while not harness.scheduler.step.preempted:
         harness.step()
-    assert harness.scheduler.preempted == [victim.request_id]
+    assert harness.scheduler.step.preempted == [victim.request_id]
     num_computed = max(victim.live[0].num_computed_tokens, victim.live[0].num_lost_tokens)
     late = harness.add(4, max_tokens=1)
     num_steps = 1 + steps_until_let_in(harness, victim)
@@ -89,7 +89,7 @@ def test_a_victim_knows_what_its_return_took(mode: str) -> None:
     if mode == "swap":
         assert victim.num_swapped_blocks == 2 * harness.cache.blocks_for(num_computed)
         assert victim.num_recomputed_tokens == 0
-        while late not in harness.scheduler.admitted:
+        while late not in harness.scheduler.step.admitted:
             harness.step()
         assert waited(late)["swapped_first"] == num_steps - 1
     else:
@@ -104,7 +104,7 @@ def test_a_group_tokens_are_counted_when_it_returns() -> None:
     counted = 0
     while harness.scheduler.has_requests:
         harness.step()
-        if group in harness.scheduler.admitted and group.num_preemptions:
+        if group in harness.scheduler.step.admitted and group.num_preemptions:
             counted += group.num_recomputed_tokens
     assert group.num_preemptions > 0
-    assert counted >= harness.scheduler.preemption_stats.num_recomputed_tokens > 0, "forks to come are counted ahead"
+    assert counted >= harness.scheduler.preemption.stats.num_recomputed_tokens > 0, "forks to come are counted ahead"

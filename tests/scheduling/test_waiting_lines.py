@@ -29,7 +29,7 @@ class Preparation:
     def start_step(self) -> None:
         assert self.harness is not None
         self.num_looks, self._is_held, self.num_steps = 0, False, self.num_steps + 1
-        running = (*self.harness.scheduler.running, *self.harness.scheduler.swapped)
+        running = (*self.harness.scheduler.queues.running, *self.harness.scheduler.queues.swapped)
         self._running = {each.adapter_name for each in running if is_adapter(each)}
 
     def __call__(self, request: Request) -> Lack | None:
@@ -107,7 +107,7 @@ def test_step_costs_as_much_for_each_that_waits_for_a_prefix_however_many_do(pol
         with CountedCalls() as calls:
             plan = harness.scheduler.schedule()
         harness.execute(plan)
-        assert harness.scheduler.num_deferred == num_waiting
+        assert harness.scheduler.queues.num_deferred == num_waiting
         costs.append(calls.count)
     assert costs[1] <= 5 * costs[0], costs
 
@@ -125,7 +125,7 @@ def test_request_that_lacks_nothing_runs_at_once_behind_hundreds_that_do(
     calls_of_step(harness, preparation)
     honest = add(harness, client_id="honest")
     calls_of_step(harness, preparation)
-    assert honest in harness.scheduler.running
+    assert honest in harness.scheduler.queues.running
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -136,12 +136,12 @@ def test_looks_of_a_burst_are_divided_among_steps(policy: SchedulingPolicy) -> N
         add(harness, "adapter")
     honest = add(harness)
     num_steps = 0
-    while honest not in harness.scheduler.running:
+    while honest not in harness.scheduler.queues.running:
         preparation.start_step()
         plan = harness.scheduler.schedule()
         assert preparation.num_looks <= 1100
         if plan.is_empty:
-            assert harness.scheduler.wait_reason == "adapter"
+            assert harness.scheduler.queues.wait_reasons.current == "adapter"
         num_steps += 1
     assert num_steps == 3
 
@@ -155,10 +155,10 @@ def test_adapter_that_is_held_up_comes_before_later_ones_that_could_run_on(polic
     for number in range(200):
         preparation.start_step()
         harness.step()
-        if held in harness.scheduler.running:
+        if held in harness.scheduler.queues.running:
             break
         add(harness, "ab"[number % 2], max_tokens=8)        # without the rule they would keep both adapters in use
-    assert held in harness.scheduler.running
+    assert held in harness.scheduler.queues.running
     assert number < 20
 
 
@@ -166,7 +166,7 @@ def test_steps_without_what_a_request_lacks_are_counted() -> None:
     harness, preparation = make_harness("priority")
     add(harness, max_tokens=40)
     request = add(harness, "grammar 3")
-    while request not in harness.scheduler.running:
+    while request not in harness.scheduler.queues.running:
         preparation.start_step()
         harness.step()
     assert sum(request.waited) == 3
@@ -188,15 +188,15 @@ def test_random_schedules_starve_no_request_and_keep_the_order(policy: Schedulin
             priority = rng.choice([0, 0, 3]) if policy == "priority" else 0
             request = add(harness, rng.choice(kinds), f"client {rng.randrange(3)}", priority=priority)
             waiting_since[request.request_id] = preparation.num_steps
-        if rng.random() < 0.05 and harness.scheduler.waiting:
-            harness.scheduler.abort(rng.choice(harness.scheduler.waiting).request_id)
+        if rng.random() < 0.05 and harness.scheduler.queues.waiting:
+            harness.scheduler.abort(rng.choice(harness.scheduler.queues.waiting).request_id)
         preparation.start_step()
         before = len(harness.scheduler.queues.lines.new)
         harness.step()
         assert preparation.num_looks <= before + 2 * MAX_LOOKS + seats
-        for admitted in harness.scheduler.admitted:
+        for admitted in harness.scheduler.step.admitted:
             assert preparation.num_steps - waiting_since[admitted.request_id] < 1500, "starved"
-            for earlier in harness.scheduler.waiting:
+            for earlier in harness.scheduler.queues.waiting:
                 is_before = earlier.request_id < admitted.request_id and earlier.priority <= admitted.priority
                 if is_before and share == 1.0 and (policy != "fair" or earlier.client_id == admitted.client_id):
                     assert preparation.lacks(earlier), "passed although it lacks nothing"

@@ -215,28 +215,29 @@ class Harness:
 
     def schedule(self) -> StepPlan:
         """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
-        scheduler, before = self.scheduler, list(self.scheduler.running)
-        swapped = list(scheduler.swapped)  # they return before anything new, whatever their client's share
+        scheduler, before = self.scheduler, list(self.scheduler.queues.running)
+        swapped = list(scheduler.queues.swapped)  # they return before anything new, whatever their client's share
         plan = scheduler.schedule(self.now_s)
         before = [request for request in before if request.live]  # the others were late
-        assert not before or before[0] in scheduler.running, "the first in order gave way"
-        for victim in (request for request in before if request not in scheduler.running):
+        assert not before or before[0] in scheduler.queues.running, "the first in order gave way"
+        for victim in (request for request in before if request not in scheduler.queues.running):
             assert all(
                 request.queue_key < victim.queue_key
                 or (self.max_kv_share < 1 and (request.client_id != victim.client_id or request in swapped))
-                for request in scheduler.admitted
+                for request in scheduler.step.admitted
             ), "let in past a victim"
-        if scheduler.swapped:
-            assert all(request.num_preemptions > 0 for request in scheduler.admitted), "let in past a swapped request"
-            first = scheduler.swapped[0].queue_key
-            assert all(request.queue_key < first for request in scheduler.admitted), "returned out of order"
+        if scheduler.queues.swapped:
+            resumed = [request.num_preemptions > 0 for request in scheduler.step.admitted]
+            assert all(resumed), "let in past a swapped request"
+            first = scheduler.queues.swapped[0].queue_key
+            assert all(request.queue_key < first for request in scheduler.step.admitted), "returned out of order"
         return plan
 
     def check(self) -> None:
         """Check every invariant, and that requests with different salts have no block in common."""
         self.scheduler.check()
         salts: dict[int, str | None] = {}
-        for request in self.scheduler.running:
+        for request in self.scheduler.queues.running:
             for sequence in request.live:
                 for block in self.cache.block_ids(sequence.seq_id) if sequence.row != NO_ROW else ():
                     if block != NULL_BLOCK:

@@ -132,7 +132,7 @@ class TimedRun:
         work = sum(answer.item.output_len + len(answer.item.prompt_token_ids) for answer in answers)
         bound = 4 * MOST_STEPS * work + 2 * AGEING_STEPS * max(self._levels) + 1000
         while answers and answers[0].finished_s is None:
-            if len(scheduler.waiting) < 4:
+            if len(scheduler.queues.waiting) < 4:
                 self._add(rng.randint(1, min(self._longest, 20)), rng.randint(1, 8), rng.choice(self._levels))
             if rng.random() < 0.02:
                 self._abort_any(but=next(iter(self._accepted)))
@@ -174,7 +174,7 @@ class TimedRun:
         starts = dict(zip(plan.rows, plan.starts, strict=True))
         prompts = [
             request.live[0]
-            for request in self._scheduler.running
+            for request in self._scheduler.queues.running
             if request.live[0].num_computed_tokens < request.live[0].num_prompt_tokens
         ]
         has_advanced = any(sequence.row in starts for sequence in prompts)

@@ -90,7 +90,7 @@ class Request:
     must_see_tokens: bool = False     # before the next draw, by the scheduler: see quire.scheduling.async_scheduling
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # of the prompt, found in the cache at its first admission
-    waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.wait_reasons
+    waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.queues
     num_recomputed_tokens: int = 0    # of what the last preemption has taken
     num_swapped_blocks: int = 0       # that the last preemption has moved, out and in
 

@@ -103,7 +103,7 @@ class Engine:
             deltas = self.scheduler.update(plan, result)
         except BaseException:
             self._discard()
-            self._is_certain = self.scheduler.current_request is not None
+            self._is_certain = self.scheduler.step.at is not None
             self._suspects = self.scheduler.roll_back()
             raise
         if self._in_flight and not self.scheduler.has_requests:
@@ -111,14 +111,14 @@ class Engine:
             self.scheduler.roll_back()
         self.num_computed_tokens = sum(plan.counts)
         if self.num_computed_tokens > len(plan.rows) or self._prompts_left.num_tokens:
-            self._prompts_left = _prompts_left(self.scheduler.running)
+            self._prompts_left = _prompts_left(self.scheduler.queues.running)
         self.timing = StepTiming(plan.kind, result.step_s, result.step_ratio)
         self._warn_of_target()
         return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.record_success()
 
     def _warn_of_target(self) -> None:
         """Log, once, that steps have no room for prompts within the target."""
-        time = self.scheduler.time
+        time = self.scheduler.planner.time
         if time.num_unmet and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -129,7 +129,7 @@ class Engine:
 
     def _wait_for_preparation(self) -> None:
         """Wait for what the next waiting request lacks, if there is one."""
-        preparing = self.adapters if self.scheduler.wait_reason == "adapter" else self.grammars
+        preparing = self.adapters if self.scheduler.queues.wait_reasons.current == "adapter" else self.grammars
         if preparing is not None and self.scheduler.has_requests:
             preparing.wait(PREPARATION_WAIT_S)
 
@@ -175,7 +175,7 @@ class Engine:
                 r.request_id, r.num_preemptions, r.num_cached_tokens, tuple(r.waited), r.num_recomputed_tokens,
                 r.num_swapped_blocks,
             )
-            for r in self.scheduler.admitted
+            for r in self.scheduler.step.admitted
             if r.request_id != PROBE_ID
         ]  # fmt: skip
 
@@ -186,18 +186,18 @@ class Engine:
         """
         scheduler, is_count_due = self.scheduler, kv.blocks_by_owner is not None
         return EngineState(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + scheduler.num_held,
-            num_swapped=len(scheduler.swapped),
+            num_running=len(scheduler.queues.running),
+            num_waiting=len(scheduler.queues.waiting) + len(scheduler.queues.held),
+            num_swapped=len(scheduler.queues.swapped),
             kv=kv,
             pins=scheduler.cache.pins,
             num_pinned_blocks=scheduler.limits.num_pinned_blocks,
-            num_running_seqs=scheduler.num_running_seqs,
-            waits_for=scheduler.wait_reason,
-            num_deferred=scheduler.num_deferred,
+            num_running_seqs=scheduler.queues.num_running_seqs,
+            waits_for=scheduler.queues.wait_reasons.current,
+            num_deferred=scheduler.queues.num_deferred,
             prompts_left=self._prompts_left,
-            step_times=scheduler.time.times,
-            num_itl_unmet=scheduler.time.num_unmet,
+            step_times=scheduler.planner.time.times,
+            num_itl_unmet=scheduler.planner.time.num_unmet,
             adapters=self.adapters.use() if self.adapters is not None and is_count_due else None,
         )
 
@@ -206,7 +206,7 @@ class Engine:
 
         With `by_owner`, which takes longer, also the blocks of each owner.
         """
-        preemptions = self.scheduler.preemption_stats
+        preemptions = self.scheduler.preemption.stats
         return replace(
             self.scheduler.cache.stats(),
             blocks_by_owner=count_blocks_by_owner(self.scheduler) if by_owner else None,
@@ -235,7 +235,7 @@ def _prompts_left(running: Iterable[Request]) -> StepWork:
 def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:
     """Return how many blocks the requests of each label hold. Linear in their tables; nothing without labels."""
     seq_ids = defaultdict[str, list[int]](list)
-    for request in scheduler.running:
+    for request in scheduler.queues.running:
         if request.owner != UNLABELLED:
             seq_ids[request.owner] += [sequence.seq_id for sequence in request.live if sequence.row != NO_ROW]
     return {owner: scheduler.cache.count_blocks(ids) for owner, ids in seq_ids.items()}
@@ -248,7 +248,7 @@ def list_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[Blo
         sequence.seq_id: BlockHolder(
             sequence.seq_id, "sequence", sequence.num_computed_tokens, request.request_id, sequence.index, request.owner
         )
-        for request in (*scheduler.running, *scheduler.swapped)
+        for request in (*scheduler.queues.running, *scheduler.queues.swapped)
         for sequence in request.live
         if sequence.seq_id in seen
     }

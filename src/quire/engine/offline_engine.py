@@ -163,7 +163,7 @@ class LocalEngine(OfflineEngine):
         started_s = time.monotonic()
         deltas = engine.step()
         try:
-            self.outputs.record_scheduled(engine.scheduler.preempted, engine.admissions, started_s)
+            self.outputs.record_scheduled(engine.scheduler.step.preempted, engine.admissions, started_s)
             processed = self.outputs.process(deltas, time.monotonic())
             step = Stepped(
                 started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE, timing=engine.timing

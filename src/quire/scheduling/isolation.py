@@ -57,14 +57,14 @@ class Isolation:
         self._advance()
         if self.is_active:
             tested = {PROBE_ID} if self._accusation is not None else set(self._testing)
-            self._scheduler.hold_all_but(tested)
+            self._scheduler.queues.hold_all_but(tested)
 
     def record_failure(self, suspects: Iterable[int], reason: str, *, is_certain: bool) -> bool:
         """Take a step that has failed and was undone. Return False if the engine has to end.
 
         `is_certain`: the failure arose while the only suspect was planned or recorded.
         """
-        alive = [each for each in suspects if each in self._scheduler.requests]
+        alive = [each for each in suspects if each in self._scheduler.queues.requests]
         if self._accusation is not None or not self._may_go_on(alive):
             return False
         was_alone = len(alive) == 1 and (is_certain or self._testing == alive)
@@ -84,7 +84,7 @@ class Isolation:
         if not self.is_active:
             self._num_quiet_steps += 1
             return []
-        if self._accusation is None or PROBE_ID in self._scheduler.requests:
+        if self._accusation is None or PROBE_ID in self._scheduler.queues.requests:
             return []
         accused, self._accusation = self._accusation, None
         self._has_culprit = True
@@ -102,7 +102,7 @@ class Isolation:
 
     def _suspect(self, alive: list[int]) -> None:
         """Split suspects in two groups, the first of which is tested next."""
-        requests = self._scheduler.requests
+        requests = self._scheduler.queues.requests
         for each in alive:
             self._targets[each] = max(sequence.num_tokens for sequence in requests[each].live)
         middle = (len(alive) + 1) // 2
@@ -126,7 +126,7 @@ class Isolation:
             self._end()
 
     def _is_cleared(self, request_id: int) -> bool:
-        request = self._scheduler.requests.get(request_id)
+        request = self._scheduler.queues.requests.get(request_id)
         if request is None:
             return True
         return min(sequence.num_computed_tokens for sequence in request.live) >= self._targets[request_id]
@@ -137,4 +137,4 @@ class Isolation:
         self._is_open = self._has_culprit = False
         self._num_quiet_steps, self._cleared = 0, frozenset(self._targets)
         self._targets.clear()
-        self._scheduler.release_all()
+        self._scheduler.queues.release_all()

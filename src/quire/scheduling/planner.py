@@ -21,7 +21,7 @@ from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.core.task import BeamSearch, Pin
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget, WholePrompts
-from quire.scheduling.parts import BlockShares
+from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
 from quire.scheduling.policies import ByPriority
 from quire.scheduling.preemption import PreemptionPolicy
@@ -41,15 +41,18 @@ class Planner:
 
     def __init__(
         self, config: SchedulerConfig, queues: RequestQueues, admission: AdmissionControl, preemption: PreemptionPolicy,
-        order: ByPriority, cache: KVCacheManager, shares: BlockShares | None,
-        unprepared: Callable[[Request], Lack | None], time: TimeBudget,
+        order: ByPriority, cache: KVCacheManager, unprepared: Callable[[Request], Lack | None],
     ) -> None:  # fmt: skip
-        self._shares, self._unprepared = shares, unprepared
+        self._unprepared = unprepared
         self._queues, self._admission, self._preemption = queues, admission, preemption
         self._order, self._cache = order, cache
         budget = ChunkedPrefillBudget if config.chunks_prompts else WholePrompts
-        self._prefill_budget = budget(config.max_num_batched_tokens, self._budget_candidates, time)
-        self.time = time
+        self.time = TimeBudget(config.itl_target_s, config.ttft_target_s, config.max_num_batched_tokens)
+        self._prefill_budget = budget(config.max_num_batched_tokens, self._budget_candidates, self.time)
+        self._shares: KVShares | None = None            # None: clients have no limit
+        if config.max_kv_share < 1 and cache.num_blocks > 0:
+            max_blocks = int(config.max_kv_share * cache.num_blocks)
+            self._shares = KVShares(max_blocks, queues.running, admission.known_blocks, admission.head_room)
 
     def start_step(self, now_s: float) -> None:
         """Reset what is counted per step."""
@@ -71,6 +74,10 @@ class Planner:
         yield from self._queues.running
         if self._admission.may_admit():
             yield from self._queues.swapped or self._queues.lines.new
+
+    def has_excess(self) -> bool:
+        """Return whether a client holds more than its share of the blocks."""
+        return self._shares is not None and self._shares.has_excess()
 
     def preempt_excess(self, step: PlanBuilder) -> None:
         """Preempt by recompute the requests that take their clients past their shares."""

@@ -1,7 +1,7 @@
 """Queue ordering and preemption-victim policies, small and replaceable.
 
 A policy gives each request its queue key, ranks the waiting ones, and orders the running ones. `ByPriority` is the
-default and the interface; `FirstComeFirstServed` and `FairShare` (`client_shares`) replace parts of it.
+default and the interface; `FirstComeFirstServed` and `FairShare` (`quire.scheduling.fair_share`) replace parts of it.
 """
 
 from collections.abc import Iterable

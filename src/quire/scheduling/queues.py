@@ -6,14 +6,61 @@ order, in most cases the front. Steps read the waiting ones by their lines (`qui
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from quire.cache.manager import KVCacheManager
+from quire.core.deltas import WAIT_REASONS, WaitReason
 from quire.core.plan import BlockCopy
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.scheduling.policies import ByPriority
-from quire.scheduling.wait_reasons import WaitReasonCounters
 from quire.scheduling.waiting_lines import Lack, LineReader, WaitingLines, queue_key_of
+
+
+class WaitReasonCounters:
+    """Steps that left a request waiting, by reason, since start.
+
+    `current`: the reason in the last plan, if any; `num_skipped`: requests that it skipped.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = [0] * len(WAIT_REASONS)
+        self._num_before = -1  # steps before the last one
+        self.current: WaitReason | None = None
+        self.num_skipped = 0
+
+    def start_step(self) -> None:
+        """Begin a step."""
+        self.current, self.num_skipped = None, 0
+        self._num_before += 1
+
+    def count(self, reason: WaitReason | None) -> None:
+        """Count the reason that held back the head of the queue; None: nothing did."""
+        if reason is not None:
+            self.current = reason
+            self._num_steps[WAIT_REASONS.index(reason)] += 1
+
+    def count_skipped(self, request: Request, reason: WaitReason) -> None:
+        """Count that one request was skipped."""
+        self.current = reason
+        self.num_skipped += 1
+        request.waited[WAIT_REASONS.index(reason)] += 1
+
+    def begin_lack(self, request: Request, reason: WaitReason) -> None:
+        """Count the step under way, and those to come, for a request that lacks something."""
+        request.waited[WAIT_REASONS.index(reason)] -= self._num_before
+
+    def end_lack(self, request: Request, reason: WaitReason | None) -> None:
+        """Count no more steps for a request, the one under way included. `reason`: as begun; None: nothing was."""
+        if reason is not None:
+            request.waited[WAIT_REASONS.index(reason)] += self._num_before
+
+    def start(self, request: Request) -> None:
+        """Start counting for a request that is queued."""
+        request.waited = [-count for count in self._num_steps]
+
+    def stop(self, request: Request) -> None:
+        """Let `request.waited` be the steps since `start`."""
+        request.waited = [waited + count for waited, count in zip(request.waited, self._num_steps, strict=True)]
 
 
 class RequestQueues:
@@ -31,6 +78,11 @@ class RequestQueues:
         self.num_running_seqs = 0              # unfinished sequences of running requests
         self.num_drafted = 0                   # sequences that have drafts: they hold rows
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_deferred(self) -> int:
+        """Waiting requests that lack something, or that the last plan skipped: those behind them could be admitted."""
+        return self.lines.num_lacking + self.wait_reasons.num_skipped
 
     def first_to_admit(self) -> Request | None:
         """Return the first request in the order of admission, whatever it lacks; None if there is none."""
@@ -132,13 +184,24 @@ class RequestQueues:
         self._remove(request)
         self._enqueue(request, self.waiting)
 
-    def hold(self, request: Request) -> None:
-        """Keep a request that waits, or is swapped out, from being admitted; it keeps what it has."""
-        self._remove(request)
-        insort(self.held, request, key=queue_key_of)
+    def hold_all_but(self, request_ids: Container[int]) -> None:
+        """Keep all other requests from being admitted until `release_all`, while none of them runs.
 
-    def release(self, request: Request) -> None:
-        """Return a held request to its queue."""
+        They keep what they have. Call it again after each arrival.
+        """
+        for request in [*self.waiting, *self.swapped]:
+            if request.request_id not in request_ids:
+                self._remove(request)
+                insort(self.held, request, key=queue_key_of)
+        for request in [each for each in self.held if each.request_id in request_ids]:
+            self._release_held(request)
+
+    def release_all(self) -> None:
+        """Return all held requests to their queues."""
+        for request in self.held.copy():
+            self._release_held(request)
+
+    def _release_held(self, request: Request) -> None:
         self._remove(request)
         is_swapped = any(sequence.status is SequenceStatus.SWAPPED for sequence in request.live)
         self._insert(request, self.swapped if is_swapped else self.waiting)

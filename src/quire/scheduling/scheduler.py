@@ -10,15 +10,14 @@ could not finish alone: every accepted request finishes. `RequestQueues` has the
 Pure Python: no torch, no clock, no I/O.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.slices import run_to_the_end
-from quire.core.config import SchedulerConfig
-from quire.core.deltas import PREPARATION, SequenceDelta, WaitReason
-from quire.core.errors import InvalidRequestError
+from quire.core.config import SchedulerConfig, SchedulingPolicy
+from quire.core.deltas import PREPARATION, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence
@@ -26,52 +25,50 @@ from quire.core.task import BeamSearch, Pin
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.async_scheduling import must_see_tokens, schedule_next
+from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.deadlines import DEADLINE, Deadlines, late_ends, late_failure
+from quire.scheduling.fair_share import FairShare
 from quire.scheduling.limits import AdmissionLimits, check_pinnable, check_pinned, num_pinned_blocks
-from quire.scheduling.parts import SchedulerParts, Searches
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.planner import Planner
-from quire.scheduling.preemption import PreemptionPolicy, PreemptionStats
+from quire.scheduling.policies import ByPriority, FirstComeFirstServed
+from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.queues import RequestQueues
 from quire.scheduling.result_recorder import ResultRecorder
-from quire.scheduling.step_rollback import affected_by, release_affected
-from quire.scheduling.time_budget import TimeBudget
 from quire.scheduling.waiting_lines import Lack
+
+ORDERS: Mapping[SchedulingPolicy, type[ByPriority]] = {
+    "priority": ByPriority, "fcfs": FirstComeFirstServed, "fair": FairShare
+}  # fmt: skip
 
 
 class Scheduler:
     """Chooses the requests of each step, and records the results. The only writer of a sequence's tokens.
 
     `unprepared` returns what a waiting request lacks of what is prepared for it by another thread; None: nothing.
-    `parts`: those that the configuration asks for, and that requests may ask for; by default none.
+    `queues` has the requests; `step` is the step that is being planned, or is under way.
     """
 
     def __init__(
         self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl] = AdmissionControl,
         unprepared: Callable[[Request], Lack | None] = lambda request: None,
-        parts: SchedulerParts | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.cache = cache
         self.limits = AdmissionLimits(
             cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
         )
-        parts = parts or SchedulerParts()
-        self.order, self._make_searches = parts.order, parts.make_searches
+        self.order = ORDERS[config.scheduling_policy]()
         self.queues = RequestQueues(cache, config.max_num_seqs, self.order)
         self.admission = admission(self.queues, cache, config)
         self.preemption = PreemptionPolicy(config.preemption_mode, cache.block_size)
-        make_shares = parts.make_shares
-        self._shares = None if make_shares is None else make_shares(cache, self.running, self.admission)
-        time = TimeBudget(config.itl_target_s, config.ttft_target_s, config.max_num_batched_tokens)
-        self.planner = Planner(
-            config, self.queues, self.admission, self.preemption, self.order, cache, self._shares, unprepared, time
-        )
-        self._step = PlanBuilder()                  # that is being planned, or is under way
+        self.planner = Planner(config, self.queues, self.admission, self.preemption, self.order, cache, unprepared)
+        self.step = PlanBuilder()
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
         self._seq_ids = count()
         self._deadlines = Deadlines(self.queues.requests)
-        self._recorder = ResultRecorder(cache, self.queues, self.order, self._finish, self._complete)
+        self._searches = BeamSearches(cache, self.queues)
+        self._recorder = ResultRecorder(cache, self.queues, self.order, self._searches, self._finish, self._complete)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -80,75 +77,6 @@ class Scheduler:
         """Return whether a request is unfinished, or a delta was not returned yet."""
         return bool(self.queues.requests or self._recorder.deltas)
 
-    @property
-    def requests(self) -> Mapping[int, Request]:
-        """All unfinished requests by id."""
-        return self.queues.requests
-
-    @property
-    def waiting(self) -> list[Request]:
-        """Requests that wait to be admitted, in order."""
-        return self.queues.waiting
-
-    @property
-    def running(self) -> list[Request]:
-        """Admitted requests, in order."""
-        return self.queues.running
-
-    @property
-    def swapped(self) -> list[Request]:
-        """Requests that are swapped out, in order."""
-        return self.queues.swapped
-
-    @property
-    def num_held(self) -> int:
-        """Requests that wait, or are swapped out, and may not be admitted now."""
-        return len(self.queues.held)
-
-    @property
-    def num_running_seqs(self) -> int:
-        """Unfinished sequences of running requests."""
-        return self.queues.num_running_seqs
-
-    @property
-    def wait_reason(self) -> WaitReason | None:
-        """The reason for which the last plan did not admit the head of the waiting queue; None if none waits."""
-        return self.queues.wait_reasons.current
-
-    @property
-    def num_deferred(self) -> int:
-        """Waiting requests that lack something, or that the last plan skipped: those behind them could be admitted."""
-        return self.queues.lines.num_lacking + self.queues.wait_reasons.num_skipped
-
-    @property
-    def time(self) -> TimeBudget:
-        """The limit of a step's time, and what it has measured."""
-        return self.planner.time
-
-    @property
-    def preemption_stats(self) -> PreemptionStats:
-        """Preemptions since start, and their cost."""
-        return self.preemption.stats
-
-    @property
-    def current_request(self) -> Request | None:
-        """The request that is being planned or recorded; None between requests."""
-        return self._step.at
-
-    def num_reserved(self, request: Request) -> int:
-        """Return how many tokens each sequence of a request reserves; 0 in paged memory."""
-        return self.admission.num_reserved(request)
-
-    @property
-    def admitted(self) -> list[Request]:
-        """Requests that the last plan admitted."""
-        return self._step.admitted
-
-    @property
-    def preempted(self) -> list[int]:
-        """The ids of requests that the last plan has preempted."""
-        return self._step.preempted
-
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, and changes nothing, if it could never run."""
         assert request.request_id not in self.queues.requests, f"request {request.request_id} added twice"
@@ -156,7 +84,6 @@ class Scheduler:
         self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
         if isinstance(request.task, Pin):
             check_pinnable(num_prompt_tokens, self.queues.requests.values(), self.cache, self.limits)
-        searches = self._searches_for(request)
         prompt = pack_tokens(request.prompt_token_ids)
         request.live = [
             Sequence(
@@ -172,20 +99,10 @@ class Scheduler:
         self.admission.check_admissible(request)
         self.queues.add(request)
         self._deadlines.add(request)
-        if searches is not None:
-            searches.add(request)
+        if isinstance(request.task, BeamSearch):
+            self._searches.add(request)
         if isinstance(request.task, Pin):
             self._update_pin_limits()
-
-    def _searches_for(self, request: Request) -> Searches | None:
-        """Return the searches for a request that is one, the first time made for it; None for other requests."""
-        if not isinstance(request.task, BeamSearch):
-            return None
-        if self._recorder.searches is None:
-            if self._make_searches is None:
-                raise InvalidRequestError("this scheduler has no beam search")
-            self._recorder.searches = self._make_searches(self.cache, self.queues)
-        return self._recorder.searches
 
     def abort(self, request_id: int) -> bool:
         """End a request at once, wherever it is; its blocks are free on return. False if it is not here (any more).
@@ -208,11 +125,10 @@ class Scheduler:
 
     def _end_late(self, request: Request) -> None:
         """End a request whose deadline has passed: with what it has, or with an error if that is nothing."""
-        searches = self._recorder.searches
         if not request.has_begun:
             ends = [late_failure(request)]
-        elif searches is not None and isinstance(request.task, BeamSearch):
-            ends = searches.conclude(request)
+        elif isinstance(request.task, BeamSearch):
+            ends = self._searches.conclude(request)
             for delta in ends:
                 if delta.finish_reason == "length":
                     delta.stop_reason, delta.is_late = DEADLINE, True
@@ -234,8 +150,7 @@ class Scheduler:
         """End a branch for good; with the last one the request ends."""
         self.queues.finish(request, sequence)
         if not request.live:
-            if self._recorder.searches is not None:
-                self._recorder.searches.remove(request)
+            self._searches.remove(request)
             if isinstance(request.task, Pin):
                 self._update_pin_limits()
 
@@ -258,9 +173,9 @@ class Scheduler:
         for request in self._deadlines.take_passed(now_s):
             self._end_late(request)
         if self._ahead is not None:
-            self._step, self._ahead = self._ahead, None
-            return self._step.plan
-        step = self._step = PlanBuilder()
+            self.step, self._ahead = self._ahead, None
+            return self.step.plan
+        step = self.step = PlanBuilder()
         self.planner.start_step(now_s)
         plan = self._start_step(step)
         self.planner.preempt_excess(step)
@@ -268,28 +183,26 @@ class Scheduler:
         step.at = None
         if self.queues.num_drafted:
             self._plan_drafts(step)
-        is_idle = not self.queues.requests or self.wait_reason in PREPARATION
-        assert not plan.is_empty or is_idle, "requests are here, but none of them can run"
+        if plan.is_empty:
+            is_idle = not self.queues.requests or self.queues.wait_reasons.current in PREPARATION
+            assert is_idle, "requests are here, but none of them can run"
         return plan
 
     def schedule_next(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
-        has_drafts = self.queues.num_drafted > 0 or self._step.plan.drafts
-        if has_drafts or self.cache.has_window or self.admission.has_room_for_next():
-            return None
-        if self._shares is not None and self._shares.has_excess():
+        has_drafts = self.queues.num_drafted > 0 or self.step.plan.drafts
+        if has_drafts or self.cache.has_window or self.admission.has_room_for_next() or self.planner.has_excess():
             return None
         self._ahead = schedule_next(
-            self._step, self.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
-            self.cache, self.time,
+            self.step, self.queues.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
+            self.cache, self.planner.time,
         )
         return None if self._ahead is None else self._start_step(self._ahead)
 
     def _start_step(self, step: PlanBuilder) -> StepPlan:
         """Count a step, and put into its plan what the last one has left to do."""
         self.order.count_step()
-        if self._recorder.searches is not None:
-            step.plan.row_forks.extend(self._recorder.searches.take_row_forks())
+        step.plan.row_forks.extend(self._searches.take_row_forks())
         step.plan.copies.extend(self.cache.take_copies())
         return step.plan
 
@@ -300,7 +213,7 @@ class Scheduler:
     def _plan_drafts(self, step: PlanBuilder) -> None:
         """Plan drafts from the remaining budget, unless a request waits for budget."""
         left = self.config.max_num_batched_tokens - step.num_tokens
-        self.planner.plan_drafts(step, 0 if self.wait_reason == "token_budget" else left)
+        self.planner.plan_drafts(step, 0 if self.queues.wait_reasons.current == "token_budget" else left)
 
     # --- the result -----------------------------------------------------------------------------------------------
 
@@ -309,14 +222,14 @@ class Scheduler:
 
         If that fails, `take_deltas` has what had been recorded before, and so has the next update.
         """
-        step = self._step
+        step = self.step
         assert plan is step.plan, "a result for another plan"
         if result.failures:
             self._recorder.fail(result.failures, result.at_fault)
         self._recorder.advance(step, result, self._ahead)
         self.cache.end_step()
         self.preemption.record_step(result)
-        self.time.record(result.rates.step_times)
+        self.planner.time.record(result.rates.step_times)
         for chunk in result.prompt_logprobs:
             self._recorder.store_prompt_logprobs(chunk)
         self._recorder.record(step, result, self._ahead)
@@ -339,10 +252,10 @@ class Scheduler:
         and did not return in this step, stays as it is; requests without a part in the step run on. Returns the ids of
         the suspects: all affected requests, or the one being planned or recorded, if the failure arose there.
         """
-        steps = [self._step] if self._ahead is None else [self._step, self._ahead]
-        at, self._ahead = self._step.at, None
-        affected = affected_by(steps, self.running, self.cache)
-        release_affected(affected, self._step.swapped_out, self.queues, self.preemption)
+        steps = [self.step] if self._ahead is None else [self.step, self._ahead]
+        at, self._ahead = self.step.at, None
+        affected = _affected_by(steps, self.queues.running, self.cache)
+        _release_affected(affected, self.step.swapped_out, self.queues, self.preemption)
         self.cache.end_step()
         return [request.request_id for request in (affected if at is None else [at])]
 
@@ -351,20 +264,7 @@ class Scheduler:
     def requeue_running(self) -> None:
         """Preempt all running requests by recompute. Only between steps, and with none planned ahead."""
         assert self._ahead is None, "a step is planned ahead"
-        release_affected(self.running.copy(), [], self.queues, self.preemption)
-
-    def hold_all_but(self, request_ids: Container[int]) -> None:
-        """Admit these requests only until `release_all`, while no other request runs. Call again after each arrival."""
-        for request in [*self.waiting, *self.swapped]:
-            if request.request_id not in request_ids:
-                self.queues.hold(request)
-        for request in [each for each in self.queues.held if each.request_id in request_ids]:
-            self.queues.release(request)
-
-    def release_all(self) -> None:
-        """Admit all requests again that are held."""
-        for request in self.queues.held.copy():
-            self.queues.release(request)
+        _release_affected(self.queues.running.copy(), [], self.queues, self.preemption)
 
     # --- invariants -----------------------------------------------------------------------------------------------
 
@@ -377,10 +277,9 @@ class Scheduler:
         yield from self.cache.checking()
         self.queues.check()
         assert self.queues.num_running_seqs <= self.config.max_num_seqs
-        _check_running(self.running, self._ahead, self.cache)
+        _check_running(self.queues.running, self._ahead, self.cache)
         self._deadlines.check()
-        if self._recorder.searches is not None:
-            self._recorder.searches.check(self.queues.requests.values())
+        self._searches.check(self.queues.requests.values())
         check_pinned(self.queues.requests.values(), self.cache, self.limits)
 
 
@@ -394,3 +293,32 @@ def _check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache:
                 assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
         waits = [sequence.is_computed for sequence in request.live]
         assert not any(waits) or (isinstance(request.task, BeamSearch) and not all(waits)), "nothing left to compute"
+
+
+def _affected_by(steps: list[PlanBuilder], running: Iterable[Request], cache: KVCacheManager) -> list[Request]:
+    """Return the running requests that a step admitted, computes or starts, or that hold a block it copies into."""
+    at = [request for step in steps for request in (step.at, *step.admitted)]
+    plans = [step.plan for step in steps]
+    rows = {row for plan in plans for row in (*plan.rows, *(new.row for new in plan.new_rows))}
+    rows |= {fork.row for plan in plans for fork in plan.row_forks}
+    copied = {copy.dst for plan in plans for copy in plan.copies}
+
+    def is_affected(request: Request) -> bool:
+        held = [sequence for sequence in request.live if sequence.row != NO_ROW]
+        return request in at or any(
+            each.row in rows or not copied.isdisjoint(cache.block_ids(each.seq_id)) for each in held
+        )
+
+    return [request for request in running if is_affected(request)]
+
+
+def _release_affected(
+    affected: list[Request], swapped_out: Iterable[Request], queues: RequestQueues, preemption: PreemptionPolicy
+) -> None:
+    """Queue affected requests again, those that the step was to swap out included, without their blocks."""
+    for request in reversed(affected):
+        preemption.count("recompute")
+        queues.release_for_recompute(request)
+    for request in swapped_out:
+        if request in queues.swapped:                                   # else it was aborted while the step ran
+            queues.release_for_recompute(request)

@@ -14,7 +14,6 @@ from quire.core.deltas import SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request, Sequence, SequenceStatus
 from quire.scheduling.admission import AdmissionControl
-from quire.scheduling.parts import SchedulerParts
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.waiting_lines import Lack
@@ -25,12 +24,9 @@ from quire_lab.baselines.reservation import ReservingAdmission
 class StaticScheduler(Scheduler):
     """A scheduler that admits no request while another runs."""
 
-    def __init__(
-        self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl],
-        parts: SchedulerParts | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, admission: type[AdmissionControl]) -> None:
         assert isinstance(cache, ContiguousManager) and cache.policy == "contiguous-max", "no room for padding"  # noqa: PT018
-        super().__init__(config, cache, admission, parts=parts)
+        super().__init__(config, cache, admission)
         self._held: dict[tuple[int, int], SequenceDelta] = {}  # the last ones of padding, by request id and branch
 
     def abort(self, request_id: int) -> bool:
@@ -52,17 +48,17 @@ class StaticScheduler(Scheduler):
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
         """Record a step; give padding its next token; when all is padding, end the batch."""
         assert not result.rows, "static batches take one token per row"
-        sampled = zip(self._step.sampled, result.token_ids, strict=True)
+        sampled = zip(self.step.sampled, result.token_ids, strict=True)
         padded = [(*each, token) for each, token in sampled if each[1].status is SequenceStatus.PADDING]
         deltas = super().update(plan, result)
         for request, sequence, token in padded:
             self._complete(request, sequence)
             sequence.token_ids.append(token)
-        if all(each.status is SequenceStatus.PADDING for request in self.running for each in request.live):
-            for request in self.running.copy():
+        if all(each.status is SequenceStatus.PADDING for request in self.queues.running for each in request.live):
+            for request in self.queues.running.copy():
                 super().abort(request.request_id)
         held = self._held | {(each.request_id, each.index): each for each in deltas if each.finish_reason is not None}
-        here = {(request.request_id, each.index) for request in self.running for each in request.live}
+        here = {(request.request_id, each.index) for request in self.queues.running for each in request.live}
         self._held = {key: delta for key, delta in held.items() if key in here}
         return [each for each in deltas if each.finish_reason is None] + [held[key] for key in held if key not in here]
 
@@ -77,14 +73,14 @@ class StaticScheduler(Scheduler):
         super().requeue_running()
 
     def _end_padding(self) -> None:
-        for request in self.running.copy():
+        for request in self.queues.running.copy():
             for sequence in request.live.copy():
                 if sequence.status is SequenceStatus.PADDING:
                     self._finish(request, sequence)
 
     def _admit(self, step: PlanBuilder, budget: int) -> None:
         """Admit the next batch when nothing runs."""
-        if not self.running:
+        if not self.queues.running:
             super()._admit(step, budget)
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
@@ -95,14 +91,13 @@ class StaticScheduler(Scheduler):
 
 
 def make_baseline(
-    config: SchedulerConfig, cache_config: CacheConfig, unprepared: Callable[[Request], Lack | None],
-    parts: SchedulerParts,
-) -> Scheduler:  # fmt: skip
+    config: SchedulerConfig, cache_config: CacheConfig, unprepared: Callable[[Request], Lack | None]
+) -> Scheduler:
     """Return the scheduler of the configuration's way of batching, over a cache of contiguous chunks.
 
     A static batch has no request that has to be prepared.
     """
     cache = ContiguousManager(cache_config)
     if config.batching == "static":
-        return StaticScheduler(config, cache, ReservingAdmission, parts)
-    return Scheduler(config, cache, ReservingAdmission, unprepared, parts)
+        return StaticScheduler(config, cache, ReservingAdmission)
+    return Scheduler(config, cache, ReservingAdmission, unprepared)

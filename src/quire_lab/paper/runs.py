@@ -179,7 +179,7 @@ class Meter:
 
 def _running(scheduler: Scheduler) -> Iterator[tuple[Request, Sequence]]:
     """Yield the sequences that have a row."""
-    return ((request, each) for request in scheduler.running for each in request.live if each.row != NO_ROW)
+    return ((request, each) for request in scheduler.queues.running for each in request.live if each.row != NO_ROW)
 
 
 class _Watch:
@@ -205,13 +205,13 @@ class _Watch:
             return
         scheduler = self._scheduler
         self.meter.count(scheduler)
-        if not len(scheduler.waiting):
+        if not len(scheduler.queues.waiting):
             return
         self._seconds += seconds
         cache, slots = scheduler.cache, scheduler.cache.num_blocks * scheduler.cache.block_size
         for request, sequence in _running(scheduler):
             num_tokens, longest = cache.num_tokens(sequence.seq_id), sequence.num_prompt_tokens + request.max_tokens
-            reserved = scheduler.num_reserved(request) or cache.blocks_for(num_tokens) * cache.block_size
+            reserved = scheduler.admission.num_reserved(request) or cache.blocks_for(num_tokens) * cache.block_size
             parts = num_tokens, max(0, min(reserved, longest) - num_tokens), max(0, reserved - max(longest, num_tokens))
             for kind, part in enumerate(parts):
                 self._sums[kind] += part / slots * seconds

@@ -83,8 +83,9 @@ class FleetSimulation:
 
     def _step(self, number: int) -> None:
         report = self._engines[number].step()
-        stats = self._schedulers[number].cache.stats()
-        state = stats.evicted_blocks, stats.used_blocks, self._schedulers[number].wait_reason
+        scheduler = self._schedulers[number]
+        stats = scheduler.cache.stats()
+        state = stats.evicted_blocks, stats.used_blocks, scheduler.queues.wait_reasons.current
         heappush(self._reports, (report.ended_s, next(self._order), number, report, state))
 
     def _deliver(self, now_s: float) -> None:

@@ -172,7 +172,7 @@ class Simulation:
     ) -> None:
         self._scheduler, self._on_step = scheduler, on_step
         if isinstance(cost, CostModel):
-            timer = StepTimer() if scheduler.time.has_target else None
+            timer = StepTimer() if scheduler.planner.time.has_target else None
             cost = SimulatedExecutor(cost.step_s, cost.swap_s, cost.rates, timer)
         self._executor: ClockedExecutor = cost
         self._executor.on_step = self._observe
@@ -222,7 +222,7 @@ class Simulation:
 
     def finish(self) -> SimulatedRun:
         """Return the record of everything so far."""
-        self.record.num_preemptions = sum(self._scheduler.preemption_stats.num_preemptions.values())
+        self.record.num_preemptions = sum(self._scheduler.preemption.stats.num_preemptions.values())
         return self.record
 
     def step(self) -> SimulatedStep:
@@ -253,7 +253,8 @@ class Simulation:
         kv_usage = 1 - cache.num_free_blocks / cache.num_blocks
         has_prefill = max(plan.counts) > 1
         self.record.num_computed_tokens += sum(plan.counts)
-        self.record.steps.append(Step(seconds, num_sequences, len(self._scheduler.running), kv_usage, has_prefill))
+        num_running = len(self._scheduler.queues.running)
+        self.record.steps.append(Step(seconds, num_sequences, num_running, kv_usage, has_prefill))
         if self._on_step is not None:
             self._on_step(plan, seconds)
 

@@ -63,7 +63,7 @@ def test_limits_hold_up_requests_and_change_no_token(
         found: dict[str, RequestOutput] = {}
         for output in llm.stream(PROMPTS * 2, PARAMS, lora_request=[*adapters, None, *adapters[1:]]):
             found[output.request_id] = output
-            running = {each.scope.adapter for each in engine.scheduler.running} - {None}
+            running = {each.scope.adapter for each in engine.scheduler.queues.running} - {None}
             most_running, most_in_memory = max(most_running, len(running)), max(most_in_memory, store.num_in_memory)
         assert most_running <= (max_loras or 2)
         assert most_in_memory <= (max_cpu_loras or 4)
@@ -118,7 +118,7 @@ def test_requests_without_an_adapter_run_while_one_is_loaded(
         for output in outputs:
             if output.finished:
                 ended.append(output)
-                assert llm._engine.engine.scheduler.wait_reason == "adapter" or may_load.is_set()
+                assert llm._engine.engine.scheduler.queues.wait_reasons.current == "adapter" or may_load.is_set()
                 may_load.set()
         assert [each.request_id for each in ended] == ["3", "2"]
         assert ended[1].outputs[0].token_ids == expected

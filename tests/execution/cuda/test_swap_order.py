@@ -92,8 +92,8 @@ def run_random_steps(cuda: FakeCuda, seed: int) -> int:
 
     def preempt_some(step: PlanBuilder) -> None:
         preempt_excess(step)
-        if len(scheduler.running) > 1 and rng.random() < 0.3:
-            scheduler.planner.preempt(step, scheduler.running[-1])
+        if len(scheduler.queues.running) > 1 and rng.random() < 0.3:
+            scheduler.planner.preempt(step, scheduler.queues.running[-1])
 
     scheduler.planner.preempt_excess = preempt_some  # type: ignore[method-assign]
     recorder = Recorder(harness, Device(cuda, 16, 40))

@@ -41,7 +41,7 @@ def test_reserving_less_lets_more_in(policy: MemoryPolicy, num_running: int) -> 
     for _ in range(12):
         harness.add(3, max_tokens=5, ignore_eos=True)
     harness.step()
-    assert len(harness.scheduler.running) == num_running
+    assert len(harness.scheduler.queues.running) == num_running
     harness.run()
 
 
@@ -50,7 +50,7 @@ def test_orders_are_kept_although_a_later_request_would_fit() -> None:
     for output_len in (10, 30, 3):
         harness.add(2, max_tokens=output_len, ignore_eos=True)
     harness.step()
-    assert len(harness.scheduler.running) == 1
+    assert len(harness.scheduler.queues.running) == 1
     harness.run()
 
 
@@ -97,7 +97,7 @@ def test_random_runs_give_the_tokens_that_each_request_gives_alone(seed: int) ->
             harness.fail_step(is_run=rng.random() < 0.5)
         harness.step()
     harness.run()
-    assert sum(harness.scheduler.preemption_stats.num_preemptions.values()) == sum(
+    assert sum(harness.scheduler.preemption.stats.num_preemptions.values()) == sum(
         request.num_preemptions for request in harness.requests.values()
     )
     for request in harness.requests.values():

@@ -182,7 +182,7 @@ class AdapterStore:
         with self._lock:
             failed, self._failed = self._failed, set()
         assert self._scheduler is not None
-        return [each.request_id for each in self._scheduler.requests.values() if each.scope.adapter in failed]
+        return [each.request_id for each in self._scheduler.queues.requests.values() if each.scope.adapter in failed]
 
     @property
     def is_held(self) -> bool:
@@ -234,7 +234,7 @@ class AdapterStore:
         """Return the least recently used adapter that nothing needs."""
         assert self._scheduler is not None
         scheduler = self._scheduler
-        kept = {each.scope.adapter for each in (*scheduler.running, *scheduler.swapped)}
+        kept = {each.scope.adapter for each in (*scheduler.queues.running, *scheduler.queues.swapped)}
         kept |= {each.scope.adapter for each in scheduler.queues.lines.preempted}
         kept |= {digest for digest, step in self._wanted.items() if step >= self._step - 1}
         return next((digest for digest in self._in_memory if digest not in kept), None)
@@ -243,7 +243,7 @@ class AdapterStore:
         """Return the adapters of admitted requests, with those that this step may admit."""
         if self._running is None:
             assert self._scheduler is not None
-            running: Iterable[Request] = (*self._scheduler.running, *self._scheduler.swapped)
+            running: Iterable[Request] = (*self._scheduler.queues.running, *self._scheduler.queues.swapped)
             self._running = {each.scope.adapter for each in running if each.scope.adapter is not None}
         return self._running
 
@@ -255,9 +255,9 @@ class AdapterStore:
     def use(self) -> AdapterUse:
         """Return the adapters of running requests, and those of all others."""
         assert self._scheduler is not None
-        running = {each.request_id for each in self._scheduler.running}
+        running = {each.request_id for each in self._scheduler.queues.running}
         found: dict[bool, dict[str, str]] = {True: {}, False: {}}  # is it running: names by digests
-        for each in self._scheduler.requests.values():
+        for each in self._scheduler.queues.requests.values():
             if each.scope.adapter is not None:
                 found[each.request_id in running].setdefault(each.scope.adapter, each.adapter_name)
         names = {is_running: tuple(sorted(found[is_running].values())[:MAX_SHOWN_NAMES]) for is_running in found}

@@ -198,7 +198,7 @@ class EngineLoop:
             log.exception("a step has failed; the requests that it computed for are computed again in groups")
             deltas = engine.recover(error)
         self._quiet_since_s, self._is_checked = time.monotonic(), False
-        state, preempted = self._state(), engine.scheduler.preempted
+        state, preempted = self._state(), engine.scheduler.step.preempted
         self._send(
             messages.Stepped(
                 started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted, engine.timing

@@ -1,1 +1,0 @@
-"""Optional shares of clients: fair order of admission, and limits on the KV blocks of one client."""
