@@ -76,16 +76,16 @@ class Twin:
         self._write(seq_id, self.cache.append(seq_id, num_new), num_new)
 
     def append_one_to_each(self) -> None:
-        """Append to all where no table changes, at once, then to the others."""
+        """Append to all where no table changes, or each takes a block of its own, at once, then to the others."""
         seq_ids = sorted(self.sequences)
-        full = self.cache.append_where_room(seq_ids)
+        left, updates = self.cache.append_where_room(seq_ids)
         for seq_id in seq_ids:
             self._drop_pages(seq_id)
         for place, seq_id in enumerate(seq_ids):
-            if place in full:
+            if place in left:
                 self.append(seq_id, 1)
             else:
-                self._write(seq_id, None, 1)
+                self._write(seq_id, updates.get(place), 1)
 
     def refuse_mistakes(self, seq_id: int) -> None:
         unknown = next(self.new_ids)

@@ -98,8 +98,32 @@ class TestLife:
         for seq_id, num_tokens in enumerate((3, 4, 1, 0)):
             begin(manager, seq_id, num_tokens)
         manager.fork(2, 4)
-        assert manager.append_where_room([0, 1, 4, 3]) == [1, 2, 3], "full, shared, empty"
+        assert manager.append_where_room([0, 1, 4, 3]) == ([1, 2, 3], {}), "full, shared, empty"
         assert [manager.num_tokens(seq_id) for seq_id in range(5)] == [4, 4, 1, 0, 1]
+        manager.check()
+
+    @pytest.mark.parametrize("freed", [0, 1, 2])
+    def test_blocks_of_full_tables_are_those_of_single_appends(self, freed: int) -> None:
+        managers = make(num_blocks=12), make(num_blocks=12)
+        for manager in managers:
+            for seq_id, num_tokens in enumerate((4, 3, 0, 8, 4, 4)):
+                begin(manager, seq_id, num_tokens)
+            for seq_id in range(4, 4 + freed):
+                manager.free(seq_id)
+        at_once, one_by_one = managers
+        updates = {seq_id: one_by_one.append(seq_id, 1) for seq_id in range(4)}
+        assert at_once.append_where_room(range(4)) == ([], {key: each for key, each in updates.items() if each})
+        assert [at_once.block_ids(each) for each in range(4)] == [one_by_one.block_ids(each) for each in range(4)]
+        at_once.check()
+
+    def test_too_few_blocks_for_all_full_tables_leave_them_as_they_are(self) -> None:
+        manager = make(num_blocks=4)
+        for seq_id, num_tokens in enumerate((4, 3, 8)):
+            begin(manager, seq_id, num_tokens)
+        manager.free(0)
+        begin(manager, 3, 4)
+        assert manager.append_where_room([1, 2, 3]) == ([1, 2], {})
+        assert [manager.num_tokens(seq_id) for seq_id in (1, 2, 3)] == [4, 8, 4]
         manager.check()
 
     def test_out_of_blocks_changes_nothing(self) -> None:

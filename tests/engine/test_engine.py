@@ -67,7 +67,7 @@ def test_failed_steps_change_no_tokens_and_lose_no_blocks(seed: int, caching: bo
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize(("owner", "name"), [(result_recorder, "check_stop"), (KVCacheManager, "free")])
+@pytest.mark.parametrize(("owner", "name"), [(result_recorder, "SequenceDelta"), (KVCacheManager, "free")])
 @pytest.mark.parametrize("seed", range(4))
 def test_step_that_fails_while_it_is_recorded_loses_no_token(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, kind: type[BaseException], seed: int

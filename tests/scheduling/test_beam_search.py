@@ -173,8 +173,7 @@ def test_beams_are_not_forked_before_all_is_computed() -> None:
     while request.live[0].num_tokens < 5 or not request.live[0].is_computed:
         harness.step()
     known = [list(sequence.token_ids) for sequence in request.live]
-    searches = harness.scheduler._recorder.searches
-    assert searches is not None
+    searches = harness.scheduler._searches
     for sequence in request.live:
         searches.answer(request, sequence, candidates(harness.executor.next_logprobs(sequence.token_ids), 2))
     assert searches.advance(request) == []

@@ -7,6 +7,7 @@ import pytest
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.time_budget import TimeBudget
 from support.scheduling import Harness, make_request
 
@@ -101,7 +102,6 @@ def test_long_prompt_that_is_under_way_keeps_its_room() -> None:
 
 
 def test_budget_of_one_has_no_shares() -> None:
-    shares = ChunkedPrefillBudget(1, lambda: iter(()), TimeBudget(math.inf))
-    shares.start_step()
+    shares, step = ChunkedPrefillBudget(1, [], list, TimeBudget(math.inf)), PlanBuilder()
     request = make_request(0, [1], SamplingParams())
-    assert [shares.share(request, missing, 1, 0) for missing in (1, 2)] == [1, 1]
+    assert [shares.share(step, request, missing, 1, 0) for missing in (1, 2)] == [1, 1]

@@ -175,11 +175,11 @@ def test_held_requests_do_not_compete() -> None:
     """As while a request that makes steps fail is being isolated."""
     harness = fair_harness(max_num_seqs=1)
     requests = [harness.add(4, max_tokens=2, ignore_eos=True, client_id=client) for client in "aabb"]
-    harness.scheduler.hold_all_but({requests[3].request_id})
+    harness.scheduler.queues.hold_all_but({requests[3].request_id})
     harness.step()
     assert harness.scheduler.queues.running == [requests[3]]
     harness.scheduler.abort(requests[0].request_id)
-    harness.scheduler.release_all()
+    harness.scheduler.queues.release_all()
     harness.run()
     for request in requests[1:]:
         harness.assert_right(request)

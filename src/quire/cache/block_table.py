@@ -117,6 +117,28 @@ class BlockTable:
                 full.append(place)
         return full
 
+    @staticmethod
+    def append_blocks(tables: Sequence["BlockTable"]) -> list[int] | None:
+        """Give a block, and its first slot, to each of some tables of one pool; return the blocks in their order.
+
+        None, and nothing changed, if `append(1)` would do anything else to one of them, or there are too few blocks.
+        """
+        for table in tables:
+            num_slots = len(table.columns) * table._block_size
+            if table.num_tokens != num_slots or table._writable_end != num_slots or table._num_stored > num_slots:
+                return None
+            if table.is_cut or table._first_replaced is not None:
+                return None
+        pool = tables[0]._pool
+        if len(tables) > pool.num_free_blocks:
+            return None
+        blocks = pool.allocate(len(tables))
+        for table, block in zip(tables, blocks, strict=True):
+            table.columns.append(block)
+            table.num_tokens += 1
+            table._writable_end += table._block_size
+        return blocks
+
     def begin(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Begin an empty table with full blocks that are in use or cached.
 

@@ -38,16 +38,20 @@ class KVCacheManager:
     none is found.
     """
 
+    copies_forks = False     # whether `take_copies` returns anything: a fork shares all blocks
+
     __slots__ = (
         "_num_copied", "_num_found", "_num_queried", "_pool", "_prefixes", "_sources", "_swap", "_tables",
-        "_window", "block_size", "num_blocks",
+        "_window", "block_size", "has_window", "num_blocks", "prefix_caching_enabled",
     )
 
     def __init__(self, config: CacheConfig, prefixes: Prefixes | None = None) -> None:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self._window = config.sliding_window
+        self.has_window = self._window is not None   # blocks are released as they leave it
         self._prefixes = Prefixes(config) if prefixes is None else prefixes
+        self.prefix_caching_enabled = self._prefixes.can_be_found
         self._pool = self._prefixes.pool
         self._tables = _Tables()
         self._swap = SwapSpace(config.num_swap_blocks)
@@ -59,16 +63,6 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Blocks that an append can take, cached ones among them."""
         return self._pool.num_free_blocks
-
-    @property
-    def prefix_caching_enabled(self) -> bool:
-        """Return whether sequences find what others have computed."""
-        return self._prefixes.can_be_found
-
-    @property
-    def has_window(self) -> bool:
-        """Return whether blocks are released as they leave a sliding window."""
-        return self._window is not None
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens of one sequence that shares nothing."""
@@ -148,16 +142,26 @@ class KVCacheManager:
                 self._prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
         return update
 
-    def append_where_room(self, seq_ids: Iterable[int]) -> list[int]:
-        """Append one token to each sequence if its table does not change; return the places of the rest in `seq_ids`.
+    def append_where_room(self, seq_ids: Iterable[int]) -> tuple[list[int], dict[int, TableUpdate | None]]:
+        """Append one token to each sequence if that takes no block, or to all if each needs a block of its own at most.
 
-        Those still have to be given to `append`.
+        Returns the places in `seq_ids` that are left for `append`, and the updates of tables by place.
         """
         tables = list(map(self._tables.__getitem__, seq_ids))
         if self._window is not None:
             for table in tables:
                 self._drop_unseen(table, self._window)
-        return BlockTable.append_where_room(tables)
+        full = BlockTable.append_where_room(tables)
+        if not full:
+            return full, {}
+        grown = list(map(tables.__getitem__, full))
+        if (blocks := BlockTable.append_blocks(grown)) is None:
+            return full, {}
+        updates: dict[int, TableUpdate | None] = {
+            place: TableUpdate(len(table.columns) - 1, [block])
+            for place, table, block in zip(full, grown, blocks, strict=True)
+        }
+        return [], updates
 
     def fork(self, parent_id: int, child_id: int, token_ids: Sequence[int] | None = None) -> None:
         """Begin a sequence with the tokens of another: all blocks shared, none taken. ValueError if the id is taken.
@@ -180,7 +184,7 @@ class KVCacheManager:
         self._prefixes.fork(parent, child, token_ids)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Return, once, the copies that forks before this step have asked for: none where a fork shares all blocks."""
+        """Return, once, the copies that forks before this step have asked for."""
         return []
 
     def free(self, seq_id: int, num_computed: int = 0) -> None:
@@ -234,7 +238,8 @@ class KVCacheManager:
         self._prefixes.end_step()
         while self._sources:
             self._pool.release(self._sources.pop())
-        self._swap.end_step()
+        if self._swap.sources:
+            self._swap.end_step()
 
     def publish(self) -> None:
         """Publish all computed blocks to the prefix cache, and release duplicates.

@@ -48,12 +48,12 @@ class Footprint(NamedTuple):
 class SwapSpace:
     """The tables of sequences that are swapped out, over a pool of their own, which may have no block."""
 
-    __slots__ = ("_num_swapped_in", "_num_swapped_out", "_pool", "_sources", "_tables")
+    __slots__ = ("_num_swapped_in", "_num_swapped_out", "_pool", "_tables", "sources")
 
     def __init__(self, num_blocks: int) -> None:
         self._pool = BlockPool(num_blocks, may_be_empty=True)
         self._tables: dict[int, BlockTable] = {}
-        self._sources: list[BlockArray] = []  # blocks that the step under way reads back
+        self.sources: list[BlockArray] = []  # blocks that the step under way reads back
         self._num_swapped_out = self._num_swapped_in = 0  # blocks, since start
 
     def __contains__(self, seq_id: int) -> bool:
@@ -110,7 +110,7 @@ class SwapSpace:
             raise
         places[missing] = copied
         self._pool.share_all(missing)
-        self._sources.append(missing)
+        self.sources.append(missing)
         tables = {seq_id: self.table(seq_id).relocate(pool, places) for seq_id in seq_ids}
         pool.release_all(np.concatenate([held, copied]))         # the tables own them now
         for seq_id in seq_ids:
@@ -124,8 +124,8 @@ class SwapSpace:
 
     def end_step(self) -> None:
         """End the step under way, failed or not: release the blocks that it read back."""
-        while self._sources:
-            self._pool.release_all(self._sources.pop())
+        while self.sources:
+            self._pool.release_all(self.sources.pop())
 
     def add_stats(self, stats: KVStats) -> KVStats:
         """Return the cache's figures together with ours."""
@@ -151,7 +151,7 @@ class SwapSpace:
         for table in self._tables.values():
             table.check()
             yield
-        held_besides = [block for blocks in self._sources for block in blocks.tolist()]
+        held_besides = [block for blocks in self.sources for block in blocks.tolist()]
         check_holders(self._pool, self._tables.values(), held_besides)
         yield
 

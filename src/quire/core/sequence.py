@@ -87,6 +87,8 @@ class Request:
     prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
     prompt_scores: bytearray = field(default_factory=bytearray)  # of the tokens that params name, as far as computed
     queue_key: QueueKey = (0, 0)      # sort key of the queues, set by the scheduler: ids are not in order of arrival
+    end_token_ids: frozenset[int] = frozenset()  # eos_token_ids and stop_token_ids; set by the scheduler
+    is_plain: bool = False            # whether its sampled tokens need no look but at `end_token_ids` and `max_tokens`
     must_see_tokens: bool = False     # before the next draw, by the scheduler: see quire.scheduling.async_scheduling
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # of the prompt, found in the cache at its first admission

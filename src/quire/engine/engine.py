@@ -13,7 +13,7 @@ from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import InvalidRequestError, RankLostError
 from quire.core.outputs import KVStats
 from quire.core.owner_labels import UNLABELLED
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTiming, StepWork, chunk_work
 from quire.engine.messages import EngineState
@@ -48,13 +48,14 @@ class Engine:
         self.adapters = adapters            # None: requests with adapters are refused
         self.num_computed_tokens = 0        # by the last step
         self.timing: StepTiming | None = None  # how long the last step took; None: it computed nothing
-        self.on_submit: Callable[[StepPlan], None] = lambda plan: None  # called with each plan before it is submitted
+        self.on_submit: Callable[[StepPlan], None] | None = None  # called with each plan before it is submitted
         self._clock = clock
         self._prompts_left = StepWork()     # work of running requests, after the last step
+        self._computing = dict[int, Request]()  # requests that may have some of it, by id
         self._isolation = Isolation(scheduler)
-        self._suspects: list[int] = []      # requests that may have made the last step fail
+        # The requests that may have made the last step fail, and whether the only one was being planned or recorded.
+        self._suspects: tuple[list[int], bool] = [], False
         self._has_warned = False            # once the target of a step's time could not be held
-        self._is_certain = False            # the only suspect was being planned or recorded
         self._executor = executor
         self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs
         self._in_flight = deque[StepPlan]()  # submitted and not collected
@@ -91,41 +92,60 @@ class Engine:
                 self.scheduler.fail(request_id, UNLOADABLE, param="model")
         try:
             plan = self.scheduler.schedule(self._clock())
-            if plan.is_empty:
+            if not plan.rows:
                 if not (deltas := self.scheduler.take_deltas()):
                     self._wait_for_preparation()
                 return deltas
             if not self._in_flight:
                 self._submit(plan)
-            if self._may_schedule_next and (ahead := self.scheduler.schedule_next()) is not None:
+            can_be_ahead = len(self._in_flight) < self._max_steps_in_flight and not self._isolation.is_active
+            if can_be_ahead and (ahead := self.scheduler.schedule_next()) is not None:
                 self._submit(ahead)
-            result = self._collect()
+            self._in_flight.popleft()
+            result = self._executor.collect()
             deltas = self.scheduler.update(plan, result)
         except BaseException:
             self._discard()
-            self._is_certain = self.scheduler.step.at is not None
-            self._suspects = self.scheduler.roll_back()
+            is_certain = self.scheduler.step.at is not None
+            self._suspects = self.scheduler.roll_back(), is_certain
             raise
         if self._in_flight and not self.scheduler.has_requests:
             self._discard()                             # of requests that have just ended
             self.scheduler.roll_back()
-        self.num_computed_tokens = sum(plan.counts)
-        if self.num_computed_tokens > len(plan.rows) or self._prompts_left.num_tokens:
-            self._prompts_left = _prompts_left(self.scheduler.queues.running)
+        step = self.scheduler.step
+        self.num_computed_tokens = step.num_tokens
+        if step.admitted or self._computing:
+            self._count_prompts_left(step.admitted)
         self.timing = StepTiming(plan.kind, result.step_s, result.step_ratio)
-        self._warn_of_target()
-        return [delta for delta in deltas if delta.request_id != PROBE_ID] + self._isolation.record_success()
+        if not self._has_warned and self.scheduler.planner.time.num_unmet:
+            self._warn_of_target()
+        if self._isolation.is_active:
+            deltas = [delta for delta in deltas if delta.request_id != PROBE_ID]
+        return deltas + self._isolation.record_success()
 
     def _warn_of_target(self) -> None:
         """Log, once, that steps have no room for prompts within the target."""
-        time = self.scheduler.planner.time
-        if time.num_unmet and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "itl_target_ms %.4g cannot be held: beside decodes of %.4g ms no token of a prompt fits, so prompts "
-                "advance in one step of %d; the metric quire:itl_target_unmet_total counts such steps",
-                time.target_s * 1000, time.decode_s * 1000, time.num_between,
-            )  # fmt: skip
+        time, self._has_warned = self.scheduler.planner.time, True
+        log.warning(
+            "itl_target_ms %.4g cannot be held: beside decodes of %.4g ms no token of a prompt fits, so prompts "
+            "advance in one step of %d; the metric quire:itl_target_unmet_total counts such steps",
+            time.target_s * 1000, time.decode_s * 1000, time.num_between,
+        )  # fmt: skip
+
+    def _count_prompts_left(self, admitted: Iterable[Request]) -> None:
+        """Count the work of prompt tokens that running requests, some of them just admitted, have still to compute."""
+        self._computing.update((request.request_id, request) for request in admitted)
+        left = StepWork()
+        for request_id, request in list(self._computing.items()):
+            num_left = num_computed = 0
+            if self.scheduler.queues.is_running(request):
+                num_computed = request.live[0].num_computed_tokens
+                num_left = request.live[0].num_prompt_tokens - num_computed
+            if num_left > 0:
+                left += chunk_work(num_computed, num_left)
+            else:
+                del self._computing[request_id]
+        self._prompts_left = left
 
     def _wait_for_preparation(self) -> None:
         """Wait for what the next waiting request lacks, if there is one."""
@@ -133,24 +153,18 @@ class Engine:
         if preparing is not None and self.scheduler.has_requests:
             preparing.wait(PREPARATION_WAIT_S)
 
-    @property
-    def _may_schedule_next(self) -> bool:
-        return len(self._in_flight) < self._max_steps_in_flight and not self._isolation.is_active
-
     def _submit(self, plan: StepPlan) -> None:
-        self.on_submit(plan)
+        if self.on_submit is not None:
+            self.on_submit(plan)
         self._executor.submit(plan)
         self._in_flight.append(plan)
-
-    def _collect(self) -> StepResult:
-        self._in_flight.popleft()
-        return self._executor.collect()
 
     def _discard(self) -> None:
         """Collect and drop the steps in flight."""
         while self._in_flight:
+            self._in_flight.popleft()
             with suppress(Exception):               # no result is wanted: their requests ended, or are recomputed
-                self._collect()
+                self._executor.collect()
 
     def recover(self, error: Exception) -> list[SequenceDelta]:
         """Recover from a step that has just failed: the next steps isolate the request that makes them fail.
@@ -163,7 +177,8 @@ class Engine:
             raise error
         self.scheduler.check()
         reason = f"its step has failed: {error!r}"
-        if not self._isolation.record_failure(self._suspects, reason, is_certain=self._is_certain):
+        suspects, is_certain = self._suspects
+        if not self._isolation.record_failure(suspects, reason, is_certain=is_certain):
             raise error
         return [delta for delta in self.scheduler.take_deltas() if delta.request_id != PROBE_ID]
 
@@ -221,15 +236,6 @@ class Engine:
         """Return blocks [first, first + count) of a tier between two steps, with their holders."""
         blocks = self.scheduler.cache.view_blocks(first, count, tier)
         return BlockMap(first, self.kv_stats(), blocks, list_holders(self.scheduler, blocks))
-
-
-def _prompts_left(running: Iterable[Request]) -> StepWork:
-    """Return the work of prompt tokens that running requests have still to compute."""
-    left = StepWork()
-    for request in running:
-        if request.live and (num_left := request.live[0].num_prompt_tokens - request.live[0].num_computed_tokens) > 0:
-            left += chunk_work(request.live[0].num_computed_tokens, num_left)
-    return left
 
 
 def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:

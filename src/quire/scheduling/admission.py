@@ -30,32 +30,28 @@ class AdmissionWork:
     """The admission work of the step that is being planned."""
 
     def __init__(self) -> None:
-        self._done = 0
-
-    def start_step(self) -> None:
-        """Start a step."""
-        self._done = 0
+        self.num_done = 0
 
     @property
     def is_exhausted(self) -> bool:
         """Return whether the step may admit no more."""
-        return self._done >= MAX_WORK
+        return self.num_done >= MAX_WORK
 
     def count_look(self) -> None:
         """Count a look at a request that lacks something."""
-        self._done += _LOOK_WORK
+        self.num_done += _LOOK_WORK
 
     def count_lookup(self, match: PrefixMatch) -> None:
         """Count a lookup: the nodes that it visited, and the blocks that it found in a table."""
-        self._done += _LOOKUP_WORK + len(match.blocks) - match.num_known + match.num_known // _BLOCKS_PER_UNIT
+        self.num_done += _LOOKUP_WORK + len(match.blocks) - match.num_known + match.num_known // _BLOCKS_PER_UNIT
 
     def count_refreshed(self) -> None:
         """Count a pending match that was refreshed from the last step."""
-        self._done += _LOOKUP_WORK
+        self.num_done += _LOOKUP_WORK
 
     def count_row(self, num_blocks: int) -> None:
         """Count a sequence that starts in a row with `num_blocks` blocks."""
-        self._done += _ROW_WORK + num_blocks // _BLOCKS_PER_UNIT
+        self.num_done += _ROW_WORK + num_blocks // _BLOCKS_PER_UNIT
 
 
 class PrefixLookups:
@@ -66,10 +62,12 @@ class PrefixLookups:
         self._awaited: dict[int, Awaited] = {}
         self._awaited_before: dict[int, Awaited] = {}
         self._last_started: int | None = None   # a sequence id
+        self.has_awaited = False                # whether a match of the last two steps is pending
 
     def start_step(self) -> None:
         """Start a step: requests without a lookup in the last step have finished or been admitted."""
         self._awaited_before, self._awaited = self._awaited, {}
+        self.has_awaited = bool(self._awaited_before)
 
     def record_started(self, sequence: Sequence) -> None:
         """Record a sequence that has a block table now: the next request may start with the same tokens."""
@@ -88,6 +86,7 @@ class PrefixLookups:
             match = self.match(request, sequence, stop)
         if match.awaited is not None:
             self._awaited[request_id] = match.awaited
+            self.has_awaited = True
         return match
 
     def match(self, request: Request, sequence: Sequence, stop: int) -> PrefixMatch:
@@ -118,8 +117,9 @@ class AdmissionControl:
     def start_step(self) -> None:
         """Start a step: nothing is reserved yet."""
         self._num_reserved_blocks = self._num_reserved_seqs = 0
-        self.work.start_step()
-        self._lookups.start_step()
+        self.work.num_done = 0
+        if self._lookups.has_awaited:
+            self._lookups.start_step()
 
     def record_started(self, sequence: Sequence, num_blocks: int) -> None:
         """Record a sequence that starts in a row with `num_blocks` blocks."""

@@ -136,9 +136,9 @@ def _num_missing(sequence: Sequence) -> int:
 def _decode(ahead: PlanBuilder, cache: KVCacheManager, decodes: list[tuple[Request, Sequence]]) -> None:
     """Compute the token that the running step samples for each of these, and draw the next."""
     sequences = [sequence for _, sequence in decodes]
-    full = cache.append_where_room([sequence.seq_id for sequence in sequences])
-    updates = {place: cache.append(sequences[place].seq_id, 1, can_be_awaited=False) for place in full}
-    ahead.decode(decodes, [sequence.num_tokens for sequence in sequences], updates)
+    full, updates = cache.append_where_room([sequence.seq_id for sequence in sequences])
+    updates |= {place: cache.append(sequences[place].seq_id, 1, can_be_awaited=False) for place in full}
+    ahead.decode([each[0] for each in decodes], sequences, [sequence.num_tokens for sequence in sequences], updates)
 
 
 def _advance(

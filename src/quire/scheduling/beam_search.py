@@ -143,8 +143,8 @@ class BeamSearches:
     def __init__(self, cache: KVCacheManager, queues: RequestQueues) -> None:
         self._cache, self._queues = cache, queues
         self._searches: dict[int, BeamSearch] = {}      # by request id
-        self._answered: dict[int, Request] = {}         # in the step under way
-        self._row_forks: list[RowFork] = []             # not yet in a plan
+        self.answered: dict[int, Request] = {}          # in the step under way
+        self.row_forks: list[RowFork] = []              # for the next plan
 
     def add(self, request: Request) -> None:
         """Add a new request, a beam search."""
@@ -155,22 +155,22 @@ class BeamSearches:
     def remove(self, request: Request) -> None:
         """Remove a request, beam search or not."""
         self._searches.pop(request.request_id, None)
-        self._answered.pop(request.request_id, None)
+        self.answered.pop(request.request_id, None)
 
     def take_row_forks(self) -> list[RowFork]:
         """Return, once, the forks for the next plan."""
-        forks, self._row_forks = self._row_forks, []
+        forks, self.row_forks = self.row_forks, []
         return forks
 
     def answer(self, request: Request, sequence: Branch, candidates: TokenLogprobs | None) -> None:
         """Take a sequence's answer in this step."""
         assert candidates is not None, f"sequence {sequence.seq_id} has brought no candidates"
         self._searches[request.request_id].answer(sequence.index, candidates)
-        self._answered[request.request_id] = request
+        self.answered[request.request_id] = request
 
     def take_answered(self) -> list[Request]:
         """Return, once, the requests with answered sequences in this step."""
-        answered, self._answered = self._answered, {}
+        answered, self.answered = self.answered, {}
         return list(answered.values())
 
     def advance(self, request: Request) -> list[SequenceDelta]:
@@ -212,11 +212,11 @@ class BeamSearches:
             child.token_ids = token_ids
             self._queues.set_computed(child, parent.num_computed_tokens)
             blocks = cache.block_array(child.seq_id)
-            self._row_forks.append(RowFork(child.row, parent.row, child.num_tokens, each.token_id, blocks))
+            self.row_forks.append(RowFork(child.row, parent.row, child.num_tokens, each.token_id, blocks))
         for index, each in placed:
             if index == each.beam:
                 row = live[index].row
-                self._row_forks.append(RowFork(row, row, live[index].num_tokens, each.token_id, []))
+                self.row_forks.append(RowFork(row, row, live[index].num_tokens, each.token_id, []))
         for index, each in placed:
             live[index].token_ids.append(each.token_id)
 

@@ -7,39 +7,57 @@ steps no more than fit into it beside the decodes (`quire.scheduling.time_budget
 whole has no chunks.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
 
 from quire.core.sequence import Request
-from quire.scheduling.time_budget import TimeBudget, decodes
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.time_budget import TimeBudget, decode_work, decodes
 
 _MAX_LOOKED_AT = 512  # requests counted as wanting budget: more of them change nothing
 _MAX_PASSED = 8       # long prompts in a step that shorter ones behind them pass: each is looked up in the cache
 
 
 class ChunkedPrefillBudget:
-    """The part of each step's budget that goes to requests with more than half a budget to compute."""
+    """The part of each step's budget that goes to requests with more than half a budget to compute.
 
-    def __init__(self, budget: int, candidates: Callable[[], Iterator[Request]], time: TimeBudget) -> None:
-        self._budget, self._candidates, self._time = budget, candidates, time
+    `running` and `admissible` could use some of a step's budget. A step starts with the first request that asks.
+    """
+
+    def __init__(
+        self, budget: int, running: list[Request], admissible: Callable[[], Iterable[Request]], time: TimeBudget
+    ) -> None:
+        self._budget, self._running, self._admissible, self._time = budget, running, admissible, time
+        self._step: PlanBuilder | None = None
         self._left: int | None = None       # of this step's part; None: no long prompt was met yet
         self._num_passed = 0
 
-    def start_step(self) -> None:
-        """Begin a step."""
-        self._left, self._num_passed = None, 0
+    def _start_step(self, step: PlanBuilder) -> None:
+        self._step, self._left, self._num_passed = step, None, 0
+        self._time.start_step(lambda: decode_work(self._running), step.now_s)
+
+    def lift(self, step: PlanBuilder) -> bool:
+        """Remove the limit of a step's time; return whether there was one."""
+        if step is not self._step:
+            self._start_step(step)
+        was_limited = self._time.lift()
+        if was_limited:
+            self._left, self._num_passed = None, 0
+        return was_limited
 
     def may_be_passed(self) -> bool:
         """Return whether later requests may be admitted before one more long prompt that got nothing."""
         self._num_passed += 1
         return self._num_passed <= _MAX_PASSED
 
-    def share(self, request: Request, num_missing: int, budget: int, start: int) -> int:
+    def share(self, step: PlanBuilder, request: Request, num_missing: int, budget: int, start: int) -> int:
         """Return how many tokens of what is left of the step's budget a request may use that has so many to compute.
 
         `start`: the position of the first. The first long prompt of a step gets at least one, unless the step has no
         time; later ones may get none.
         """
+        if step is not self._step:
+            self._start_step(step)
         num_in_time = self._time.most_tokens(start)
         if self._is_served_first(request, num_missing, start):
             granted = min(budget, num_in_time)
@@ -62,7 +80,7 @@ class ChunkedPrefillBudget:
         Where time is the limit, it is what decodes have left already.
         """
         wanted, is_timed = 0, self._time.is_limited
-        for request in islice(self._candidates(), _MAX_LOOKED_AT):
+        for request in islice(chain(self._running, self._admissible()), _MAX_LOOKED_AT):
             sequence = request.live[0]
             start = sequence.num_computed_tokens
             num_missing = sequence.num_tokens - start
@@ -76,9 +94,11 @@ class ChunkedPrefillBudget:
 class WholePrompts(ChunkedPrefillBudget):
     """The budget of steps in which a prompt is computed as a whole or not at all: shorter ones may pass it."""
 
-    def share(self, request: Request, num_missing: int, budget: int, start: int) -> int:
+    def share(self, step: PlanBuilder, request: Request, num_missing: int, budget: int, start: int) -> int:
         """Return the tokens of a whole prompt, 0 if they are more than what is left of the budget.
 
         The first prompt of a step always fits: none is longer than a budget.
         """
+        if step is not self._step:
+            self._start_step(step)
         return num_missing if num_missing <= budget else 0

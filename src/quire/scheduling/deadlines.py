@@ -21,6 +21,7 @@ class Deadlines:
     def __init__(self, requests: Mapping[int, Request]) -> None:
         self._requests = requests
         self._heap: list[tuple[float, int]] = []        # (time, request id); some requests have ended since
+        self.next_s = math.inf                          # no deadline passes before
 
     def __len__(self) -> int:
         """Count the entries, of ended requests too: at most about twice as many as there are requests."""
@@ -35,6 +36,7 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[1] in self._requests]
             heapify(self._heap)
         heappush(self._heap, (due_s, request.request_id))
+        self.next_s = self._heap[0][0]
 
     def take_passed(self, now_s: float) -> Iterator[Request]:
         """Yield the requests whose deadlines have passed, once each. The caller ends them."""
@@ -46,6 +48,7 @@ class Deadlines:
                 yield request
             else:
                 self.add(request)                       # its first token was in time: the next one is for its end
+        self.next_s = self._heap[0][0] if self._heap else math.inf
 
     def check(self) -> None:
         """Assert that each request with a deadline has an entry that is not too late."""
@@ -53,6 +56,7 @@ class Deadlines:
         entered: dict[int, float] = {}
         for entry_s, request_id in self._heap:
             entered[request_id] = min(entry_s, entered.get(request_id, math.inf))
+        assert self.next_s == min(self._heap, default=(math.inf, 0))[0], f"the next deadline is not at {self.next_s}"
         late = [id_ for id_, each in due_s.items() if each < entered.get(id_, math.inf)]
         assert not late, f"requests {late} have deadlines and no entries in time"
 

@@ -192,6 +192,8 @@ class FairShare(ByPriority):
     a preempted one comes back before any new one is admitted, so all admitted requests finish.
     """
 
+    orders_running = True
+
     def __init__(self) -> None:
         super().__init__()
         self.counters = TokenCounters()

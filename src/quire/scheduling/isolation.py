@@ -44,13 +44,9 @@ class Isolation:
         self._targets: dict[int, int] = {}      # tokens that each branch of a suspect has to have computed
         self._cleared: frozenset[int] = frozenset()  # suspects of the last isolation, if it has found no culprit
         self._accusation: _Accusation | None = None
-        self._is_open = self._has_culprit = False
+        self.is_active = self._has_culprit = False  # active: some requests are held until suspects have been tested
         self._num_fruitless = self._num_quiet_steps = self._num_blank = 0
-
-    @property
-    def is_active(self) -> bool:
-        """Return whether some requests are held until suspects have been tested."""
-        return self._is_open
+        self.is_watching = False                # whether `record_success` has anything to do
 
     def start_step(self) -> None:
         """Hold every request that the next step must not compute for; release all if no suspect is left."""
@@ -64,12 +60,13 @@ class Isolation:
 
         `is_certain`: the failure arose while the only suspect was planned or recorded.
         """
+        self.is_watching = True
         alive = [each for each in suspects if each in self._scheduler.queues.requests]
         if self._accusation is not None or not self._may_go_on(alive):
             return False
         was_alone = len(alive) == 1 and (is_certain or self._testing == alive)
         untested = [each for each in self._testing if each not in alive]
-        self._testing, self._is_open = [], bool(self._is_open or alive)
+        self._testing, self.is_active = [], bool(self.is_active or alive)
         if untested:
             self._groups.append(untested)
         if was_alone:
@@ -83,6 +80,7 @@ class Isolation:
         self._num_blank = 0
         if not self.is_active:
             self._num_quiet_steps += 1
+            self.is_watching = self._num_quiet_steps < QUIET_STEPS
             return []
         if self._accusation is None or PROBE_ID in self._scheduler.queues.requests:
             return []
@@ -96,9 +94,9 @@ class Isolation:
         """Count failures for which no request answers: one in succession is borne, as are some isolations in vain."""
         if not alive:
             self._num_blank += 1
-        if not self._is_open and (self._num_quiet_steps >= QUIET_STEPS or self._cleared.isdisjoint(alive)):
+        if not self.is_active and (self._num_quiet_steps >= QUIET_STEPS or self._cleared.isdisjoint(alive)):
             self._num_fruitless = 0
-        return self._num_blank <= 1 and (self._is_open or self._num_fruitless < MAX_FRUITLESS)
+        return self._num_blank <= 1 and (self.is_active or self._num_fruitless < MAX_FRUITLESS)
 
     def _suspect(self, alive: list[int]) -> None:
         """Split suspects in two groups, the first of which is tested next."""
@@ -134,7 +132,7 @@ class Isolation:
     def _end(self) -> None:
         """Let all requests run together again."""
         self._num_fruitless = 0 if self._has_culprit else self._num_fruitless + 1
-        self._is_open = self._has_culprit = False
+        self.is_active = self._has_culprit = False
         self._num_quiet_steps, self._cleared = 0, frozenset(self._targets)
         self._targets.clear()
         self._scheduler.queues.release_all()

@@ -1,6 +1,7 @@
 """Collects one step's plan, and the sequence of each of its entries."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from quire.cache.block_table import TableUpdate
@@ -9,6 +10,7 @@ from quire.core.sequence import Request, Sequence
 from quire.core.task import beam_params, pool_of
 
 NO_TOKEN = -1
+_ROW = attrgetter("row")
 
 
 class PlannedDrafts(NamedTuple):
@@ -22,13 +24,18 @@ class PlannedDrafts(NamedTuple):
 class PlanBuilder:
     """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j.
 
+    `now_s`: when the step is planned, by the clock of requests.
+
     `forked`: sequences that share the prompt of another, computed once the step is over. `resting`: sequences that run
     and that the step leaves out: see async_scheduling.py. `at`: the request that is being planned or recorded; None
     between requests. `order`: the running requests in planning order, the next victim of a preemption last. `admitted`,
     `swapped_out`: requests that this step admits, or swaps out. `preempted`: the ids of all that it preempts.
+    `decoding`: the requests of the last `decode`. `goes_on`: the step was recorded, and gave each sequence that it
+    sampled one token that ends nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
         self.plan = StepPlan()
         self.num_tokens = 0
         self.planned: list[Sequence] = []
@@ -40,6 +47,12 @@ class PlanBuilder:
         self.admitted: list[Request] = []
         self.preempted: list[int] = []
         self.swapped_out: list[Request] = []
+        self.decoding: list[Request] = []
+        self.goes_on = False
+
+    def repeated_by(self, requests: list[Request]) -> bool:
+        """Return whether the step that computes for these, in this order, decodes the same sequences once more."""
+        return self.goes_on and self.decoding == requests and len(self.planned) == len(requests)
 
     def begin_row(
         self, request: Request, sequence: Sequence, block_ids: BlockIds, copy: BlockCopy | None = None
@@ -113,22 +126,23 @@ class PlanBuilder:
         self.num_tokens += num_drafts
 
     def decode(
-        self, owners: list[tuple[Request, Sequence]], starts: list[int], updates: dict[int, TableUpdate | None]
-    ) -> None:
-        """Compute the token at `starts[i]` of each sequence, and draw the next one; `updates` by places of `owners`.
+        self, requests: list[Request], sequences: list[Sequence], starts: Iterable[int],
+        updates: dict[int, TableUpdate | None],
+    ) -> None:  # fmt: skip
+        """Compute the token at `starts[i]` of each sequence, and draw the next one; `updates` by places of `sequences`.
 
         `advance` and `sample` for many at once: lists are made as wholes, for this is most of what plans have.
         """
-        plan, first_entry = self.plan, len(self.planned)
-        rows = [sequence.row for _, sequence in owners]
+        plan, first_entry, self.decoding = self.plan, len(self.planned), requests
+        rows = list(map(_ROW, sequences))
         plan.rows.extend(rows)
         plan.starts.extend(starts)
         plan.counts.extend([1] * len(rows))
         plan.sample_rows.extend(rows)
         plan.sample_tokens.extend(range(self.num_tokens, self.num_tokens + len(rows)))
         self.num_tokens += len(rows)
-        self.planned += [sequence for _, sequence in owners]
-        self.sampled += owners
+        self.planned += sequences
+        self.sampled.extend(zip(requests, sequences, strict=True))
         for place, update in updates.items():
             if update is not None:
                 self._change_table(first_entry + place, update)

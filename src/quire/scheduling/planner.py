@@ -7,7 +7,8 @@ block in the prefix cache. A request whose grammar is still being compiled, or w
 (`quire.scheduling.waiting_lines`), and reserves nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import TableUpdate
@@ -26,9 +27,10 @@ from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
 from quire.scheduling.policies import ByPriority
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.queues import RequestQueues
-from quire.scheduling.time_budget import TimeBudget, decode_work, decodes
+from quire.scheduling.time_budget import TimeBudget, decodes
 from quire.scheduling.waiting_lines import Lack, LineReader
 
+_SEQ_ID, _NUM_COMPUTED_TOKENS = attrgetter("seq_id"), attrgetter("num_computed_tokens")
 _DECODES_AT_ONCE = 256  # requests that each run of decodes looks at, at most: decodes and groups may alternate
 
 
@@ -48,60 +50,55 @@ class Planner:
         self._order, self._cache = order, cache
         budget = ChunkedPrefillBudget if config.chunks_prompts else WholePrompts
         self.time = TimeBudget(config.itl_target_s, config.ttft_target_s, config.max_num_batched_tokens)
-        self._prefill_budget = budget(config.max_num_batched_tokens, self._budget_candidates, self.time)
+        self._prefill_budget = budget(config.max_num_batched_tokens, queues.running, self._admissible, self.time)
         self._shares: KVShares | None = None            # None: clients have no limit
         if config.max_kv_share < 1 and cache.num_blocks > 0:
             max_blocks = int(config.max_kv_share * cache.num_blocks)
             self._shares = KVShares(max_blocks, queues.running, admission.known_blocks, admission.head_room)
 
-    def start_step(self, now_s: float) -> None:
-        """Reset what is counted per step."""
+    def start_step(self, step: PlanBuilder) -> None:
+        """Reset what is counted per step, and preempt by recompute what takes clients past their shares."""
         self._admission.start_step()
+        self._queues.wait_reasons.start_step()
+        if self._cache.prefix_caching_enabled:
+            queues, cache = self._queues, self._cache
+            has_waiting = queues.waiting or queues.swapped
+            if (has_waiting and self._admission.may_admit()) or cache.num_free_blocks < queues.num_running_seqs:
+                cache.publish()                         # merges duplicates: a lookup follows, or blocks are short
         if self._shares is not None:
             self._shares.start_step()
-        self._queues.wait_reasons.start_step()
-        self._prefill_budget.start_step()
-        self.time.start_step(lambda: decode_work(self._queues.running), now_s)
-        if self._cache.prefix_caching_enabled and self._needs_prefixes():
-            self._cache.publish()
+            for request in self._shares.excess():
+                step.preempted.append(request.request_id)
+                self._preemption.count("recompute")
+                self._queues.release_for_recompute(request)
 
-    def _needs_prefixes(self) -> bool:
-        """Return whether duplicate blocks must be merged: a prefix lookup follows, or blocks are short."""
-        return self._admission.may_admit() or self._cache.num_free_blocks < self._queues.num_running_seqs
-
-    def _budget_candidates(self) -> Iterator[Request]:
-        """Yield the requests that could use some of this step's budget: running or admissible ones."""
-        yield from self._queues.running
-        if self._admission.may_admit():
-            yield from self._queues.swapped or self._queues.lines.new
+    def _admissible(self) -> Iterable[Request]:
+        """Return the requests that could be admitted by this step."""
+        return self._queues.swapped or self._queues.lines.new if self._admission.may_admit() else ()
 
     def has_excess(self) -> bool:
         """Return whether a client holds more than its share of the blocks."""
         return self._shares is not None and self._shares.has_excess()
 
-    def preempt_excess(self, step: PlanBuilder) -> None:
-        """Preempt by recompute the requests that take their clients past their shares."""
-        for request in () if self._shares is None else self._shares.excess():
-            step.preempted.append(request.request_id)
-            self._preemption.count("recompute")
-            self._queues.release_for_recompute(request)
-
     # --- running requests -----------------------------------------------------------------------------------------
 
-    def plan_running(self, step: PlanBuilder, budget: int) -> int:
-        """Plan running requests in order. Return the budget left.
+    def plan_running(self, step: PlanBuilder, last: PlanBuilder, budget: int) -> int:
+        """Plan running requests in order. Return the budget left. `last`: the step before, recorded or failed.
 
         If decodes that a prompt waited for were preempted, it takes the time that was theirs.
         """
+        running = self._queues.running
+        step.order = self._order.planning_order(running) if self._order.orders_running else running.copy()
+        if last.repeated_by(step.order) and len(step.order) <= budget:
+            return budget - self._plan_decodes(step, 0, last.planned.copy())
         budget = self._plan_in_order(step, budget)
-        if not step.num_tokens and self._queues.running and self.time.lift():
-            self._prefill_budget.start_step()
+        if not step.num_tokens and running and self._prefill_budget.lift(step):
+            step.order = self._order.planning_order(running)
             budget = self._plan_in_order(step, budget)
         return budget
 
     def _plan_in_order(self, step: PlanBuilder, budget: int) -> int:
-        running, index = self._order.planning_order(self._queues.running), 0
-        step.order = running
+        running, index = step.order, 0
         try:
             while budget > 0 and index < len(running):
                 step.at = running[index]
@@ -119,8 +116,10 @@ class Planner:
     def _plan_decodes(self, step: PlanBuilder, index: int, sequences: list[Sequence]) -> int:
         """Plan one token of each of these, all at once. Return how many: the last ones may be preempted."""
         running, updates = step.order, dict[int, TableUpdate | None]()
+        step.at = None
         try:
-            for place in self._cache.append_where_room([sequence.seq_id for sequence in sequences]):
+            places, updates = self._cache.append_where_room(map(_SEQ_ID, sequences))
+            for place in places:
                 if index + place >= len(running):
                     break                                               # preempted meanwhile
                 step.at = running[index + place]
@@ -129,15 +128,15 @@ class Planner:
             pass            # as in `plan_running`; the sequences before it are planned below
         finally:
             del sequences[len(running) - index :]
-            owners = list(zip(running[index : index + len(sequences)], sequences, strict=True))
-            step.decode(owners, [sequence.num_computed_tokens for sequence in sequences], updates)
+            requests = running[index : index + len(sequences)]
+            step.decode(requests, sequences, map(_NUM_COMPUTED_TOKENS, sequences), updates)
         return len(sequences)
 
     def _advance_share(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Plan a prompt, which may be long, or a group. Reserve blocks for the rest of the prompt."""
         mark, num_missing = step.mark(), num_missing_tokens(request)
         waits_to_fork, is_alone = request.live[-1].row == NO_ROW, len(request.live) == 1
-        budget = self._share(request, budget)
+        budget = self._share(step, request, budget)
         try:
             used = self._advance_group(step, request, budget) if budget > 0 else 0
         except SelfPreemptedError:
@@ -147,14 +146,14 @@ class Planner:
             self._admission.reserve(request)
         return used
 
-    def _share(self, request: Request, budget: int) -> int:
+    def _share(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Return how many tokens of what is left of the budget a running request may compute: all, if it decodes."""
         live, num_missing = request.live, num_missing_tokens(request)
         if live[-1].row != NO_ROW:
             if all(map(decodes, live)):
                 return budget
             num_missing = sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in live)
-        return self._prefill_budget.share(request, num_missing, budget, live[0].num_computed_tokens)
+        return self._prefill_budget.share(step, request, num_missing, budget, live[0].num_computed_tokens)
 
     def _advance_group(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Plan the branches of a request, up to `budget` tokens in all. Return how many.
@@ -262,7 +261,7 @@ class Planner:
             if num_spare < 0 and queues.running:                        # alone it fits: see AdmissionLimits
                 return "kv_blocks"
             num_missing = num_missing_tokens(request) - match.num_tokens
-            share = self._prefill_budget.share(request, num_missing, budget, match.num_tokens)
+            share = self._prefill_budget.share(step, request, num_missing, budget, match.num_tokens)
             if share == 0:
                 if request.num_preemptions or not self._prefill_budget.may_be_passed():
                     return "token_budget"                               # later requests must not take a victim's blocks
@@ -290,7 +289,7 @@ class Planner:
         for sequence in request.live:
             if sequence.row != NO_ROW:
                 self._start_row(step, request, sequence)
-        share = self._share(request, budget)
+        share = self._share(step, request, budget)
         used = self._advance_group(step, request, share) if share > 0 else 0
         self._admission.reserve(request)
         return used
@@ -395,11 +394,10 @@ def _decodes(running: list[Request], index: int, budget: int) -> list[Sequence]:
     for request in running[index : index + min(budget, _DECODES_AT_ONCE)]:
         live = request.live
         first = live[0]
-        num_output_tokens = len(first.token_ids.output)
-        num_missing = first.num_prompt_tokens + num_output_tokens - first.num_computed_tokens
-        if num_missing != 1 or len(live) > 1 or first.row == NO_ROW:
+        output = first.token_ids.output
+        if first.num_prompt_tokens + len(output) - first.num_computed_tokens != 1 or len(live) > 1:
             break
-        if num_output_tokens == 0 and isinstance(request.task, Pool):
+        if first.row == NO_ROW or (not output and isinstance(request.task, Pool)):
             break
         sequences.append(first)
     return sequences

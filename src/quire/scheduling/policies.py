@@ -20,16 +20,14 @@ class ByPriority:
     order stays the first until then. With one priority for all this is FCFS (Kwon et al. 2023, section 4.5).
     """
 
-    def __init__(self) -> None:
-        self._num_steps = 0
+    orders_running = False      # whether `planning_order` and `charge_outputs` do anything
 
-    def count_step(self) -> None:
-        """Count a step: the only clock that there is."""
-        self._num_steps += 1
+    def __init__(self) -> None:
+        self.num_steps = 0      # counted by the scheduler: the only clock that there is
 
     def queue_key(self, request: Request, number: int) -> QueueKey:
         """Return the queue key of a new arrival; `number` is higher than those of all earlier arrivals."""
-        return self._num_steps + AGEING_STEPS * request.priority, number
+        return self.num_steps + AGEING_STEPS * request.priority, number
 
     def add(self, request: Request) -> None:
         """Note a new request, which has its queue key and is about to be queued."""

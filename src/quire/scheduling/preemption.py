@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from quire.cache.swap_space import Footprint
 from quire.core.config import PreemptionKind, PreemptionMode
-from quire.core.plan import UNMEASURED, StepResult
+from quire.core.plan import UNMEASURED
 from quire.core.sequence import Request, Sequence
 
 
@@ -32,7 +32,7 @@ class PreemptionPolicy:
     def __init__(self, mode: PreemptionMode, block_size: int) -> None:
         self._mode = mode
         self._block_size = block_size
-        self._rates = UNMEASURED
+        self.rates = UNMEASURED         # of the last step
         self.stats = PreemptionStats()
 
     def choose(self, request: Request, footprint: Footprint, num_free_swap_blocks: int) -> PreemptionKind:
@@ -50,22 +50,17 @@ class PreemptionPolicy:
         """Count a preemption by its kind."""
         self.stats.num_preemptions[kind] += 1
 
-    def record_step(self, result: StepResult) -> None:
-        """Record the worker's measurements."""
-        self._rates = result.rates
-        self.stats.swap_s += result.swap_s
-
     def record_resumed(self, sequence: Sequence, num_known: int) -> int:
         """Count, and return, what a sequence had computed, has lost and now computes again past its first tokens."""
         num_tokens = max(0, sequence.num_lost_tokens - num_known)
         sequence.num_lost_tokens = 0
         self.stats.num_recomputed_tokens += num_tokens
-        if self._rates.prefill_tokens_per_s is not None:
-            self.stats.recompute_s += num_tokens / self._rates.prefill_tokens_per_s
+        if self.rates.prefill_tokens_per_s is not None:
+            self.stats.recompute_s += num_tokens / self.rates.prefill_tokens_per_s
         return num_tokens
 
     def _cheaper(self, footprint: Footprint, num_tokens: int) -> PreemptionKind:
-        tokens_per_s, blocks_out_per_s, blocks_in_per_s, _ = self._rates
+        tokens_per_s, blocks_out_per_s, blocks_in_per_s, _ = self.rates
         if tokens_per_s is None or blocks_out_per_s is None or blocks_in_per_s is None:
             return "swap"
         num_blocks_back = footprint.num_blocks - footprint.num_held_by_others

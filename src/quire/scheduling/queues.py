@@ -84,6 +84,10 @@ class RequestQueues:
         """Waiting requests that lack something, or that the last plan skipped: those behind them could be admitted."""
         return self.lines.num_lacking + self.wait_reasons.num_skipped
 
+    def is_running(self, request: Request) -> bool:
+        """Return whether a request is among the running ones."""
+        return _is_in(self.running, request)
+
     def first_to_admit(self) -> Request | None:
         """Return the first request in the order of admission, whatever it lacks; None if there is none."""
         return self._before_swapped(self.lines.preempted.first()) if self.swapped else self.lines.first()

@@ -71,7 +71,8 @@ class ResultRecorder:
             self._record_rows(step, result, ahead)
             owners, token_ids, logprobs = _sampled_alone(step, result)
         self._record_tokens(step, owners, token_ids, logprobs)
-        self._advance_searches(step)
+        if self._searches.answered:
+            self._advance_searches(step)
         step.at = None
 
     def _advance_searches(self, step: PlanBuilder) -> None:
@@ -88,26 +89,48 @@ class ResultRecorder:
         self, step: PlanBuilder, owners: list[tuple[Request, Sequence]], token_ids: list[int],
         logprobs: list[TokenLogprobs | None] | None,
     ) -> None:  # fmt: skip
-        """Append one token to each sequence: those of most rows, which have no result of their own."""
+        """Append one token to each sequence: those of most rows, which have no result of their own.
+
+        Most tokens end nothing, have no logprobs, and are not the first: they are recorded without a call for each.
+        """
         records, is_running = logprobs or repeat(None, len(token_ids)), SequenceStatus.RUNNING
         request: Request | None = None
-        deltas, searches = self.deltas, self._searches
-        self._order.charge_outputs(owners)
+        deltas, goes_on = self.deltas, not step.plan.drafts
+        if self._order.orders_running:
+            self._order.charge_outputs(owners)
         try:
             for (request, sequence), token, candidates in zip(owners, token_ids, records, strict=True):
                 if sequence.status is not is_running:
+                    goes_on = False
                     continue                                            # failed, aborted during the step, or padding
-                if isinstance(request.task, BeamSearch):
-                    searches.answer(request, sequence, candidates)
-                    continue
-                delta = _check_stop(request, sequence, token, candidates)
-                if delta.finish_reason is not None:
-                    self._complete(request, sequence)
-                sequence.token_ids.output.append(token)
-                deltas.append(delta)
+                output = sequence.token_ids.output
+                if (
+                    0 < len(output) < request.max_tokens - 1 and request.is_plain and candidates is None
+                    and token not in request.end_token_ids
+                ):  # fmt: skip
+                    delta = SequenceDelta(request.request_id, sequence.index, [token])
+                    output.append(token)
+                    deltas.append(delta)
+                else:
+                    goes_on = False
+                    self._record_token(request, sequence, token, candidates)
+            step.goes_on = goes_on and len(owners) == len(step.sampled)
         except BaseException:
             step.at = request
             raise
+
+    def _record_token(
+        self, request: Request, sequence: Sequence, token: int, candidates: TokenLogprobs | None
+    ) -> None:
+        """Append one token to a sequence, or its candidates to a beam search, with everything that may end it."""
+        if isinstance(request.task, BeamSearch):
+            self._searches.answer(request, sequence, candidates)
+            return
+        delta = _check_stop(request, sequence, token, candidates)
+        if delta.finish_reason is not None:
+            self._complete(request, sequence)
+        sequence.token_ids.output.append(token)
+        self.deltas.append(delta)
 
     def _record_rows(self, step: PlanBuilder, result: StepResult, ahead: PlanBuilder | None) -> None:
         """Record the rows that have results of their own."""

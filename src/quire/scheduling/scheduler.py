@@ -96,6 +96,8 @@ class Scheduler:
             for index in range(request.params.n)
         ]
         request.must_see_tokens = must_see_tokens(request)
+        request.end_token_ids = request.eos_token_ids | request.stop_token_ids
+        request.is_plain = not isinstance(request.task, BeamSearch) and request.params.repetition_detection is None
         self.admission.check_admissible(request)
         self.queues.add(request)
         self._deadlines.add(request)
@@ -170,20 +172,23 @@ class Scheduler:
         `now_s`: the time by the clock of `Request.arrived_s`. First, requests end whose deadlines have passed.
         Returns the plan of `schedule_next`, which admits no request, if there is one.
         """
-        for request in self._deadlines.take_passed(now_s):
-            self._end_late(request)
+        if now_s >= self._deadlines.next_s:
+            for request in self._deadlines.take_passed(now_s):
+                self._end_late(request)
         if self._ahead is not None:
             self.step, self._ahead = self._ahead, None
             return self.step.plan
-        step = self.step = PlanBuilder()
-        self.planner.start_step(now_s)
+        last, step = self.step, PlanBuilder(now_s)
+        self.step = step
         plan = self._start_step(step)
-        self.planner.preempt_excess(step)
-        self._admit(step, self.planner.plan_running(step, self.config.max_num_batched_tokens))
+        self.planner.start_step(step)
+        budget = self.planner.plan_running(step, last, self.config.max_num_batched_tokens)
+        if self.queues.waiting or self.queues.swapped:
+            self._admit(step, budget)
         step.at = None
         if self.queues.num_drafted:
             self._plan_drafts(step)
-        if plan.is_empty:
+        if not plan.rows:
             is_idle = not self.queues.requests or self.queues.wait_reasons.current in PREPARATION
             assert is_idle, "requests are here, but none of them can run"
         return plan
@@ -201,9 +206,11 @@ class Scheduler:
 
     def _start_step(self, step: PlanBuilder) -> StepPlan:
         """Count a step, and put into its plan what the last one has left to do."""
-        self.order.count_step()
-        step.plan.row_forks.extend(self._searches.take_row_forks())
-        step.plan.copies.extend(self.cache.take_copies())
+        self.order.num_steps += 1
+        if self._searches.row_forks:
+            step.plan.row_forks.extend(self._searches.take_row_forks())
+        if self.cache.copies_forks:
+            step.plan.copies.extend(self.cache.take_copies())
         return step.plan
 
     def _admit(self, step: PlanBuilder, budget: int) -> None:
@@ -228,12 +235,14 @@ class Scheduler:
             self._recorder.fail(result.failures, result.at_fault)
         self._recorder.advance(step, result, self._ahead)
         self.cache.end_step()
-        self.preemption.record_step(result)
-        self.planner.time.record(result.rates.step_times)
+        self.preemption.rates = result.rates
+        self.preemption.stats.swap_s += result.swap_s
+        if result.rates.step_times is not None:
+            self.planner.time.times = result.rates.step_times
         for chunk in result.prompt_logprobs:
             self._recorder.store_prompt_logprobs(chunk)
         self._recorder.record(step, result, self._ahead)
-        return self.take_deltas()
+        return self._recorder.take_deltas()
 
     def take_deltas(self) -> list[SequenceDelta]:
         """Return, once, what has been recorded."""

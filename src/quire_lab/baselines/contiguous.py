@@ -77,6 +77,8 @@ class Reservation(BlockTable):
 class ContiguousManager(KVCacheManager):
     """A manager that gives each sequence all of its blocks from the start, in a row."""
 
+    copies_forks = True
+
     __slots__ = ("_runs", "policy")
 
     def __init__(self, config: CacheConfig) -> None:
