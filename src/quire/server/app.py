@@ -7,21 +7,12 @@ from fastapi import APIRouter, FastAPI
 
 from quire.core.version import __version__
 from quire.server.api.bodies import MAX_HTTP_SEED
-from quire.server.apis import (
-    adapter_routes,
-    docs_page,
-    forwarding,
-    prefix_routes,
-    served_models,
-    system,
-    tokenization_routes,
-    tokenizer_info,
-)
+from quire.server.apis import docs_page, forwarding, prefix_routes, served_names, system, tokenization
 from quire.server.apis.completions import completion_routes
 from quire.server.apis.embeddings import embedding_routes
 from quire.server.apis.messages import messages_routes
 from quire.server.apis.messages.cache_control import CachedPrefixes
-from quire.server.apis.messages.messages_errors import error_body
+from quire.server.apis.messages.messages_bodies import error_body
 from quire.server.apis.responses import responses_routes
 from quire.server.errors import handle_errors
 from quire.server.http.application import Application
@@ -64,16 +55,16 @@ def create_app(service: Service) -> FastAPI:
 def _routers(options: ServerOptions) -> Iterator[APIRouter]:
     """Yield the routes that a server has by its options."""
     for module in (
-        system, completion_routes, tokenization_routes, served_models, forwarding, docs_page, messages_routes,
+        system, completion_routes, tokenization, served_names, forwarding, docs_page, messages_routes,
         responses_routes, embedding_routes, explain_routes,
     ):  # fmt: skip
         yield module.router
     if options.enable_tokenizer_info_endpoint:
-        yield tokenizer_info.router
+        yield tokenization.settings_router
     if options.max_pinned_prefixes:
         yield prefix_routes.router
     if options.allow_runtime_lora:
-        yield adapter_routes.router
+        yield served_names.adapter_router
     if options.enable_debug:
         yield debug_routes.router
 

@@ -6,10 +6,12 @@ ends within seconds, long enough for probes to see /health fail.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,7 +32,6 @@ from quire.server.errors import shutting_down
 from quire.server.http import logs
 from quire.server.http.server import HttpServer
 from quire.server.http.sockets import remove_path, url_of
-from quire.server.idle_collection import collect_when_idle
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.signals import StopSignals
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 DEMO_NAME = "quire-demo"
 UNHEALTHY_S = 2.0      # /health is 503 for this long after the death of the engine, then the process ends
 FINAL_WRITE_S = 1.0     # for the last frames of cancelled responses to be sent
+COLLECTION_INTERVAL_S = 5.0
 
 
 def run(
@@ -192,3 +194,14 @@ async def _drain(service: Service, http: HttpServer) -> None:
         log.warning("cancelling %d requests that took longer", http.num_open_requests)
         service.responses.cancel_all(shutting_down())
         await http.wait_until_answered(FINAL_WRITE_S)
+
+
+async def collect_when_idle(num_open_requests: Callable[[], int], interval_s: float = COLLECTION_INTERVAL_S) -> None:
+    """Collect all garbage now and then while no request is open; return when cancelled.
+
+    A full collection traverses what all open requests hold, some 0.13 ms for each, while every stream waits.
+    """
+    while True:
+        await asyncio.sleep(interval_s)
+        if gc.get_count()[2] and not num_open_requests():
+            gc.collect()

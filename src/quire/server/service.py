@@ -17,9 +17,8 @@ from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutti
 from quire.server.grammars.grammar_checker import GrammarChecker
 from quire.server.history import History
 from quire.server.limits.active_responses import ActiveResponses
-from quire.server.limits.fair_semaphore import Lanes
-from quire.server.limits.preparation_threads import PreparationThreads
-from quire.server.limits.queue_reservations import AdmissionControl, AdmittedCall, TokenReservation
+from quire.server.limits.fair_semaphore import Lanes, PreparationThreads
+from quire.server.limits.queue_reservations import AdmittedCall, QueueReservations, TokenReservation
 from quire.server.limits.time_slices import TimeSlices
 from quire.server.options import ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer
@@ -37,7 +36,7 @@ class Service:
     names: tuple[str, ...]                    # of the model; responses carry the first
     metrics: Observation
     templates: TemplateRenderer
-    admission: AdmissionControl = field(init=False)
+    admission: QueueReservations = field(init=False)
     adapters: AdapterNames = field(init=False)
     history: History = field(init=False)      # API requests with their tokens and times
     formats: ServedFormats = field(init=False)     # tool calls and reasoning
@@ -54,7 +53,7 @@ class Service:
 
     def __post_init__(self) -> None:
         """Build what depends on the options. ConfigError if they name a format that does not exist."""
-        self.admission = AdmissionControl(self.options.max_total_body_bytes, self.metrics)
+        self.admission = QueueReservations(self.options.max_total_body_bytes, self.metrics)
         self.adapters = AdapterNames(self.names)
         self.history = History(self.options.max_history_bytes)
         self.formats = ServedFormats(self.client.tokenizer, self.options, self.templates)
@@ -119,7 +118,7 @@ class Service:
         return self.admission.reserve_requests(num_requests, client_id)
 
     def reserve_tokens(self, requests: Iterable[PreparedRequest], param: str = "n") -> TokenReservation:
-        """Reserve room in the queue for a call's prompt tokens x n; see `AdmissionControl.reserve_tokens`."""
+        """Reserve room in the queue for a call's prompt tokens x n; see `QueueReservations.reserve_tokens`."""
         return self.admission.reserve_tokens(self.client, self.options, requests, param)
 
     def to_api_error(self, error: Exception) -> ApiError:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.options import EngineOptions
-from quire.server.api.keepalive import KEEPALIVE, Keepalive
+from quire.server.api.http_responses import KEEPALIVE, Keepalive
 from support.openai_server import OpenAIServer, events_of, openai_server
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.server.grammars.regex_length import regex_length
+from quire.server.grammars.grammar_worker import regex_length
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,16 @@
 
 Status and headers of a stream are sent when its requests have been queued: every refusal has happened by then, and
 clients with a timeout see the connection alive. A later error is the stream's last event.
+
+While a stream is idle it gets comments, so that no proxy closes it: a request may wait, be prefilled or be preempted
+for longer than the idle timeout of a load balancer. Clients of server-sent events ignore comments.
 """
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,16 +21,86 @@ from quire.core.errors import EngineError
 from quire.core.outputs import RequestOutput
 from quire.server.api.generation import Generation
 from quire.server.api.json_encoding import encode, joined
-from quire.server.api.keepalive import KEEPALIVE, Keepalive
-from quire.server.api.response_builder import ResponseBuilder
-from quire.server.api.usage import total_usage
+from quire.server.api.usage import TokenUsage, total_usage
 from quire.server.errors import ApiError
 from quire.server.http.request_body import release_body
 from quire.server.limits.active_responses import ClientDisconnectedError
 from quire.server.limits.time_slices import MAX_SLICE_BYTES, MAX_SLICE_UNITS
 from quire.server.service import Service
 
+KEEPALIVE = b": keepalive\n\n"
 log = logging.getLogger(__name__)
+
+
+class ResponseBuilder(Protocol):
+    """Builds the response to one API request: either `response`, or chunks of a stream, in slices of bounded work."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client asked for a stream."""
+
+    def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
+        """Yield the whole response, from the last output of each prompt."""
+
+    def first_chunk(self) -> bytes:
+        """Return the beginning of a stream, sent before there is an output."""
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
+        """Yield the events for the new part of an output; nothing if there is nothing to show."""
+
+    def weight(self, prompt_index: int, output: RequestOutput) -> int:
+        """Return the work of encoding an output, in units of `MAX_SLICE_UNITS`."""
+
+    def last_chunk(self, usage: TokenUsage) -> bytes:
+        """Return the end of a stream."""
+
+    def error_chunk(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+
+
+class Keepalive:
+    """Calls `send` whenever nothing was written for `interval_s`, never within an event; 0: never."""
+
+    def __init__(self, interval_s: float, send: Callable[[], Awaitable[None]]) -> None:
+        self._interval_s, self._send = interval_s, send
+        self._loop = asyncio.get_running_loop()
+        self._last_s = self._loop.time()                  # when the last event was written
+        self._writing = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._arm(self._interval_s)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    async def write(self, event: Awaitable[None]) -> None:
+        """Await the writing of an event; no comment and no other event is written between its pieces."""
+        async with self._writing:
+            await event
+            self._last_s = self._loop.time()
+
+    def _arm(self, delay_s: float) -> None:
+        if self._interval_s:
+            self._timer = self._loop.call_later(delay_s, self._send_if_idle)
+
+    def _send_if_idle(self) -> None:
+        """Send a comment, unless an event was written meanwhile or is being written."""
+        due_s = self._last_s + self._interval_s - self._loop.time()
+        if due_s <= 0 and not self._writing.locked():
+            self._sending = self._loop.create_task(self._send_comment())
+        self._arm(due_s if due_s > 0 else self._interval_s)
+
+    async def _send_comment(self) -> None:
+        await self.write(self._send())
 
 
 async def create_response(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from quire.core.checks import refuse
+from quire.core.owner_labels import OPERATOR
 from quire.core.prompt_scores import width_of
 from quire.core.sampling_params import SamplingParams
 from quire.engine.requests.input_processor import TokenizedPrompt
@@ -122,3 +123,13 @@ def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> Non
             f"(max_prompt_candidates)",
             param="prompt_logprobs" if num_listed else "prompt_logprob_token_ids",
         )
+
+
+def check_priority_granted(service: Service, priority: int, key_number: int) -> None:
+    """Raise ApiError 400 for a priority below 0 without the right to it."""
+    if priority < 0 and key_number != OPERATOR and not service.options.allow_client_priority:
+        message = (
+            f"priority must be 0 or more, got {priority}: below 0 it needs the operator's key (operator_api_key), or a "
+            f"server that grants it to all clients (allow_client_priority)"
+        )
+        invalid(message, param="priority", code="unsupported_parameter")

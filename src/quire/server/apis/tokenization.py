@@ -1,19 +1,56 @@
-"""Tokenization of texts and conversations, and back, off the event loop."""
+"""Routes /tokenize, /detokenize and /tokenizer_info: texts to token ids and back, off the event loop."""
+
+from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import check_token_ids, refuse
+from quire.server.api.bodies import request_body
 from quire.server.api.chat import rendered
+from quire.server.api.http_responses import json_response
 from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
+from quire.server.api.request_parsing import read_body
 from quire.server.apis.completions.body_prompts import conversation_of
 from quire.server.apis.completions.completion_bodies import DetokenizeBody, TokenizeBody
 from quire.server.errors import invalid
+from quire.server.http.api_keys import client_id_of
 from quire.server.service import Service
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import check_tools
 
+router = APIRouter()
+settings_router = APIRouter()
 _TOKENS_PER_SLICE = 4096  # encoded in one call, which keeps all other threads from running
 
 
-async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> bytes:
+@router.post("/tokenize", openapi_extra=request_body(TokenizeBody))
+async def tokenize(request: Request) -> Response:
+    """Turn a prompt or a conversation into token ids."""
+    service: Service = request.app.state.service
+    body = await read_body(request, TokenizeBody)
+    service.check_model(body.model)
+    client_id = client_id_of(request.scope)
+    with service.admit(1, client_id=client_id):
+        return json_response(await _tokenized(service, body, client_id))
+
+
+@router.post("/detokenize", openapi_extra=request_body(DetokenizeBody))
+async def detokenize(request: Request) -> Response:
+    """Turn token ids into text."""
+    service: Service = request.app.state.service
+    body = await read_body(request, DetokenizeBody)
+    service.check_model(body.model)
+    client_id = client_id_of(request.scope)
+    with service.admit(1, param="tokens", client_id=client_id):
+        return json_response(await _detokenized(service, body, client_id))
+
+
+@settings_router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """Return the settings of tokenizer_config.json, with special tokens as texts, and the chat template."""
+    service: Service = request.app.state.service
+    return json_response(_tokenizer(service).describe())
+
+
+async def _tokenized(service: Service, body: TokenizeBody, client_id: str) -> bytes:
     """Return the response of /tokenize."""
     tokenizer = _tokenizer(service)
     if (body.prompt is None) == (body.messages is None):
@@ -38,7 +75,7 @@ async def tokenized(service: Service, body: TokenizeBody, client_id: str) -> byt
     return await service.threads.run(len(text), response, client_id)
 
 
-async def detokenized(service: Service, body: DetokenizeBody, client_id: str) -> bytes:
+async def _detokenized(service: Service, body: DetokenizeBody, client_id: str) -> bytes:
     """Return the response of /detokenize. Special tokens are part of the text."""
     tokenizer = _tokenizer(service)
 

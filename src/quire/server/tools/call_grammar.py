@@ -16,10 +16,17 @@ from quire.grammar_writing.schemas import Part
 from quire.grammar_writing.shapes import Budget, Document, Shape
 from quire.grammar_writing.texts import before_answer, closed_json_text, literal_text
 from quire.server.tools.argument_types import types_of
-from quire.server.tools.grammar_rules import ANY_TEXT, GrammarSizeError, Rules, alternatives
+from quire.server.tools.grammar_rules import (
+    ANY_TEXT,
+    GrammarSizeError,
+    Rules,
+    alternatives,
+    enumerated_texts,
+    has_regexes,
+    text_body,
+)
 from quire.server.tools.literal_grammars import GemmaValues, arguments_text, python_arguments
 from quire.server.tools.object_grammars import ObjectNotation
-from quire.server.tools.string_grammars import enumerated_texts, has_regexes, text_body
 from quire.text.tool_formats.json_values import json_value, misread_texts, reads_json
 from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.text.tool_formats.syntax import KEY, marker_of, split

@@ -6,9 +6,8 @@ from quire.core.structured_outputs import compact_json
 from quire.grammar_writing.schemas import Part, refuse
 from quire.grammar_writing.shapes import Document, Shape
 from quire.grammar_writing.texts import closed_json_text, literal_text
-from quire.server.tools.grammar_rules import Rules, alternatives
+from quire.server.tools.grammar_rules import Rules, alternatives, enumerated_texts, has_regexes, text_body
 from quire.server.tools.object_grammars import ObjectNotation, members_of, object_text
-from quire.server.tools.string_grammars import enumerated_texts, has_regexes, text_body
 from quire.text.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
 
 _PYTHON_NAMES, _GEMMA_NAMES = "[A-Za-z_][A-Za-z0-9_]{0,63}", r"[^:{}\[\],<>|\"'\s]{1,64}"

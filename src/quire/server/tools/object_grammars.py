@@ -8,8 +8,7 @@ from quire.core.checks import shown
 from quire.grammar_writing.schemas import Part, escaped_name, refuse
 from quire.grammar_writing.shapes import Shape
 from quire.grammar_writing.texts import literal_text
-from quire.server.tools.grammar_rules import Rules, alternatives, escaped
-from quire.server.tools.string_grammars import searched
+from quire.server.tools.grammar_rules import Rules, alternatives, escaped, searched
 
 MAX_OTHERS = 128  # properties that a schema does not name, of one object
 _EMPTY = '""'

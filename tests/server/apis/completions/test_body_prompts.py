@@ -122,7 +122,7 @@ def test_long_prompts_hold_up_no_short_ones(server: OpenAIServer, monkeypatch: p
             may_go_on.wait()
         return tokenize(prompt, **how)
 
-    monkeypatch.setattr("quire.server.limits.preparation_threads.LONG_CHARS", 1000)
+    monkeypatch.setattr("quire.server.limits.fair_semaphore.LONG_CHARS", 1000)
     monkeypatch.setattr(inputs, "tokenize", tokenize_slowly)
     with ThreadPoolExecutor(3) as clients:
         refused = [clients.submit(server.refusal, COMPLETIONS, prompt=[5] * 1025) for _ in range(3)]

@@ -14,12 +14,11 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import check_optional_int, shown
 from quire.engine.requests.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
-from quire.server.api.chat_preparation import prepare_chat
+from quire.server.api.chat import prepare_chat
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
-from quire.server.api.preparation import constrain
-from quire.server.api.priority import check_priority_granted
+from quire.server.api.preparation import check_priority_granted, constrain
 from quire.server.api.request_parsing import read_body
 from quire.server.apis.completions.body_params import checked_params, field_names
 from quire.server.apis.completions.body_prompts import (

@@ -16,7 +16,7 @@ from quire.server.api.json_encoding import encode
 from quire.server.api.message_reader import MessageReader
 from quire.server.api.usage import TokenUsage
 from quire.server.apis.messages.cache_control import CacheUse
-from quire.server.apis.messages.messages_errors import error_body
+from quire.server.apis.messages.messages_bodies import error_body
 from quire.server.errors import ApiError
 from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.text.tokenizer import Tokenizer

@@ -7,6 +7,7 @@ from pydantic import Field
 from quire.core.sampling_params import MAX_TEMPERATURE
 from quire.server.api.bodies import TEXT, Body, OtherFields, Schema, Strict, documented_as, integer, list_of, number
 from quire.server.api.deadlines import Milliseconds
+from quire.server.errors import ApiError
 
 _STRING: Schema = {"type": "string"}
 _MARK: Schema = {
@@ -14,6 +15,38 @@ _MARK: Schema = {
     "properties": {"type": {"const": "ephemeral"}, "ttl": {"enum": ["5m", "1h"]}},
     "required": ["type"],
     "additionalProperties": False,
+}
+# By status; 529 is Anthropic's own, which clients retry as they retry 503.
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+_BODY = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "error"],
+    "additionalProperties": False,
+}
+_CONTENT = {"application/json": {"schema": _BODY}}
+ERRORS: dict[int | str, dict[str, Any]] = {  # statuses of every route, for openapi.json
+    "4XX": {"description": "the request was refused", "content": _CONTENT},
+    "5XX": {"description": "the request failed", "content": _CONTENT},
 }
 
 
@@ -114,3 +147,9 @@ class MessagesBody(ConversationBody):
     ttft_deadline_ms: Milliseconds = None
     deadline_ms: Milliseconds = None
     stream: bool | None = None
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON body of an error."""
+    kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}

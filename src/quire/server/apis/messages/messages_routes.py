@@ -11,8 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.server.api.bodies import request_body
-from quire.server.api.chat import Conversation, rendered, template_variables
-from quire.server.api.chat_preparation import prepare_chat
+from quire.server.api.chat import Conversation, prepare_chat, rendered, template_variables
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response, json_response
@@ -32,8 +31,7 @@ from quire.server.apis.messages.conversion import (
     thinking_effort,
 )
 from quire.server.apis.messages.message_builder import MessageBuilder, MessagesRequest
-from quire.server.apis.messages.messages_bodies import ConversationBody, MessagesBody
-from quire.server.apis.messages.messages_errors import ERRORS
+from quire.server.apis.messages.messages_bodies import ERRORS, ConversationBody, MessagesBody
 from quire.server.errors import ApiError, invalid
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_body import received_s_of

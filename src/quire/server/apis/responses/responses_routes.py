@@ -12,8 +12,7 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import refuse
 from quire.engine.requests.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
-from quire.server.api.chat import Conversation, template_variables
-from quire.server.api.chat_preparation import prepare_chat
+from quire.server.api.chat import Conversation, prepare_chat, template_variables
 from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response

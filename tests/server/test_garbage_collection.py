@@ -6,13 +6,13 @@ import subprocess
 import sys
 import weakref
 
-from quire.server.idle_collection import collect_when_idle
+from quire.server.lifecycle import collect_when_idle
 from support.engine_process import until
 
 BUSY = """
 import gc
-from quire.server.idle_collection import collect_rarely
-collect_rarely()
+from quire.server.start import _collect_rarely
+_collect_rarely()
 before = gc.get_stats()[2]["collections"]
 held = [[number] for number in range(1_000_000)]
 print(gc.get_stats()[2]["collections"] - before, gc.get_stats()[1]["collections"] > 100)

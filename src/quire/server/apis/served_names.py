@@ -1,4 +1,4 @@
-"""Routes that load and unload LoRA adapters while the server runs, from folders below `lora_root`."""
+"""Routes of the served names: the model's own, and LoRA adapters, loaded from folders below `lora_root`."""
 
 import asyncio
 from typing import Annotated, Any
@@ -11,15 +11,64 @@ from quire.core.lora import MAX_NAME_CHARS, MAX_PATH_CHARS
 from quire.core.owner_labels import OPERATOR
 from quire.server.adapter_names import path_below
 from quire.server.api.bodies import documented_as, request_body
+from quire.server.api.http_responses import json_response
 from quire.server.api.request_parsing import read_body
 from quire.server.apis.completions.completion_bodies import OpenAIBody
 from quire.server.errors import ApiError, invalid
 from quire.server.http.api_keys import key_number_of
 from quire.server.service import Service
 
-router = APIRouter(tags=["adapters"])
+router = APIRouter()
+adapter_router = APIRouter(tags=["adapters"])
 
 _TEXT = {"type": "string"}
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """List the names of the model that is served, and of its LoRA adapters."""
+    service: Service = request.app.state.service
+    names = [*service.names, *(each.name for each in service.adapters.all)]
+    return json_response({"object": "list", "data": [_model(service, name) for name in names]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def retrieve_model(request: Request, model_id: str) -> Response:
+    """Describe a model."""
+    service: Service = request.app.state.service
+    return json_response(_model(service, service.check_model(model_id)))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.find(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created if adapter is None else adapter.created,
+        "owned_by": "quire",
+        "root": (service.model_source or service.names[0]) if adapter is None else adapter.adapter.folder,
+        "parent": None if adapter is None else adapter.parent,
+        "max_model_len": service.client.ready.limits.max_model_len,
+        "permission": [_permission(service, name)],
+    }
+
+
+def _permission(service: Service, name: str) -> dict[str, Any]:
+    """Return a permission as OpenAI's API once had it; clients of vLLM may read it."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": service.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
 
 
 class LoadAdapterBody(OpenAIBody):
@@ -37,7 +86,7 @@ class UnloadAdapterBody(OpenAIBody):
     lora_int_id: Annotated[Any, documented_as({"type": "integer"})] = None
 
 
-@router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadAdapterBody))
+@adapter_router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadAdapterBody))
 async def load_lora_adapter(request: Request) -> Response:
     """Read an adapter and serve it under a name."""
     service = _service(request)
@@ -60,7 +109,7 @@ async def load_lora_adapter(request: Request) -> Response:
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadAdapterBody))
+@adapter_router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadAdapterBody))
 async def unload_lora_adapter(request: Request) -> Response:
     """Remove the name of an adapter; requests that were sent keep it."""
     service = _service(request)
