@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_cache.cache import PrefixCache
+from quire.cache.prefix_cache import PrefixCache
 from quire.cache.prefixes import Prefixes
 from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig

@@ -8,8 +8,8 @@ least recently used. An engine reports how many blocks it has evicted, not which
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from quire.cache.prefix_cache.tree import PrefixTree, as_bytes
 from quire.cache.prefix_match import Scope
+from quire.cache.prefix_tree import PrefixTree, as_bytes
 
 
 class PrefixIndex:

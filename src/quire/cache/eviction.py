@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 
 from quire.cache.block_pool import CachedBlocks
-from quire.cache.prefix_cache.tree import PrefixTree
+from quire.cache.prefix_tree import PrefixTree
 from quire.cache.slices import in_slices, run_to_the_end
 
 

@@ -13,10 +13,10 @@ from itertools import takewhile
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NULL_BLOCK, BlockTable
-from quire.cache.prefix_cache.eviction import EvictionQueue
-from quire.cache.prefix_cache.pins import Pins
-from quire.cache.prefix_cache.tree import PrefixTree, as_bytes
+from quire.cache.eviction import EvictionQueue
+from quire.cache.pins import Pins
 from quire.cache.prefix_match import NONE, Awaited, Path, PrefixMatch, Scope
+from quire.cache.prefix_tree import PrefixTree, as_bytes
 from quire.cache.prefixes import Prefixes
 from quire.cache.slices import in_slices
 from quire.core.config import CacheConfig

@@ -1,1 +1,0 @@
-"""Optional prefix cache: blocks that stay when their sequences end, are found again, and can be pinned."""
