@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.server import engine_supervisor
+from quire.server import lifecycle
 from support.stdlib_guard import StdlibReplacedError
 
 TESTS = Path(__file__).parent
@@ -22,11 +22,11 @@ SET = ("setattr", True)
     "target",
     [
         (asyncio, "sleep"),
-        (engine_supervisor.asyncio, "sleep"),
+        (lifecycle.asyncio, "sleep"),
         (socket.socket, "connect"),
         (subprocess, "Popen"),
         (sys, "executable"),
-        ("quire.server.engine_supervisor.asyncio.sleep",),
+        ("quire.server.lifecycle.asyncio.sleep",),
         ("importlib.util.find_spec",),
     ],
     ids=str,
@@ -38,17 +38,17 @@ def test_name_that_the_process_shares_is_not_replaced(
         monkeypatch.setattr(*target, None)  # type: ignore[call-overload]
     with pytest.raises(StdlibReplacedError, match="shared by the whole process"):
         monkeypatch.delattr(*target)  # type: ignore[call-overload]
-    assert asyncio.sleep is engine_supervisor.asyncio.sleep is not None
+    assert asyncio.sleep is lifecycle.asyncio.sleep is not None
 
 
 def test_names_of_our_modules_and_the_standard_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sys.stdin, engine_supervisor.FIRST_PAUSE_S
-    monkeypatch.setattr(engine_supervisor, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("quire.server.engine_supervisor.asyncio", None)
+    before = sys.stdin, lifecycle.FIRST_PAUSE_S
+    monkeypatch.setattr(lifecycle, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("quire.server.lifecycle.asyncio", None)
     monkeypatch.setattr("sys.stdin", None)
-    assert (sys.stdin, engine_supervisor.FIRST_PAUSE_S, engine_supervisor.asyncio) == (None, 0.0, None)
+    assert (sys.stdin, lifecycle.FIRST_PAUSE_S, lifecycle.asyncio) == (None, 0.0, None)
     monkeypatch.undo()
-    assert before == (sys.stdin, engine_supervisor.FIRST_PAUSE_S)
+    assert before == (sys.stdin, lifecycle.FIRST_PAUSE_S)
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))

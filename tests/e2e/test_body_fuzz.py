@@ -11,13 +11,13 @@ import httpx
 import pytest
 
 from quire.server.apis.completions.completion_bodies import (
+    UNSUPPORTED,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     PrefixBody,
     TokenizeBody,
 )
-from quire.server.apis.completions.field_support import UNSUPPORTED
 from quire.server.apis.responses.responses_bodies import ResponsesBody
 from support.clients import LIMIT_S
 from support.metrics_page import wait_until_idle

@@ -14,7 +14,7 @@ from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
-from quire.server.engine_supervisor import supervise_engine
+from quire.server.lifecycle import supervise_engine
 from quire.server.options import ServerOptions
 from support.metrics_page import read_metrics
 from support.server import ANSWER_LIMIT_S, ServerProcess, is_running, running_server, wait_until

@@ -7,7 +7,7 @@ from fastapi import APIRouter, FastAPI
 
 from quire.core.version import __version__
 from quire.server.api.bodies import MAX_HTTP_SEED
-from quire.server.apis import docs_page, forwarding, prefix_routes, served_names, system, tokenization
+from quire.server.apis import forwarding, prefix_routes, served_names, system, tokenization
 from quire.server.apis.completions import completion_routes
 from quire.server.apis.embeddings import embedding_routes
 from quire.server.apis.messages import messages_routes
@@ -55,7 +55,7 @@ def create_app(service: Service) -> FastAPI:
 def _routers(options: ServerOptions) -> Iterator[APIRouter]:
     """Yield the routes that a server has by its options."""
     for module in (
-        system, completion_routes, tokenization, served_names, forwarding, docs_page, messages_routes,
+        system, completion_routes, tokenization, served_names, forwarding, messages_routes,
         responses_routes, embedding_routes, explain_routes,
     ):  # fmt: skip
         yield module.router

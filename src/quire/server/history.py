@@ -1,7 +1,7 @@
 """History of the latest API requests: their tokens and times, from which their owners get explanations.
 
 Recording costs a step nothing: times are those of the log line, tokens those of the response. A miss in the prefix
-cache is explained only when its owner asks (`cache_misses.py`). The history is bounded in bytes, objects included.
+cache is explained only when its owner asks (`explain_routes.py`). The history is bounded in bytes, objects included.
 """
 
 from array import array

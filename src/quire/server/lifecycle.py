@@ -3,21 +3,29 @@
 The first signal drains: /ready and new requests get 503, running requests continue until the shutdown timeout and are
 then cancelled. A second signal ends the process at once. After the death of an engine that is not replaced the process
 ends within seconds, long enough for probes to see /health fail.
+
+A dead engine is restarted up to `restart_engine` times with growing pauses. The new engine has the same options and
+continues the numbering of requests. The state of the old one is lost: its requests have failed, and nothing is cached
+or pinned. With `restart_engine` an engine that makes no progress for the stall limit is ended by its client, and so
+dies; without it the server stays unhealthy until the engine goes on, or the operator ends it. A stall is logged with
+the stacks of all threads.
 """
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
 import uvloop
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, EngineError
 from quire.core.owner_labels import OwnerLabels
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.launcher import EngineProcess
@@ -27,7 +35,6 @@ from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.processes.client import EngineClient
 from quire.server.app import create_app
-from quire.server.engine_supervisor import supervise_engine, watch_for_stalls
 from quire.server.errors import shutting_down
 from quire.server.http import logs
 from quire.server.http.server import HttpServer
@@ -40,10 +47,69 @@ from quire.server.templates.template_renderer import TemplateRenderer
 
 log = logging.getLogger(__name__)
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+CHECKS_PER_LIMIT = 4
+log = logging.getLogger(__name__)
+
 DEMO_NAME = "quire-demo"
 UNHEALTHY_S = 2.0      # /health is 503 for this long after the death of the engine, then the process ends
 FINAL_WRITE_S = 1.0     # for the last frames of cancelled responses to be sent
 COLLECTION_INTERVAL_S = 5.0
+
+
+async def supervise_engine(
+    service: Service,
+    options: EngineOptions,
+    signals: StopSignals,
+    *,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    spawn: Callable[[EngineOptions], EngineProcess] = EngineProcess.spawn,
+) -> Exception:
+    """Restart the only engine whenever it dies; return the last error when no restart is left.
+
+    `pause` waits before each start, and `spawn` starts the process.
+    """
+    num_granted = service.options.restart_engine
+    (client,), (metrics,) = service.client.engines, service.metrics.engines
+    why: Exception = await client.wait_dead()
+    for number in range(1, num_granted + 1):
+        pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
+        log.error("%s; restart %d of %d in %g s (restart_engine)", why, number, num_granted, pause_s)
+        metrics.engine_died()
+        await pause(pause_s)
+        try:
+            signals.children[0] = spawn(options)
+            service.client = client = await EngineClient.connect(
+                signals.children[0], options, metrics, client.request_ids, client.inputs.owners,
+                service.options.start_timeout, on_stall="end",
+            )  # fmt: skip
+        except (EngineError, OSError) as error:
+            why = error
+            continue
+        metrics.engine_restarted()
+        log.warning("the engine was restarted; cached and pinned prefixes are lost")
+        why = await client.wait_dead()
+    return why
+
+
+async def watch_for_stalls(service: Service) -> None:
+    """Log the start of each stall, with the stacks of all threads of both processes, and its end, until cancelled."""
+    stalled, limit_s = set[int](), service.options.stall_limit
+    while True:
+        await asyncio.sleep(limit_s / CHECKS_PER_LIMIT)
+        engines = service.client.engines  # replaced by restarts
+        for number, engine in enumerate(engines):
+            name = "the engine" if len(engines) == 1 else f"engine {number}"
+            is_stalled = engine.stalled_s > limit_s
+            if is_stalled and number not in stalled:
+                stalled.add(number)
+                log.error("%s has work and made no progress for %g seconds (stall_limit)", name, limit_s)
+                if sys.stderr is not None:  # None if the process was started without it
+                    faulthandler.dump_traceback()
+                engine.log_stacks()
+            elif number in stalled and not is_stalled:
+                stalled.remove(number)
+                log.warning("%s makes progress again", name)
 
 
 def run(

@@ -12,8 +12,7 @@ from typing import NoReturn
 from quire.core.errors import ConfigError
 from quire.engine.launcher import spawn_engines
 from quire.engine.options import EngineOptions
-from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path
-from quire.server.http.tls import tls_context
+from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path, tls_context
 from quire.server.options import ServerOptions
 from quire.server.signals import STOP_SIGNALS, StoppedError, exit_on_signal
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.server.http.tls import tls_context
+from quire.server.http.sockets import tls_context
 from quire.server.options import ServerOptions
 from support.http_app import HOST, SOCKET_LIMIT_S, connect, make_app, read_all, serving
 from support.server import ServerProcess

@@ -1,6 +1,6 @@
-"""Chat requests of all APIs: a conversation, its text by the chat template, and its engine request with a grammar."""
+"""Chats of all APIs: a conversation to text and to an engine request with a grammar, an output to its events."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -9,16 +9,23 @@ from msgspec.json import encode
 
 from quire.core.checks import refuse
 from quire.core.errors import InvalidRequestError
+from quire.core.outputs import CompletionOutput
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.requests.input_processor import CheckedParams, Truncation
 from quire.server.api.api_request import ApiRequest
 from quire.server.api.preparation import prepare
 from quire.server.service import Service
+from quire.server.tools.output_events import CallBegan, CallEnded, Event, Reasoning
+from quire.server.tools.served_formats import OutputReading
 from quire.text.conversation import Message
+from quire.text.detokenizer import incremental_detokenizer
+from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
 
 _FIELDS = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SLICE_CHARS = 1 << 12   # read at once
+SLICE_TOKENS = 1 << 10  # counted at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,3 +144,72 @@ async def _add_formats(service: Service, call: ApiRequest, prompt: str, *, shows
     call.checked = await service.threads.run(len(grammar), checked, call.client_id)
     if use.is_constrained:  # a bound on reasoning alone cannot be at fault
         call.constraint_field = "tools"
+
+
+class MessageReader:
+    """Reads the text of one choice, and counts the tokens of its reasoning."""
+
+    def __init__(self, reading: OutputReading, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]) -> None:
+        self._parser = reading.new_parser()
+        self._num_calls = self._num_open = 0
+        self._has_reasoning = False
+        self._counter: _ReasoningCounter | None = None
+        if reading.reasoning_end is not None and tokenizer is not None:
+            self._counter = _ReasoningCounter(reading.reasoning_end, tokenizer, prompt_token_ids)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Count the tokens so far up to the end of the reasoning, its markers included; 0 without reasoning."""
+        return self._counter.num_tokens if self._counter is not None and self._has_reasoning else 0
+
+    @property
+    def has_complete_calls(self) -> bool:
+        """Whether the message has tool calls so far, and each of them has ended."""
+        return bool(self._num_calls and not self._num_open)
+
+    def events(self, piece: CompletionOutput, *, is_last: bool) -> Iterator[list[Event]]:
+        """Yield the events that the next piece of the output completes, a list for each slice of work."""
+        if self._counter is not None:
+            for start in range(0, len(piece.token_ids), SLICE_TOKENS):
+                if start:
+                    yield []
+                self._counter.append(piece.token_ids[start : start + SLICE_TOKENS])
+        text = piece.text
+        for start in range(0, max(1, len(text)), SLICE_CHARS):
+            events = self._parser.feed(text[start : start + SLICE_CHARS])
+            if is_last and start + SLICE_CHARS >= len(text):
+                events = [*events, *self._parser.finish()]
+            for event in events:
+                self._count(event)
+            yield events
+
+    def _count(self, event: Event) -> None:
+        match event:
+            case Reasoning():
+                self._has_reasoning = True
+            case CallBegan():
+                self._num_calls += 1
+                self._num_open += 1
+            case CallEnded():
+                self._num_open -= 1
+
+
+class _ReasoningCounter:
+    """Counts tokens up to the one that completes the marker at the end of the reasoning."""
+
+    def __init__(self, end: str, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+        self.num_tokens = 0
+        self._end, self._tail, self._is_over = end, "", False
+        self._detokenizer = incremental_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=False)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Count the next tokens of the output."""
+        if self._is_over:
+            return
+        for token_id in token_ids:
+            self.num_tokens += 1
+            self._tail += self._detokenizer.append((token_id,))
+            if self._end in self._tail:
+                self._is_over = True
+                return
+            self._tail = self._tail[-len(self._end) :]

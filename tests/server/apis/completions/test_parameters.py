@@ -9,8 +9,13 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from quire.server.api.request_parsing import check_field_names
-from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
-from quire.server.apis.completions.field_support import OTHER_FIELDS, UNSUPPORTED, WITHOUT_EFFECT
+from quire.server.apis.completions.completion_bodies import (
+    OTHER_FIELDS,
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    ChatBody,
+    CompletionBody,
+)
 from quire.server.errors import ApiError
 from support.vllm_fields import CHAT_REQUEST, COMPLETION_REQUEST
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.server.api.message_reader import SLICE_CHARS
+from quire.server.api.chat import SLICE_CHARS
 from quire.server.api.usage import TokenUsage
 from quire.server.apis.completions.chat_response import ChatResponseBuilder
 from quire.server.tools.output_parser import OutputParser

@@ -15,9 +15,8 @@ from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.requests.input_processor import CheckedParams, PreparedRequest, TokenizedPrompt
 from quire.server.api.usage import TokenUsage
-from quire.server.apis.responses.responses_bodies import ResponsesBody
+from quire.server.apis.responses.responses_bodies import ResponsesBody, Tools
 from quire.server.apis.responses.responses_builder import MAX_ECHO_BYTES, ResponsesBuilder, ResponsesRequest
-from quire.server.apis.responses.responses_tools import Tools
 from quire.server.errors import ApiError
 from quire.server.tools.output_parser import OutputParser
 from quire.server.tools.served_formats import OutputReading

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidRequestError
-from quire.server.apis.responses.responses_tools import choice_of, functions_of
+from quire.server.apis.responses.responses_bodies import choice_of, functions_of
 
 Json = dict[str, Any]
 

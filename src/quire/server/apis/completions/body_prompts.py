@@ -11,7 +11,7 @@ from quire.server.api.preparation import prepare
 from quire.server.apis.completions.completion_bodies import ChatBody, ChatMessage, GenerationBody, TokenizeBody
 from quire.server.apis.completions.openai_response import OpenAIRequest
 from quire.server.errors import invalid
-from quire.server.grammars.constraint_fields import CONSTRAINT_FIELDS
+from quire.server.grammars.grammar_checker import CONSTRAINT_FIELDS
 from quire.server.options import Limits
 from quire.server.service import Service
 from quire.text.conversation import Message

@@ -5,6 +5,7 @@ everywhere. Ranges, and the elements of lists, are only documented here: `Sampli
 Bounds that depend on the server's options are added to the schema by `quire.server.app`.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
@@ -19,13 +20,74 @@ from quire.core.sampling_params import (
     MIN_SEED,
 )
 from quire.engine.requests.input_processor import MAX_PRIORITY
-from quire.server.api.bodies import ELEMENT, MAX_HTTP_SEED, NULL, TEXT, Body, Schema, Strict, documented_as, list_of
+from quire.server.api.bodies import (
+    ELEMENT,
+    MAX_HTTP_SEED,
+    NULL,
+    TEXT,
+    Body,
+    OtherFields,
+    Schema,
+    Strict,
+    documented_as,
+    list_of,
+)
 from quire.server.api.chat import EFFORTS
 from quire.server.api.deadlines import Milliseconds
-from quire.server.apis.completions.field_support import OTHER_FIELDS
 from quire.text.conversation import PART_FIELDS, part_problem, part_reasoning, part_text
 from quire.text.tools import NAME_PATTERN
 
+# Not supported, with the values besides null that change nothing. A route may have one of them as a field of its own.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "function_call": ("none", "auto"),         # without functions
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),            # without tools, as the next four
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),           # without tools
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM's
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "ec_transfer_params": ({},),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": ([],),
+    "return_weight_versions": (False,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),            # no limit
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+
+# Labels of the client or the request, hints on storage and prices, padding and the size of chunks, options of features
+# that are refused, and of routes and models that Quire does not have.
+WITHOUT_EFFECT = frozenset((
+    "guided_decoding_backend", "request_id", "session_id", "stream_interval", "return_token_offsets",
+    "routed_experts_prompt_start", "mm_payload", "return_mm_kwargs",
+    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "stream_options.include_obfuscation", "user",
+))
+
+OTHER_FIELDS = OtherFields(UNSUPPORTED, WITHOUT_EFFECT)
 MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more
 
 # Other forms of a number and of a flag, loosely: pydantic reads them, and refuses what is none.

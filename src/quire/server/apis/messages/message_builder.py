@@ -12,8 +12,8 @@ import msgspec
 
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.api.api_request import ApiRequest
+from quire.server.api.chat import MessageReader
 from quire.server.api.json_encoding import encode
-from quire.server.api.message_reader import MessageReader
 from quire.server.api.usage import TokenUsage
 from quire.server.apis.messages.cache_control import CacheUse
 from quire.server.apis.messages.messages_bodies import error_body

@@ -11,13 +11,12 @@ from quire.core.deltas import FinishReason
 from quire.core.logprob_table import Position
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.server.api.api_request import ApiRequest
+from quire.server.api.chat import MessageReader
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
-from quire.server.api.message_reader import MessageReader
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.api.usage import TokenUsage, request_times
 from quire.server.apis.responses.output_items import ItemWriter, Json
-from quire.server.apis.responses.responses_bodies import ResponsesBody
-from quire.server.apis.responses.responses_tools import NO_TOOLS, Tools
+from quire.server.apis.responses.responses_bodies import NO_TOOLS, ResponsesBody, Tools
 from quire.server.errors import ApiError
 from quire.server.tools.output_events import Content, Event
 from quire.text.detokenizer import incremental_detokenizer

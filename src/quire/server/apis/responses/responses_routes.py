@@ -23,10 +23,11 @@ from quire.server.apis.responses.responses_bodies import (
     ResponsesBody,
     check_context_edits,
     check_stateless,
+    choice_of,
+    functions_of,
     given_params,
 )
 from quire.server.apis.responses.responses_builder import ResponsesBuilder, ResponsesRequest
-from quire.server.apis.responses.responses_tools import choice_of, functions_of
 from quire.server.errors import renamed_fields
 from quire.server.http.api_keys import client_id_of, key_number_of
 from quire.server.http.request_body import received_s_of
