@@ -1,11 +1,11 @@
 """Construction of layer programs: the layers of a spec as op records, with their weights read.
 
 The activations are `stream`, the residual stream; `x`, a sublayer's input and then its output (parallel sublayers:
-`normed`, `x` and `y`); `qkv` and its views `query`, `key`, `value`; `attended`; `inner`, of the feed-forward. An op is
-named `layers.N.` and as below.
+`normed`, `x` and `y`); `qkv` and its views `query`, `key`, `value`; `attended`; `inner`, between the two projections of
+the feed-forward. An op's name is `layers.N.` and a name given here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.experts import Expert, ExpertSplit, Routing
+from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.kv_quantization import ONES
 from quire.kernels.linear import Linear
@@ -23,11 +23,10 @@ from quire.kernels.program import INPUT, Op, Program
 from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
 from quire.model.sharding import Cut, Range, Shard
-from quire.model.spec import DecoderSpec, Experts, LayerSpec, NormKind, NormPosition, Part, Rotary, SpecError
+from quire.model.spec import DecoderSpec, Experts, NormKind, Place, Rotary, SpecError
 from quire.model.weights import WeightReader
 
 OFFSETS: dict[NormKind, float] = {"rms_float": 0.0, "rms_offset": 1.0}  # added to weights, in float32
-UNSUMMED: tuple[NormPosition, ...] = ("post", "output")  # sublayers that read the stream itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +41,15 @@ class ProgramInputs:
 
 def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs) -> Program:
     """Read the layers and the final norm; return their program, of single ops."""
-    found: list[Op] = []
-    is_summed = True  # whether the stream has the last sublayer's output; else it is in x, and the next norm adds it
-    for index, layer in enumerate(spec.layers):
-        reads_stream = layer.norm_position in UNSUMMED or not layer.has_attention_norm
-        if reads_stream and not is_summed:
-            found.append(ops.Add(f"layers.{index}.sum", "x", INPUT, INPUT, spec.hidden_size))
-            is_summed = True
-        found += _layer_ops(spec, index, weights.layer(index), shared, is_summed=is_summed)
-        is_summed = layer.norm_position == "post"
+    found, is_summed = list[Op](), True
+    for index in range(spec.num_layers):
+        layer = LayerBuilder(spec, index, weights.layer(index), shared, is_summed=is_summed)
+        layer.build()
+        found += layer.ops
+        is_summed = layer.is_summed
     shape = DecoderShapes.of(spec).final_norm
     if shape is not None:
-        norm = make_norm(spec, weights, shape)
-        found.append(_norm_op("final_norm", norm, "pre", is_summed=is_summed))
+        found.append(_norm_of_stream("final_norm", make_norm(spec, weights, shape), "x", is_summed=is_summed))
     elif not is_summed:
         found.append(ops.Add("final_sum", "x", INPUT, "x", spec.hidden_size))
     return Program(tuple(found), INPUT if shape is None and is_summed else "x")
@@ -68,136 +63,250 @@ def make_norm(spec: DecoderSpec, weights: WeightReader, shape: NormShape, heads:
     return weights.back_end.norm(weight, bias, spec.norm_eps, spec.norm == "layer", OFFSETS.get(spec.norm))
 
 
-def _layer_ops(
-    spec: DecoderSpec, index: int, weights: WeightReader, shared: ProgramInputs, *, is_summed: bool
-) -> Iterator[Op]:
-    """Yield the ops of a layer.
+def _norm_of_stream(name: str, norm: Norm, out: str, *, is_summed: bool) -> Op:
+    if is_summed:
+        return ops.Norm(name, norm, INPUT, out)
+    return ops.Norm(name, norm, "x", out, residual=INPUT, summed=INPUT)
 
-    Norm, attention, add; norm, feed-forward, add (Radford et al. 2019), where the norm that comes next adds in one
-    pass; with norms around sublayers the output is normalized before. Or attention, add, norm; feed-forward, add, norm
-    (Vaswani et al. 2017); or attention, norm, add; feed-forward, norm, add (OLMo et al. 2024). Parallel sublayers read
-    the same stream, and their outputs are added first (Wang and Komatsuzaki 2021).
+
+class LayerBuilder:
+    """Builder of one layer. Each method appends ops, so that calls are in the order in which a layer runs.
+
+    `is_summed`: the stream has the output of the last sublayer; else that is in `x`, and the next norm adds it.
     """
-    layer, stem = spec.layers[index], f"layers.{index}."
-    shapes, position = LayerShapes.of(spec, layer), layer.norm_position
-    source = INPUT if position in UNSUMMED else "normed" if shapes.feed_forward_norm is None else "x"
-    first: list[Op] = []
-    if shapes.attention_norm is not None:
-        attention_norm = make_norm(spec, weights, shapes.attention_norm)
-        first = [_norm_op(f"{stem}attention_norm", attention_norm, position, is_summed=is_summed, out=source)]
-    attention = list(_attention_ops(spec, index, weights, shared, source if first else INPUT))
-    second: list[Op] = []
-    if shapes.feed_forward_norm is not None:
-        feed_forward_norm = make_norm(spec, weights, shapes.feed_forward_norm)
-        source = "normed" if layer.is_parallel else source
-        name = f"{stem}feed_forward_norm"
-        second = [_norm_op(name, feed_forward_norm, position, is_summed=layer.is_parallel, out=source)]
-    out = "y" if layer.is_parallel else "x"
-    feed_forward = list(_feed_forward_ops(layer, shapes, stem, weights, source, out, shared.ranks))
-    if layer.is_parallel:
-        feed_forward.append(ops.Add(f"{stem}sublayers", "x", "y", "x", spec.hidden_size))
-    in_order = [*first, *attention, *second, *feed_forward]
-    if position == "post":
-        in_order = [*attention, *first, *feed_forward, *second]
-    if position == "output":
-        add = ops.Add(f"{stem}attention_sum", "x", INPUT, INPUT, spec.hidden_size)
-        in_order = [*attention, *first, add, *feed_forward, *second]
-    yield from _with_parts(_followed(in_order, spec, index, weights, shared.ranks), stem, layer.parts, weights)
-    yield ops.CountLayer(f"{stem}end", shared.progress)
 
+    def __init__(
+        self, spec: DecoderSpec, index: int, weights: WeightReader, shared: ProgramInputs, *, is_summed: bool
+    ) -> None:
+        self.ops: list[Op] = []
+        self.is_summed = is_summed
+        self._spec, self._layer, self._index, self._stem = spec, spec.layers[index], index, f"layers.{index}."
+        self._shapes = LayerShapes.of(spec, self._layer)
+        self._weights, self._shared, self._ranks = weights, shared, shared.ranks
+        self._parts = list(self._layer.parts)
 
-def _attention_ops(
-    spec: DecoderSpec, index: int, weights: WeightReader, shared: ProgramInputs, source: str
-) -> Iterator[Op]:
-    """Yield the ops of attention: project, normalize per head, rotate and write to the cache, attend, project.
+    def build(self) -> None:
+        """Append the whole layer. Raises SpecError if the family adds a part behind an op that the layer lacks."""
+        kind = "parallel" if self._layer.is_parallel else self._layer.norm_position
+        {"parallel": self._parallel, "post": self._post_norm, "output": self._output_norm}.get(kind, self._pre_norm)()
+        if self._parts:
+            name, place = self._parts[0].name, self._parts[0].after
+            raise SpecError(f"layer part {name}: a layer has no op {place!r} to follow")
+        self.ops.append(ops.CountLayer(f"{self._stem}end", self._shared.progress))
 
-    A rank has its heads alone; a norm over all heads of a token needs them all, so there each rank projects them all.
-    """
-    layer, stem, back_end = spec.layers[index], f"layers.{index}.", weights.back_end
-    shapes, heads = LayerShapes.of(spec, layer), Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
-    own, taken, ranges = heads, None, None
-    if shared.ranks is not None:
-        taken = shared.ranks.shard.heads(layer)
-        own = Heads(taken.num_heads, taken.num_kv_heads, layer.head_dim)
-        if not layer.is_query_key_norm_over_heads:
-            heads, ranges = own, shared.ranks.shard.qkv_ranges(layer)
-    norms = None
-    if shapes.query_norm is not None and shapes.key_norm is not None:
-        query_heads, kv_heads = (None, None) if taken is None else taken
-        norms = (
-            make_norm(spec, weights, shapes.query_norm, query_heads),
-            make_norm(spec, weights, shapes.key_norm, kv_heads),
+    def _pre_norm(self) -> None:
+        """Append norm, attention, add; norm, feed-forward, add (Radford et al. 2019), maybe with norms of outputs."""
+        self.attention(self.norm_of_stream("attention_norm", self._shapes.attention_norm, "x"))
+        self.feed_forward(self.norm_of_stream("feed_forward_norm", self._shapes.feed_forward_norm, "x"), "x")
+
+    def _post_norm(self) -> None:
+        """Append attention, add, norm; feed-forward, add, norm (Vaswani et al. 2017)."""
+        self.sum_stream("sum")
+        self.attention(INPUT)
+        self.norm("attention_norm", self._shapes.attention_norm, "x", INPUT, residual=INPUT)
+        self.feed_forward(INPUT, "x")
+        self.norm("feed_forward_norm", self._shapes.feed_forward_norm, "x", INPUT, residual=INPUT)
+        self.is_summed = True
+
+    def _output_norm(self) -> None:
+        """Append attention, norm, add; feed-forward, norm, add (OLMo et al. 2024)."""
+        self.sum_stream("sum")
+        self.attention(INPUT)
+        self.norm("attention_norm", self._shapes.attention_norm, "x", "x")
+        self.sum_stream("attention_sum")
+        self.feed_forward(INPUT, "x")
+        self.norm("feed_forward_norm", self._shapes.feed_forward_norm, "x", "x")
+
+    def _parallel(self) -> None:
+        """Append sublayers that read the same stream; their sum is added to it (Wang and Komatsuzaki 2021)."""
+        own_norm = self._shapes.feed_forward_norm
+        self.attention(
+            self.norm_of_stream("attention_norm", self._shapes.attention_norm, "normed" if own_norm is None else "x")
         )
-    yield ops.Linear(f"{stem}qkv", weights.linear(shapes.qkv, ranges), source, "qkv")
-    yield ops.SplitHeads(f"{stem}split_heads", heads)
-    if norms is not None:
-        yield special_ops.QKNorm(f"{stem}query_key_norm", *norms, heads, layer.is_query_key_norm_over_heads)
-    if layer.qkv_limit:
-        yield special_ops.Clip(f"{stem}qkv_clip", heads, layer.qkv_limit)
-    if taken is not None and heads != own:
-        yield special_ops.TakeHeads(f"{stem}take_heads", heads, (taken.query[0], taken.kv[0]), own)
-    scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
-    rotary = spec.rotary_of(layer)
-    table = None if rotary is None else shared.cos_sin[rotary]
-    is_interleaved = rotary is not None and rotary.is_interleaved
-    yield ops.RotaryWrite(
-        f"{stem}rotary_write", index, RotarySpec(own, table, is_interleaved, scales), back_end.write_kv
-    )
-    if layer.position_scale is not None:
-        assert rotary is not None, "factors of positions without rotary positions"
-        factors = _position_factors(*layer.position_scale, shared.cos_sin[rotary]).to(weights.dtype).float()
-        yield special_ops.PositionScale(f"{stem}position_scale", own, factors)
-    sinks = None if shapes.sinks is None else weights.vector(shapes.sinks)
-    if sinks is not None and taken is not None:
-        sinks = sinks[slice(*taken.query)].clone()
-    attention = AttentionSpec(own, layer.scale, layer.window, layer.softcap, sinks, layer.is_causal, scales)
-    yield ops.Attention(f"{stem}attention", index, attention, back_end.paged_attention)
-    name, shape, ranks = f"{stem}attention_out", shapes.attention_out, shared.ranks
-    if ranks is not None and ranks.shard.mode == "reduce":
-        inputs, hook = ranks.shard.attended_cut(layer).of(ranks.shard.rank), ranks.sum(spec.hidden_size)
-        linear, _ = weights.partial_linear(
-            shape, lambda unit: inputs, dtype=hook.partial_dtype, has_bias=ranks.shard.rank == 0  # which adds it
+        if own_norm is not None:
+            self.norm("feed_forward_norm", own_norm, INPUT, "normed")
+        self.feed_forward("normed", "y")
+        self.add("sublayers", "x", "y", "x")
+
+    def norm_of_stream(self, name: Place, shape: NormShape | None, out: str) -> str:
+        """Append a norm of the stream, which adds `x` first if that is missing; return the result's name.
+
+        Without a shape the sum is the result.
+        """
+        if shape is None:
+            self.sum_stream("sum")
+            return INPUT
+        norm = make_norm(self._spec, self._weights, shape)
+        self._append(name, _norm_of_stream(self._stem + name, norm, out, is_summed=self.is_summed))
+        self.is_summed = True
+        return out
+
+    def norm(self, name: Place, shape: NormShape | None, x: str, out: str, residual: str | None = None) -> None:
+        """Append out = norm(x), or norm(x + residual)."""
+        assert shape is not None, f"{self._stem}{name} has no weights"
+        self._append(name, ops.Norm(self._stem + name, make_norm(self._spec, self._weights, shape), x, out, residual))
+
+    def add(self, name: str, x: str, y: str, out: str) -> None:
+        """Append out = x + y, of hidden states."""
+        self.ops.append(ops.Add(self._stem + name, x, y, out, self._spec.hidden_size))
+
+    def sum_stream(self, name: str) -> None:
+        """Append the addition of `x` to the stream, if that is missing."""
+        if not self.is_summed:
+            self.add(name, "x", INPUT, INPUT)
+            self.is_summed = True
+
+    def linear(self, name: Place, shape: LinearShape, x: str, out: str, ranges: list[Range] | None = None) -> None:
+        """Append out = linear(x); `ranges`: the outputs that a rank computes, module by module."""
+        self._append(name, ops.Linear(self._stem + name, self._weights.linear(shape, ranges), x, out))
+
+    def exchange(self, name: str, x: str, cut: Cut) -> None:
+        """Append the exchange of x, of which each rank has the columns of its part of `cut`, where ranks gather."""
+        if self._ranks is not None and self._ranks.shard.mode == "gather":
+            self.ops.append(special_ops.Gather(f"{self._stem}{name}_gather", x, self._ranks.gather(cut)))
+
+    def attention(self, source: str) -> None:
+        """Append attention of `source`: project, normalize per head, rotate and write to the cache, attend, project.
+
+        The output is `x`, not added to the stream. A rank has its heads alone; a norm over all heads of a token needs
+        them all, so there each rank projects them all.
+        """
+        layer, shapes, weights, ranks = self._layer, self._shapes, self._weights, self._ranks
+        heads, taken, ranges = Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim), None, None
+        own = heads
+        if ranks is not None:
+            taken = ranks.shard.heads(layer)
+            own = Heads(taken.num_heads, taken.num_kv_heads, layer.head_dim)
+            if not layer.is_query_key_norm_over_heads:
+                heads, ranges = own, list(ranks.shard.qkv_ranges(layer))
+        self.linear("qkv", shapes.qkv, source, "qkv", ranges)
+        self._append("split_heads", ops.SplitHeads(f"{self._stem}split_heads", heads))
+        if shapes.query_norm is not None and shapes.key_norm is not None:
+            query_heads, kv_heads = (None, None) if taken is None else taken
+            norms = (
+                make_norm(self._spec, weights, shapes.query_norm, query_heads),
+                make_norm(self._spec, weights, shapes.key_norm, kv_heads),
+            )
+            is_over_heads = layer.is_query_key_norm_over_heads
+            self.ops.append(special_ops.QKNorm(f"{self._stem}query_key_norm", *norms, heads, is_over_heads))
+        if layer.qkv_limit:
+            self.ops.append(special_ops.Clip(f"{self._stem}qkv_clip", heads, layer.qkv_limit))
+        if taken is not None and heads != own:
+            first = taken.query[0], taken.kv[0]
+            self.ops.append(special_ops.TakeHeads(f"{self._stem}take_heads", heads, first, own))
+        self.attend(own, None if taken is None else taken.query)
+        self._attention_out()
+        self._end_sublayer("attention_out", "x", shapes.attention_output_norm)
+
+    def attend(self, heads: Heads, query_heads: Range | None) -> None:
+        """Append rotation, write and attention of projected heads; `query_heads`: of all, those of a rank."""
+        layer, shapes, weights, shared = self._layer, self._shapes, self._weights, self._shared
+        scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
+        rotary, table, is_interleaved = self._spec.rotary_of(layer), None, False
+        if rotary is not None:
+            table, is_interleaved = shared.cos_sin[rotary], rotary.is_interleaved
+        rotation = RotarySpec(heads, table, is_interleaved, scales)
+        name, write = f"{self._stem}rotary_write", weights.back_end.write_kv
+        self._append("rotary_write", ops.RotaryWrite(name, self._index, rotation, write))
+        if layer.position_scale is not None:
+            assert table is not None, "factors of positions without rotary positions"
+            factors = _position_factors(*layer.position_scale, table).to(weights.dtype).float()
+            self.ops.append(special_ops.PositionScale(f"{self._stem}position_scale", heads, factors))
+        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks)
+        if sinks is not None and query_heads is not None:
+            sinks = sinks[slice(*query_heads)].clone()
+        spec = AttentionSpec(heads, layer.scale, layer.window, layer.softcap, sinks, layer.is_causal, scales)
+        attend = weights.back_end.paged_attention
+        self._append("attention", ops.Attention(f"{self._stem}attention", self._index, spec, attend))
+        if self._ranks is not None:
+            self.exchange("attention", "attended", self._ranks.shard.attended_cut(layer))
+
+    def _attention_out(self) -> None:
+        shape, ranks = self._shapes.attention_out, self._ranks
+        if ranks is None or ranks.shard.mode == "gather":
+            self.linear("attention_out", shape, "attended", "x", self._ranges(shape))
+            return
+        inputs, hook = ranks.shard.attended_cut(self._layer).of(ranks.shard.rank), ranks.sum(self._spec.hidden_size)
+        linear, _ = self._weights.partial_linear(
+            shape, lambda unit: inputs, dtype=hook.partial_dtype, has_bias=ranks.shard.rank == 0  # adds it once
         )
-        yield special_ops.SummedLinear(name, linear, "attended", "x", hook, inputs)
-        return
-    yield ops.Linear(name, weights.linear(shape, _ranges(ranks, shape)), "attended", "x")
+        self._append("attention_out", special_ops.SummedLinear(
+            f"{self._stem}attention_out", linear, "attended", "x", hook, inputs
+        ))  # fmt: skip
 
+    def feed_forward(self, source: str, out: str) -> None:
+        """Append a feed-forward of `source`: two projections, or a mixture of experts. The stream lacks its output."""
+        shapes, mixture, ranks = self._shapes, self._layer.feed_forward, self._ranks
+        name: Place = "feed_forward_out"
+        if isinstance(mixture, Experts):
+            assert shapes.experts is not None
+            experts = self._experts(mixture, shapes.experts)
+            self._append(name, special_ops.Experts(self._stem + name, experts, source, out))
+        elif ranks is None or ranks.shard.mode == "gather":
+            ((up, down),) = shapes.feed_forwards
+            self.linear("feed_forward_in", up, source, "inner", self._ranges(up))
+            if ranks is not None:
+                self.exchange("feed_forward_in", "inner", ranks.shard.cut(mixture.size))
+            self.linear(name, down, "inner", out, self._ranges(down))
+        else:
+            ((up, down),) = shapes.feed_forwards
+            hook = ranks.sum(self._spec.hidden_size)
+            linear_in, linear_out, inner = _partial_layers(up, down, self._weights, ranks.shard, hook.partial_dtype)
+            self._append("feed_forward_in", ops.Linear(f"{self._stem}feed_forward_in", linear_in, source, "inner"))
+            summed = special_ops.SummedLinear(self._stem + name, linear_out, "inner", out, hook, inner)
+            self._append(name, summed)
+        self._end_sublayer(name, out, shapes.feed_forward_output_norm)
 
-def _ranges(ranks: Ranks | None, shape: LinearShape) -> list[Range] | None:
-    """Return the outputs of a layer, module by module, that this rank computes; None: all."""
-    return None if ranks is None else ranks.shard.ranges(shape)
+    def _experts(self, mixture: Experts, shapes: ExpertShapes) -> ExpertLayer:
+        """Read a mixture of experts; a rank has some outputs of both layers of each, or some inner columns."""
+        weights, ranks, width = self._weights, self._ranks, shapes.router.width
+        routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
+        found, split = list[Expert](), None
+        if ranks is not None and ranks.shard.mode == "reduce":
+            columns: dict[int, Range] = {}  # by the inner width: experts of equal width are cut alike
+            for up, down in shapes.experts:
+                *layers, inner = _partial_layers(up, down, weights, ranks.shard, torch.float32, columns.get(down.width))
+                columns[down.width] = inner
+                found.append(Expert(*layers))
+            return weights.experts(shapes.router, found, routing, ExpertSplit(width, None, None, ranks.sum(width)))
+        for up, down in shapes.experts:
+            layer_out = weights.linear(down, self._ranges(down), dtype=torch.float32)
+            found.append(Expert(weights.linear(up, self._ranges(up)), layer_out))
+        if ranks is not None:
+            first, stop = ranks.shard.cut(width).of(ranks.shard.rank)
+            shared = None if mixture.shared is None else ranks.gather(ranks.shard.cut(mixture.shared.size))
+            split = ExpertSplit(stop - first, ranks.gather(ranks.shard.cut(mixture.expert.size)), shared)
+        return weights.experts(shapes.router, found, routing, split)
+
+    def _end_sublayer(self, name: str, out: str, norm: NormShape | None) -> None:
+        """Append the exchange, the multiplier and the norm of a sublayer's output."""
+        if self._ranks is not None:
+            self.exchange(name, out, self._ranks.shard.cut(self._spec.hidden_size))
+        multiplier = self._layer.residual_multiplier
+        if multiplier != 1:
+            width = self._spec.hidden_size
+            self.ops.append(special_ops.Scale(f"{self._stem}{name}_multiplier", out, width, multiplier))
+        if norm is not None:
+            norm_name = f"{self._stem}{name}_norm"
+            self.ops.append(ops.Norm(norm_name, make_norm(self._spec, self._weights, norm), out, out))
+        self.is_summed = False
+
+    def _ranges(self, shape: LinearShape) -> list[Range] | None:
+        """Return the outputs of a layer, module by module, that this rank computes; None: all."""
+        return None if self._ranks is None else self._ranks.shard.ranges(shape)
+
+    def _append(self, place: Place, op: Op) -> None:
+        """Append an op, and the ops that the family adds behind it."""
+        self.ops.append(op)
+        for part in [part for part in self._parts if part.after == place]:
+            self._parts.remove(part)
+            self.ops.append(part.make(self._weights, self._stem + part.name))
 
 
 def _position_factors(beta: float, length: int, cos_sin: Tensor) -> Tensor:
     """Return the factors of all positions of a rotary table, [positions] float32. Llama 4 (Meta 2025)."""
     positions = torch.arange(len(cos_sin), dtype=torch.float32, device=cos_sin.device)
     return 1 + beta * torch.log(1 + torch.floor(positions / length))
-
-
-def _feed_forward_ops(
-    layer: LayerSpec, shapes: LayerShapes, stem: str, weights: WeightReader, source: str, out: str, ranks: Ranks | None
-) -> Iterator[Op]:
-    """Yield the ops of a feed-forward: two projections, or a mixture of experts."""
-    mixture = layer.feed_forward
-    if isinstance(mixture, Experts):
-        assert shapes.experts is not None
-        routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
-        experts, split = _experts(mixture, shapes.experts, weights, ranks)
-        layer_of_experts = weights.experts(shapes.experts.router, experts, routing, split)
-        yield special_ops.Experts(f"{stem}feed_forward_out", layer_of_experts, source, out)
-        return
-    assert shapes.up is not None
-    assert shapes.down is not None
-    if ranks is not None and ranks.shard.mode == "reduce":
-        hook = ranks.sum(shapes.down.num_rows[0])
-        up, down, inner = _partial_layers(shapes.up, shapes.down, weights, ranks.shard, hook.partial_dtype)
-        yield ops.Linear(f"{stem}feed_forward_in", up, source, "inner")
-        yield special_ops.SummedLinear(f"{stem}feed_forward_out", down, "inner", out, hook, inner)
-        return
-    up = weights.linear(shapes.up, _ranges(ranks, shapes.up))
-    down = weights.linear(shapes.down, _ranges(ranks, shapes.down))
-    yield ops.Linear(f"{stem}feed_forward_in", up, source, "inner")
-    yield ops.Linear(f"{stem}feed_forward_out", down, "inner", out)
 
 
 def _partial_layers(
@@ -212,82 +321,3 @@ def _partial_layers(
         down, lambda unit: inner or shard.cut(down.width, unit).of(shard.rank), dtype=dtype, has_bias=shard.rank == 0
     )
     return weights.linear(up, [inner] * len(up.num_rows)), second, inner
-
-
-def _experts(
-    mixture: Experts, shapes: ExpertShapes, weights: WeightReader, ranks: Ranks | None
-) -> tuple[list[Expert], ExpertSplit | None]:
-    """Return the experts, and the split of a rank's part of them: outputs of both layers, or inner columns."""
-    found, width = list[Expert](), shapes.router.width
-    if ranks is not None and ranks.shard.mode == "reduce":
-        columns: dict[int, Range] = {}  # by the inner width: experts of equal width are cut alike
-        for up, down in shapes.experts:
-            *layers, inner = _partial_layers(up, down, weights, ranks.shard, torch.float32, columns.get(down.width))
-            columns[down.width] = inner
-            found.append(Expert(*layers))
-        return found, ExpertSplit(width, None, None, ranks.sum(width))
-    for up, down in shapes.experts:
-        layer_out = weights.linear(down, _ranges(ranks, down), dtype=torch.float32)
-        found.append(Expert(weights.linear(up, _ranges(ranks, up)), layer_out))
-    if ranks is None:
-        return found, None
-    first, stop = ranks.shard.cut(width).of(ranks.shard.rank)
-    shared = None if mixture.shared is None else ranks.gather(ranks.shard.cut(mixture.shared.size))
-    return found, ExpertSplit(stop - first, ranks.gather(ranks.shard.cut(mixture.expert.size)), shared)
-
-
-def _norm_op(name: str, norm: Norm, position: NormPosition, *, is_summed: bool, out: str = "x") -> Op:
-    if position == "post":
-        return ops.Norm(name, norm, "x", INPUT, residual=INPUT)
-    if position == "output":
-        return ops.Norm(name, norm, "x", "x")
-    if is_summed:
-        return ops.Norm(name, norm, INPUT, out)
-    return ops.Norm(name, norm, "x", out, residual=INPUT, summed=INPUT)
-
-
-def _followed(
-    layer_ops: Iterable[Op], spec: DecoderSpec, index: int, weights: WeightReader, ranks: Ranks | None
-) -> Iterator[Op]:
-    """Yield a layer's ops with the ops that follow each of them.
-
-    An op with columns split over ranks is followed by their exchange, a sublayer by the multiplier and the norm of its
-    output.
-    """
-    layer = spec.layers[index]
-    shapes, stem = LayerShapes.of(spec, layer), f"layers.{index}."
-    cuts: dict[str, Cut] = {}
-    if ranks is not None and ranks.shard.mode == "gather":
-        cuts = {
-            "attention": ranks.shard.attended_cut(layer),
-            "attention_out": ranks.shard.cut(spec.hidden_size),
-            "feed_forward_in": ranks.shard.cut(layer.feed_forward.active_size),
-            "feed_forward_out": ranks.shard.cut(spec.hidden_size),
-        }
-    norms = {"attention_out": shapes.attention_output_norm, "feed_forward_out": shapes.feed_forward_output_norm}
-    for op in layer_ops:
-        yield op
-        kind = op.name.removeprefix(stem)
-        if ranks is not None and kind in cuts:
-            yield special_ops.Gather(f"{op.name}_gather", op.writes[0], ranks.gather(cuts[kind]))
-        if kind not in norms:
-            continue
-        if layer.residual_multiplier != 1:
-            yield special_ops.Scale(f"{op.name}_multiplier", op.writes[0], spec.hidden_size, layer.residual_multiplier)
-        norm = norms[kind]
-        if norm is not None:
-            yield ops.Norm(f"{op.name}_norm", make_norm(spec, weights, norm), op.writes[0], op.writes[0])
-
-
-def _with_parts(
-    layer_ops: Iterable[Op], stem: str, parts: tuple[Part, ...], weights: WeightReader
-) -> Iterator[Op]:
-    """Yield a layer's ops with the parts that its family adds. Raises SpecError for a part that follows no op."""
-    left = list(parts)
-    for op in layer_ops:
-        yield op
-        for part in [part for part in left if stem + part.after == op.name]:
-            left.remove(part)
-            yield part.make(weights, stem + part.name)
-    if left:
-        raise SpecError(f"layer part {left[0].name}: a layer has no op {left[0].after!r} to follow")

@@ -24,6 +24,10 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
     "gelu": "gelu",
     "relu": "relu",
 }
+Place = Literal[  # ops of a layer that a part may follow
+    "attention_norm", "qkv", "split_heads", "rotary_write", "attention", "attention_out", "feed_forward_norm",
+    "feed_forward_in", "feed_forward_out",
+]  # fmt: skip
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
 
 
@@ -188,7 +192,7 @@ class Part:
     """
 
     name: str
-    after: str
+    after: Place
     make: Callable[..., Any]
     shapes: tuple[Any, ...] = ()
 
