@@ -23,7 +23,7 @@ from quire import LLM, SamplingParams
 from quire.engine.launcher import EngineProcess
 from quire.engine.options import EngineOptions
 from quire.server.app import create_app
-from quire.server.http.server import HttpServer
+from quire.server.http.http_server import HttpServer
 from quire.server.http.sockets import bind, port_of
 from quire.server.lifecycle import close_service, connect
 from quire.server.options import ServerOptions

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from quire.engine.metrics.page import Metrics
 from quire.server.app import create_app
-from quire.server.http.server import HttpServer
+from quire.server.http.http_server import HttpServer
 from quire.server.http.sockets import bind, port_of
 from quire.server.options import Limits, ServerOptions
 from quire.server.service import Service

@@ -17,7 +17,7 @@ from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient
 from quire.server.app import create_app
-from quire.server.http.server import HttpServer
+from quire.server.http.http_server import HttpServer
 from quire.server.http.sockets import bind, url_of
 from quire.server.options import ServerOptions
 from quire.server.service import Service

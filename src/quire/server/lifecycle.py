@@ -37,7 +37,7 @@ from quire.engine.processes.client import EngineClient
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
 from quire.server.http import logs
-from quire.server.http.server import HttpServer
+from quire.server.http.http_server import HttpServer
 from quire.server.http.sockets import remove_path, url_of
 from quire.server.options import ServerOptions
 from quire.server.service import Service

@@ -11,8 +11,8 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from quire.server.http.http_server import HttpServer
 from quire.server.http.read_gate import MAX_DIRECT, READS_PER_ITERATION, GatedFlow, ReadGate
-from quire.server.http.server import HttpServer
 from quire.server.http.sockets import bind
 from support.engine_process import until
 

@@ -27,7 +27,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import SupervisedClient
 from quire.server.apis import system
 from quire.server.app import create_app
-from quire.server.http.server import HttpServer
+from quire.server.http.http_server import HttpServer
 from quire.server.lifecycle import close_service, connect
 from quire.server.options import ServerOptions
 from quire.server.service import Service

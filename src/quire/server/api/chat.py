@@ -29,8 +29,8 @@ SLICE_TOKENS = 1 << 10  # counted at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """Messages, and the options of rendering them. The form of messages is OpenAI's; they are checked as rendered."""
+class ChatPrompt:
+    """Messages of a chat, and options of rendering them. Messages have OpenAI's form; they are checked as rendered."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()                  # described to the model
@@ -42,7 +42,7 @@ class Conversation:
 
 
 async def rendered(
-    service: Service, conversation: Conversation, client_id: str, forced: Sequence[Tool] = ()
+    service: Service, conversation: ChatPrompt, client_id: str, forced: Sequence[Tool] = ()
 ) -> str:
     """Return the text of a conversation, by the chat template. InvalidRequestError if it cannot be rendered.
 
@@ -89,7 +89,7 @@ def _effort_variables(effort: str | None, param: str) -> dict[str, Any]:
 
 
 async def prepare_chat(
-    service: Service, call: ApiRequest, conversation: Conversation, *, shows_reasoning: bool = True
+    service: Service, call: ApiRequest, conversation: ChatPrompt, *, shows_reasoning: bool = True
 ) -> None:
     """Add the engine request for a conversation to a call, and the reading of its outputs."""
     text = await rendered(service, conversation, call.client_id, _forced_tools(call))

@@ -10,7 +10,7 @@ from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.output_processor import OutputKind
 from quire.server.api.api_request import ApiRequest
-from quire.server.api.deadlines import check_deadline
+from quire.server.api.call_deadlines import check_deadline
 from quire.server.api.usage import RequestUsage, fill_record
 from quire.server.errors import renamed_fields
 from quire.server.history import QueuedRequest

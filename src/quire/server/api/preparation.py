@@ -14,7 +14,7 @@ from quire.core.prompt_scores import width_of
 from quire.core.sampling_params import SamplingParams
 from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.api.api_request import ApiRequest
-from quire.server.api.deadlines import check_deadline
+from quire.server.api.call_deadlines import check_deadline
 from quire.server.errors import invalid
 from quire.server.options import Limits
 from quire.server.service import Service

@@ -17,9 +17,9 @@ from quire.server.grammars.grammar_jobs import (
     MAX_REPLY_BYTES,
     Checked,
     CheckGrammar,
+    ConstraintRefused,
     GrammarLimits,
     LoadLimits,
-    Refused,
     decode_reply,
 )
 from quire.server.limits.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
@@ -176,7 +176,7 @@ class GrammarChecker:
             raise InvalidRequestError(f"{name} cannot be checked: it is too complex", param=name) from error
         finally:
             self._num_waiting -= 1
-        if isinstance(reply, Refused):
+        if isinstance(reply, ConstraintRefused):
             raise InvalidRequestError(reply.message, param=reply.param)
         assert isinstance(reply, Checked), f"expected a grammar, got {reply}"
         self._keep(job, reply.grammar)

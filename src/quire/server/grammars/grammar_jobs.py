@@ -38,7 +38,7 @@ class CheckGrammar(msgspec.Struct, tag="check", array_like=True, frozen=True):
     is_own: bool = False
 
 
-class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+class LimitsLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     """The answer to LoadLimits."""
 
 
@@ -48,7 +48,7 @@ class Checked(msgspec.Struct, tag="checked", array_like=True, frozen=True):
     grammar: str
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+class ConstraintRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """An InvalidRequestError."""
 
     message: str
@@ -56,7 +56,7 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
 
 
 Command = LoadLimits | CheckGrammar
-Reply = Loaded | Checked | Refused
+Reply = LimitsLoaded | Checked | ConstraintRefused
 
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode

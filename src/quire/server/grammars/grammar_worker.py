@@ -23,10 +23,10 @@ from quire.server.grammars.grammar_jobs import (
     CHECK_LIMIT_S,
     Checked,
     CheckGrammar,
+    ConstraintRefused,
     GrammarLimits,
-    Loaded,
+    LimitsLoaded,
     LoadLimits,
-    Refused,
     decode_command,
 )
 from quire.server.limits.sandbox_worker import serve_jobs
@@ -74,7 +74,7 @@ class GrammarJobs:
         command = decode_command(body)
         if isinstance(command, LoadLimits):
             self._limits = command.limits
-            return frame(Loaded())
+            return frame(LimitsLoaded())
         assert self._limits is not None, "the first command must be LoadLimits"
         try:
             return frame(Checked(self._checked(command, self._limits)))
@@ -203,13 +203,13 @@ def _in_short(reason: str) -> str:
     return text[:_MAX_REASON_CHARS] or reason[:_MAX_REASON_CHARS]
 
 
-def _refusal(error: InvalidRequestError, names: dict[str, str]) -> Refused:
+def _refusal(error: InvalidRequestError, names: dict[str, str]) -> ConstraintRefused:
     """Return the message with the name under which the client sent the field."""
     field, message = error.param or "", str(error)
     name = names.get(field, field or next(iter(names.values()), "structured_outputs"))
     if field and message.startswith(f"{field} "):
         message = name + message.removeprefix(field)
-    return Refused(message.encode(errors="replace").decode(), name)
+    return ConstraintRefused(message.encode(errors="replace").decode(), name)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from quire.grammar_writing.texts import before_answer, closed_json_text, literal
 from quire.server.tools.argument_types import types_of
 from quire.server.tools.grammar_rules import (
     ANY_TEXT,
+    GrammarRules,
     GrammarSizeError,
-    Rules,
     alternatives,
     enumerated_texts,
     has_regexes,
@@ -79,7 +79,7 @@ class _CallGrammar:
     ) -> None:
         self._row = row
         self._is_triggered = is_triggered
-        self._rules = Rules(special)
+        self._rules = GrammarRules(special)
         self._template = split(row.call)
         self._tools: list[_Tool] = []
         budget = Budget()

@@ -37,7 +37,7 @@ _ANY: frozenset[str] = frozenset()
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class Outcome(Enum):
+class CallOutcome(Enum):
     """What reading a call found out."""
 
     NONE = "no call"  # what was consumed is text
@@ -58,11 +58,11 @@ class CallReader:
         self._calls = calls
         self._templates = [split(template) for template in (row.call, *row.variants)]
 
-    def read(self, marker: int) -> Steps[Outcome]:
+    def read(self, marker: int) -> Steps[CallOutcome]:
         """Read what follows marker number `marker` of the syntax."""
         head = yield from self._reader.match(self._syntax.heads[marker])
         if head is None:
-            return Outcome.NONE
+            return CallOutcome.NONE
         if kind_of(head) == "json":
             return (yield from self._json_calls())
         if kind_of(head) == "list":
@@ -81,18 +81,18 @@ class CallReader:
                 is_closed = yield from self._reader.copy_json(self._calls.arguments)
         else:
             is_closed = True
-        return self._end() if is_closed else Outcome.BROKEN
+        return self._end() if is_closed else CallOutcome.BROKEN
 
     def _begin(self, name: str) -> None:
         self._reader.kept = None  # from here on it is a call
         self._calls.begin(name)
 
-    def _end(self) -> Outcome:
+    def _end(self) -> CallOutcome:
         self._calls.complete()
         self._calls.end()
-        return Outcome.CALL
+        return CallOutcome.CALL
 
-    def _json_calls(self) -> Steps[Outcome]:
+    def _json_calls(self) -> Steps[CallOutcome]:
         """Read an object with a name and arguments, or a list of such."""
         reader = self._reader
         if reader.buffer[reader.at] == "{":
@@ -101,22 +101,22 @@ class CallReader:
         has_call = False
         while True:
             outcome = yield from self._json_call()
-            if outcome is not Outcome.CALL:
-                return Outcome.BROKEN if has_call else outcome
+            if outcome is not CallOutcome.CALL:
+                return CallOutcome.BROKEN if has_call else outcome
             has_call = True
             following = yield from reader.match(_LIST_NEXT)
             if following is None or kind_of(following) == "close":
                 return outcome
 
-    def _json_call(self) -> Steps[Outcome]:
+    def _json_call(self) -> Steps[CallOutcome]:
         reader, calls = self._reader, self._calls
         name = ""
         early: list[str] = []  # arguments in front of the name
         if (yield from reader.match(_OPEN)) is None:
-            return Outcome.NONE
+            return CallOutcome.NONE
         while reader.num_kept <= MAX_KEPT and (found := (yield from reader.match(_KEY))):
             if kind_of(found) == "close":
-                return self._end() if name else Outcome.NONE
+                return self._end() if name else CallOutcome.NONE
             key = found["_key"]
             if self._row.has_name_as_key and not name:
                 name = key
@@ -125,10 +125,10 @@ class CallReader:
                     break
             elif key == self._row.keys[0] and not name:
                 if (found := (yield from reader.match(_NAME))) is None:
-                    return Outcome.NONE
+                    return CallOutcome.NONE
                 name = found["_name"]
                 if self._row.is_bare and name not in self._tools:
-                    return Outcome.NONE
+                    return CallOutcome.NONE
                 self._begin(name)
                 reader.num_kept = 0
                 for text in early:
@@ -138,7 +138,7 @@ class CallReader:
                     break
             elif (self._row.is_bare and key not in ("type", "id")) or not (yield from self._skip_value()):
                 break
-        return Outcome.BROKEN if name else Outcome.NONE
+        return CallOutcome.BROKEN if name else CallOutcome.NONE
 
     def _json_arguments(self, early: list[str], is_call: bool) -> Steps[bool]:
         """Read arguments: an object, a string that holds one, or null."""
@@ -169,14 +169,14 @@ class CallReader:
             return (yield from self._reader.copy_json(_ignore, MAX_KEPT))
         return kind_of(found) == "scalar" or (yield from self._reader.copy_string(_ignore, MAX_KEPT))
 
-    def _python_calls(self) -> Steps[Outcome]:
+    def _python_calls(self) -> Steps[CallOutcome]:
         """Read a list of calls in Python; they end with the list."""
         reader = self._reader
         yield from reader.match(_LIST)
         has_call = False
         while head := (yield from reader.match(_PYTHON_CALL)):
             if self._row.is_bare and not has_call and head["_name"] not in self._tools:
-                return Outcome.NONE
+                return CallOutcome.NONE
             self._begin(head["_name"])
             has_call = True
             if not (yield from Literals(reader, self._calls.arguments, PYTHON).arguments()):
@@ -185,11 +185,11 @@ class CallReader:
             following = yield from reader.match(_LIST_NEXT)
             if following is not None and kind_of(following) == "close":
                 self._calls.end()
-                return Outcome.CALL
+                return CallOutcome.CALL
             if following is None:
                 break
         self._calls.abandon()
-        return Outcome.BROKEN if has_call else Outcome.NONE
+        return CallOutcome.BROKEN if has_call else CallOutcome.NONE
 
     def _tagged_parameters(self, name: str) -> Steps[bool]:
         """Read parameters one by one up to the end of the call; write them as a JSON object."""

@@ -18,7 +18,7 @@ class GrammarSizeError(ValueError):
     """The tools of a request need a grammar past MAX_GRAMMAR_BYTES."""
 
 
-class Rules:
+class GrammarRules:
     """Collects rules. Texts that are special tokens become ids: as text, they would match other tokens."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -120,7 +120,7 @@ def enumerated_texts(shape: Shape) -> list[str] | None:
     return [value for value in values if least <= len(value) and (most is None or len(value) <= most)]
 
 
-def text_body(rules: Rules, shape: Shape, texts: Sequence[str] | None, misread: Sequence[str] = ()) -> str:
+def text_body(rules: GrammarRules, shape: Shape, texts: Sequence[str] | None, misread: Sequence[str] = ()) -> str:
     """Return the name of a terminal of the strings that a shape allows; empty: any text.
 
     `texts`: enumerated ones. `misread`: regexes of texts that are left out.

@@ -6,7 +6,7 @@ from quire.core.structured_outputs import compact_json
 from quire.grammar_writing.schemas import Part, refuse
 from quire.grammar_writing.shapes import Document, Shape
 from quire.grammar_writing.texts import closed_json_text, literal_text
-from quire.server.tools.grammar_rules import Rules, alternatives, enumerated_texts, has_regexes, text_body
+from quire.server.tools.grammar_rules import GrammarRules, alternatives, enumerated_texts, has_regexes, text_body
 from quire.server.tools.object_grammars import ObjectNotation, members_of, object_text
 from quire.text.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
 
@@ -14,7 +14,7 @@ _PYTHON_NAMES, _GEMMA_NAMES = "[A-Za-z_][A-Za-z0-9_]{0,63}", r"[^:{}\[\],<>|\"'\
 _PYTHON = {"boolean": ('"True"', '"False"'), "null": ('"None"',)}
 
 
-def arguments_text(rules: Rules, document: Document, notation: ObjectNotation) -> str:
+def arguments_text(rules: GrammarRules, document: Document, notation: ObjectNotation) -> str:
     """Return an expression for the arguments that a tool takes. ValueError if it takes none that can be written."""
     members = []
     for shape in document.shapes([Part(document.root, "")]):
@@ -30,7 +30,7 @@ def arguments_text(rules: Rules, document: Document, notation: ObjectNotation) -
     return alternatives(list(dict.fromkeys(written)))
 
 
-def python_arguments(rules: Rules, document: Document) -> str:
+def python_arguments(rules: GrammarRules, document: Document) -> str:
     """Return an expression for keyword arguments in Python: JSON is a literal there, but for its three names."""
     values: dict[tuple[int, ...], str | None] = {}
 
@@ -44,7 +44,7 @@ def python_arguments(rules: Rules, document: Document) -> str:
     return arguments_text(rules, document, ObjectNotation(pair, literal_text, ", ", PYTHON_KEY, _PYTHON_NAMES))
 
 
-def _python_value(rules: Rules, document: Document, shapes: Sequence[Shape]) -> str | None:
+def _python_value(rules: GrammarRules, document: Document, shapes: Sequence[Shape]) -> str | None:
     names = [name for shape in shapes if not shape.parts for name in _PYTHON.get(shape.kind, ())]
     others = [shape for shape in shapes if shape.parts or shape.kind not in _PYTHON]
     options = [*names, *([closed_json_text(document.alone(others))] if others else [])]
@@ -60,7 +60,7 @@ def _identity(document: Document, parts: Sequence[Part]) -> tuple[tuple[int, ...
 class GemmaValues:
     """Expressions for values in Gemma's notation: keys without quotes, strings in quotes of their own."""
 
-    def __init__(self, rules: Rules, document: Document, quote: str) -> None:
+    def __init__(self, rules: GrammarRules, document: Document, quote: str) -> None:
         self._rules, self._document, self._quote = rules, document, quote
         self._values: dict[tuple[int, ...], tuple[str, bool]] = {}  # rules of values, and if there are any
         self._notation = ObjectNotation(self._pair, literal_text, ",", GEMMA_KEY, _GEMMA_NAMES)

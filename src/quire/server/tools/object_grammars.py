@@ -8,7 +8,7 @@ from quire.core.checks import shown
 from quire.grammar_writing.schemas import Part, escaped_name, refuse
 from quire.grammar_writing.shapes import Shape
 from quire.grammar_writing.texts import literal_text
-from quire.server.tools.grammar_rules import Rules, alternatives, escaped, searched
+from quire.server.tools.grammar_rules import GrammarRules, alternatives, escaped, searched
 
 MAX_OTHERS = 128  # properties that a schema does not name, of one object
 _EMPTY = '""'
@@ -16,7 +16,7 @@ _WORDS = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
 @dataclass(frozen=True)
-class Members:
+class ObjectMembers:
     """Properties of an object, and the bounds on their number.
 
     `named`: keys, schemas that a value fits, all of them, and True if required. `others`: schemas of the properties
@@ -31,7 +31,7 @@ class Members:
     place: str
 
 
-def members_of(shape: Shape) -> Members:
+def members_of(shape: Shape) -> ObjectMembers:
     """Return the members of a shape of objects.
 
     If its schemas name properties, and none has `additionalProperties`, there are no others.
@@ -56,7 +56,7 @@ def members_of(shape: Shape) -> Members:
     is_closed = bool(names or patterns) and not any(True for _ in shape.given("additionalProperties"))
     others = None if is_closed and not patterns else _others(shape)
     named = [(key, _of_name(shape, key), key in required) for key in names]
-    return Members(named, others, patterns, least, most, shape.place)
+    return ObjectMembers(named, others, patterns, least, most, shape.place)
 
 
 def _of_name(shape: Shape, key: str) -> list[Part]:
@@ -104,7 +104,7 @@ class ObjectNotation:
 
 
 def object_text(
-    rules: Rules, members: Members, notation: ObjectNotation, reserved: Set[str] = frozenset()
+    rules: GrammarRules, members: ObjectMembers, notation: ObjectNotation, reserved: Set[str] = frozenset()
 ) -> str | None:
     """Return an expression for the properties of an object, in the order of its schema; None if no object fits.
 
@@ -128,7 +128,7 @@ def object_text(
     return _joined(rules, pairs, None if other is None else rules.add(other), notation.separator, members)
 
 
-def _other_name(rules: Rules, members: Members, notation: ObjectNotation, taken: Sequence[str]) -> str:
+def _other_name(rules: GrammarRules, members: ObjectMembers, notation: ObjectNotation, taken: Sequence[str]) -> str:
     """Return an expression for a name that is not taken."""
     bodies = [_WORDS]
     if members.name_patterns:
@@ -139,7 +139,7 @@ def _other_name(rules: Rules, members: Members, notation: ObjectNotation, taken:
 
 
 def _joined(
-    rules: Rules, pairs: Sequence[tuple[str, bool]], other: str | None, separator: str, members: Members
+    rules: GrammarRules, pairs: Sequence[tuple[str, bool]], other: str | None, separator: str, members: ObjectMembers
 ) -> str | None:
     """Return an expression for pairs in their order, of which those that are not required (False) may be left out."""
     between = f"{literal_text(separator)} " if separator else ""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.server.tools.call_reader import CallReader, Outcome
+from quire.server.tools.call_reader import CallOutcome, CallReader
 from quire.server.tools.output_events import CallEvents, Content, Event, Reasoning
 from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, atoms, kind_of, number_of, sequence
 from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
@@ -187,26 +187,26 @@ class OutputParser:
         """Read the call behind a marker; if it is none, emit it as text."""
         assert self._call_reader is not None
         outcome = yield from self._attempt(found[0], number_of(found))
-        if outcome is Outcome.BROKEN:
+        if outcome is CallOutcome.BROKEN:
             yield from self._reader.copy_until(self._syntax.after_broken, _ignore)
 
     def _read_bare_calls(self) -> Steps[None]:
         """Read calls without a marker, as long as there are any."""
-        while (yield from self._attempt("", self._syntax.bare)) is Outcome.CALL:
+        while (yield from self._attempt("", self._syntax.bare)) is CallOutcome.CALL:
             yield from self._reader.match(self._syntax.separator)
 
-    def _attempt(self, marker: str, number: int) -> Steps[Outcome]:
+    def _attempt(self, marker: str, number: int) -> Steps[CallOutcome]:
         reader = self._reader
         assert self._call_reader is not None
         kept = reader.keep(marker)
         outcome = yield from self._call_reader.read(number)
         reader.kept = None
-        if outcome is Outcome.NONE:
+        if outcome is CallOutcome.NONE:
             if not marker or not reader.is_cut:
                 self._emit("".join(kept))
             return outcome
         self._has_content = False
-        if outcome is Outcome.CALL:
+        if outcome is CallOutcome.CALL:
             yield from reader.match(self._syntax.tail)
         return outcome
 

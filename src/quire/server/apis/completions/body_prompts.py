@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.core.checks import refuse
 from quire.engine.requests.input_processor import Truncation
-from quire.server.api.chat import Conversation, template_variables
+from quire.server.api.chat import ChatPrompt, template_variables
 from quire.server.api.preparation import prepare
 from quire.server.apis.completions.completion_bodies import ChatBody, ChatMessage, GenerationBody, TokenizeBody
 from quire.server.apis.completions.openai_response import OpenAIRequest
@@ -65,14 +65,14 @@ def truncation_of(service: Service, call: OpenAIRequest) -> Truncation | None:
 
 def conversation_of(
     body: ChatBody | TokenizeBody, messages: Sequence[ChatMessage], tools: Sequence[Tool]
-) -> Conversation:
+) -> ChatPrompt:
     """Return the conversation of a body. InvalidRequestError for variables of the template that are fields."""
     continues = bool(body.continue_final_message)
     begins = body.add_generation_prompt
     variables = template_variables(body.reasoning_effort, body.chat_template_kwargs)
     if isinstance(body, ChatBody) and body.documents is not None:
         variables |= {"documents": _checked_documents(body.documents)}
-    return Conversation(
+    return ChatPrompt(
         messages=[_as_message(message) for message in messages],
         tools=tools,
         add_generation_prompt=not continues if begins is None else begins,

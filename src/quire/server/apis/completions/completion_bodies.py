@@ -32,8 +32,8 @@ from quire.server.api.bodies import (
     documented_as,
     list_of,
 )
+from quire.server.api.call_deadlines import Milliseconds
 from quire.server.api.chat import EFFORTS
-from quire.server.api.deadlines import Milliseconds
 from quire.text.conversation import PART_FIELDS, part_problem, part_reasoning, part_text
 from quire.text.tools import NAME_PATTERN
 

@@ -14,8 +14,8 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import check_optional_int, shown
 from quire.engine.requests.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
+from quire.server.api.call_deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.chat import prepare_chat
-from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
 from quire.server.api.preparation import check_priority_granted, constrain

@@ -17,7 +17,7 @@ from quire.engine.requests.pair_scoring import PairOptions, Scoring, check_pairs
 from quire.engine.requests.pooling_inputs import CheckedPooling, PoolingInputs
 from quire.server.api.api_request import ApiRequest
 from quire.server.api.bodies import request_body
-from quire.server.api.chat import Conversation, rendered, template_variables
+from quire.server.api.chat import ChatPrompt, rendered, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
 from quire.server.api.preparation import check_priority_granted
@@ -121,7 +121,7 @@ async def start_embeddings(
     if (body.input is None) == (body.messages is None):
         invalid("give either input or messages", param="input")
     truncation = pooling.check_truncation(body.truncate_prompt_tokens, body.truncation_side)
-    conversation: Conversation | None = None
+    conversation: ChatPrompt | None = None
     if body.messages is None:
         prompts = parse_inputs(body.input, service.options, param)
         adds_special_tokens = body.add_special_tokens is not False
@@ -181,9 +181,9 @@ async def start_scores(
         return Started(call, generation), scoring
 
 
-def _conversation(body: EmbeddingBody, messages: Sequence[Message]) -> Conversation:
+def _conversation(body: EmbeddingBody, messages: Sequence[Message]) -> ChatPrompt:
     """Return the conversation of a body; by default no answer is begun, as in vLLM."""
-    return Conversation(
+    return ChatPrompt(
         messages=messages,
         add_generation_prompt=bool(body.add_generation_prompt),
         continue_final_message=bool(body.continue_final_message),

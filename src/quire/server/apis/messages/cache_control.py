@@ -19,7 +19,7 @@ from quire.core.token_ids import num_equal_tokens
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.api.api_request import ApiRequest
-from quire.server.api.chat import Conversation, rendered
+from quire.server.api.chat import ChatPrompt, rendered
 from quire.server.api.pinning import pin_prompt
 from quire.server.apis.messages.conversion import deferred_tools, openai_messages, openai_tools, system_blocks
 from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
@@ -87,7 +87,7 @@ def _ttl_s(where: str, control: object) -> float:
     return _TTLS_S[ttl]
 
 
-def cut_conversation(body: ConversationBody, mark: Mark, whole: Conversation) -> Conversation:
+def cut_conversation(body: ConversationBody, mark: Mark, whole: ChatPrompt) -> ChatPrompt:
     """Return the conversation up to the marked block, and a text that no prompt has behind it."""
     if mark.message == -2:
         extra = {"type": "function", "function": {"name": "cut", "description": _CUT, "parameters": {}}}
@@ -129,7 +129,7 @@ class CachedPrefixes:
         self._pinned: dict[str, TokenizedPrompt] = {}   # keyed by the ids of pins
 
     async def use(
-        self, request: Request, service: Service, call: ApiRequest, conversation: Conversation, cut: Conversation,
+        self, request: Request, service: Service, call: ApiRequest, conversation: ChatPrompt, cut: ChatPrompt,
         ttl_s: float,
     ) -> CacheUse | None:  # fmt: skip
         """Pin the prefix that a call's prompt has in common with a cut conversation; None if it is not pinned."""

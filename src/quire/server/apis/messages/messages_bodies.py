@@ -6,7 +6,7 @@ from pydantic import Field
 
 from quire.core.sampling_params import MAX_TEMPERATURE
 from quire.server.api.bodies import TEXT, Body, OtherFields, Schema, Strict, documented_as, integer, list_of, number
-from quire.server.api.deadlines import Milliseconds
+from quire.server.api.call_deadlines import Milliseconds
 from quire.server.errors import ApiError
 
 _STRING: Schema = {"type": "string"}

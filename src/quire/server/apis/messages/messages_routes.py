@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.server.api.bodies import request_body
-from quire.server.api.chat import Conversation, prepare_chat, rendered, template_variables
-from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
+from quire.server.api.call_deadlines import check_deadline, deadline_field, deadlines_of
+from quire.server.api.chat import ChatPrompt, prepare_chat, rendered, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response, json_response
 from quire.server.api.preparation import constrain, cut_header, sampling_params
@@ -148,15 +148,15 @@ def _max_reasoning_tokens(body: ConversationBody, service: Service) -> int | Non
     return budget if service.formats.bounds_reasoning else None
 
 
-async def _conversation(body: ConversationBody, service: Service, use: ToolUse, client_id: str) -> Conversation:
+async def _conversation(body: ConversationBody, service: Service, use: ToolUse, client_id: str) -> ChatPrompt:
     """Return the conversation of a body, converted in a thread. ApiError 400 names an invalid block."""
 
-    def convert() -> Conversation:
+    def convert() -> ChatPrompt:
         deferred = deferred_tools(body.tools)
         messages = openai_messages(system_blocks(body.system), body.messages, deferred)
         is_continued = continues(messages)
         variables = template_variables(thinking_effort(body), None, param="output_config.effort")
-        return Conversation(
+        return ChatPrompt(
             messages=messages, variables=variables,
             tools=[tool for tool in use.tools if tool["function"]["name"] not in deferred],
             add_generation_prompt=not is_continued, continue_final_message=is_continued,

@@ -25,8 +25,8 @@ from quire.server.api.bodies import (
     list_of,
     number,
 )
+from quire.server.api.call_deadlines import Milliseconds
 from quire.server.api.chat import EFFORTS
-from quire.server.api.deadlines import Milliseconds
 from quire.server.apis.responses.input_items import CUSTOM_ARGUMENT, qualified
 from quire.server.errors import ApiError, invalid
 from quire.text.tools import check_tools
@@ -78,11 +78,11 @@ _CUSTOM_PARAMETERS = {
 }
 
 
-class StreamOptions(Strict):
+class ResponsesStreamOptions(Strict, title="StreamOptions"):
     """Options of a stream, which have no effect."""
 
 
-class Reasoning(Strict):
+class ReasoningOptions(Strict, title="Reasoning"):
     """Options of reasoning. Summaries are never made: the reasoning itself is part of the output."""
 
     effort: Annotated[str | None, documented_as({"type": "string", "enum": [*EFFORTS]}, NULL)] = None
@@ -101,7 +101,7 @@ class ResponsesBody(Body):
     """The body of /v1/responses."""
 
     OTHERS = _OTHERS
-    NESTED: ClassVar = {"stream_options": StreamOptions}
+    NESTED: ClassVar = {"stream_options": ResponsesStreamOptions}
 
     input: Annotated[Any, documented_as(TEXT, list_of(_ITEM, least=1))]
     instructions: str | None = None
@@ -110,7 +110,7 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int | None, integer(1)] = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     include: Annotated[Any, documented_as(list_of({"type": "string", "enum": [*INCLUDABLE]}), NULL)] = None
     max_output_tokens: Annotated[int | None, integer(1)] = None
     temperature: Annotated[float | None, number(0, MAX_TEMPERATURE)] = None
@@ -118,7 +118,7 @@ class ResponsesBody(Body):
     top_logprobs: Annotated[int | None, integer(0)] = None
     truncation: Literal["auto", "disabled"] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None

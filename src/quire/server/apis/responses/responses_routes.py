@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import refuse
 from quire.engine.requests.input_processor import check_cache_salt
 from quire.server.api.bodies import request_body
-from quire.server.api.chat import Conversation, prepare_chat, template_variables
-from quire.server.api.deadlines import check_deadline, deadline_field, deadlines_of
+from quire.server.api.call_deadlines import check_deadline, deadline_field, deadlines_of
+from quire.server.api.chat import ChatPrompt, prepare_chat, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
 from quire.server.api.preparation import constrain, cut_header, sampling_params
@@ -105,10 +105,10 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
     )
 
 
-def _conversation(service: Service, call: ResponsesRequest) -> Conversation:
+def _conversation(service: Service, call: ResponsesRequest) -> ChatPrompt:
     body = call.body
     effort = None if body.reasoning is None else body.reasoning.effort
-    return Conversation(
+    return ChatPrompt(
         messages=messages_of(body.instructions, body.input, service.options.max_messages),
         tools=call.tools.tools,
         variables=template_variables(effort, body.chat_template_kwargs, param="reasoning.effort"),
