@@ -31,7 +31,7 @@ _ERROR = {
 _ERROR_BODY = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"], "additionalProperties": False}
 _CONTENT = {"application/json": {"schema": _ERROR_BODY}}
 
-# Of every route; without them FastAPI documents its own 422, which no route returns.
+# Statuses of every route; without them FastAPI documents its own 422, which no route returns.
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "the request was refused", "content": _CONTENT},
     "5XX": {"description": "the request failed", "content": _CONTENT},

@@ -17,7 +17,7 @@ from quire.engine.messages import EngineDeadError
 from quire.engine.metrics.observation import RETRY_AFTER_S
 
 INVALID = "invalid_request_error"
-MAX_QUOTED_CHARS = 200  # of a URL, in an error
+MAX_QUOTED_CHARS = 200  # longest part of a URL in an error
 
 
 class ApiError(Exception):
@@ -95,7 +95,7 @@ def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> A
 
 
 def deadline_unmeetable(predicted_s: float, asked_s: float, field: str) -> ApiError:
-    """Return the refusal of a request whose first token cannot be there in time, both from its arrival."""
+    """Return the refusal of a request that misses its deadline for the first token; times count from its arrival."""
     predicted_ms, asked_ms = math.ceil(predicted_s * 1e3), round(asked_s * 1e3)
     predicted = f"the first token would be there after about {predicted_ms} ms"
     message = f"{predicted}, and is asked for within {asked_ms} ms ({field})"

@@ -16,7 +16,7 @@ from quire.engine.requests.input_processor import TokenizedPrompt
 MAX_CALLS = 1024
 # Measured with tracemalloc; tests/server/test_history.py compares.
 _CALL_BYTES = 512
-_REQUEST_BYTES = 1024      # of a PastRequest with its metrics
+_REQUEST_BYTES = 1024      # a PastRequest with its metrics
 _BRANCH_BYTES = 320
 _PREEMPTION_BYTES = 640
 _NO_TOKENS = array("i")
@@ -89,7 +89,7 @@ class History:
         return len(self._calls)
 
     def on_queued(self, request_id: str, requests: Sequence[QueuedRequest]) -> "ObservedCall":
-        """Add a call, all of whose prompts have been queued; return the recorder of its further events."""
+        """Add a call when all of its prompts have been queued; return the recorder of its further events."""
         past = [PastRequest(*request) for request in requests]
         self.add(request_id, past)
         return ObservedCall(self, request_id, past)

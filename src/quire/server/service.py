@@ -24,16 +24,16 @@ from quire.server.options import ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer
 from quire.server.tools.served_formats import ServedFormats
 
-MAX_NAMES_TOLD = 10  # in the error for an unknown model
+MAX_NAMES_TOLD = 10  # bound on names in the error for an unknown model
 
 
 @dataclass(slots=True)
 class Service:
     """One engine or several behind HTTP. Lives on the event loop; other threads may read only `names` and `options`."""
 
-    client: BaseClient                        # of one engine: replaced when it is restarted
+    client: BaseClient                        # replaced when its only engine is restarted
     options: ServerOptions
-    names: tuple[str, ...]                    # of the model; responses carry the first
+    names: tuple[str, ...]                    # names of the model; responses carry the first
     metrics: Observation
     templates: TemplateRenderer
     admission: QueueReservations = field(init=False)
@@ -48,7 +48,7 @@ class Service:
     model_source: str | None = None           # folder, file or id that the model was loaded from; None: its first name
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
-    num_open_calls: int = 0                   # of routes that compute
+    num_open_calls: int = 0                   # calls of routes that compute
     critical_tasks: tuple[asyncio.Task[Any], ...] = ()  # the service is unhealthy once one of them has ended
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ class StopSignals:
 
     def __init__(self, children: list[EngineProcess]) -> None:
         self.number: int | None = None
-        self.children = children  # of the current engines
+        self.children = children  # processes of the current engines
         self._event = asyncio.Event()
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._handle, number)

@@ -33,7 +33,7 @@ def print_banner(
     with contextlib.suppress(OSError):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="replace")  # the name may have characters that the terminal cannot show
-        out.write(f"{printed.getvalue()}Quire is serving {name} on {url}\n")  # in one write: no log line comes between
+        out.write(f"{printed.getvalue()}Quire is serving {name} on {url}\n")  # one write: no log line comes between
         out.flush()
 
 

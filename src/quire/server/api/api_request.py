@@ -25,16 +25,16 @@ class ApiRequest:
     cuts_max_tokens: bool = False               # to what fits behind the prompt; otherwise the call is refused
     hides_output: bool = False                  # the client wants no token; the engine generates at least one
     cache_salt: str | None = None
-    key_number: int = 0                         # of the API key, from 1; 0: none
+    key_number: int = 0                         # number of the API key, from 1; 0: none
     client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
     tools: ToolUse = NO_TOOLS
-    max_reasoning_tokens: int | None = None     # of an output; then the end of reasoning is forced
-    names_tokens_by_id: bool = False            # in logprobs, unless the body says otherwise
-    tells_times: bool = False                   # in its response, if it has one answer
-    constraint_field: str = "structured_outputs"  # of the body, that the output's grammar is for
+    max_reasoning_tokens: int | None = None     # bound per output; then the end of reasoning is forced
+    names_tokens_by_id: bool = False            # default for logprobs; a body may say otherwise
+    tells_times: bool = False                   # the response has the times of its only answer
+    constraint_field: str = "structured_outputs"  # field of the body that asks for the output's grammar
     deadline_field: str = "deadline_ms"         # or the header that params.deadline_ms is from
     requests: Sequence[PreparedRequest] = ()    # one per prompt, once the prompts are tokenized
-    reading: OutputReading | None = None        # of tool calls and reasoning in the outputs; None: they are content
+    reading: OutputReading | None = None        # None: outputs are content, without calls and reasoning
 
     @property
     def params(self) -> SamplingParams:

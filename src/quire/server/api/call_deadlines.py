@@ -1,6 +1,6 @@
 """Deadlines of a call: fields of its body, and a header for proxies, which count from when the body had arrived.
 
-A call whose first token cannot be there in time is refused before work is done for it. It is checked three times:
+A call is refused when its first token cannot be there in time, before work is done for it. It is checked three times:
 before its prompt is rendered, by the work queued before it; before it is tokenized, by half of the tokens that its text
 is likely to have; and when it is about to be queued. Quick: no prompt is read.
 """

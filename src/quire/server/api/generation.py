@@ -20,9 +20,9 @@ from quire.server.limits.queue_reservations import ConcurrencyReservation
 from quire.server.service import Service
 
 _REQUESTS_PER_ITERATION = 4        # queued per iteration of the event loop: 0.6 ms each with the longest lists
-_TOKENS_PER_ITERATION = 1 << 16    # of prompts that are queued: 0.3 ms
+_TOKENS_PER_ITERATION = 1 << 16    # prompt tokens queued per iteration: 0.3 ms
 _ABORTS_PER_ITERATION = 64
-_PIECES_PER_ITERATION = 256        # of outputs that are recorded
+_PIECES_PER_ITERATION = 256        # pieces of outputs recorded per iteration
 _TOKENS_PER_PIECE = 256            # take as long to record as a piece
 
 
@@ -38,7 +38,7 @@ class Generation:
             for prepared, stream in zip(request.requests, streams, strict=True)
         ]
         self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
-        # in errors of the engine
+        # fields in the engine's errors -> fields of the body
         self._names = {"structured_outputs": request.constraint_field, "deadline_ms": request.deadline_field}
         self._logprobs, self._concurrency = logprobs, concurrency.keep()
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-SLICE_BYTES = 1 << 16     # of text per slice: 1 ms of decoding where it is a list of numbers
+SLICE_BYTES = 1 << 16     # text per slice: 1 ms of decoding a list of numbers
 SLICE_VALUES = 2048       # values per slice: 0.5 ms of decoding
 _CUT_BYTES = 1 << 13      # between two places at which a list of numbers can be split
 _MEMBER_BYTES = 256       # overhead of one member, as bytes of text
@@ -98,11 +98,11 @@ class _Scan:
 
     def __init__(self, raw: bytes, max_depth: int, max_values: int) -> None:
         self.raw, self._max_depth, self._max_values = raw, max_depth, max_values
-        self.cuts: list[_Cut] = []                # in the order of their places
+        self.cuts: list[_Cut] = []                # ascending by place
         self._keys: list[tuple[int, int]] = []    # places of the object's keys
         self._depth = self._num_values = 0
         self._start = self._stop = -1             # places of the object's brackets
-        self._string_start = -1                   # of a string that has not ended
+        self._string_start = -1                   # start of a string that has not ended
         self._awaits_key = False
 
     def run(self) -> Slices[None]:
@@ -125,7 +125,7 @@ class _Scan:
     def _check_size(self) -> Slices[None]:
         """Raise TooDeepError or TooManyValuesError if the text is past a bound. Takes 1 to 4 % of a scan's time."""
         place = num_values = depth = 0
-        is_inside = False                         # of a string
+        is_inside = False                         # the place lies in a string
         while place < len(self.raw):
             stop = place + SLICE_BYTES
             text = _without_escapes(self.raw[place:stop], is_last=stop >= len(self.raw))
@@ -165,7 +165,7 @@ class _Scan:
             start = stop + 1
 
     def values_before(self, place: int) -> int:
-        """Count the values before a place, as of the first comma at or after it."""
+        """Count the values before a place, counted at the first comma at or after it."""
         number = bisect_left(self.cuts, place, key=_place_of)
         return self.cuts[number].num_values if number < len(self.cuts) else self._num_values
 

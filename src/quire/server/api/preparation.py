@@ -19,7 +19,7 @@ from quire.server.errors import invalid
 from quire.server.options import Limits
 from quire.server.service import Service
 
-SHORT_CHARS = 512   # of a prompt that is tokenized at once: at most 0.7 ms, on 2 cores of an AMD EPYC (Zen 4)
+SHORT_CHARS = 512   # longest prompt tokenized at once: at most 0.7 ms, on 2 cores of an AMD EPYC (Zen 4)
 
 
 def sampling_params(

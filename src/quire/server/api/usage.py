@@ -23,8 +23,8 @@ class RequestUsage:
 
     metrics: RequestMetrics
     num_prompt_tokens: int
-    num_output_tokens: int = 0                                             # of all branches
-    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)  # of the branches that have finished
+    num_output_tokens: int = 0                                             # sum over all branches
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)  # finished branches alone
 
     def append(self, piece: CompletionOutput) -> None:
         """Count the new tokens of one branch."""

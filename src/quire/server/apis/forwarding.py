@@ -9,7 +9,7 @@ from quire.server.service import Service
 
 router = APIRouter()
 
-# By the first of these fields that a body has.
+# Routes by the first of these fields that a body has.
 ROUTES = {
     "messages": "/v1/chat/completions",
     "prompt": "/v1/completions",

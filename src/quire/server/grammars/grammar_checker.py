@@ -44,7 +44,7 @@ MAX_CACHED_BYTES = 8 << 20
 GRAMMARS = SandboxKind("grammar", "quire.server.grammars.grammar_worker", CHECK_LIMIT_S, MAX_REPLY_BYTES)
 
 _UNSENDABLE = (OverflowError, TypeError, UnicodeEncodeError, RecursionError)
-_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)  # of a parser that runs out of stack or of memory
+_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)  # a parser ran out of stack or of memory
 
 
 def constraint_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

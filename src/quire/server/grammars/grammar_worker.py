@@ -44,7 +44,7 @@ def regex_length(pattern: str) -> int:
 
     `{n,}` counts n times, `*` and `+` once. Linear in the pattern.
     """
-    totals, last = [0], 0               # of each open group, and of the part that a repetition would repeat
+    totals, last = [0], 0               # open groups; the part that a repetition would repeat
     for token in _TOKEN.finditer(pattern):
         text = token[0]
         if text == "(":

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from quire.core.owner_labels import OPERATOR
 from quire.server.options import ServerOptions
 
-KEY_NUMBER = "quire.key_number"  # of the scope
+KEY_NUMBER = "quire.key_number"  # key of a scope
 
 
 class ApiKeys:

@@ -58,7 +58,7 @@ class Application(FastAPI):
         self._keys, self._needs_key = ApiKeys(options), bool(options.api_key)
         self._returns_client_ids = options.enable_request_id_headers
         self._root_path, self._raw_root_path = options.root_path, options.root_path.encode()
-        self._endpoints: dict[tuple[str, str], Endpoint] = {}   # by method and path
+        self._endpoints: dict[tuple[str, str], Endpoint] = {}   # keyed by method and path
         self._checked: ASGIApp = self._check_and_dispatch
         if options.allowed_origins:
             self._checked = CORSMiddleware(

@@ -21,7 +21,7 @@ from quire.server.options import DEFAULT_LIMITS, Limits
 log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 1       # for written bytes to reach slow clients
-ACCEPTED_AT_ONCE = 8    # connections per iteration of the event loop, whose first requests are parsed in the next one
+ACCEPTED_AT_ONCE = 8    # connections per iteration of the event loop; their first requests are parsed in the next one
 PAUSE_S = 0.5           # without accepting connections, when the system has no file descriptors left
 
 

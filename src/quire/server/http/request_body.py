@@ -11,7 +11,7 @@ from quire.server.http.api_keys import client_id_of
 from quire.server.limits.body_memory import BodyMemoryFullError, BufferedBody
 from quire.server.service import Service
 
-_BODY = "quire.body"              # of the scope
+_BODY = "quire.body"              # key of a scope
 _RECEIVED = "quire.received_s"    # key of a scope: when the body was complete
 
 

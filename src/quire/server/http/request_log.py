@@ -10,7 +10,7 @@ from starlette.types import Scope
 from quire.server.http.logs import requests_log
 
 MAX_CLIENT_ID_CHARS = 128
-RECORD = "quire.record"                                        # of the scope
+RECORD = "quire.record"                                        # key of a scope
 _PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/debug/kv"})  # logged at debug only
 
 

@@ -51,9 +51,9 @@ class MissSearch:
     ) -> None:
         self._requests, self._calls, self._block_size = requests, calls, block_size
         self._block_bytes = 4 * block_size
-        self._keys: dict[int, _Key] = {}                     # by the number of the request
+        self._keys: dict[int, _Key] = {}                     # keyed by the number of the request
         self._sightings: dict[_Key, _Sighting] = {}
-        self._remainders: dict[int, set[int]] = {}           # by full blocks: bytes of wanted prefixes behind them
+        self._remainders: dict[int, set[int]] = {}           # number of full blocks -> bytes wanted behind them
 
     def run(self) -> Iterator[None]:
         """Search, and yield after each slice of work."""

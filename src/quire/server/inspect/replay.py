@@ -18,9 +18,9 @@ from quire.core.outputs import KVStats
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 16
 MAX_OPERATIONS = 256
-MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE  # of one append
+MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE  # bound of one append
 
-Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_OPERATIONS)]  # of a sequence
+Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_OPERATIONS)]  # number of a sequence
 
 
 class _Operation(msgspec.Struct, tag_field="op", tag=str.lower, frozen=True, forbid_unknown_fields=True):
@@ -96,7 +96,7 @@ class _ReplayCache:
 
     def __init__(self) -> None:
         self.cache = KVCacheManager(CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False))
-        self.alive: dict[int, None] = {}        # in order of creation
+        self.alive: dict[int, None] = {}        # ids, oldest first
         self._num_created = 0
 
     def run(self, operation: Operation, param: str) -> str:

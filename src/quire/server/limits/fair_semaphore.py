@@ -21,7 +21,7 @@ class FairSemaphore:
 
     def __init__(self, num_slots: int = 1) -> None:
         self._num_free = num_slots
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next client first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # client -> jobs; the next client first
 
     @property
     def is_full(self) -> bool:

@@ -87,7 +87,7 @@ class ConcurrencyReservation:
     def __init__(self, limiter: "ConcurrencyLimiter", client_id: str, num_requests: int) -> None:
         self._limiter, self._client_id, self._num_requests = limiter, client_id, num_requests
         limiter.add(client_id, num_requests)
-        self.is_kept = False    # by the generation, which releases it
+        self.is_kept = False    # the generation releases it
 
     def keep(self) -> "ConcurrencyReservation":
         """Keep the reservation beyond the admission; the caller releases it."""

@@ -36,7 +36,7 @@ class SandboxEndedError(RuntimeError):
 class SandboxKind:
     """One kind of sandbox process."""
 
-    name: str                   # in errors: "the NAME process"
+    name: str                   # errors say "the NAME process"
     module: str                 # run as `python -m MODULE FD`
     job_limit_s: float
     max_reply_bytes: int

@@ -46,7 +46,7 @@ _NO_LIST = rf"{ANY_TEXT} & ~/\s*\[\s*\w+\s*\((?s:.*)/"
 _NO_OBJECT = rf'{ANY_TEXT} & ~/\s*\{{\s*"name"(?s:.*)/'
 _NO_ARRAY = rf'{ANY_TEXT} & ~/\s*\[\s*\{{\s*"name"(?s:.*)/'
 _ANY_KEY = r"[^{}\n]{1,40}"  # escaped, a character takes up to six
-MAX_CALLS = 128  # of one output
+MAX_CALLS = 128  # bound per output
 
 
 def forcing_grammar(

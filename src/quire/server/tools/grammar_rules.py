@@ -24,8 +24,8 @@ class GrammarRules:
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special  # ids of special tokens, by their texts
         self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
-        self._rules: dict[str, str] = {}  # by their names, with attributes
-        self._names: dict[str, str] = {}  # of rules, by what they are
+        self._rules: dict[str, str] = {}  # name with attributes -> expression
+        self._names: dict[str, str] = {}  # expression -> name of its rule
         self._num_bytes = self._num_written = 0
 
     def add(self, expression: str, attribute: str = "", *, is_terminal: bool = False) -> str:

@@ -7,7 +7,7 @@ from quire.text.tool_formats.json_values import json_value, string_text
 from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, atoms, kind_of, number_of, sequence
 from quire.text.tool_formats.syntax import GEMMA_KEY, PYTHON_KEY
 
-MAX_DEPTH = 64  # of brackets
+MAX_DEPTH = 64  # depth of brackets
 _ANY: frozenset[str] = frozenset()
 _COLON = any_of(sequence("colon", [SPACE, ":"]))
 _ARRAY_END = any_of(sequence("close", [SPACE, r"[\])]"]))

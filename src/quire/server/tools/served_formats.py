@@ -24,7 +24,7 @@ from quire.text.tool_formats.table import FALLBACK, find_format, find_reasoning
 
 log = logging.getLogger(__name__)
 
-_END_CHARS = 256        # of a prompt, in which reasoning may end
+_END_CHARS = 256        # end of a prompt in which reasoning may end
 _MARKER_KEYS = ("reasoning_start_str", "reasoning_end_str")  # vLLM's names
 _MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9  # what its templates accept
 

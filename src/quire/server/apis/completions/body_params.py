@@ -33,7 +33,7 @@ _SAME_NAMES = (
     "repetition_detection",
 )
 
-# Of SamplingParams: those that a beam search uses; those of detokenizing, and the seed, which it does not need.
+# Fields of SamplingParams that a beam search uses, and those that it may be given without need.
 _USED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos", "ttft_deadline_ms", "deadline_ms")
 _HARMLESS_TO_BEAMS = (
     "truncate_prompt_tokens", "seed", "include_stop_str_in_output", "skip_special_tokens", "detokenize"

@@ -24,7 +24,7 @@ from quire.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
 
-# Of a message. vLLM 0.10 called the reasoning reasoning_content.
+# Fields of every message. vLLM 0.10 called the reasoning reasoning_content.
 _NULL_FIELDS: Json = dict.fromkeys((
     "refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content",
 ))  # fmt: skip

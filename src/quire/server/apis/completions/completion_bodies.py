@@ -78,8 +78,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "watermarking": (False,),
 }
 
-# Labels of the client or the request, hints on storage and prices, padding and the size of chunks, options of features
-# that are refused, and of routes and models that Quire does not have.
+# Labels of the client or the request, hints on storage and prices, padding and the size of chunks, options of refused
+# features, options of routes and models that Quire does not have.
 WITHOUT_EFFECT = frozenset((
     "guided_decoding_backend", "request_id", "session_id", "stream_interval", "return_token_offsets",
     "routed_experts_prompt_start", "mm_payload", "return_mm_kwargs",

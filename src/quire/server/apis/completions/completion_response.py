@@ -40,7 +40,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         ]
         self._names = TokenNames(tokenizer, as_ids=request.writes_token_ids)
         self._null_fields = _NULL_FIELDS_OF_CHUNKS if request.stream else _NULL_FIELDS
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # of the choices with output
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # choice -> its logprobs, once it has output
         self._begun: set[int] = set()            # choices with a first part
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:

@@ -40,7 +40,7 @@ _UNUSED_OF_PROMPT_USAGE: Json = dict.fromkeys(("created_cache_tokens", "multimod
 
 _SOME_TEXT = "some text"
 _CHOICE_UNITS = 4
-_UNIT_CHARS = 16  # of text, or as many token ids, take as long to encode as one candidate of logprobs
+_UNIT_CHARS = 16  # characters or token ids that take as long to encode as one candidate of logprobs
 
 
 def event(message: Json) -> bytes:
@@ -109,13 +109,13 @@ class OpenAIResponseBuilder(ABC):
 
     def __init__(self, request: OpenAIRequest) -> None:
         self.request = request
-        self._prompt_logprobs: dict[int, Logprobs | None] = {}      # of the prompts with an output
+        self._prompt_logprobs: dict[int, Logprobs | None] = {}      # prompt -> its logprobs, once it has output
         self._prompt_scores: dict[int, NDArray[np.float32] | None] = {}  # likewise, if the request names token ids
-        self._metrics: RequestMetrics | None = None                 # of the last output
+        self._metrics: RequestMetrics | None = None                 # metrics of the last output
         self._halves = self._encoded_halves()
-        self._text_halves: dict[int, tuple[bytes, bytes]] = {}          # of chunks that are text alone, by choice
+        self._text_halves: dict[int, tuple[bytes, bytes]] = {}          # chunks that are text alone, by choice
         self._has_begun = False                                         # the first chunk was built
-        self._num_output_tokens: dict[int, int] | None = None           # of each choice, if chunks have usage
+        self._num_output_tokens: dict[int, int] | None = None           # choice -> count; None without usage in chunks
         if request.includes_usage_so_far:
             self._num_output_tokens = defaultdict(int)
 

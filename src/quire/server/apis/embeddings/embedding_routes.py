@@ -40,7 +40,7 @@ from quire.server.service import Service
 from quire.text.conversation import Message
 
 router = APIRouter(tags=["embeddings"])
-_TOKEN_BYTES = 4  # that a token id counts as
+_TOKEN_BYTES = 4  # a token id counts as so many
 
 
 @router.post("/v1/embeddings", openapi_extra=request_body(EmbeddingBody))

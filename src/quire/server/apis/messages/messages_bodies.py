@@ -16,7 +16,7 @@ _MARK: Schema = {
     "required": ["type"],
     "additionalProperties": False,
 }
-# By status; 529 is Anthropic's own, which clients retry as they retry 503.
+# Error types by status; 529 is Anthropic's own, which clients retry as they retry 503.
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

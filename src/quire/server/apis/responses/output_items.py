@@ -24,7 +24,7 @@ class Item:
         self.call_id = self.name = ""
         self.namespace: str | None = None           # namespace of the function
         self.texts: list[str] = []                  # content or arguments so far
-        self.logprobs = LogprobTable()              # those of the content
+        self.logprobs = LogprobTable()              # logprobs of the content
 
     @property
     def text(self) -> str:

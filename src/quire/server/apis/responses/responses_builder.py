@@ -44,7 +44,7 @@ class ResponsesBuilder:
         self._request, self._tokenizer = request, tokenizer
         prompt, reading = request.requests[0].prompt, request.reading
         self._usage = TokenUsage(len(prompt.token_ids), 0, 0)
-        self._metrics: RequestMetrics | None = None     # those of the last output
+        self._metrics: RequestMetrics | None = None     # metrics of the last output
         has_names = request.params.logprobs is not None
         names = TokenNames(tokenizer, as_ids=request.names_tokens_by_id) if has_names else None
         num_top = request.params.logprobs or 0
