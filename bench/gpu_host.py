@@ -23,7 +23,8 @@ from quire.core.plan import StepPlan
 from quire.engine.engine import Engine
 from quire.execution.cuda.cuda_graphs import MIXED_TOKENS, CudaGraphRunner
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
-from quire.execution.device import Device, WorkerParts
+from quire.execution.device import Device
+from quire.execution.worker import StepCompute
 from quire.model.decoder import Decoder
 
 SEQUENCES = (1, 32, 256)
@@ -31,18 +32,18 @@ NUM_LOGITS = 32
 CHUNK = 32  # tokens of a prompt beside the decodes
 
 
-def worker_with_graphs(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+def worker_with_graphs(device: Device, compute: StepCompute, max_num_batched_tokens: int) -> AsyncCudaExecutor:
     """Return the executor of a GPU whose graphs, all captured at start, compute nothing."""
-    worker = CudaWorker(*parts)
+    worker = CudaWorker(compute)
     hidden = torch.zeros(MIXED_TOKENS[-1], 8)  # of any width: nothing reads them
 
     def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         result = call()
         return lambda: result
 
-    num_rows, max_blocks = worker._batch.block_tables.shape
+    num_rows, max_blocks = compute.batch.block_tables.shape
     worker._graphs = CudaGraphRunner(
-        lambda batch: hidden[: len(batch.token_ids)], max_blocks, worker._model.device, capture, num_rows,
+        lambda batch: hidden[: len(batch.token_ids)], max_blocks, compute.model.device, capture, num_rows,
         draw=lambda batch, draws: torch.ones(2, len(draws.rows), dtype=torch.int64), idle_row=num_rows,  # sound
     )  # fmt: skip
     worker._graphs.capture_all(MIXED_TOKENS[-1])

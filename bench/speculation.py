@@ -135,10 +135,10 @@ class Bench:
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         worker = engine._executor.worker  # type: ignore[attr-defined]
         assert isinstance(worker, Worker)
-        assert worker._drafter is not None
+        assert worker.compute.drafter is not None
         self._engine, self._ids = engine, itertools.count()
-        self.worker, self.drafter, self.batch = worker, worker._drafter, worker._batch
-        self._sample, self.num_kinds = worker._sample, vocab_size - 400
+        self.compute, self.drafter, self.batch = worker.compute, worker.compute.drafter, worker.compute.batch
+        self._sample, self.num_kinds = worker.compute.sample, vocab_size - 400
         self._clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def run(
@@ -146,8 +146,8 @@ class Bench:
     ) -> tuple[float, list[Tokens], Counts | None]:
         """Return the seconds of the answers behind their first tokens, and the answers. `texts` replace samples."""
         counts = None if drafter is None else Counts(drafter)
-        self.worker._drafter = counts
-        self.worker._sample = self._sample if texts is None else self._reciting(prompts, texts)  # type: ignore[method-assign]
+        self.compute.drafter = counts
+        self.compute.sample = self._sample if texts is None else self._reciting(prompts, texts)  # type: ignore[method-assign]
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         answers = dict[int, Tokens]()
         for seed, (number, prompt) in enumerate(zip(self._ids, prompts)):  # noqa: B905 (ids do not end)

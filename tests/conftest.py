@@ -121,4 +121,4 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.forked_engines import fork_module
 
     monkeypatch.setattr("quire.engine.launcher.start_module", fork_module)
-    monkeypatch.setattr("quire.engine.parallel.rank_set.start_module", fork_module)
+    monkeypatch.setattr("quire.engine.parallel.starters.start_module", fork_module)

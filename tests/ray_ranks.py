@@ -22,7 +22,7 @@ from quire.core.errors import EngineError, RankLostError
 from support.ray_cluster import LIMIT_S, cluster
 from support.server import ServerProcess, is_running, running_server, wait_until
 
-MEMBER = "quire.engine.parallel.member"
+MEMBER = "quire.engine.parallel.process"
 PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
 SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True, n=2)
 LONG = SamplingParams(max_tokens=1000, ignore_eos=True)

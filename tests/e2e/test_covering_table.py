@@ -23,8 +23,8 @@ import torch
 from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes
-from quire.engine.parallel import rank_set as leader
-from quire.engine.parallel.rank_set import RankSet
+from quire.engine.parallel import choice
+from quire.engine.parallel.starters import ForkedRanks
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.back_end import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
@@ -34,7 +34,7 @@ from support.pairwise import pairwise
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.small_tokenizers import write_byte_tokenizer
-from support.thread_ranks import ThreadRankSet
+from support.thread_ranks import ThreadRanks
 
 NUM_TOKENS = 8
 PREFIX_LENS = {"random": 270, "demo_model": 150, "stories260k": 150}  # 270: past the border of a kernel's partition
@@ -230,10 +230,10 @@ def num_blocks(row: Row, model: Model) -> int:
 
 
 @contextmanager
-def ranks_as(make: type[RankSet]) -> Iterator[None]:
+def ranks_as(make: type[ForkedRanks]) -> Iterator[None]:
     """Let engines start their ranks like this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leader, "RankSet", make)
+        patch.setattr(choice, "ForkedRanks", make)
         yield
 
 
@@ -251,7 +251,7 @@ def speculation(row: Row, folder: Path) -> dict[str, Any] | None:
     return {"method": "draft_model", "model": str(DEMO_DRAFT if row.model == "demo_model" else folder)}
 
 
-def check_row(row: Row, folder: Path, ranks: type[RankSet] = ThreadRankSet) -> None:
+def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] = ThreadRanks) -> None:
     if torch.cuda.is_available():
         if (row.kv_dtype, row.weights, row.adapter) != ("auto", "dense", "none"):
             pytest.skip("a GPU has no quantized weights, no KV cache in 8 bits and no adapters yet")
@@ -340,7 +340,7 @@ def test_any_two_settings_together_change_nothing(folders: Callable[[str], Path]
 
 @pytest.mark.parametrize("row", [row for row in ROWS + OTHER_ROWS if row.tensor_parallel > 1][::8][:6], ids=str)
 def test_ranks_as_processes_change_nothing(folders: Callable[[str], Path], row: Row) -> None:
-    check_row(row, folders(row.model), RankSet)
+    check_row(row, folders(row.model), ForkedRanks)
 
 
 def test_swapped_beams_keep_their_bits(folders: Callable[[str], Path]) -> None:
@@ -366,7 +366,7 @@ def test_all_settings_of_sharing_with_ranks_as_processes_change_nothing(
 ) -> None:
     for hit, preemption in product(AXES["hit"], AXES["preemption"]):
         row = PLAIN._replace(model=model, branches=branches, budget=33, tensor_parallel=num_ranks)
-        check_row(row._replace(hit=hit, preemption=preemption), folders(model), RankSet)
+        check_row(row._replace(hit=hit, preemption=preemption), folders(model), ForkedRanks)
 
 
 @pytest.mark.matrix

@@ -103,10 +103,10 @@ def test_poison_in_all_that_is_free_changes_no_answer(model: Path, isa: str, dty
 def test_poison_would_show(model: Path, kv_dtype: str) -> None:
     """A block that is read although it is poisoned fails its request: else the test above proves nothing."""
     with LLM(model, **OPTIONS, kv_cache_dtype=kv_dtype, num_kv_blocks=60) as llm:
-        worker = Poison(llm)._worker
+        cache = Poison(llm)._worker.compute.cache
         prompts, params = [list(range(40))], SamplingParams(max_tokens=1)
         llm.generate(prompts, params, use_tqdm=False)
-        for tensor in (*worker._cache.keys, *worker._cache.values):
+        for tensor in (*cache.keys, *cache.values):
             poison_blocks(tensor, list(range(60)))  # what is cached, too
         with pytest.raises(RequestFailedError, match="NaN"):
             llm.generate(prompts, params, use_tqdm=False)

@@ -434,7 +434,7 @@ def test_dtypes_and_quantization_of_the_target(tmp_path: Path) -> None:
     settings = {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8_per_token_head"}
     with LLM(num_kv_blocks=50, **settings, **speculation()) as llm:  # type: ignore[arg-type]
         worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
-        draft = worker._drafter._method
+        draft = worker.compute.drafter._method
     assert draft._model.dtype == torch.float32
     assert draft._model.kv_geometry.quantized_dtype == "int8_per_token_head"
     plain = assemble(EngineOptions(dtype="float32", spec_model=str(DEMO_DRAFT)), loads_tokenizer=False)

@@ -20,7 +20,7 @@ from quire.engine.schedulers import make_cache
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
-from quire.execution.worker import Worker
+from quire.execution.worker import StepCompute, Worker
 from quire.kernels.back_end import choose_back_end
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
@@ -95,7 +95,8 @@ class Served:
         sizes = max(1, num_swap_blocks), BLOCK_SIZE
         space = allocate_swap_space(model.kv_geometry, *sizes, model.back_end, str(tmp_path))
         swapper = Swapper(cache, space, model.back_end.copy_blocks)
-        worker = Worker(model, cache, PersistentBatch(16, MAX_LEN, BLOCK_SIZE, VOCAB_SIZE), swapper)
+        batch = PersistentBatch(16, MAX_LEN, BLOCK_SIZE, VOCAB_SIZE)
+        worker = Worker(StepCompute(model, cache, batch, swapper))
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=MAX_LEN, preemption_mode="swap"),
             make_cache(CacheConfig(num_blocks, BLOCK_SIZE, num_swap_blocks=num_swap_blocks)),

@@ -6,8 +6,9 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan, StepResult, decode_plan, decode_result, encode
-from quire.execution.device import HostDevice, WorkerParts
+from quire.execution.device import HostDevice
 from quire.execution.executor import Executor
+from quire.execution.worker import StepCompute
 from support.random_model import write_random_model
 
 PROMPTS = [[(11 * i * i + 5 * seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17))]
@@ -52,8 +53,8 @@ def test_answers_are_the_same_to_the_bit(tmp_path: Path, monkeypatch: pytest.Mon
     executors: list[RemoteExecutor] = []
     make = HostDevice.executor
 
-    def make_remote(device: HostDevice, parts: WorkerParts, max_num_batched_tokens: int) -> RemoteExecutor:
-        executors.append(RemoteExecutor(make(device, parts, max_num_batched_tokens)))
+    def make_remote(device: HostDevice, compute: StepCompute, max_num_batched_tokens: int) -> RemoteExecutor:
+        executors.append(RemoteExecutor(make(device, compute, max_num_batched_tokens)))
         return executors[-1]
 
     monkeypatch.setattr(HostDevice, "executor", make_remote)

@@ -6,7 +6,7 @@ import sys
 from quire.cli import serve  # noqa: F401 (which the command line loads when it is asked for)
 from quire.cli.main import main as run
 from quire.engine import launcher
-from quire.engine.parallel import rank_set as leader
+from quire.engine.parallel import starters
 from quire.server import lifecycle  # noqa: F401 (which `serve` loads while the engine starts)
 from support.forked_engines import fork_child
 
@@ -14,5 +14,5 @@ from support.forked_engines import fork_child
 def main() -> None:
     """Run the command line, without the mask of signals that an engine has."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, launcher.STOP_SIGNALS)
-    launcher.start_module = leader.start_module = fork_child  # type: ignore[assignment]  # what is used of `Popen`
+    launcher.start_module = starters.start_module = fork_child  # type: ignore[assignment]  # what is used of `Popen`
     run(sys.argv[1:])

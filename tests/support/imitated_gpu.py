@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from quire.engine.parallel import nccl as exchange
+from quire.engine.parallel import nccl
 from quire.execution.cuda import cuda_device
 from quire.execution.cuda import cuda_worker as worker
 from quire.execution.cuda.memory_profiling import available_kv_bytes
@@ -216,8 +216,8 @@ class Graphs:
 
 
 def gloo_group(store: Store, shard: Shard, device: torch.device) -> ProcessGroup:
-    """Stand in for `exchange.open_group`."""
-    gloo = ProcessGroupGloo(store, shard.rank, shard.num_ranks, exchange.COLLECTIVE_TIMEOUT)
+    """Stand in for `nccl.open_group`."""
+    gloo = ProcessGroupGloo(store, shard.rank, shard.num_ranks, nccl.COLLECTIVE_TIMEOUT)
     group = ProcessGroup(store, shard.rank, shard.num_ranks)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
@@ -244,7 +244,7 @@ def turn_on(
     replace_by(torch.cuda, "device_count", lambda: num_cards)
     replace_by(torch.cuda, "current_device", lambda: CARD[0].index)
     replace_by(torch.cuda, "set_device", set_card)
-    replace_by(exchange, "open_group", gloo_group)
+    replace_by(nccl, "open_group", gloo_group)
     replace_by(torch.cuda, "max_memory_reserved", lambda device: 0)
     replace_by(torch.cuda, "mem_get_info", lambda device: (CARD_BYTES, CARD_BYTES))
     replace_by(torch.version, "cuda", "0")

@@ -1,17 +1,25 @@
-"""Process of the rank of a GPU that is imitated: `python -m support.imitated_rank FD BOOK`."""
+"""Process of a rank on a GPU that is imitated: `python -m support.imitated_rank FD [INHERITED]`."""
 
-from quire.engine.parallel import gpu_process as process
-from quire.engine.parallel.channel import Channel
-from quire.engine.parallel.process import run_rank
+from quire.engine.parallel import node, process
+
+MODULE = "support.imitated_rank"
+START = f"from quire.engine.parallel import node; node.PROCESS_MODULE = {MODULE!r}; "  # of a node's command
 
 
-def serve(channel: Channel) -> None:
+def use() -> None:
+    """Start the ranks of this process on imitated GPUs."""
+    node.PROCESS_MODULE = MODULE
+
+
+def serve(*parts: object) -> None:
     """Serve rank 0 on a card of many; the process beats while torch is loaded."""
+    from quire.engine.parallel import rank
     from support import imitated_gpu
 
     imitated_gpu.turn_on(num_cards=8, is_noisy=False)
-    process.serve_rank(channel)
+    rank.serve(*parts)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    run_rank(serve)
+    process.serve = serve  # type: ignore[assignment]
+    process.main()

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams
+from support import imitated_rank
 from support.faults import raising
 from support.nodes import NodeCommand, as_flags, free_port, node
 
@@ -65,9 +66,9 @@ def answer(llm: LLM, case: Case) -> Answers:
     stats, ready = llm.kv_stats(), llm._engine.ready
     found.num_blocks, found.preemptions = stats.total_blocks, dict(stats.preemptions)
     found.weight_bytes = ready.weights_bytes
-    worker: Any = getattr(llm._engine.engine._executor, "worker", None)
-    if getattr(worker, "_graphs", None) is not None:
-        found.graphs = [size[:3] for size, graph in worker._graphs._graphs.items() if graph is not None]
+    device: Any = getattr(llm._engine.ranks, "_device", None)
+    if getattr(device, "_graphs", None) is not None:
+        found.graphs = [size[:3] for size, graph in device._graphs._graphs.items() if graph is not None]
     return found
 
 
@@ -89,8 +90,9 @@ def break_ranks(llm: LLM, case: Case, other: NodeCommand | None) -> str:
     elif case.fault == "rank 1":
         ranks.tell(messages.Compute(7, 1))
     else:
-        llm._engine.engine._executor.worker.drop_graphs()  # type: ignore[attr-defined]
-        ranks.own_model.forward = raising(ArithmeticError)
+        graphs = ranks._device._graphs
+        graphs.clear()
+        graphs._forward = raising(ArithmeticError)
     try:
         answer(llm, case)
     except Exception as error:
@@ -115,23 +117,19 @@ def other_node(case: Case) -> Iterator[NodeCommand | None]:
     if case.settings.get("nnodes", 1) == 1:
         yield None
         return
-    from support import imitated_member
-
     case.settings["master_port"] = free_port(case.settings["master_addr"])
     flags = *as_flags(case.settings | {"device": "cuda"}), "--node-rank", "1"
-    with node(case.model, *flags, first=imitated_member.START) as command:
+    with node(case.model, *flags, first=imitated_rank.START) as command:
         yield command
 
 
 def main() -> None:
     """Answer the cases of standard input."""
     cases, found = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case]), list[Answers]()
-    from quire.engine.parallel import gpu_ranks as leader
-    from support import imitated_gpu, imitated_member
+    from support import imitated_gpu
 
     imitated_gpu.turn_on(num_cards=4, is_noisy=False)
-    leader.GpuRankSet.rank_module = "support.imitated_rank"
-    imitated_member.use()
+    imitated_rank.use()
     for case in cases:
         with other_node(case) as other:
             with LLM(case.model, device="cuda", **case.settings) as llm:

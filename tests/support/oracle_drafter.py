@@ -54,10 +54,10 @@ def let_draft(
     worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
     worker = getattr(worker, "_worker", worker)   # rank 0's own
     assert isinstance(worker, Worker)
-    drafter, batch = worker._drafter, worker._batch
+    drafter, batch = worker.compute.drafter, worker.compute.batch
     assert isinstance(drafter, LimitedDrafter | LookupDrafter)
     drafter._lengths = AdaptiveLength(FREE_ROWS, len(batch.token_ids))
     if wholes is not None:
         drafter = LimitedDrafter(OracleDrafter(batch, wholes, mistake), drafter._lengths, num_drafts, batch)
-    worker._drafter = counted = CountedDrafter(drafter)
+    worker.compute.drafter = counted = CountedDrafter(drafter)
     return counted

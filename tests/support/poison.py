@@ -44,10 +44,10 @@ class Poison:
 
     def spread(self) -> None:
         """Poison all that is free now."""
-        cache, worker = self._scheduler.cache, self._worker
-        self._fill(cache._pool, worker._cache.tensors)
-        if worker._swapper is not None:
-            self._fill(cache._swap._pool, worker._swapper._space)
+        cache, compute = self._scheduler.cache, self._worker.compute
+        self._fill(cache._pool, compute.cache.tensors)
+        if compute.swapper is not None:
+            self._fill(cache._swap._pool, compute.swapper._space)
         self._fill_rows()
 
     def _fill(self, pool: BlockPool, tensors: Sequence[Tensor]) -> None:
@@ -57,7 +57,7 @@ class Poison:
             poison_blocks(tensor, free)
 
     def _fill_rows(self) -> None:
-        batch, rows = self._worker._batch, self._scheduler.queues.free_rows
+        batch, rows = self._worker.compute.batch, self._scheduler.queues.free_rows
         self.num_poisoned_rows += len(rows)
         batch.token_ids[rows] = POISON_TOKEN
         batch.block_tables[rows] = 0

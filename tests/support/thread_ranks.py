@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
-from quire.engine.parallel.rank import bring_up, start
-from quire.engine.parallel.rank_set import Peer, RankSet
+from quire.engine.parallel.peer import Peer
+from quire.engine.parallel.rank import serve
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
+from quire.engine.parallel.starters import ForkedRanks
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.sharding import Mode, Shard
@@ -92,14 +93,16 @@ def assert_ranks_have_the_bits_of_one(
         assert torch.equal(found, alone), f"{num_ranks} ranks"
 
 
-class ThreadRankSet(RankSet):
-    """Ranks as threads of this process, which run what the processes run."""
+class ThreadRanks(ForkedRanks):
+    """A starter of ranks as threads of this process, which run what the processes run."""
 
-    def _start_processes(self, ranks: Sequence[int], memory: int) -> None:
-        for rank in ranks:
+    def start(self, inherited: Sequence[int], check: object, lose: object) -> Iterator[Peer]:
+        """Yield each rank once its thread is started."""
+        for rank in range(1, self._num_ranks):
             ours, theirs = socket.socketpair()
-            thread = RankThread(theirs, os.dup(memory))
-            self._add(Peer(rank, Channel(ours, messages.decode_report), thread, "a thread"))
+            thread = RankThread(theirs, os.dup(inherited[0]))
+            self._peers.append(Peer(rank, Channel(ours, messages.decode_report), thread, "a thread"))
+            yield self._peers[-1]
 
 
 class RankThread:
@@ -125,16 +128,11 @@ class RankThread:
         beating = threading.Thread(target=self._beat, args=(has_ended,))
         beating.start()
         with suppress(EOFError, ConnectionError):
-            start(self._channel, lambda load: bring_up(self._channel, self._open(load), load))()
+            serve(self._channel, self._memory)
         self._channel.close()
+        os.close(self._memory)
         beating.join()
 
     def _beat(self, has_ended: threading.Event) -> None:
         while not has_ended.wait(BEAT_INTERVAL_S):
             self._channel.beat()
-
-    def _open(self, load: messages.Load) -> SharedRanks:
-        try:
-            return SharedRanks(load.shard, MemoryLayout(*load.layout), self._memory)
-        finally:
-            os.close(self._memory)

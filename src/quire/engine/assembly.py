@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from msgspec import structs
 
 from quire.core.config import CacheConfig, SchedulerConfig
@@ -17,12 +16,9 @@ from quire.core.sequence import Request
 from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
 from quire.engine.adapters.store import (
     AdapterStore,
-    RankAdapters,
-    make_rank_adapters,
     make_slots,
     make_store,
 )
-from quire.engine.devices import uses_gpu
 from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model
 from quire.engine.engine import Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
@@ -34,10 +30,11 @@ from quire.engine.schedulers import make_scheduler
 from quire.engine.sizing import size_engine
 from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import PersistentBatch
-from quire.execution.device import Device, StepLimits, WorkerParts
+from quire.execution.device import Device, StepLimits
 from quire.execution.drafter import Drafter
 from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
+from quire.execution.worker import StepCompute
 from quire.kernels.cache_layout import dtype_name
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cuda.attention import CUDA_ATTENTION
@@ -49,7 +46,6 @@ from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
-from quire.model.sharding import Shard
 from quire.model.weight_counts import expert_reads
 from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
@@ -111,39 +107,14 @@ def _load_model(options: EngineOptions, folder: Path, ranks: "RankSet | None") -
 
 
 def _ranks(options: EngineOptions) -> "RankSet | None":
-    """Return the other ranks that the options ask for. Raises ConfigError where they cannot run.
-
-    Their modules import the compiled extension, without which engines of one rank work.
-    """
+    """Return the other ranks that the options ask for. Raises ConfigError where they cannot run."""
     if options.tensor_parallel_size == 1:
         return None
     if not usable_isas():
         raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} needs the compiled C++ extension")
-    if uses_gpu(options):
-        from quire.engine.parallel.gpu_ranks import GpuRankSet, check_gpu_ranks  # noqa: PLC0415 (see above)
+    from quire.engine.parallel.choice import make_rank_set  # noqa: PLC0415 (imports the extension, as one rank does not)
 
-        check_gpu_ranks(options, torch.cuda.device_count())
-        return GpuRankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=True)
-    if options.distributed_executor_backend == "ray":
-        with needs_library("distributed_executor_backend 'ray'", "ray", "'quire[ray]'"):
-            from quire.engine.parallel.ray_ranks import RayRankSet  # noqa: PLC0415 (imports Ray, for a second)
-        return RayRankSet(options)
-    from quire.engine.parallel.rank_set import RankSet  # noqa: PLC0415 (see above)
-
-    return RankSet(options) if options.nnodes == 1 else _ranks_of_nodes(options, is_on_gpu=False)
-
-
-def _ranks_of_nodes(options: EngineOptions, *, is_on_gpu: bool) -> "RankSet":
-    """Return the other ranks of a run whose nodes are started by hand."""
-    if options.node_rank:
-        raise ConfigError(
-            f"node_rank {options.node_rank}: node 0 has the engine; start the other nodes by `quire serve` with the "
-            "same settings"
-        )
-    from quire.engine.parallel.gpu_nodes import GpuNodeRankSet  # noqa: PLC0415 (imports the extension)
-    from quire.engine.parallel.starters import NodeRankSet  # noqa: PLC0415 (as above)
-
-    return GpuNodeRankSet(options) if is_on_gpu else NodeRankSet(options)
+    return make_rank_set(options)
 
 
 def _load(options: EngineOptions, folder: Path) -> LoadedModel:
@@ -253,8 +224,8 @@ def _build(
         swapper = device.swapper(kv, geometry, cache.num_swap_blocks, model.back_end, options.swap_dir)
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
-    parts = WorkerParts(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows)
-    executor = (device if ranks is None else ranks).executor(parts, scheduling.max_num_batched_tokens)
+    compute = StepCompute(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows)
+    executor = (device if ranks is None else ranks).executor(compute, scheduling.max_num_batched_tokens)
 
     def unprepared(request: Request) -> Lack | None:
         if grammars is not None and not grammars.is_compiled(request.params):
@@ -273,7 +244,6 @@ def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet
         return None
     if ranks is None:
         return make_slots(options, model)
-    assert ranks.own_model is not None, "ranks that have not joined"
     return make_slots(options, ranks.own_model, ranks.exchange.shard)
 
 
@@ -286,15 +256,8 @@ def _adapters(
     if ranks is None:
         store = make_store(options, model)
     else:
-        assert ranks.own_model is not None, "ranks that have not joined"
         store = make_store(options, ranks.own_model, ranks.exchange.shard, ranks)
     return store, AdapterRows(store.weights, slots)
-
-
-def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> tuple[RankAdapters, AdapterRows]:
-    """Return the adapters of a rank other than 0, and those of its rows."""
-    adapters = make_rank_adapters(options, model, shard)
-    return adapters, AdapterRows(adapters.weights, make_slots(options, model, shard))
 
 
 def _ready(

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -36,6 +38,18 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     options: EngineOptions
 
 
+class Process(Protocol):
+    """A child process, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; return the status. TimeoutExpired after `timeout` seconds."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
     """A running engine process, and the parent's end of the socket pair."""
@@ -53,7 +67,7 @@ class EngineProcess:
             start = frame(Start(options))
         except (OverflowError, UnicodeEncodeError) as error:
             raise ConfigError(f"a setting is an integer of more than 64 bits or no valid Unicode: {error}") from error
-        environment = dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
+        environment = spinning_environment()
         if options.data_parallel_size > 1:
             threads = {"OMP_NUM_THREADS": str(num_threads_of(number, options.data_parallel_size, environment))}
             environment = environment | threads
@@ -69,11 +83,8 @@ class EngineProcess:
     def stop(self) -> int:
         """Close the socket and wait for the process, or kill it; return its exit status. Blocks. Idempotent."""
         self.connection.close()
-        try:
-            return self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        wait_or_kill([self.process])
+        return self.process.wait()
 
 
 def spawn_engines(options: EngineOptions) -> list[EngineProcess]:
@@ -94,6 +105,22 @@ def num_threads_of(number: int, num_engines: int, environment: Mapping[str, str]
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     total = int(given) if given.isdecimal() else num_cpus
     return max(1, total // num_engines + (number < total % num_engines))
+
+
+def spinning_environment() -> dict[str, str]:
+    """Return the environment of a process that computes."""
+    return dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
+
+
+def wait_or_kill(processes: Iterable[Process]) -> None:
+    """Wait for processes that have been asked to end; kill those that do not within a time for all of them."""
+    deadline_s = time.monotonic() + STOP_TIMEOUT_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def start_module(

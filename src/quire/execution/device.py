@@ -5,30 +5,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from quire.core.host_memory import HOST_KV_SHARE, free_memory_bytes
-from quire.decoding.grammars.rows import GrammarRows
-from quire.execution.adapter_rows import AdapterRows
-from quire.execution.batch import PersistentBatch
-from quire.execution.drafter import Drafter
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
-from quire.execution.worker import Worker
+from quire.execution.worker import StepCompute, Worker
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
-
-
-class WorkerParts(NamedTuple):
-    """The arguments of a worker, in its order."""
-
-    model: LanguageModel
-    cache: KVCache
-    batch: PersistentBatch
-    swapper: Swapper | None = None
-    grammars: GrammarRows | None = None
-    drafter: Drafter | None = None
-    adapters: AdapterRows | None = None
 
 
 class StepLimits(NamedTuple):
@@ -74,8 +58,8 @@ class Device(Protocol):
         Raises ConfigError if there is too little memory, or too little room in the directory.
         """
 
-    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> Executor:
-        """Return the executor over a worker of these parts, ready for steps of so many tokens."""
+    def executor(self, compute: StepCompute, max_num_batched_tokens: int) -> Executor:
+        """Return the executor over a worker of this computation, ready for steps of so many tokens."""
 
     def release(self) -> None:
         """Return unreferenced memory to the system."""
@@ -109,9 +93,9 @@ class HostDevice:
         space = allocate_swap_space(geometry, num_blocks, cache.block_size, back_end, directory)
         return Swapper(cache, space, back_end.copy_blocks)
 
-    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> Executor:
+    def executor(self, compute: StepCompute, max_num_batched_tokens: int) -> Executor:
         """Return an executor of one step at a time."""
-        return LocalExecutor(Worker(*parts))
+        return LocalExecutor(Worker(compute))
 
     def release(self) -> None:
         """Do nothing: the host's memory is returned when its last tensor is freed."""

@@ -1,7 +1,7 @@
-"""Worker: owner of one device with the model, the KV tensors and the persistent batch; runs plans.
+"""Computation of a step, from plan to result, and the worker that runs one step at a time.
 
-The forward pass computes all rows at once, so its failure fails the step. Sampling and logprobs fail for the row
-concerned alone.
+A computation owns one device with the model, the KV tensors and the persistent batch. The forward pass computes all
+rows at once, so its failure fails the step. Sampling and logprobs fail for the row concerned alone.
 """
 
 import logging
@@ -41,76 +41,74 @@ log = logging.getLogger(__name__)
 PROMPT_LOGITS_ROWS = 256  # rows of logits held at once for prompt logprobs: 256 x 150,000 x 4 bytes is 154 MB
 
 
-class Worker:
-    """Turns a plan into tensors, runs the forward pass, samples."""
-
-    _sends_tables = True  # a step's inputs contain its block tables
+class StepCompute:
+    """Turns a plan into tensors, runs the forward pass, samples. Workers call its parts, in the order of the file."""
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
         grammars: GrammarRows | None = None, drafter: Drafter | None = None, adapters: AdapterRows | None = None,
     ) -> None:  # fmt: skip
-        self._model = model
-        self._cache = cache           # of every model that shares the block tables; the first layers are the model's
+        self.model = model
+        self.cache = cache            # of every model that shares the block tables; the first layers are the model's
         num_layers = model.kv_geometry.num_layers
-        self._own_cache, _ = cache.split([num_layers, len(cache.keys) - num_layers])
-        self._batch = batch
-        self._swapper = swapper
-        self._grammars = grammars     # None: no request has a grammar
-        self._drafter = drafter       # None: no row has drafts
-        self._adapters = adapters     # None: no row has an adapter
+        self.own_cache, _ = cache.split([num_layers, len(cache.keys) - num_layers])
+        self.batch = batch
+        self.swapper = swapper
+        self.grammars = grammars      # None: no request has a grammar
+        self.drafter = drafter        # None: no row has drafts
+        self.adapters = adapters      # None: no row has an adapter
         self._prefill_rate, self._timer = Rate(), StepTimer()
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step: changes of rows, swaps, block copies, forward pass, sampling."""
-        started_s = time.perf_counter()
-        inputs, swap_s = self._prepare(plan)
-        hidden = self.forward(inputs.forward)                                      # [T, hidden]
-        if inputs.grammars is not None:
-            inputs.grammars.finish_masks()
-        sampled = self._sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
-        self._batch.record(inputs, sampled.token_ids)
-        result = self._result(inputs, hidden, sampled, swap_s)
-        return self._timed(result, inputs, time.perf_counter() - started_s - swap_s)
+    def prepare(self, plan: StepPlan, *, has_tables: bool = True) -> tuple[StepInputs, float]:
+        """Apply a plan up to the forward pass; return its inputs, and the seconds spent on swapping.
 
-    def _timed(self, result: StepResult, inputs: StepInputs, seconds: float) -> StepResult:
-        """Record how long a step took, for the results of later ones; return its result with that."""
-        num_tokens = len(inputs.forward.token_ids)
-        if num_tokens > len(inputs.rows):                                          # else every row is a decode
-            self._prefill_rate.add(num_tokens, seconds)
-        ratio = self._timer.record(inputs.starts, inputs.stops, seconds)
-        return structs.replace(result, step_s=seconds, step_ratio=ratio)
+        `has_tables`: the inputs contain the block tables. From here on masks are filled by other threads.
+        """
+        self.batch.apply(plan)
+        if self.drafter is not None:
+            self.drafter.apply(plan)
+        inputs = self.batch.inputs(plan, has_tables=has_tables)
+        if self.adapters is not None and (adapters := self.adapters.of_step(plan)) is not None:
+            inputs = inputs._replace(forward=replace(inputs.forward, adapters=adapters))
+        if self.grammars is not None:
+            self.grammars.apply(plan)
+            step = self.grammars.start_step(
+                inputs.sample_rows, inputs.sample_num_tokens, self.batch.token_ids, inputs.drafts, inputs.rows
+            )
+            inputs = inputs._replace(grammars=step)
+        swap_s = 0.0 if self.swapper is None else self.swapper.move(plan, inputs.forward.slot_mapping)
+        if plan.copies:
+            src, dst = torch.tensor(plan.copies).unbind(dim=1)
+            tensors = self.cache.tensors
+            self.model.back_end.copy_blocks(tensors, tensors, src, dst)
+        return inputs, swap_s
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [T, hidden] of a batch; its keys and values are written to the cache."""
-        return self._model.forward(batch, self._own_cache)
+        return self.model.forward(batch, self.own_cache)
 
-    def _prepare(self, plan: StepPlan) -> tuple[StepInputs, float]:
-        """Apply a plan up to the forward pass; return its inputs, and the seconds spent on swapping.
+    def sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
+        """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""
+        num_samples = len(inputs.sample_rows)
+        if num_samples == 0:
+            return SampledTokens([], None)
+        hidden = hidden[logit_rows]
+        try:
+            return self._draw(inputs, self.model.logits(hidden), slice(num_samples))
+        except Exception:
+            log.exception("sampling of a step failed; its samples are drawn one by one")
+        return join([self._draw_alone(inputs, hidden, slice(i, i + 1)) for i in range(num_samples)])
 
-        From here on masks are filled by other threads.
-        """
-        self._batch.apply(plan)
-        if self._drafter is not None:
-            self._drafter.apply(plan)
-        inputs = self._batch.inputs(plan, has_tables=self._sends_tables)
-        if self._adapters is not None and (adapters := self._adapters.of_step(plan)) is not None:
-            inputs = inputs._replace(forward=replace(inputs.forward, adapters=adapters))
-        if self._grammars is not None:
-            self._grammars.apply(plan)
-            step = self._grammars.start_step(
-                inputs.sample_rows, inputs.sample_num_tokens, self._batch.token_ids, inputs.drafts, inputs.rows
-            )
-            inputs = inputs._replace(grammars=step)
-        swap_s = 0.0 if self._swapper is None else self._swapper.move(plan, inputs.forward.slot_mapping)
-        if plan.copies:
-            src, dst = torch.tensor(plan.copies).unbind(dim=1)
-            tensors = self._cache.tensors
-            self._model.back_end.copy_blocks(tensors, tensors, src, dst)
-        return inputs, swap_s
+    def samples(self, inputs: StepInputs, which: slice) -> SamplingBatch:
+        """Return what the samples of a step are drawn by; grammars have filled their masks."""
+        batch, rows = self.batch, inputs.sample_rows[which]
+        masks = None if inputs.grammars is None else inputs.grammars.masks()
+        if masks is not None and len(rows) < len(inputs.sample_rows):
+            masks = masks.part(which.start, which.stop)
+        return SamplingBatch.of(batch.sampling, rows, batch.token_ids, inputs.sample_num_tokens[which], masks)
 
-    def _result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:
+    def result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:
+        """Return the result of a step whose samples the batch has recorded. hidden [T, hidden]."""
         results, rejected = verified(inputs, sampled) if inputs.drafts else ({}, set())
         failed = dict(sampled.failures)
         if inputs.grammars is not None:
@@ -120,14 +118,14 @@ class Worker:
         if inputs.grammars is not None:
             at_fault = {int(inputs.sample_rows[index]): GRAMMAR_FIELD for index in inputs.grammars.masks().at_fault}
             at_fault |= {row: NOTHING_ALLOWED[why] for row, why in failures.items() if why in NOTHING_ALLOWED}
-            results |= advance_grammars(self._batch, inputs, inputs.grammars, sampled, results, failures, at_fault)
+            results |= advance_grammars(self.batch, inputs, inputs.grammars, sampled, results, failures, at_fault)
             results |= late_rows(inputs, inputs.grammars.masks().late, results)
         if inputs.pooled:
-            vectors, unsound = pool(inputs.pooled, hidden, self._model.logits)
+            vectors, unsound = pool(inputs.pooled, hidden, self.model.logits)
             results |= {row: RowResult(has_ended=True, pooled=vector.tobytes()) for row, vector in vectors.items()}
             failures |= unsound
-        if self._drafter is not None:
-            add_drafts(self._drafter, inputs, sampled, results, failures)
+        if self.drafter is not None:
+            add_drafts(self.drafter, inputs, sampled, results, failures)
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -139,37 +137,26 @@ class Worker:
             at_fault=at_fault,
         )
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
-        """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""
-        num_samples = len(inputs.sample_rows)
-        if num_samples == 0:
-            return SampledTokens([], None)
-        hidden = hidden[logit_rows]
-        try:
-            return self._draw(inputs, self._model.logits(hidden), slice(num_samples))
-        except Exception:
-            log.exception("sampling of a step failed; its samples are drawn one by one")
-        return join([self._draw_alone(inputs, hidden, slice(i, i + 1)) for i in range(num_samples)])
+    def timed(self, result: StepResult, inputs: StepInputs, seconds: float) -> StepResult:
+        """Record how long a step took, for the results of later ones; return its result with that."""
+        num_tokens = len(inputs.forward.token_ids)
+        if num_tokens > len(inputs.rows):                                          # else every row is a decode
+            self._prefill_rate.add(num_tokens, seconds)
+        ratio = self._timer.record(inputs.starts, inputs.stops, seconds)
+        return structs.replace(result, step_s=seconds, step_ratio=ratio)
 
     def _draw_alone(self, inputs: StepInputs, hidden: Tensor, one: slice) -> SampledTokens:
-        logits = self._model.logits(hidden[one])
+        logits = self.model.logits(hidden[one])
         try:
             return self._draw(inputs, logits, one)
         except Exception as error:
             return SampledTokens([0], None, {0: f"its next token could not be drawn: {error!r}"})
 
     def _draw(self, inputs: StepInputs, logits: Tensor, which: slice) -> SampledTokens:
-        return sample(self._samples(inputs, which), logits, self._model.back_end.sampling)
-
-    def _samples(self, inputs: StepInputs, which: slice) -> SamplingBatch:
-        batch, rows = self._batch, inputs.sample_rows[which]
-        masks = None if inputs.grammars is None else inputs.grammars.masks()
-        if masks is not None and len(rows) < len(inputs.sample_rows):
-            masks = masks.part(which.start, which.stop)
-        return SamplingBatch.of(batch.sampling, rows, batch.token_ids, inputs.sample_num_tokens[which], masks)
+        return sample(self.samples(inputs, which), logits, self.model.back_end.sampling)
 
     def _rates(self) -> MeasuredRates:
-        swapper = self._swapper
+        swapper = self.swapper
         if swapper is None:
             return MeasuredRates(self._prefill_rate.per_s, step_times=self._timer.times)
         out_per_s, in_per_s = swapper.out_rate.per_s, swapper.in_rate.per_s
@@ -183,7 +170,7 @@ class Worker:
         Adds the rows that cannot be scored to `failures`.
         """
         chunks = []
-        for entry in self._batch.scores_prompt[inputs.rows].nonzero()[0].tolist():
+        for entry in self.batch.scores_prompt[inputs.rows].nonzero()[0].tolist():
             row = int(inputs.rows[entry])
             try:
                 own = self._prompt_logprobs_of(inputs, hidden, entry)
@@ -198,20 +185,40 @@ class Worker:
 
     def _prompt_logprobs_of(self, inputs: StepInputs, hidden: Tensor, entry: int) -> list[PromptLogprobsChunk]:
         row, start = int(inputs.rows[entry]), int(inputs.starts[entry])
-        stop = min(int(inputs.stops[entry]), int(self._batch.num_prompt_tokens[row]) - 1)
+        stop = min(int(inputs.stops[entry]), int(self.batch.num_prompt_tokens[row]) - 1)
         first = int(inputs.forward.query_starts[entry]) - start                    # position 0's place in the batch
         chunks = []
         for begin in range(start, stop, PROMPT_LOGITS_ROWS):
             end = min(begin + PROMPT_LOGITS_ROWS, stop)
-            logits = self._model.logits(hidden[first + begin : first + end])
-            following = torch.from_numpy(self._batch.token_ids[row, begin + 1 : end + 1])
-            asked, ops = int(self._batch.prompt_logprobs[row]), self._model.back_end.sampling
+            logits = self.model.logits(hidden[first + begin : first + end])
+            following = torch.from_numpy(self.batch.token_ids[row, begin + 1 : end + 1])
+            asked, ops = int(self.batch.prompt_logprobs[row]), self.model.back_end.sampling
             records = [] if asked < 0 else prompt_logprobs(logits, following, asked, ops)
-            named, scores = self._batch.named_ids(row, begin, end), b""
+            named, scores = self.batch.named_ids(row, begin, end), b""
             if named is not None:
                 scores = prompt_scores(logits[named[0] - begin :], named[1], ops).tobytes()
             chunks.append(PromptLogprobsChunk(row, begin + 1, records, scores))
         return chunks
+
+
+class Worker:
+    """A worker that runs one step at a time, on the host."""
+
+    def __init__(self, compute: StepCompute) -> None:
+        self.compute = compute
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step: changes of rows, swaps, block copies, forward pass, sampling."""
+        started_s, compute = time.perf_counter(), self.compute
+        inputs, swap_s = compute.prepare(plan)
+        hidden = compute.forward(inputs.forward)                                   # [T, hidden]
+        if inputs.grammars is not None:
+            inputs.grammars.finish_masks()
+        sampled = compute.sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
+        compute.batch.record(inputs, sampled.token_ids)
+        result = compute.result(inputs, hidden, sampled, swap_s)
+        return compute.timed(result, inputs, time.perf_counter() - started_s - swap_s)
 
 
 def _is_sound(chunk: PromptLogprobsChunk) -> bool:

@@ -1,5 +1,6 @@
-"""Model resolution: the bundled model, a local folder, a local GGUF file, or the folder of a hub id."""
+"""Model resolution: the bundled model, a local folder, a local GGUF file, or the folder of a hub id; digests."""
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -13,6 +14,8 @@ DEMO_MODEL = Path(__file__).parent / "demo"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt")
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "merges.txt")
 HUB_FILES_LEFT_OUT = ["original/*", "consolidated*"]  # a second copy of the weights, in the publisher's own format
+DIGEST_SUFFIXES = (".json", ".safetensors", ".gguf")
+DIGEST_END_BYTES = 1 << 16
 
 
 def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES, revision: str | None = None) -> Path:
@@ -89,3 +92,20 @@ def _snapshot(model: str, files: tuple[str, ...], revision: str | None, *, local
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or "no message").splitlines()[0]
+
+
+def model_digest(path: Path) -> str:
+    """Return the digest of a folder's weights and configuration, or of a file: names, sizes and the ends of each.
+
+    Ranks compare it to notice that they read different models.
+    """
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in DIGEST_SUFFIXES)
+    found = hashlib.sha256()
+    for each in files:
+        with each.open("rb") as file:
+            size = file.seek(0, 2)
+            found.update(f"{each.name} {size}\n".encode(errors="replace"))
+            for start in (0, max(0, size - DIGEST_END_BYTES)):
+                file.seek(start)
+                found.update(file.read(DIGEST_END_BYTES))
+    return found.hexdigest()

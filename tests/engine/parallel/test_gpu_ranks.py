@@ -9,12 +9,10 @@ import torch
 from quire import LLM
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
-from quire.engine import assembly
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import gpu_ranks as leader
-from quire.engine.parallel import messages
-from quire.engine.parallel.gpu_rank import bring_up
-from quire.engine.parallel.gpu_ranks import BLOCKING_WAIT, check_gpu_ranks
+from quire.engine.parallel import choice, gpu_ranks, messages
+from quire.engine.parallel.gpu_ranks import BLOCKING_WAIT, GpuRanks, check_gpu_ranks
+from quire.engine.parallel.nccl import rank_exchange
 from quire.execution.cuda.cuda_memory import pinned_bytes
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_geometry import KVGeometry
@@ -216,11 +214,14 @@ def test_swap_spaces_of_all_ranks_must_be_free_together(folder: Path, monkeypatc
     geometry = KVGeometry.of(Shard(0, 2).local_spec(read_model(str(folder)).spec), "float32", None)
     cache = CacheConfig(num_blocks=64, num_swap_blocks=64)
     own_bytes = pinned_bytes(geometry.tensor_bytes(64 * 16))
-    monkeypatch.setattr(leader, "free_memory_bytes", lambda: 2 * own_bytes)
-    leader.check_swap_space(geometry, cache, 2)
-    monkeypatch.setattr(leader, "free_memory_bytes", lambda: 2 * own_bytes - 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda card: None)
+    ranks = GpuRanks(EngineOptions(tensor_parallel_size=2))
+    monkeypatch.setattr(gpu_ranks, "free_memory_bytes", lambda: 2 * own_bytes)
+    ranks.check_swap_space(geometry, cache)
+    monkeypatch.setattr(gpu_ranks, "free_memory_bytes", lambda: 2 * own_bytes - 1)
     with pytest.raises(ConfigError, match=f"the swap spaces of 2 ranks take {2 * own_bytes} bytes, but only"):
-        leader.check_swap_space(geometry, cache, 2)
+        ranks.check_swap_space(geometry, cache)
 
 
 def test_waiting_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +234,7 @@ def test_waiting_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_more_ranks_than_gpus_are_refused_with_both_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "uses_gpu", lambda options: True)
+    monkeypatch.setattr(choice, "uses_gpu", lambda options: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     message = "tensor_parallel_size 4 needs 4 GPUs of a machine, one for each rank, but torch sees 3"
     with pytest.raises(ConfigError, match=message):
@@ -246,9 +247,8 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers(folder: Path, monkey
 def test_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     load = messages.Load(EngineOptions(tensor_parallel_size=4, nnodes=2), 3, 4, 0, 8, (0, 0, 0), "")
-    unused: Any = None
     with pytest.raises(ConfigError, match="rank 3 needs GPU 1 of its machine, but torch sees 1 there"):
-        bring_up(unused, unused, load)
+        rank_exchange(load, None)
 
 
 def test_mode_of_gpus_is_reduce_unless_answers_are_exact() -> None:

@@ -1,4 +1,4 @@
-"""The port at which ranks join: sockets that say nothing delay an honest rank by a bounded time, and cost little."""
+"""Joining of ranks: proofs of a secret, versions, changed frames; sockets that say nothing delay for a bounded time."""
 
 import socket
 from collections.abc import Iterator
@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from quire.core.errors import ConfigError
+from quire.core.version import __version__
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import handshake
+from quire.engine.parallel import join
 from quire.engine.parallel.addresses import key_of
-from quire.engine.parallel.handshake import answer, greet
+from quire.engine.parallel.channel import CODE_BYTES, FrameSeal
 from quire.engine.parallel.join import (
     MAX_HANDSHAKES,
     MAX_PER_ADDRESS,
@@ -21,12 +22,16 @@ from quire.engine.parallel.join import (
     TURN_S,
     Joined,
     JoinPort,
+    answer,
+    greet,
+    join_run,
 )
-from quire.engine.parallel.member import join_run
-from quire.engine.parallel.node_messages import Join
+from quire.engine.parallel.messages import Join
 from support.engine_process import TIMEOUT_S, wait_until
 
-KEY = key_of(b"one secret")
+KEY, OTHER = key_of(b"one secret"), key_of(b"another secret")
+Sockets = tuple[socket.socket, socket.socket]
+
 
 
 class Clock:
@@ -122,7 +127,7 @@ def test_connections_are_bounded_in_sum(port: Port) -> None:
 
 
 def test_wrong_secret_is_refused_by_name_and_ends_nothing(port: Port) -> None:
-    answered = port.answer(3, key_of(b"another secret"))
+    answered = port.answer(3, OTHER)
     port.accept(1)
     with pytest.raises(ConfigError, match="node 0 refuses the secret"):
         answered.result()
@@ -132,7 +137,7 @@ def test_wrong_secret_is_refused_by_name_and_ends_nothing(port: Port) -> None:
 
 def test_handshake_has_one_deadline_however_slowly_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 4.0, 5.5])
-    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(join, "time", SimpleNamespace(monotonic=lambda: next(times)))
     ours, theirs = socket.socketpair()
     received: list[int] = []
 
@@ -170,3 +175,82 @@ def test_node_tries_again_when_its_connection_is_closed() -> None:
         closing.enter_context(connection)
         serving.join()
         assert found == [5]
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_ranks_with_one_secret_know_each_other(sockets: Sockets) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        greeted = threads.submit(greet, sockets[0], KEY)
+        to_leader, from_leader = answer(sockets[1], KEY, 3)
+        rank, (to_rank, from_rank) = greeted.result()
+    assert rank == 3
+    for content in (b"", b"first", b"second"):
+        assert from_leader.open(to_rank.close(content)) == content
+        assert from_rank.open(to_leader.close(content)) == content
+
+
+def test_another_secret_is_refused_on_both_sides(sockets: Sockets) -> None:
+    def refuse() -> None:
+        with sockets[0], pytest.raises(ConnectionError, match="another secret"):
+            greet(sockets[0], KEY)
+
+    with ThreadPoolExecutor(1) as threads:
+        refusing = threads.submit(refuse)
+        with pytest.raises(ConfigError, match="node 0 refuses the secret: node_secret_file must be the same"):
+            answer(sockets[1], OTHER, 1)
+        refusing.result()
+
+
+def test_leader_without_the_secret_is_refused(sockets: Sockets) -> None:
+    sockets[0].sendall(join.GREETING + join.VERSION + bytes(32) + bytes(CODE_BYTES))
+    with pytest.raises(ConfigError, match="node 0 has another secret"):
+        answer(sockets[1], KEY, 1)
+
+
+def test_what_is_no_node_is_refused(sockets: Sockets) -> None:
+    sockets[0].sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\n\r\n" + bytes(100))
+    with pytest.raises(ConfigError, match="what listens at master_addr and master_port is not node 0 of Quire"):
+        answer(sockets[1], KEY, 1)
+
+
+def test_another_version_is_named_on_both_sides(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "VERSION", b"9.9".ljust(32))
+    claim = join.VERSION + (1).to_bytes(4, "big") + bytes(32)
+    greeting = join.GREETING + __version__.encode().ljust(32) + bytes(32)
+    sockets[0].sendall(greeting + join._code(KEY, b"leader", bytes(32) + claim))
+    monkeypatch.setattr(join, "secrets", SimpleNamespace(token_bytes=bytes))
+    with pytest.raises(ConfigError, match=rf"rank 1 runs Quire .*, rank 0 runs {__version__}"):
+        answer(sockets[1], KEY, 1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(claim + join._code(KEY, b"rank", bytes(32) + claim))
+        monkeypatch.setattr(join, "VERSION", __version__.encode().ljust(32))
+        with pytest.raises(ConfigError, match=rf"rank 1 runs Quire 9\.9, rank 0 runs {__version__}"):
+            greet(ours, KEY)
+
+
+@pytest.mark.parametrize("place", [0, CODE_BYTES, -1], ids=["code", "first byte", "last byte"])
+def test_frame_that_was_changed_is_refused(place: int) -> None:
+    sealed = bytearray(FrameSeal(KEY).close(b"content"))
+    sealed[place] ^= 1
+    with pytest.raises(ConnectionError, match="a frame with a wrong code"):
+        FrameSeal(KEY).open(bytes(sealed))
+
+
+def test_frame_that_comes_again_or_too_late_is_refused() -> None:
+    sender, reader = FrameSeal(KEY), FrameSeal(KEY)
+    first, second = sender.close(b"first"), sender.close(b"second")
+    assert reader.open(first) == b"first"
+    with pytest.raises(ConnectionError):
+        reader.open(first)
+    with pytest.raises(ConnectionError):
+        FrameSeal(KEY).open(second)
+    for sealed in (b"", b"short"):
+        with pytest.raises(ConnectionError):
+            FrameSeal(KEY).open(sealed)

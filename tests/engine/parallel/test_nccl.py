@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.engine.parallel import nccl as exchange
-from quire.engine.parallel.nccl import COLLECTIVE_TIMEOUT, GpuRanks, file_store, open_group
+from quire.engine.parallel import nccl
+from quire.engine.parallel.nccl import COLLECTIVE_TIMEOUT, NcclRanks, file_store, open_group
 from quire.kernels.cpp.back_end import usable_isas
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import make_linear
@@ -29,19 +29,19 @@ CUT = Cut((0, 5, 8, 8 + 7))
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GpuRanks]]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclRanks]]:
     """Return three ranks that are connected by gloo."""
-    monkeypatch.setattr(exchange, "open_group", gloo_group)
+    monkeypatch.setattr(nccl, "open_group", gloo_group)
     book = os.memfd_create("book")
-    found = [GpuRanks(Shard(rank, 3, "reduce"), HOST, file_store(book, 3)) for rank in range(3)]
+    found = [NcclRanks(Shard(rank, 3, "reduce"), HOST, file_store(book, 3)) for rank in range(3)]
     os.close(book)
-    run(found, GpuRanks.reset)
+    run(found, NcclRanks.reset)
     yield found
     for each in found:
         each.close()
 
 
-def run(ranks: list[GpuRanks], call: Callable[[GpuRanks], Any]) -> list[Any]:
+def run(ranks: list[NcclRanks], call: Callable[[NcclRanks], Any]) -> list[Any]:
     """Return what `call` returns for each rank, all at once."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(call, ranks))
@@ -49,7 +49,7 @@ def run(ranks: list[GpuRanks], call: Callable[[GpuRanks], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("num_rows", [0, 1, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_rank_gets_the_columns_of_all(ranks: list[GpuRanks], num_rows: int, dtype: torch.dtype) -> None:
+def test_every_rank_gets_the_columns_of_all(ranks: list[NcclRanks], num_rows: int, dtype: torch.dtype) -> None:
     whole = torch.randn(num_rows, CUT.width).to(dtype)
     hooks = [rank.gather(CUT) for rank in ranks]
     assert [(hook.num_own, hook.width) for hook in hooks] == [(5, 15), (3, 15), (7, 15)]
@@ -58,7 +58,7 @@ def test_every_rank_gets_the_columns_of_all(ranks: list[GpuRanks], num_rows: int
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 6])
-def test_every_rank_gets_the_same_sums(ranks: list[GpuRanks], num_rows: int) -> None:
+def test_every_rank_gets_the_same_sums(ranks: list[NcclRanks], num_rows: int) -> None:
     parts = torch.randn(3, num_rows, 40)
     hook = ranks[0].sum(40)
     assert hook.partial_dtype is None
@@ -68,16 +68,16 @@ def test_every_rank_gets_the_same_sums(ranks: list[GpuRanks], num_rows: int) -> 
     torch.testing.assert_close(found[0], parts.sum(0))
 
 
-def test_rows_of_the_first_rank_reach_all(ranks: list[GpuRanks]) -> None:
+def test_rows_of_the_first_rank_reach_all(ranks: list[NcclRanks]) -> None:
     rows = torch.arange(12)[:, None]
     found = run(ranks, lambda rank: rank.broadcast(None if rank.shard.rank else rows, (12, 1), torch.int64))
     assert all(torch.equal(each, rows) for each in found)
 
 
-def test_first_rank_has_the_logits_of_all(ranks: list[GpuRanks]) -> None:
+def test_first_rank_has_the_logits_of_all(ranks: list[NcclRanks]) -> None:
     weight, x = torch.randn(CUT.width, 8), torch.randn(4, 8)
 
-    def logits(rank: GpuRanks) -> Tensor:
+    def logits(rank: NcclRanks) -> Tensor:
         own = make_linear(LinearWeight.dense(weight[slice(*CUT.of(rank.shard.rank))]), dtype=torch.float32)
         return rank.joined_head(own, CUT)(x)
 
@@ -124,7 +124,7 @@ def test_exchanges_can_be_captured() -> None:
     """On tensors without values, with collectives in the stream of their caller."""
     group: Any = Group()
     book = os.memfd_create("book")
-    ranks, cut = GpuRanks(Shard(0, 2), torch.device("meta"), file_store(book, 2)), Cut((0, 5, 8))
+    ranks, cut = NcclRanks(Shard(0, 2), torch.device("meta"), file_store(book, 2)), Cut((0, 5, 8))
     os.close(book)
     ranks._group = group
     own = torch.empty(3, 8, device="meta", dtype=torch.bfloat16)
@@ -167,7 +167,7 @@ def test_group_is_connected_when_it_is_opened(monkeypatch: pytest.MonkeyPatch) -
     assert Nccl.connected == [HOST]
     assert isinstance(group, ProcessGroup)
     total = torch.ones(3)
-    group.allreduce([total], exchange.SUM)
+    group.allreduce([total], nccl.SUM)
 
 
 def test_rank_that_waits_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +177,9 @@ def test_rank_that_waits_for_the_others_can_be_interrupted(monkeypatch: pytest.M
         begun.set()
         released.wait()
 
-    monkeypatch.setattr(exchange, "open_group", wait)
+    monkeypatch.setattr(nccl, "open_group", wait)
     book = os.memfd_create("book")
-    ranks = GpuRanks(Shard(0, 2), HOST, file_store(book, 2))
+    ranks = NcclRanks(Shard(0, 2), HOST, file_store(book, 2))
     os.close(book)
     with ThreadPoolExecutor(1) as threads:
         connecting = threads.submit(ranks.reset)
@@ -194,8 +194,8 @@ def test_error_of_connecting_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*parts: object) -> None:
         raise RuntimeError("NCCL error")
 
-    monkeypatch.setattr(exchange, "open_group", fail)
+    monkeypatch.setattr(nccl, "open_group", fail)
     book = os.memfd_create("book")
     with pytest.raises(RuntimeError, match="NCCL error"):
-        GpuRanks(Shard(0, 2), HOST, file_store(book, 2)).reset()
+        NcclRanks(Shard(0, 2), HOST, file_store(book, 2)).reset()
     os.close(book)

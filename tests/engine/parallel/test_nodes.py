@@ -12,9 +12,9 @@ import pytest
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, RankLostError
 from quire.core.version import __version__
-from quire.engine.parallel.rank_set import RankedModel
-from quire.engine.parallel.tcp import ADDED_BYTES
+from quire.engine.parallel.link import RankedModel
 from quire.kernels.cpp.back_end import usable_isas
+from quire.model.sharding import ADDED_BYTES
 from support.faults import raising
 from support.nodes import NodeCommand, as_flags, free_port, node
 from support.peft_folders import write_adapter

@@ -13,8 +13,8 @@ from quire import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOut
 from quire.core.errors import ConfigError, InvalidRequestError, RankLostError
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import rank_set as leader
-from quire.engine.parallel.rank_set import RankedModel, RankSet
+from quire.engine.parallel.link import RankedModel
+from quire.engine.parallel.rank_set import RankSet
 from quire.kernels.cpp.back_end import usable_isas
 from quire_lab.sim.hardware import Hardware
 from quire_lab.sim.models import read_model
@@ -334,18 +334,17 @@ def test_rank_that_is_stopped_ends_the_engine(demo_model: Path) -> None:
 
 
 def test_rank_that_ends_while_it_loads_fails_the_start(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = list[RankSet]()
+    started, join = list[RankSet](), RankSet.join
 
-    class Dying(RankSet):
-        def join(self, loaded: LoadedModel) -> LoadedModel:
-            started.append(self)
-            process = self.peers[0].process
-            assert process is not None
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            return super().join(super().join(loaded))  # it may have loaded before: what it cannot do is to allocate
+    def killing(self: RankSet, loaded: LoadedModel) -> LoadedModel:
+        started.append(self)
+        process = self.peers[0].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        return join(self, join(self, loaded))  # it may have loaded before: what it cannot do is to allocate
 
-    monkeypatch.setattr(leader, "RankSet", Dying)
+    monkeypatch.setattr(RankSet, "join", killing)
     with pytest.raises(RankLostError, match=r"rank 1 .* has ended"):
         LLM(demo_model, tensor_parallel_size=3, num_kv_blocks=128)
     assert not any(is_running(peer.process.pid) for peer in started[0].peers if peer.process is not None)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.engine.parallel.node import MEMBER_MODULE
+from quire.engine.parallel.node import PROCESS_MODULE
 from quire.kernels.cpp.back_end import usable_isas
 from support.kill_matrix import Asking, Run, check_end, check_goes_on, expected_tokens, reach
 from support.ray_cluster import RayCluster
@@ -52,7 +52,7 @@ class RayRun(Run):
     def pid(self, process: str) -> int | None:
         if process in ("server", "engine"):
             return super().pid(process)
-        text = {"actor": "ray::RankActor", "member": MEMBER_MODULE}[process].encode()
+        text = {"actor": "ray::RankActor", "member": PROCESS_MODULE}[process].encode()
         return next((pid for pid in self._cluster.worker_pids() if text in _command_line(pid)), None)
 
     def pids(self) -> list[int]:

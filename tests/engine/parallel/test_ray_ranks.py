@@ -39,30 +39,30 @@ def test_server_starts_the_whole_set_again_whichever_process_was_killed(demo_mod
 
 
 def test_absent_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.engine.parallel import ray_placement as placement
+    from quire.engine.parallel import ray_ranks
 
-    monkeypatch.setattr(placement.ray, "init", raising(ConnectionError))
+    monkeypatch.setattr(ray_ranks.ray, "init", raising(ConnectionError))
     with pytest.raises(ConfigError, match="'ray' cannot connect to a Ray cluster: run `ray start` on each machine, or"):
-        placement.RayConnection()
+        ray_ranks.RayConnection()
 
 
 def test_wrong_address_of_a_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.engine.parallel import ray_placement as placement
+    from quire.engine.parallel import ray_ranks
 
     monkeypatch.setenv("RAY_ADDRESS", "nowhere")
     with pytest.raises(ConfigError, match=r"set RAY_ADDRESS \(Invalid address format: nowhere\)$"):
-        placement.RayConnection()
+        ray_ranks.RayConnection()
 
 
 def test_head_that_cannot_be_reached_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.engine.parallel import ray_placement as placement
+    from quire.engine.parallel import ray_ranks
 
-    monkeypatch.setattr(placement.ray, "init", raising(AssertionError))  # it would try for minutes
+    monkeypatch.setattr(ray_ranks.ray, "init", raising(AssertionError))  # it would try for minutes
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=r"or set RAY_ADDRESS \(.*Connection refused\)$"):
-        placement.RayConnection()
+        ray_ranks.RayConnection()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Device CUDA: the swap space by the memory of the host, and the executor with all parts of the worker."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
@@ -13,7 +12,6 @@ from quire.engine.sizing import ModelLimits, size_engine
 from quire.execution.cuda import cuda_device
 from quire.execution.cuda.cuda_device import CudaDevice
 from quire.execution.cuda.cuda_graphs import GraphSizes
-from quire.execution.device import WorkerParts
 from quire.kernels.back_end import REFERENCE
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
@@ -67,7 +65,6 @@ def test_worker_has_all_that_the_engine_was_built_with(
     """The tests that interpret kernels build the worker themselves."""
     monkeypatch.setattr(cuda_device, "CudaWorker", lambda *parts: parts)
     monkeypatch.setattr(cuda_device, "AsyncCudaExecutor", lambda worker, **how: (worker, how))
-    model, (cache, batch, swapper, grammars, adapters) = SimpleNamespace(device=torch.device("cuda")), "12345"
-    parts = WorkerParts(*cast(Any, (model, cache, batch, swapper, grammars, drafter, adapters)))
-    found: Any = device.executor(parts, max_num_batched_tokens=16)
-    assert found == ((*parts, device._sizes), {"max_steps_in_flight": 2 if drafter is None else 1})
+    compute: Any = SimpleNamespace(drafter=drafter)
+    found: Any = device.executor(compute, max_num_batched_tokens=16)
+    assert found == ((compute, device._sizes), {"max_steps_in_flight": 2 if drafter is None else 1})

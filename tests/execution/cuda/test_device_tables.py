@@ -26,7 +26,7 @@ def test_rows_of_every_step_are_those_of_the_host(tmp_path: Path, monkeypatch: p
     ) -> tuple[ForwardBatch, list[Tensor], Graph | None]:
         nonlocal num_checked
         found = upload_inputs(self, plan, inputs, settings)
-        tables, num_blocks = self._batch.block_tables, -(-inputs.stops // self._batch.block_size)
+        tables, num_blocks = self.compute.batch.block_tables, -(-inputs.stops // self.compute.batch.block_size)
         for own, row, count in zip(found[0].block_tables.tolist(), inputs.rows, num_blocks, strict=True):
             assert own[:count] == tables[row, :count].tolist()
         assert inputs.forward.block_tables.nbytes == 0, "a table was gathered on the host"

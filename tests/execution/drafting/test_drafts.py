@@ -11,9 +11,9 @@ from quire import LLM, SamplingParams
 from quire.core.plan import RowResult, StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight
-from quire.execution.device import Device, WorkerParts
+from quire.execution.device import Device
 from quire.execution.executor import Executor, LocalExecutor
-from quire.execution.worker import Worker
+from quire.execution.worker import StepCompute, Worker
 
 PROMPTS = [[(11 * i * i + 5 * seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17, 9))]
 PARAMS = [
@@ -83,8 +83,9 @@ class OracleWorker(Worker):
         return self.oracle.add_to(plan, super().execute(plan), self._force)
 
     def _force(self, row: int, index: int, tokens: list[int]) -> None:
-        start = int(self._batch.num_prompt_tokens[row]) + index
-        self._batch.token_ids[row, start : start + len(tokens)] = tokens
+        batch = self.compute.batch
+        start = int(batch.num_prompt_tokens[row]) + index
+        batch.token_ids[row, start : start + len(tokens)] = tokens
 
 
 class OracleCudaWorker(CudaWorker):
@@ -125,8 +126,8 @@ def test_answers_are_the_same_to_the_bit(
     expected, outputs = answers(stories260k, **settings)
     oracle = Oracle(outputs)
 
-    def make(device: Device, parts: WorkerParts, max_num_batched_tokens: int) -> Executor:
-        worker = (OracleCudaWorker if is_async else OracleWorker)(*parts)
+    def make(device: Device, compute: StepCompute, max_num_batched_tokens: int) -> Executor:
+        worker = (OracleCudaWorker if is_async else OracleWorker)(compute)
         worker.oracle = oracle
         return AsyncCudaExecutor(worker) if isinstance(worker, CudaWorker) else LocalExecutor(worker)
 

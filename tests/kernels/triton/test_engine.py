@@ -89,11 +89,13 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch) -> list[CudaWorker]:
 
     def with_graphs(worker: CudaWorker, *parts: object) -> None:
         make(worker, *parts)  # type: ignore[arg-type]
-        num_rows, max_blocks = worker._batch.block_tables.shape
-        slots, device = None if worker._adapters is None else worker._adapters.slots, torch.device("cpu")
+        num_rows, max_blocks = worker.compute.batch.block_tables.shape
+        adapters, device = worker.compute.adapters, torch.device("cpu")
+        slots = None if adapters is None else adapters.slots
         worker._graphs = CudaGraphRunner(
-            worker.forward, max_blocks, device, lambda call: call, num_rows, slots, draw=worker.draw, idle_row=num_rows
-        )
+            worker.compute.forward, max_blocks, device, lambda call: call, num_rows, slots, draw=worker.draw,
+            idle_row=num_rows,
+        )  # fmt: skip
         workers.append(worker)
 
     monkeypatch.setattr(CudaWorker, "__init__", with_graphs)
@@ -123,7 +125,6 @@ def test_adapters_give_the_logprobs_of_the_cpu_in_steps_of_many(
             [each[token].logprob for own in answers for each, token in zip(own.logprobs, own.token_ids, strict=True)]
         )
     assert found[1] == pytest.approx(found[0], abs=2e-3)
-    assert workers[0]._graphs is not None
     assert {size.has_adapters for size, graph in workers[0]._graphs._graphs.items() if graph} == {False, True}
 
 
@@ -146,7 +147,6 @@ def test_steps_with_chunks_in_graphs_give_the_same_tokens(
         with interpreted(**settings) as llm:
             found.append([each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)])
     assert found[0] == found[1]
-    assert workers[0]._graphs is not None
     captured = [size for size, graph in workers[0]._graphs._graphs.items() if graph is not None]
     assert any(size.is_mixed for size in captured)
     assert any(size.draws for size in captured)

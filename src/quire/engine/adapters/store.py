@@ -23,6 +23,7 @@ from quire.core.sequence import Request
 from quire.engine.adapters.peft_config import CONFIG_FILE
 from quire.engine.adapters.peft_weights import WEIGHTS_FILE, LoadedAdapter, ModelTargets
 from quire.engine.options import EngineOptions
+from quire.execution.adapter_rows import AdapterRows
 from quire.kernels.low_rank import AdapterSlots, AdapterWeights
 from quire.kernels.support import require
 from quire.model.decoder import Decoder
@@ -73,9 +74,10 @@ def make_slots(options: EngineOptions, model: LanguageModel, shard: Shard = WHOL
         raise ConfigError(f"{limits} need more memory than {model.device} has left; lower one of them") from error
 
 
-def make_rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "RankAdapters":
-    """Return the adapters of a rank other than 0."""
-    return RankAdapters(_reader(options, model, shard))
+def rank_adapters(options: EngineOptions, model: Decoder, shard: Shard) -> "tuple[RankAdapters, AdapterRows]":
+    """Return the adapters of a rank other than 0, and those of its rows. Rank 0 has refused where there are none."""
+    adapters = RankAdapters(_reader(options, model, shard))
+    return adapters, AdapterRows(adapters.weights, make_slots(options, model, shard))
 
 
 def _reader(options: EngineOptions, model: Decoder, shard: Shard) -> Callable[[Path], LoadedAdapter]:

@@ -4,6 +4,7 @@ A frame without content is a heartbeat: it says that the process runs, whatever 
 that heartbeats are counted while the caller computes, and the end of the stream is noticed at once.
 """
 
+import hmac
 import math
 import socket
 import threading
@@ -11,30 +12,49 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from quire.core.frames import LENGTH_BYTES, frame, has_room, read_frame
 
 BEAT_INTERVAL_S = 0.25
+CODE_BYTES = 32
 
 
-class Seal(Protocol):
-    """Authentication of what is sent over a channel, in one direction and in order."""
+class FrameSeal:
+    """Authentication of what is sent over a channel, in one direction and in order.
+
+    Each frame carries a code (HMAC-SHA-256, RFC 2104) of its number and its content.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
 
     def close(self, content: bytes) -> bytes:
-        """Return the next content with its authentication code."""
+        """Return the next content with its code before it."""
+        return self._code(content) + content
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the next content. ConnectionError if it is not what the other end has sent."""
+        """Return the next content. ConnectionError if its code is wrong."""
+        content = sealed[CODE_BYTES:]
+        if not hmac.compare_digest(sealed[:CODE_BYTES], self._code(content)):
+            raise ConnectionError("a frame with a wrong code")
+        return content
+
+    def _code(self, content: bytes) -> bytes:
+        self._number += 1
+        return hmac.digest(self._key, self._number.to_bytes(8, "big") + content, "sha256")
 
 
 class Channel:
     """One end. `decode` makes messages of what is read; `seals`: of what is sent and of what is read, on a network."""
 
     def __init__(
-        self, connection: socket.socket, decode: Callable[[bytes], Any], seals: tuple[Seal, Seal] | None = None
+        self,
+        connection: socket.socket,
+        decode: Callable[[bytes], Any],
+        seals: tuple[FrameSeal, FrameSeal] | None = None,
     ) -> None:
         self._socket, self._decode, self._seals = connection, decode, seals
         self._sending = threading.Lock()

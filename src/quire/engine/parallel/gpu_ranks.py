@@ -1,37 +1,43 @@
-"""Rank 0 of tensor parallelism on GPUs: the door of this room.
+"""Ranks on GPUs: all launch the same collectives in one order, which rank 0 decides. None of it has run on a card yet.
 
-As on CPUs rank 0 is in the engine's process, and the others are processes that it watches. What all ranks run at once
-cannot fail on one of them alone, since a device waits for the others: such an error ends the run.
+Commands travel from host to host, ahead of what they are about; token ids and hidden states follow in the stream of the
+device. So no host waits for a device, and steps overlap as on one GPU. What all ranks run at once cannot fail on one of
+them alone, since a device waits for the others: such an error ends the run.
 """
 
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
-from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
 from quire.core.host_memory import free_memory_bytes
+from quire.core.plan import StepPlan, StepResult, decode_plan
 from quire.engine.devices import graph_sizes_of
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
-from quire.engine.parallel.gpu_worker import LeadingWorker
-from quire.engine.parallel.link import Link, RankExchange
-from quire.engine.parallel.nccl import GpuRanks, file_store
-from quire.engine.parallel.rank_set import RankedModel, RankSet
-from quire.engine.parallel.shared_memory import MemoryLayout
-from quire.execution.cuda.cuda_graphs import GraphSize
+from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.link import FORWARD, LOGITS, Link, RankExchange
+from quire.engine.parallel.peer import Commands
+from quire.engine.parallel.rank_set import RankSet
+from quire.execution.cuda.cuda_graphs import CudaGraphRunner, GraphSize, dummy_batch
 from quire.execution.cuda.cuda_memory import pinned_bytes
-from quire.execution.cuda.cuda_worker import AsyncCudaExecutor
-from quire.execution.device import Device, StepLimits, WorkerParts
+from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight, graph_setup
+from quire.execution.worker import StepCompute
 from quire.kernels.cpp.gather import InterruptedExchangeError
-from quire.kernels.low_rank import AdapterSlots
+from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry
-from quire.model.sharding import Shard
+from quire.model.language_model import ForwardBatch
+
+log = logging.getLogger(__name__)
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 REASON_TIMEOUT_S = 2.0  # for a rank that has failed to be noticed
@@ -59,85 +65,25 @@ def check_gpu_ranks(options: EngineOptions, num_gpus: int) -> None:
             raise ConfigError(f"{name} is not supported yet with tensor_parallel_size {num_ranks} on device cuda")
 
 
-def check_swap_space(geometry: KVGeometry, cache: CacheConfig, num_ranks: int) -> None:
-    """Raise ConfigError if the swap spaces of a machine's ranks are beyond its free memory; `geometry`: of rank 0."""
-    swap_bytes = num_ranks * pinned_bytes(geometry.tensor_bytes(cache.num_swap_blocks * cache.block_size))
-    if swap_bytes > (free_bytes := free_memory_bytes()):
-        raise ConfigError(
-            f"the swap spaces of {num_ranks} ranks take {swap_bytes} bytes, but only {free_bytes} are free in the "
-            "host's memory; lower swap_space or num_swap_blocks"
-        )
-
-
 class HostLink(Link):
     """A `Link` whose commands travel from host to host, and whose rows follow from device to device."""
 
-    def __init__(self, ranks: RankExchange, set_: "GpuRankSet") -> None:
-        super().__init__(ranks)
-        self._set = set_
+    def __init__(self, ranks: RankSet) -> None:
+        super().__init__(ranks.exchange)
+        self.set = ranks
 
     def send(self, kind: int, rows: Tensor | None = None) -> None:
         """Send a command, with rows [num_rows, width] of any dtype."""
         assert rows is not None, f"command {kind} without rows"
-        self._set.tell(messages.Compute(kind, len(rows)))
+        self.set.tell(messages.Compute(kind, len(rows)))
         self._ranks.broadcast(rows, rows.shape, rows.dtype)
 
-
-class GpuRankSet(RankSet):
-    """All ranks but this one, each on the GPU of its number; this one is on the first."""
-
-    device_type = "cuda"
-    rank_module = "quire.engine.parallel.gpu_process"
-
-    def __init__(self, options: EngineOptions) -> None:
-        super().__init__(options)
-        torch.cuda.set_device(0)
-        self._worker: LeadingWorker | None = None
-
-    def kv_bytes(self, device: Device, limits: StepLimits, slots: AdapterSlots | None) -> int:
-        """Return the bytes for the KV cache of the GPU that has the least; all of them run the largest step."""
-        assert self.own_model is not None, "ranks that have not joined"
-        self.tell(messages.Measure((*limits,)))
-        own = device.kv_bytes(self.own_model, limits, slots)
-        return min(own, *(self._receive(peer, messages.Measured).kv_bytes for peer in self.peers))
-
-    def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
-        """Let all ranks allocate. ConfigError if the swap spaces of this machine are beyond its free memory."""
-        assert self.own_model is not None, "ranks that have not joined"
-        check_swap_space(self.own_model.kv_geometry, cache, self._num_ranks // self._options.nnodes)
-        super().allocate(cache, scheduling)
-
-    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
-        """Return the executor of all ranks, with steps in flight as on one GPU."""
-        assert self.own_model is not None, "ranks that have not joined"
-        self._worker = LeadingWorker(self, self.link(), self.own_model, parts, graph_sizes_of(self._options))
-        if self._options.capture_graphs:
-            self._worker.capture_graphs(max_num_batched_tokens)
-        return AsyncCudaExecutor(self._worker, max_steps_in_flight=2 if parts.drafter is None else 1)
-
-    def link(self) -> Link:
-        """Return the link to the other ranks."""
-        return HostLink(self.exchange, self)
-
-    def tell(self, command: messages.Command) -> None:
-        """Send a command to all ranks. RankLostError if one is lost."""
-        if self.lost is not None:
-            raise self.lost
-        for peer in self.peers:
-            peer.send(command)
-
-    def capture_graph(self, size: GraphSize) -> None:
-        """Let the ranks capture the graph of a size."""
-        self.tell(messages.Capture(size.num_rows, size.num_tokens, size.has_adapters))
-
-    def have_captured(self) -> bool:
-        """Wait for all of them; return whether each has the graph."""
-        reports = [self._receive(peer, messages.Captured) for peer in self.peers]
-        return all(report.is_captured for report in reports)
-
-    def drop_graph(self, size: GraphSize) -> None:
-        """Let the ranks drop the graph of a size."""
-        self.tell(messages.DropGraph(size.num_rows, size.num_tokens, size.has_adapters))
+    @contextmanager
+    def computing(self, kind: int, rows: Tensor) -> Iterator[None]:
+        """Send a command, and compute here what the other ranks compute then. An error ends the run, as `together`."""
+        with self.together():
+            self.send(kind, rows)
+            yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -146,57 +92,185 @@ class GpuRankSet(RankSet):
             yield
         except BaseException as error:
             if not isinstance(error, EngineError):
-                self._lose(self._reason_of(error))
-            if isinstance(error, Exception) and self.lost is not None:
-                raise self.lost from error
+                self.set.lose(self._reason_of(error))
+            if isinstance(error, Exception) and self.set.lost is not None:
+                raise self.set.lost from error
             raise
 
     def _reason_of(self, error: BaseException) -> EngineError:
         """Return the reason of a failure here; if another rank is its cause, as soon as that is known."""
         deadline_s = time.monotonic() + REASON_TIMEOUT_S
         while isinstance(error, InterruptedExchangeError) and time.monotonic() < deadline_s:
-            reason = next((peer.refusal for peer in self.peers if peer.refusal is not None), self.lost)
+            reason = next((peer.refusal for peer in self.set.peers if peer.refusal is not None), self.set.lost)
             if reason is not None:
                 return reason
             time.sleep(POLL_S)
         return RankLostError(f"rank 0: a step has failed: {error!r}")
 
-    def close(self, reason: str = "rank 0 was closed") -> None:
-        """End the processes as on CPUs. Idempotent."""
-        if self._worker is not None:
-            self._worker.drop_graphs()
-        super().close(reason)
 
-    def _open_exchange(self, layout: MemoryLayout) -> RankExchange:
-        """Start the processes of the ranks, and return rank 0's exchanges with them."""
-        book = os.memfd_create("quire-address-book")
+class RankGraphs(CudaGraphRunner):
+    """The graphs of a rank, each of which all ranks capture, or drop, at the same place of their streams."""
+
+    def capture(self, size: GraphSize) -> bool:
+        """Capture a size, with the other ranks; return whether this one has it.
+
+        The pass before the capture contains exchanges: an error of it is raised, since the other ranks wait.
+        """
+        slots = self._slots if size.has_adapters else None
+        self._forward(dummy_batch(size.num_rows, size.num_tokens, self._max_blocks, self._device, slots))
+        CudaGraphRunner._capture_size(self, size)
+        return self._graphs[size] is not None
+
+    def drop(self, size: GraphSize) -> None:
+        """Run the steps of a size without a graph."""
+        self._graphs[size] = None
+
+    def clear(self) -> None:
+        """Free all graphs; steps run without one from now on."""
+        self._graphs = dict.fromkeys(self._graphs)
+
+
+class LeadingGraphs(RankGraphs):
+    """Rank 0's graphs, and forward passes."""
+
+    def __init__(self, link: HostLink, *parts: Any) -> None:  # noqa: ANN401 (as `CudaGraphRunner`)
+        super().__init__(*parts)
+        self._link = link
+
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        """Return the hidden states of a batch that the other ranks compute, too."""
+        with self._link.computing(FORWARD, batch.token_ids[:, None]):
+            return super().hidden(batch)
+
+    def _capture_size(self, size: GraphSize) -> None:
+        ranks, place = self._link.set, (size.num_rows, size.num_tokens, size.has_adapters)
+        with self._link.together():
+            ranks.tell(messages.Capture(*place))
+            have_all = self.capture(size)
+            for peer in ranks.peers:
+                have_all &= ranks.receive(peer, messages.Captured).is_captured
+            if not have_all:
+                ranks.tell(messages.DropGraph(*place))
+                self.drop(size)
+
+
+class LeadingWorker:
+    """Rank 0's worker: a `LaunchingWorker` of all ranks."""
+
+    def __init__(self, worker: CudaWorker, ranks: RankSet) -> None:
+        self._worker, self._ranks = worker, ranks
+
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        """Start a step on all ranks."""
+        self._ranks.send_plan(plan)
+        return self._worker.launch(plan)
+
+    def complete(self, step: StepInFlight) -> StepResult:
+        """Wait for a step. Raises RankLostError if a rank was lost, after which results are not to be used."""
         try:
-            self._exchange = self._ranks_by(file_store(book, self._num_ranks))
-            self._start_processes(range(1, self._num_ranks), book)
-        finally:
-            os.close(book)
-        return self._exchange
-
-    def _ranks_by(self, open_store: Callable[[], Store]) -> GpuRanks:
-        """Return rank 0's exchanges, by an address book."""
-        return GpuRanks(Shard(0, self._num_ranks, self._mode), torch.device("cuda", 0), open_store)
-
-    def _ranked_model(self, weight_bytes: int) -> RankedModel:
-        return GpuRankedModel(self, weight_bytes)
+            result = self._worker.complete(step)
+        except Exception as error:
+            raise self._ranks.lost or error from error
+        if self._ranks.lost is not None:
+            raise self._ranks.lost
+        return result
 
 
-class GpuRankedModel(RankedModel):
-    """The `LanguageModel` of all ranks of GPUs. `LeadingWorker` runs its forward passes."""
+class GpuRanks:
+    """A `RankDevice` of GPUs: each rank is on the GPU of its number, and this one on the first."""
 
-    def __init__(self, ranks: GpuRankSet, weight_bytes: int) -> None:
-        assert ranks.own_model is not None, "ranks that have not joined"
-        super().__init__(ranks.own_model, ranks.link(), weight_bytes)
-        self._ranks = ranks
+    kind: Literal["cpu", "cuda"] = "cuda"
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [num_rows, vocab_size]."""
-        with self._ranks.together():
-            return super().logits(hidden)
+    def __init__(self, options: EngineOptions) -> None:
+        check_gpu_ranks(options, torch.cuda.device_count())
+        torch.cuda.set_device(0)
+        self._options = options
+        self._graphs: LeadingGraphs | None = None
+
+    def link(self, ranks: RankSet) -> HostLink:
+        """Return a link whose commands travel ahead of the rows."""
+        return HostLink(ranks)
+
+    def check_swap_space(self, geometry: KVGeometry, cache: CacheConfig) -> None:
+        """Raise ConfigError if the swap spaces of a machine's ranks are beyond its memory; `geometry`: of rank 0."""
+        num_ranks = self._options.tensor_parallel_size // self._options.nnodes
+        swap_bytes = num_ranks * pinned_bytes(geometry.tensor_bytes(cache.num_swap_blocks * cache.block_size))
+        if swap_bytes > (free_bytes := free_memory_bytes()):
+            raise ConfigError(
+                f"the swap spaces of {num_ranks} ranks take {swap_bytes} bytes, but only {free_bytes} are free in the "
+                "host's memory; lower swap_space or num_swap_blocks"
+            )
+
+    def executor(self, ranks: RankSet, compute: StepCompute, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+        """Return the executor of all ranks, with steps in flight as on one GPU."""
+        own_forward = partial(ranks.own_model.forward, cache=compute.own_cache)  # the computation's is of all ranks
+        setup = graph_setup(compute, graph_sizes_of(self._options))
+        self._graphs = LeadingGraphs(self.link(ranks), own_forward, *setup)
+        worker = CudaWorker(compute, graphs=self._graphs)
+        if self._options.capture_graphs:
+            worker.capture_graphs(max_num_batched_tokens)
+        steps_in_flight = 2 if compute.drafter is None else 1
+        return AsyncCudaExecutor(LeadingWorker(worker, ranks), max_steps_in_flight=steps_in_flight)
+
+    def close(self) -> None:
+        """Free the graphs, which NCCL waits for at its end. Idempotent."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+
+class GpuRank:
+    """The rank of another GPU, which launches what rank 0 commands, in its order.
+
+    It has no scheduler, no sampler and no tokens of its own.
+    """
+
+    def __init__(
+        self, channel: Channel, commands: Commands, exchange: RankExchange, compute: StepCompute, options: EngineOptions
+    ) -> None:
+        assert isinstance(compute.model, Decoder)
+        self._channel, self._commands, self._exchange, self._model = channel, commands, exchange, compute.model
+        self._graphs = RankGraphs(compute.forward, *graph_setup(compute, graph_sizes_of(options)))
+        self._worker = CudaWorker(compute, graphs=self._graphs)
+        self._batch: ForwardBatch | None = None  # of the step, on the device
+
+    def run(self) -> NoReturn:
+        """Follow commands. A step that fails ends the process, since the other ranks wait for it on their devices."""
+        try:
+            while True:
+                self._follow(self._commands.next())
+        except EOFError:
+            raise
+        except Exception as error:
+            log.exception("a step has failed")
+            reason = f"a step has failed: {error!r}"[: messages.MAX_REASON_CHARS]
+            self._channel.send(messages.Refused(EngineError.__name__, reason))
+            os._exit(1)  # what is left on the device may never end
+
+    @torch.inference_mode()
+    def _follow(self, command: messages.Command) -> None:
+        match command:
+            case messages.Step(plan):
+                self._batch = self._worker.prepare(decode_plan(plan))
+            case messages.Compute(kind, num_rows):
+                self._compute(kind, num_rows)
+            case messages.Capture(num_rows, num_tokens, has_adapters):
+                is_captured = self._graphs.capture(GraphSize(num_rows, num_tokens, has_adapters))
+                self._channel.send(messages.Captured(is_captured))
+            case messages.DropGraph(num_rows, num_tokens, has_adapters):
+                self._graphs.drop(GraphSize(num_rows, num_tokens, has_adapters))
+            case _:
+                raise AssertionError(f"command {command}")
+
+    def _compute(self, kind: int, num_rows: int) -> None:
+        """Launch what rank 0 launches: the forward pass of the step, or the logits of rows."""
+        if kind == FORWARD:
+            assert self._batch is not None, "a forward pass before a plan"
+            tokens = self._exchange.broadcast(None, (num_rows, 1), torch.int64).flatten()
+            self._graphs.hidden(replace(self._batch, token_ids=tokens))
+            return
+        assert kind == LOGITS, f"command {kind}"
+        width, dtype = self._model.spec.hidden_size, self._model.dtype
+        self._model.head_sums(self._exchange.broadcast(None, (num_rows, width), dtype))
 
 
 def _is_set(name: str) -> bool:

@@ -1,11 +1,18 @@
-"""Join port of node 0: connections that have not proven the secret yet are bounded in number, per address and in time.
+"""Joining of ranks over TCP: the port at which node 0 accepts them, and the handshake of both ends.
 
-Each handshake runs in a thread, within one deadline. Connections past the bounds wait in the order of their arrival;
-while any waits, the oldest handshakes are closed once they have had TURN_S. So sockets that send nothing delay a rank
-by a bounded time, however many an address opens again and again, and another address's hardly at all.
+Both prove that they have the run's key without sending it: each answers the other's random number with a code
+(HMAC-SHA-256, RFC 2104) of both numbers. Each frame then carries a code of its number in its direction and its content,
+by keys of this connection alone: nothing can be changed, inserted, repeated or left out. Nothing is encrypted.
+
+Connections that have not proven the secret yet are bounded in number, per address and in time. Each handshake runs in a
+thread, within one deadline. Connections past the bounds wait in the order of their arrival; while any waits, the oldest
+handshakes are closed once they have had TURN_S. So sockets that send nothing delay a rank by a bounded time, however
+many an address opens again and again, and another address's hardly at all. Loads no torch.
 """
 
+import hmac
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -16,17 +23,27 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from quire.core.errors import ConfigError
-from quire.engine.parallel.handshake import FrameSeal, greet
+from quire.core.errors import ConfigError, EngineError
+from quire.core.version import __version__
+from quire.engine.parallel.channel import CODE_BYTES, FrameSeal
+from quire.engine.parallel.messages import Join
 
 log = logging.getLogger(__name__)
 
+GREETING = b"quire-nodes\n"
+VERSION = __version__.encode().ljust(32)[:32]
+NUMBER_BYTES = 32
+RANK_BYTES = 4
+HANDSHAKE_TIMEOUT_S = 5.0   # for all of it
+REFUSAL = b"refused".ljust(CODE_BYTES)  # replaces rank 0's proof: the rank's own is wrong
 MAX_HANDSHAKES = 64
 MAX_PER_ADDRESS = 32
 MAX_WAITING = 256           # connections that were accepted and not greeted; further ones are closed
 TURN_S = 1.0                # seconds of a handshake while others wait; an honest one takes milliseconds
 POLL_S, BUSY_POLL_S = 0.25, 0.02
 MAX_LOGGED = 10             # refused connections: others could fill the log
+CONNECT_SHARE = 0.8         # of the start timeout, for node 0 to listen: before it gives up
+CONNECT_PAUSE_S = 0.2
 
 
 class Joined(NamedTuple):
@@ -140,3 +157,101 @@ def _end(handshake: _Handshake) -> None:
     handshake.is_over = True
     with suppress(OSError):
         handshake.connection.shutdown(socket.SHUT_RDWR)
+
+
+def join_run(join: Join) -> tuple[socket.socket, tuple[FrameSeal, FrameSeal]]:
+    """Return a connection to rank 0 that has proven the secret, and its seals. Tries until the time is over.
+
+    EngineError if rank 0 does not listen for long, or closes every connection. ConfigError as in `answer`.
+    """
+    limit_s = CONNECT_SHARE * join.options.start_timeout
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        connection = None
+        failed = "did not listen"
+        try:
+            connection = socket.create_connection((join.address, join.port), timeout=CONNECT_PAUSE_S * 10)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            failed = "did not let this rank join"
+            return connection, answer(connection, join.key, join.rank, max(1.0, deadline_s - time.monotonic()))
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            if time.monotonic() > deadline_s:
+                raise EngineError(
+                    f"node 0 {failed} at {join.address} port {join.port} within {limit_s:g} s "
+                    f"(master_addr, master_port, start_timeout): {error}"
+                ) from error
+            time.sleep(CONNECT_PAUSE_S)
+
+
+def greet(connection: socket.socket, key: bytes) -> tuple[int, tuple[FrameSeal, FrameSeal]]:
+    """Let the other end prove its key, as rank 0; return its rank, and the seals of what is sent and read.
+
+    OSError if it has no proof within HANDSHAKE_TIMEOUT_S, ConfigError if it has one and runs another version.
+    """
+    number = secrets.token_bytes(NUMBER_BYTES)
+    deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    connection.settimeout(HANDSHAKE_TIMEOUT_S)
+    connection.sendall(GREETING + VERSION + number)
+    claim = _read(connection, len(VERSION) + RANK_BYTES + NUMBER_BYTES, deadline_s)
+    both = number + claim
+    if not hmac.compare_digest(_read(connection, CODE_BYTES, deadline_s), _code(key, b"rank", both)):
+        connection.sendall(REFUSAL)
+        raise ConnectionError("another secret")
+    connection.sendall(_code(key, b"leader", both))
+    connection.settimeout(None)
+    version, rank = claim[: len(VERSION)], int.from_bytes(claim[len(VERSION) :][:RANK_BYTES], "big")
+    if version != VERSION:
+        raise ConfigError(f"rank {rank} runs Quire {_text(version)}, rank 0 runs {__version__}")
+    return rank, (FrameSeal(_code(key, b"to rank", both)), FrameSeal(_code(key, b"to leader", both)))
+
+
+def answer(
+    connection: socket.socket, key: bytes, rank: int, limit_s: float = HANDSHAKE_TIMEOUT_S
+) -> tuple[FrameSeal, FrameSeal]:
+    """Prove the key to rank 0, and let it do so; return the seals of what is sent and read.
+
+    OSError if the connection ends, or `limit_s` seconds are over: rank 0 may have closed it for others that wait.
+    ConfigError for another secret or version, or what is no rank 0.
+    """
+    deadline_s = time.monotonic() + limit_s
+    greeting = _read(connection, len(GREETING) + len(VERSION) + NUMBER_BYTES, deadline_s)
+    if not greeting.startswith(GREETING):
+        raise ConfigError("what listens at master_addr and master_port is not node 0 of Quire")
+    version, number = greeting[len(GREETING) : -NUMBER_BYTES], greeting[-NUMBER_BYTES:]
+    claim = VERSION + rank.to_bytes(RANK_BYTES, "big") + secrets.token_bytes(NUMBER_BYTES)
+    both = number + claim
+    connection.sendall(claim + _code(key, b"rank", both))
+    proof = _read(connection, CODE_BYTES, deadline_s)
+    if proof == REFUSAL:
+        raise ConfigError("node 0 refuses the secret: node_secret_file must be the same on all nodes")
+    if not hmac.compare_digest(proof, _code(key, b"leader", both)):
+        raise ConfigError("node 0 has another secret: node_secret_file must be the same on all nodes")
+    connection.settimeout(None)
+    if version != VERSION:
+        raise ConfigError(f"rank {rank} runs Quire {__version__}, rank 0 runs {_text(version)}")
+    return FrameSeal(_code(key, b"to leader", both)), FrameSeal(_code(key, b"to rank", both))
+
+
+def _text(version: bytes) -> str:
+    return version.decode(errors="replace").strip()
+
+
+def _code(key: bytes, purpose: bytes, numbers: bytes) -> bytes:
+    return hmac.digest(key, purpose + b"\0" + numbers, "sha256")
+
+
+def _read(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
+    """Read so many bytes. ConnectionError if the stream ends before, TimeoutError at the deadline."""
+    found = bytearray()
+    while len(found) < num_bytes:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the handshake took too long")
+        connection.settimeout(left_s)
+        part = connection.recv(num_bytes - len(found))
+        if not part:
+            raise ConnectionError("the connection has ended in the handshake")
+        found += part
+    return bytes(found)

@@ -1,12 +1,20 @@
-"""Link between ranks within a step: commands of rank 0, tokens and hidden states, over their exchanges."""
+"""Exchanges between ranks: the protocol, the commands of rank 0 within a step, and columns in collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.linear import Linear
+from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from quire.model.ranks import Ranks
+from quire.model.sharding import Cut
+from quire.model.weight_counts import num_parameters
 
 FORWARD: Final = 0
 LOGITS: Final = 1
@@ -52,6 +60,12 @@ class Link:
         if rows is not None:
             self._ranks.broadcast(rows, rows.shape, rows.dtype)
 
+    @contextmanager
+    def computing(self, kind: int, rows: Tensor) -> Iterator[None]:
+        """Send a command, and compute here what the other ranks compute then."""
+        self.send(kind, rows)
+        yield
+
     def receive(self) -> tuple[int, int]:
         """Wait for a command; return its kind, and the number of rows that `rows` is to be called for."""
         kind, count = self._ranks.broadcast(None, (1, 2), torch.int64)[0].tolist()
@@ -60,3 +74,62 @@ class Link:
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Wait for the rows of a command."""
         return self._ranks.broadcast(None, (num_rows, width), dtype)
+
+
+class RankedModel:
+    """The `LanguageModel` of all ranks: rank 0's, with which the others compute along."""
+
+    def __init__(self, model: Decoder, link: Link, weight_bytes: int) -> None:
+        self._model, self._link = model, link
+        self.vocab_size, self.dtype, self.device = model.vocab_size, model.dtype, model.device
+        self.back_end, self.kv_geometry, self.progress = model.back_end, model.kv_geometry, model.progress
+        self.layer_flops, self.spec = model.layer_flops, model.spec
+        self.num_parameters, self.weight_bytes = num_parameters(model.spec), weight_bytes
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Compute a batch on all ranks; return hidden states [num_tokens, hidden_size]."""
+        with self._link.computing(FORWARD, batch.token_ids[:, None]):
+            return self._model.forward(batch, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [num_rows, vocab_size], until the next call."""
+        with self._link.computing(LOGITS, hidden):
+            return self._model.logits(hidden)
+
+
+class GatheredHead:
+    """A head that is split by the vocabulary: rank 0 gets the logits of all, by a collective.
+
+    `gather` returns [num_rows, width] of all ranks' columns on rank 0, of other ranks nothing: [0, width].
+    """
+
+    def __init__(self, gather: Callable[[Tensor, Cut], Tensor], head: Linear, cut: Cut) -> None:
+        self._gather, self._head, self._cut = gather, head, cut
+        self.num_bytes = head.num_bytes
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+        """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
+        assert addend is None, "an addend of a head that is split"
+        return self._gather(self._head(x), self._cut)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as uint8, which every collective takes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def widest(cut: Cut) -> int:
+    """Return the most columns of a rank: ranks may have different numbers, the parts of a collective may not."""
+    return max(cut.of(rank)[1] - cut.of(rank)[0] for rank in range(len(cut.bounds) - 1))
+
+
+def padded(own: Tensor, cut: Cut) -> Tensor:
+    """Return own [num_rows, columns of a rank], contiguous, with room for the most columns of a rank."""
+    num_missing = widest(cut) - own.shape[1]
+    return F.pad(own, (0, num_missing)) if num_missing else own.contiguous()  # to pad by nothing would copy
+
+
+def joined(received: Tensor, cut: Cut) -> Tensor:
+    """Return the columns of all ranks [num_rows, width] of received [num_ranks, num_rows, most columns]."""
+    parts = [part[:, : cut.of(rank)[1] - cut.of(rank)[0]] for rank, part in enumerate(received.unbind())]
+    return torch.cat(parts, dim=1)

@@ -1,12 +1,15 @@
-"""Messages between rank 0 and another rank of tensor parallelism, each in a frame (`quire.core.frames`).
+"""Messages of a rank of tensor parallelism with rank 0, and with the command of its node, in `quire.core.frames`.
 
-A rank says hello, loads, allocates, and then runs the plans that it gets; within a step, ranks exchange activations.
+A rank says hello, loads, measures, allocates, and then runs the plans that it gets; within a step, ranks exchange
+activations.
 """
 
 import msgspec
 
 from quire.engine.options import EngineOptions
 from quire.model.sharding import Shard
+
+MAX_REASON_CHARS = 2000
 
 
 class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
@@ -19,7 +22,7 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
     num_positions: int              # of rotary tables
     layout: tuple[int, int, int]    # a `MemoryLayout`
     digest: str                     # of the model's files
-    host: str = ""                  # of exchanges over a network: the rank's address; of GPUs "ADDRESS PORT" of rank 0
+    place: str = ""                 # for exchanges over a network: the rank's address; of GPUs "ADDRESS PORT" of rank 0
 
     @property
     def shard(self) -> Shard:
@@ -28,7 +31,7 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
 
 class Measure(msgspec.Struct, tag="measure", array_like=True, frozen=True):
-    """To the rank of a GPU: run the largest step, as all ranks do; a `StepLimits`."""
+    """To a rank: return the memory for a KV cache beside the largest step, a `StepLimits`. GPUs run it, all at once."""
 
     limits: tuple[int, int, int, int]
 
@@ -120,11 +123,10 @@ class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     """From a rank: its part of the model is in memory."""
 
     weight_bytes: int
-    free_bytes: int                 # of its machine's memory
 
 
 class Measured(msgspec.Struct, tag="measured", array_like=True, frozen=True):
-    """From the rank of a GPU: the bytes that its weights and the largest step leave for the KV cache."""
+    """From a rank: the bytes that its weights and the largest step leave for the KV cache."""
 
     kv_bytes: int
 
@@ -161,5 +163,31 @@ class AdapterRead(msgspec.Struct, tag="adapter read", array_like=True, frozen=Tr
 
 Report = Hello | Loaded | Measured | Allocated | Captured | Refused | Stopped | AdapterRead | Published
 
+
+class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
+    """From the command of a node to the process of a rank: join the run at this address."""
+
+    options: EngineOptions
+    rank: int
+    address: str
+    port: int
+    key: bytes
+
+
+class HasJoined(msgspec.Struct, tag="joined", array_like=True, frozen=True):
+    """To the command of a node: the rank has joined the run, and sends heartbeats."""
+
+
+class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
+    """To the command of a node: the rank ends. `kind` as in `quire.engine.messages.Failed`."""
+
+    kind: str
+    message: str
+
+
+NodeReport = HasJoined | Ended
+
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_join = msgspec.msgpack.Decoder(Join).decode
+decode_node_report = msgspec.msgpack.Decoder(NodeReport).decode

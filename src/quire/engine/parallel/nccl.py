@@ -11,9 +11,10 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,7 +23,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, FileStore, Store
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # documented, not listed
 
-from quire.engine.parallel.columns import as_bytes, joined, padded, widest
+from quire.core.errors import ConfigError
+from quire.engine.parallel import messages
+from quire.engine.parallel.link import GatheredHead, as_bytes, joined, padded, widest
+from quire.engine.parallel.peer import Peer
+from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
 from quire.model.sharding import Cut, Shard
@@ -77,7 +82,7 @@ def network_store(place: str, num_ranks: int) -> Store:
     return TCPStore(address, int(port), num_ranks, wait_for_workers=False)
 
 
-class GpuRanks:
+class NcclRanks:
     """A `RankExchange` of GPUs. `open_store`: opens the group's address book, and may wait for it.
 
     It is connected once: after an interruption the run is over.
@@ -89,17 +94,17 @@ class GpuRanks:
         self._group: ProcessGroup | None = None
         self._is_interrupted = threading.Event()
 
-    def gather(self, cut: Cut) -> "GpuGather":
+    def gather(self, cut: Cut) -> "NcclGather":
         """Return the exchange of an activation that is divided like this."""
-        return GpuGather(self, cut)
+        return NcclGather(self, cut)
 
-    def sum(self, width: int) -> "GpuSum":
+    def sum(self, width: int) -> "NcclSum":
         """Return the exchange of partial sums of an activation of this width."""
-        return GpuSum(self)
+        return NcclSum(self)
 
-    def joined_head(self, head: Linear, cut: Cut) -> "GpuHead":
+    def joined_head(self, head: Linear, cut: Cut) -> GatheredHead:
         """Return the head of all ranks from this one's."""
-        return GpuHead(self, head, cut)
+        return GatheredHead(self._gather_columns_to_first, head, cut)
 
     def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
@@ -115,6 +120,10 @@ class GpuRanks:
             sent = padded(own, cut)
             self._run(lambda group: group._allgather_base(as_bytes(received), as_bytes(sent), ALL))
         return joined(received, cut)
+
+    def _gather_columns_to_first(self, own: Tensor, cut: Cut) -> Tensor:
+        columns = self.gather_columns(own, cut)
+        return columns if self.shard.rank == 0 else columns[:0]
 
     def sum_rows(self, own: Tensor) -> Tensor:
         """Return the sums of all ranks' own [num_rows, width], in its place."""
@@ -186,12 +195,12 @@ class GpuRanks:
             raise InterruptedExchangeError(f"the connection between ranks has ended: {str(error)[:200]}") from error
 
 
-class GpuGather:
+class NcclGather:
     """A `GatherHook` between GPUs."""
 
     address = None
 
-    def __init__(self, ranks: GpuRanks, cut: Cut) -> None:
+    def __init__(self, ranks: NcclRanks, cut: Cut) -> None:
         first, stop = cut.of(ranks.shard.rank)
         self.num_own, self.width = stop - first, cut.width
         self._ranks, self._cut = ranks, cut
@@ -201,12 +210,12 @@ class GpuGather:
         return self._ranks.gather_columns(own, self._cut)
 
 
-class GpuSum:
+class NcclSum:
     """A `SumHook` between GPUs: an all-reduce of partial sums that are rounded to the model's dtype."""
 
     address, partial_dtype = None, None
 
-    def __init__(self, ranks: GpuRanks) -> None:
+    def __init__(self, ranks: NcclRanks) -> None:
         self._ranks = ranks
 
     def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,15 +223,53 @@ class GpuSum:
         return self._ranks.sum_rows(own).to(dtype)
 
 
-class GpuHead:
-    """A head that is split by the vocabulary: rank 0 gets the logits of all."""
+class Nccl:
+    """A `Transport` between GPUs. `address`: of rank 0's machine, for others; None: there is one machine."""
 
-    def __init__(self, ranks: GpuRanks, head: Linear, cut: Cut) -> None:
-        self._ranks, self._head, self._cut = ranks, head, cut
-        self.num_bytes = head.num_bytes
+    def __init__(self, num_ranks: int, address: str | None) -> None:
+        self._num_ranks, self._address = num_ranks, address
+        self._open_store: Callable[[], Store] | None = None
+        self._place = ""  # of the address book, for ranks on other machines
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
-        """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
-        assert addend is None, "an addend of a head that is split"
-        logits = self._ranks.gather_columns(self._head(x), self._cut)
-        return logits if self._ranks.shard.rank == 0 else logits[:0]
+    @contextmanager
+    def inherited(self, layout: MemoryLayout) -> Iterator[Sequence[int]]:
+        """Return the descriptor of the address book of one machine, if there is one."""
+        if self._address is not None:
+            yield ()
+            return
+        book = os.memfd_create("quire-address-book")
+        try:
+            self._open_store = file_store(book, self._num_ranks)
+            yield [book]
+        finally:
+            os.close(book)
+
+    def open(self, shard: Shard, peers: Sequence[Peer]) -> NcclRanks:
+        """Return rank 0's exchange, on the first GPU."""
+        if self._address is not None:
+            store, port = open_network_store(self._address, self._num_ranks)
+            self._open_store, self._place = (lambda: store), f"{self._address} {port}"
+        assert self._open_store is not None, "ranks that have not been started"
+        return NcclRanks(shard, torch.device("cuda", 0), self._open_store)
+
+    def place_of(self, peer: Peer) -> str:
+        """Return where the address book of several machines is."""
+        return self._place
+
+    def handles(self, peer: Peer, report: messages.Report) -> bool:
+        """Return False: there is no such report."""
+        return False
+
+
+def rank_exchange(command: messages.Load, book: int | None) -> NcclRanks:
+    """Return the exchange of another rank, on the GPU of its number. ConfigError if its machine has none.
+
+    `book`: the descriptor of the address book of one machine; None: it is at the place that the command names.
+    """
+    card, num_cards = command.rank % (command.num_ranks // command.options.nnodes), torch.cuda.device_count()
+    if card >= num_cards:
+        raise ConfigError(f"rank {command.rank} needs GPU {card} of its machine, but torch sees {num_cards} there")
+    torch.cuda.set_device(card)
+    num_ranks = command.num_ranks
+    open_store = partial(network_store, command.place, num_ranks) if book is None else file_store(book, num_ranks)
+    return NcclRanks(command.shard, torch.device("cuda", card), open_store)

@@ -13,16 +13,15 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from quire.core.errors import ConfigError, EngineError, ModelError
-from quire.engine.launcher import SPINS, num_threads_of, start_module
+from quire.engine.launcher import num_threads_of, spinning_environment, start_module, wait_or_kill
 from quire.engine.options import EngineOptions
 from quire.engine.parallel.addresses import master_address, secret_key
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
-from quire.engine.parallel.node_messages import Ended, Join, Joined, Report, decode_report
+from quire.engine.parallel.messages import Ended, HasJoined, Join, NodeReport, decode_node_report
 
 log = logging.getLogger(__name__)
 
-MEMBER_MODULE = "quire.engine.parallel.member"
-STOP_TIMEOUT_S = 3.0
+PROCESS_MODULE = "quire.engine.parallel.process"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -35,10 +34,10 @@ class Members:
         self._processes: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._ranks, self._stall_limit_s = list(num_threads), options.stall_limit
         self._ends = SimpleQueue[tuple[int, Ended | None]]()
-        environment = dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
+        environment = spinning_environment()
         for rank, num_own in num_threads.items():
-            process, connection = start_module(MEMBER_MODULE, env=environment | {"OMP_NUM_THREADS": str(num_own)})
-            channel = Channel(connection, decode_report)
+            process, connection = start_module(PROCESS_MODULE, env=environment | {"OMP_NUM_THREADS": str(num_own)})
+            channel = Channel(connection, decode_node_report)
             channel.silence_limit_s = options.start_timeout
             channel.start(partial(self._ends.put, (rank, None)), partial(self._note, rank, channel))
             self._processes.append((process, channel))
@@ -67,16 +66,10 @@ class Members:
         """End the processes. Idempotent."""
         for _, channel in self._processes:
             channel.close()
-        deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        for process, _ in self._processes:
-            try:
-                process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        wait_or_kill([process for process, _ in self._processes])
 
-    def _note(self, rank: int, channel: Channel, report: Report) -> bool:
-        if isinstance(report, Joined):
+    def _note(self, rank: int, channel: Channel, report: NodeReport) -> bool:
+        if isinstance(report, HasJoined):
             channel.silence_limit_s = self._stall_limit_s
         else:
             self._ends.put((rank, report))

@@ -1,7 +1,8 @@
-"""Process of a rank on the machine of rank 0: `python -m quire.engine.parallel.process FD MEMORY`, started by rank 0.
+"""Process of a rank: `python -m quire.engine.parallel.process FD [INHERITED]`.
 
-It beats from the first moment, while torch is still being loaded, and ends with rank 0's end of the socket, at any
-time.
+Rank 0 starts those of its machine, with a socket to itself and a descriptor of what they exchange through. The command
+of a node, or a Ray actor, starts those that join over TCP, with a socket to itself alone. A process beats from the
+first moment, while torch is still being loaded, and ends with the other end of its sockets, at any time.
 """
 
 import logging
@@ -11,43 +12,108 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
-from quire.core.errors import ConfigError, ModelError
+from quire.core.errors import ConfigError, EngineError, ModelError
+from quire.engine.messages import failed
+from quire.engine.options import EngineOptions
 from quire.engine.parallel import messages
+from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
-
-
-def beat(channel: Channel, on_silence: Callable[[], None]) -> None:
-    """Send heartbeats until rank 0 is silent for too long."""
-    while not channel.is_silent:
-        channel.beat()
-        time.sleep(BEAT_INTERVAL_S)
-    on_silence()
-
-
-def run_rank(serve: Callable[[Channel], None]) -> None:
-    """Serve the socket with the number of the first argument; errors of `serve` have been reported."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s rank: %(message)s")
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])), messages.decode_command)
-    channel.start(lambda: os._exit(0))
-    threading.Thread(target=beat, args=(channel, lambda: os._exit(1)), name="beat", daemon=True).start()
-    try:
-        serve(channel)
-    except (ConfigError, ModelError):
-        sys.exit(1)
+from quire.engine.parallel.join import join_run
 
 
 def main() -> None:
-    """Serve the socket and the memory with the numbers given as arguments."""
-    run_rank(_serve)
+    """Serve the descriptors with the numbers given as arguments."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s rank: %(message)s")
+    connection, *inherited = map(int, sys.argv[1:])
+    if inherited:
+        run_forked(connection, inherited[0])
+    else:
+        run_member(connection)
 
 
-def _serve(channel: Channel) -> None:
-    from quire.engine.parallel.rank import bring_up, start  # noqa: PLC0415 (loads torch, for seconds)
-    from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks  # noqa: PLC0415
+def run_forked(connection: int, inherited: int) -> None:
+    """Serve rank 0, which has started this process."""
+    channel = Channel(socket.socket(fileno=connection), messages.decode_command)
+    channel.start(lambda: os._exit(0))
+    _start_beating(channel, lambda: os._exit(1))
+    try:
+        serve(channel, inherited)
+    except (ConfigError, ModelError):  # which have been reported
+        sys.exit(1)
 
-    memory = int(sys.argv[2])
-    start(channel, lambda load: bring_up(channel, SharedRanks(load.shard, MemoryLayout(*load.layout), memory), load))()
+
+def run_member(connection: int) -> NoReturn:
+    """Join the run that the command of the node names, and serve rank 0."""
+    agent = Channel(socket.socket(fileno=connection), messages.decode_join)
+    agent.start(lambda: os._exit(1))
+    try:
+        Member(agent, agent.receive()).run()
+    except EOFError:
+        threading.Event().wait()  # the thread that reads ends the process
+    except Exception as error:
+        if not isinstance(error, EngineError):
+            logging.exception("the rank ends")
+        failure = failed(error)
+        kind = "ConfigError" if isinstance(error, ConfigError) else failure.kind
+        agent.offer(messages.Ended(kind, failure.message))
+    os._exit(1)
+
+
+class Member:
+    """A rank that joins, its channel to rank 0, and that to the command of its node. Raises as `join_run`."""
+
+    def __init__(self, agent: Channel, join: messages.Join) -> None:
+        self._agent, self._join = agent, join
+        self._reason = f"rank 0 at {join.address} port {join.port} has closed the connection"
+        connection, seals = join_run(join)
+        self._channel = Channel(connection, messages.decode_command, seals)
+        self._book = AddressBook(self._channel.send)
+
+    def run(self) -> NoReturn:
+        """Serve rank 0. Errors as in `quire.engine.parallel.rank.serve`."""
+        join, channel = self._join, self._channel
+        channel.silence_limit_s = join.options.stall_limit
+        silence = f"rank 0 at {join.address} gave no sign for {join.options.stall_limit:g} s (stall_limit)"
+        _start_beating(channel, lambda: self.end(silence))
+        _start_beating(self._agent, lambda: None)
+        self._agent.send(messages.HasJoined())
+        channel.start(lambda: self.end(self._reason), self._handles)
+        serve(channel, self._book, join.options)
+
+    def end(self, reason: str) -> NoReturn:
+        """End the process, with a reason for the command of the node."""
+        self._agent.offer(messages.Ended("EngineError", reason))
+        os._exit(1)
+
+    def _handles(self, command: messages.Command) -> bool:
+        if isinstance(command, messages.End):
+            self._reason = command.reason
+            return True
+        if isinstance(command, messages.Published):
+            self._book.add(command)
+            return True
+        return False
+
+
+def serve(channel: Channel, inherited: int | AddressBook, own: EngineOptions | None = None) -> NoReturn:
+    """Serve rank 0, as `quire.engine.parallel.rank.serve`."""
+    from quire.engine.parallel import rank  # noqa: PLC0415 (loads torch, for seconds)
+
+    rank.serve(channel, inherited, own)
+
+
+def _start_beating(channel: Channel, on_silence: Callable[[], None]) -> None:
+    """Start to send heartbeats; `on_silence` is called when the other end is silent for too long."""
+
+    def beat() -> None:
+        while not channel.is_silent:
+            channel.beat()
+            time.sleep(BEAT_INTERVAL_S)
+        on_silence()
+
+    threading.Thread(target=beat, name="beat", daemon=True).start()
 
 
 if __name__ == "__main__":

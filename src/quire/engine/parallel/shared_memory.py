@@ -6,12 +6,15 @@ have been written.
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.engine.parallel.messages import Report
+from quire.engine.parallel.peer import Peer
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.gather import HEADER_BYTES, REGION_BYTES, CppGather, CppSum, JoinedHead
 from quire.kernels.cpp.linear import CppLinear
@@ -102,3 +105,31 @@ class SharedRanks:
 
     def close(self) -> None:
         """Do nothing: the memory is freed with its last tensor."""
+
+
+class SharedMemory:
+    """A `Transport` of one machine, for ranks on its CPUs."""
+
+    def __init__(self) -> None:
+        self._layout, self._descriptor = MemoryLayout(0, 0, 0), -1
+
+    @contextmanager
+    def inherited(self, layout: MemoryLayout) -> Iterator[Sequence[int]]:
+        """Return the descriptor of new memory."""
+        self._layout, self._descriptor = layout, create_memory(layout)
+        try:
+            yield [self._descriptor]
+        finally:
+            os.close(self._descriptor)
+
+    def open(self, shard: Shard, peers: Sequence[Peer]) -> SharedRanks:
+        """Map the memory, which `inherited` still has open."""
+        return SharedRanks(shard, self._layout, self._descriptor)
+
+    def place_of(self, peer: Peer) -> str:
+        """Return nothing: the rank has inherited the memory."""
+        return ""
+
+    def handles(self, peer: Peer, report: Report) -> bool:
+        """Return False: there is no such report."""
+        return False

@@ -1,134 +1,148 @@
-"""Rank 0 of a run over several machines (door of the room): listens for the other ranks, which join over TCP."""
+"""Starters of ranks: children of this process, or processes that join over TCP, on this machine and on others."""
 
 import socket
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty
+from typing import Protocol
 
-from quire.core.errors import ConfigError, EngineError, RankLostError
-from quire.core.options import declared_options
+from quire.core.errors import ConfigError, EngineError
+from quire.engine.launcher import spinning_environment, start_module, wait_or_kill
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import messages
-from quire.engine.parallel.address_book import AddressBook
+from quire.engine.parallel import messages, node
 from quire.engine.parallel.addresses import RunAddress, run_address
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.join import Joined, JoinPort
-from quire.engine.parallel.link import RankExchange
 from quire.engine.parallel.node import Members, threads_of
-from quire.engine.parallel.rank_set import Peer, RankSet
-from quire.engine.parallel.shared_memory import MemoryLayout
-from quire.engine.parallel.tcp import NetworkRanks
-from quire.model.sharding import Shard
+from quire.engine.parallel.peer import Peer
 
 JOIN_SHARE = 0.9            # of the start timeout, for all ranks to join
-# Settings of a machine, which may differ; of the model the digest decides.
-OWN_SETTINGS = {
-    "model", "tokenizer", "node_rank", "swap_dir", "start_timeout", "node_secret_file", "chat_template",
-    "generation_config",
-}  # fmt: skip
 
 
-class NodeRankSet(RankSet):
-    """All ranks but this one, on this machine and on others. `where` rank 0 listens: by default as the options say."""
+class ForkedRanks:
+    """A `Starter` of processes of this machine. `num_threads`: of this process, which the ranks divide."""
 
-    def __init__(self, options: EngineOptions, where: RunAddress | None = None) -> None:
-        super().__init__(options)
-        self._run_address = where or run_address(options)
-        self._book = AddressBook(lambda entry: self._publish(entry, self.peers))
+    def __init__(self, options: EngineOptions, num_threads: int) -> None:
+        self._num_ranks, self._num_threads = options.tensor_parallel_size, num_threads
+        self._peers: list[Peer] = []
+
+    def start(
+        self, inherited: Sequence[int], check: Callable[[], None], lose: Callable[[EngineError], None]
+    ) -> Iterator[Peer]:
+        """Yield each rank once its process is started."""
+        for rank in range(1, self._num_ranks):
+            process, connection = start_module(
+                node.PROCESS_MODULE, env=spinning_environment(), descriptors=inherited
+            )
+            channel = Channel(connection, messages.decode_report)
+            self._peers.append(Peer(rank, channel, process, f"process {process.pid}"))
+            yield self._peers[-1]
+
+    def threads_of(self, rank: int) -> int:
+        """Return a rank's share of the threads of the machine, at least 1."""
+        share, rest = divmod(self._num_threads, self._num_ranks)
+        return max(1, share + (rank < rest))
+
+    def close(self) -> None:
+        """Wait for the processes. Idempotent."""
+        wait_or_kill(peer.process for peer in self._peers if peer.process is not None)
+
+
+class Placement(Protocol):
+    """Starts processes that join a run. `address`: where rank 0 listens for them."""
+
+    address: RunAddress
+    num_first_threads: int  # of rank 0
+
+    def start(self, port: int, lose: Callable[[EngineError], None]) -> None:
+        """Start the processes. `lose` is called, by any thread, when one has ended, if that can be known here."""
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+
+
+class ByHand:
+    """A `Placement` of the ranks of this machine; the commands of other nodes start theirs."""
+
+    def __init__(self, options: EngineOptions, num_threads: int) -> None:
+        self.address = run_address(options)
+        self._num_local = options.tensor_parallel_size // options.nnodes
+        self.num_first_threads = max(1, -(-num_threads // self._num_local))
+        self._options = options
         self._members: Members | None = None
 
-    def close(self, reason: str = "rank 0 was closed") -> None:
-        """End the ranks of this machine, and let those of others end. Idempotent."""
-        super().close(reason)
+    def start(self, port: int, lose: Callable[[EngineError], None]) -> None:
+        """Start the ranks of this machine, whose ends their channels to rank 0 show."""
+        own = threads_of(self._options, range(1, self._num_local))
+        self._members = Members(self._options, own, self.address.address, port, self.address.key)
+
+    def close(self) -> None:
+        """End the ranks of this machine. Idempotent."""
         if self._members is not None:
             self._members.close()
 
-    def _open_exchange(self, layout: MemoryLayout) -> RankExchange:
-        address, port = self._run_address.address, self._run_address.port
+
+class JoinedRanks:
+    """A `Starter` of processes that join over TCP, wherever their placement starts them."""
+
+    def __init__(self, options: EngineOptions, placement: Placement) -> None:
+        self._num_ranks, self._limit_s = options.tensor_parallel_size, JOIN_SHARE * options.start_timeout
+        self._placement = placement
+
+    def start(
+        self, inherited: Sequence[int], check: Callable[[], None], lose: Callable[[EngineError], None]
+    ) -> Iterator[Peer]:
+        """Listen, and yield each rank that joins. EngineError if one does not, or one is not of this run."""
+        address, port = self._placement.address.address, self._placement.address.port
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            listener = socket.create_server((address, port), family=_family(address))
+            listener = socket.create_server((address, port), family=family)
         except OSError as error:
             raise ConfigError(
                 f"node 0 cannot listen at {address} port {port} (master_addr, master_port): {error.strerror}"
             ) from error
         with listener:
-            self._start_members(listener.getsockname()[1])
-            self._accept_ranks(listener)
-        self._exchange = self._own_exchange()
-        return self._exchange
+            self._placement.start(listener.getsockname()[1], lose)
+            yield from self._accepted(listener, check)
 
-    def _own_exchange(self) -> RankExchange:
-        """Return rank 0's exchanges with the others, once all have joined."""
-        return NetworkRanks(Shard(0, self._num_ranks, self._mode), self._run_address.address, self._book)
+    def threads_of(self, rank: int) -> int:
+        """Return the threads of rank 0; the processes of others get theirs from their environments."""
+        return 0 if rank else self._placement.num_first_threads
 
-    def _start_members(self, port: int) -> None:
-        """Start the ranks of this machine."""
-        own = threads_of(self._options, range(1, self._num_ranks // self._options.nnodes))
-        self._members = Members(self._options, own, self._run_address.address, port, self._run_address.key)
+    def close(self) -> None:
+        """End what the placement has started. Idempotent."""
+        self._placement.close()
 
-    def _accept_ranks(self, listener: socket.socket) -> None:
-        """Wait until all ranks have joined. EngineError if they do not, or one is not of this run."""
-        port = JoinPort(listener, self._run_address.key)
-        limit_s = JOIN_SHARE * self._options.start_timeout
-        deadline_s = time.monotonic() + limit_s
+    def _accepted(self, listener: socket.socket, check: Callable[[], None]) -> Iterator[Peer]:
+        port, missing = JoinPort(listener, self._placement.address.key), set(range(1, self._num_ranks))
+        deadline_s = time.monotonic() + self._limit_s
         try:
-            while missing := set(range(1, self._num_ranks)) - {peer.rank for peer in self.peers}:
-                if self.lost is not None:
-                    raise self.lost
+            while missing:
+                check()
                 if time.monotonic() > deadline_s:
                     ranks = ", ".join(map(str, sorted(missing)))
-                    where = self._run_address.address
-                    raise EngineError(f"rank {ranks} did not join at {where} within {limit_s:g} s (start_timeout)")
+                    where = self._placement.address.address
+                    raise EngineError(
+                        f"rank {ranks} did not join at {where} within {self._limit_s:g} s (start_timeout)"
+                    )
                 port.poll()
                 with suppress(Empty):
                     while True:
-                        self._add_joined(port.joined.get_nowait(), missing)
+                        peer = _peer_of(port.joined.get_nowait(), missing)
+                        missing.remove(peer.rank)
+                        yield peer
         finally:
             port.close()
 
-    def _add_joined(self, joined: Joined | ConfigError, missing: set[int]) -> None:
-        if isinstance(joined, ConfigError):
-            raise joined
-        channel = Channel(joined.connection, messages.decode_report, joined.seals)
-        if joined.rank not in missing:
-            channel.close()
-            raise ConfigError(
-                f"a rank {joined.rank} has joined twice, or there is none: node_rank must differ between nodes"
-            )
-        missing.discard(joined.rank)
-        self._add(Peer(joined.rank, channel, None, joined.place))
 
-    def _check_hello(self, peer: Peer, hello: messages.Hello) -> None:
-        super()._check_hello(peer, hello)
-        for each in declared_options(EngineOptions):
-            default = each.option.flag_default  # what None means
-            theirs, ours = (
-                default if (value := getattr(options, each.name)) is None else value
-                for options in (hello.options, self._options)
-            )
-            if each.name not in OWN_SETTINGS and theirs != ours:
-                raise ConfigError(f"rank {peer.rank} ({peer.place}) has {each.name} {theirs!r}, rank 0 has {ours!r}")
-
-    def _host_of(self, peer: Peer) -> str:
-        return peer.place
-
-    def _threads_of(self, rank: int) -> int:
-        """Return the threads of rank 0; other ranks count those of their machines."""
-        num_local = self._num_ranks // self._options.nnodes
-        return max(1, -(-self._num_threads // num_local)) if rank == 0 else 0
-
-    def _handles(self, peer: Peer, report: messages.Report) -> bool:
-        if not isinstance(report, messages.Published):
-            return False
-        self._book.add(report)
-        self._publish(report, [other for other in self.peers if other is not peer])
-        return True
-
-    def _publish(self, entry: messages.Published, peers: list[Peer]) -> None:
-        with suppress(RankLostError):  # the thread that reads finds the end
-            for peer in peers:
-                peer.send(entry)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+def _peer_of(joined: Joined | ConfigError, missing: set[int]) -> Peer:
+    if isinstance(joined, ConfigError):
+        raise joined
+    channel = Channel(joined.connection, messages.decode_report, joined.seals)
+    if joined.rank not in missing:
+        channel.close()
+        raise ConfigError(
+            f"a rank {joined.rank} has joined twice, or there is none: node_rank must differ between nodes"
+        )
+    return Peer(joined.rank, channel, None, joined.place)

@@ -8,6 +8,7 @@ secret.
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,8 +20,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, Store, Work
 from torch.distributed import ProcessGroupGloo
 
-from quire.engine.parallel.address_book import AddressBook
-from quire.engine.parallel.columns import as_bytes, joined, padded, widest
+from quire.core.errors import RankLostError
+from quire.engine.parallel.addresses import AddressBook
+from quire.engine.parallel.link import GatheredHead, as_bytes, joined, padded, widest
+from quire.engine.parallel.messages import Published, Report
+from quire.engine.parallel.peer import Peer
+from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
@@ -75,9 +80,9 @@ class NetworkRanks:
         """Return the exchange of partial sums of an activation of this width."""
         return NetworkSum(self, width)
 
-    def joined_head(self, head: Linear, cut: Cut) -> "NetworkHead":
+    def joined_head(self, head: Linear, cut: Cut) -> GatheredHead:
         """Return the head of all ranks from this one's."""
-        return NetworkHead(self, head, cut)
+        return GatheredHead(self.gather_columns_to_first, head, cut)
 
     def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
@@ -228,17 +233,39 @@ class NetworkSum:
         return self._ranks.sum_rows(own, dtype)
 
 
-class NetworkHead:
-    """A head that is split by the vocabulary: rank 0 gets the logits of all."""
+class Tcp:
+    """A `Transport` between machines, for ranks on CPUs. `address`: of rank 0's machine, for the others."""
 
-    def __init__(self, ranks: NetworkRanks, head: Linear, cut: Cut) -> None:
-        self._ranks, self._head, self._cut = ranks, head, cut
-        self.num_bytes = head.num_bytes
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._book = AddressBook(lambda entry: self._publish(entry, self._peers))
+        self._peers: Sequence[Peer] = ()
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
-        """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
-        assert addend is None, "an addend of a head that is split"
-        return self._ranks.gather_columns_to_first(self._head(x), self._cut)
+    def inherited(self, layout: MemoryLayout) -> AbstractContextManager[Sequence[int]]:
+        """Return nothing: the ranks find each other by the address book."""
+        return nullcontext(())
+
+    def open(self, shard: Shard, peers: Sequence[Peer]) -> NetworkRanks:
+        """Return rank 0's exchange with ranks that have joined."""
+        self._peers = peers
+        return NetworkRanks(shard, self._address, self._book)
+
+    def place_of(self, peer: Peer) -> str:
+        """Return the rank's own address, at which it connects with the others."""
+        return peer.place
+
+    def handles(self, peer: Peer, report: Report) -> bool:
+        """Add an entry of the address book, and pass it on to all other ranks."""
+        if not isinstance(report, Published):
+            return False
+        self._book.add(report)
+        self._publish(report, [other for other in self._peers if other is not peer])
+        return True
+
+    def _publish(self, entry: Published, peers: Sequence[Peer]) -> None:
+        with suppress(RankLostError):  # the thread that reads finds the end
+            for peer in peers:
+                peer.send(entry)
 
 
 def _gather_at(ranks: NetworkRanks, cut: Cut, own: int, rows: int, num_rows: int, element_bytes: int) -> None:

@@ -17,7 +17,8 @@ from quire.execution.cuda.cuda_memory import (
 from quire.execution.cuda.cuda_swapper import CudaSwapper
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
 from quire.execution.cuda.memory_profiling import CudaMemoryMeter, available_kv_bytes
-from quire.execution.device import StepLimits, WorkerParts
+from quire.execution.device import StepLimits
+from quire.execution.worker import StepCompute
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots
 from quire.model.kv_cache import KVCache
@@ -72,12 +73,12 @@ class CudaDevice:
         space = KVCache.allocate(geometry, num_blocks, cache.block_size, back_end, pinned.allocate)
         return CudaSwapper(cache, space, back_end.copy_blocks)
 
-    def executor(self, parts: WorkerParts, max_num_batched_tokens: int) -> AsyncCudaExecutor:
+    def executor(self, compute: StepCompute, max_num_batched_tokens: int) -> AsyncCudaExecutor:
         """Return an executor that takes the next step while one runs; with a drafter, whose drafts it needs, one."""
-        worker = CudaWorker(*parts, self._sizes)
+        worker = CudaWorker(compute, self._sizes)
         if self._captures_graphs:
             worker.capture_graphs(max_num_batched_tokens)
-        return AsyncCudaExecutor(worker, max_steps_in_flight=2 if parts.drafter is None else 1)
+        return AsyncCudaExecutor(worker, max_steps_in_flight=2 if compute.drafter is None else 1)
 
     def release(self) -> None:
         """Return unreferenced memory of the card, and pinned host memory, to the system.

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class GraphSizes(NamedTuple):
         return [size for size in firsts if size is not None]
 
 
-USUAL_SIZES = GraphSizes()
+USUAL_SIZES, NO_SIZES = GraphSizes(), GraphSizes((), ())
 
 
 def _up_to(sizes: tuple[int, ...], limit: int) -> list[int]:
@@ -182,6 +182,11 @@ class CudaGraphRunner:
             if own is not given:
                 own.copy_(given)
         return graph.replay()
+
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        """Return the hidden states [num_tokens, hidden_size] of a batch: of a graph, until the next, or computed."""
+        hidden = self.run(batch)
+        return self._forward(batch) if hidden is None else hidden
 
     def capture_one(self) -> None:
         """Capture the size that was requested most, if often enough. To be called between steps."""
@@ -267,11 +272,12 @@ class CudaGraphCapture:
     """
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
 
     def __call__(self, call: Callable[[], Tensor]) -> Replay:
         """Return the graph of a call. The call runs once before, so that its kernels are compiled and tuned."""
         call()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(torch.cuda.current_stream()),  # restored also after a capture that fails

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import StepPlan, StepResult
-from quire.decoding.grammars.rows import GrammarRows
 from quire.decoding.sampler import SampledTokens, device_settings, sample_async, sample_on_device, to_sampled_tokens
 from quire.decoding.sampling_state import LOGPROBS
-from quire.execution.adapter_rows import AdapterRows
-from quire.execution.batch import PersistentBatch, StepInputs
+from quire.execution.batch import StepInputs
 from quire.execution.cuda.cuda_graphs import (
+    NO_SIZES,
     USUAL_SIZES,
+    Capture,
     CudaGraphCapture,
     CudaGraphRunner,
     Graph,
@@ -33,11 +33,9 @@ from quire.execution.cuda.cuda_graphs import (
 )
 from quire.execution.cuda.device_tables import DeviceTables, table_edits
 from quire.execution.cuda.graph_inputs import Draws, InputLayout, upload
-from quire.execution.drafter import Drafter
-from quire.execution.swapper import Swapper
-from quire.execution.worker import Worker
-from quire.model.kv_cache import KVCache
-from quire.model.language_model import ForwardBatch, LanguageModel
+from quire.execution.worker import StepCompute
+from quire.kernels.low_rank import AdapterSlots
+from quire.model.language_model import ForwardBatch
 
 log = logging.getLogger(__name__)
 
@@ -54,44 +52,36 @@ class StepInFlight(NamedTuple):
     started_s: float
 
 
-class CudaWorker(Worker):
-    """A worker that launches its steps in order, and completes them in the same order."""
+class CudaWorker:
+    """A worker that launches its steps in order, and completes them in the same order.
 
-    _sends_tables = False
+    `graphs`: of the forward passes; by default those of `sizes`, of which some draw, too.
+    """
 
     def __init__(
-        self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
-        grammars: GrammarRows | None = None, drafter: Drafter | None = None, adapters: AdapterRows | None = None,
-        sizes: GraphSizes = USUAL_SIZES,
-    ) -> None:  # fmt: skip
-        super().__init__(model, cache, batch, swapper, grammars, drafter, adapters)
-        num_rows, max_blocks = batch.block_tables.shape
-        self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)  # by row, and of no row
-        self._idle_row = num_rows
-        self._no_hidden = torch.empty(0, device=model.device)
-        self._tables = DeviceTables(batch.block_tables.shape, model.device)
+        self, compute: StepCompute, sizes: GraphSizes = USUAL_SIZES, graphs: CudaGraphRunner | None = None
+    ) -> None:
+        self.compute, batch, device = compute, compute.batch, compute.model.device
+        self._idle_row = len(batch.block_tables)
+        self._last_tokens = torch.zeros(self._idle_row + 1, dtype=torch.int64, device=device)  # by row, and of no row
+        self._no_hidden = torch.empty(0, device=device)
+        self._tables = DeviceTables(batch.block_tables.shape, device)
         self._completed_s = 0.0
-        self._graphs: CudaGraphRunner | None = None
-        if model.device.type == "cuda" and model.back_end.is_capturable and (sizes.decodes or sizes.mixed):
-            slots = None if adapters is None else adapters.slots
-            capture = CudaGraphCapture()
-            self._graphs = self._make_graphs(self.forward, max_blocks, model.device, capture, num_rows, slots, sizes)
-
-    def _make_graphs(self, *parts: Any) -> CudaGraphRunner:  # noqa: ANN401 (of `CudaGraphRunner`)
-        make: Callable[..., CudaGraphRunner] = CudaGraphRunner
-        return make(*parts, draw=self.draw, idle_row=self._idle_row)
+        self._graphs = graphs or CudaGraphRunner(
+            compute.forward, *graph_setup(compute, sizes), draw=self.draw, idle_row=self._idle_row
+        )
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_batched_tokens: int) -> None:
         """Capture the graphs of all steps now, on a GPU, instead of after some steps that need them."""
-        if self._graphs is not None:
-            self._graphs.capture_all(max_num_batched_tokens)
+        self._graphs.capture_all(max_num_batched_tokens)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepInFlight:
         """Start a step without waiting for the device, unless logprobs are asked for."""
         started_s = time.perf_counter()
-        inputs, swap_s = self._prepare(plan)
+        compute = self.compute
+        inputs, swap_s = compute.prepare(plan, has_tables=False)
         settings = self._settings_of_graph(inputs)
         forward, samples, graph = self._upload(plan, inputs, settings)
         hidden = self._no_hidden
@@ -101,7 +91,7 @@ class CudaWorker(Worker):
         else:
             logit_rows, sample_rows = samples
             forward = self._resolved(forward)
-            hidden = self._hidden(forward) if settings is None else self.forward(forward)
+            hidden = self._graphs.hidden(forward) if settings is None else compute.forward(forward)
             if inputs.pooled or self._has_prompt_logprobs(inputs):
                 hidden = hidden.clone()  # read when the step is completed, which may be after the next replay
             if inputs.grammars is not None:
@@ -113,10 +103,15 @@ class CudaWorker(Worker):
         event = None
         if isinstance(sampled, Tensor):
             sampled, event = _to_host(sampled)
-        owners = self._batch.write_placeholders(inputs)
-        if self._graphs is not None:
-            self._graphs.capture_one()
+        owners = self.compute.batch.write_placeholders(inputs)
+        self._graphs.capture_one()
         return StepInFlight(inputs, owners, hidden, sampled, event, swap_s, started_s)
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> ForwardBatch:
+        """Apply a plan up to its forward pass; return the inputs on the device, for a caller that runs it."""
+        inputs, _ = self.compute.prepare(plan, has_tables=False)
+        return self._upload(plan, inputs)[0]
 
     def _resolved(self, batch: ForwardBatch) -> ForwardBatch:
         """Return a batch whose placeholders are replaced by what their rows have sampled last."""
@@ -124,24 +119,20 @@ class CudaWorker(Worker):
         references = (-1 - known).clamp_(min=0)
         return replace(batch, token_ids=torch.where(known < 0, self._last_tokens[references], known))
 
-    def _hidden(self, batch: ForwardBatch) -> Tensor:
-        """Return the hidden states of a batch: of a graph, until the next replay, or computed."""
-        hidden = None if self._graphs is None else self._graphs.run(batch)
-        return self.forward(batch) if hidden is None else hidden
-
     def draw(self, batch: ForwardBatch, draws: Draws) -> Tensor:
         """Compute a batch and draw the next token of its rows, as `sample_async` does; all on the device."""
-        hidden = self.forward(self._resolved(batch))
+        hidden = self.compute.forward(self._resolved(batch))
         if len(hidden) > len(draws.rows):
             hidden = hidden.index_select(0, draws.logit_rows)
-        sampled = sample_on_device(draws.settings, self._model.logits(hidden), self._model.back_end.sampling)
+        model = self.compute.model
+        sampled = sample_on_device(draws.settings, model.logits(hidden), model.back_end.sampling)
         self._last_tokens.index_copy_(0, draws.rows, sampled[0])
         return sampled
 
     def _settings_of_graph(self, inputs: StepInputs) -> NDArray[np.void] | None:
         """Return the settings of draws that can be part of the step's graph: plain ones, at most one for each row."""
         num_rows, num_tokens, num_samples = len(inputs.rows), len(inputs.forward.token_ids), len(inputs.logit_rows)
-        if self._graphs is None or not 0 < num_samples <= num_rows:
+        if not 0 < num_samples <= num_rows:
             return None
         if not self._graphs.may_draw(num_rows, num_tokens, has_adapters=inputs.forward.adapters is not None):
             return None
@@ -149,7 +140,7 @@ class CudaWorker(Worker):
         is_of_rows = num_tokens > num_rows or np.array_equal(inputs.logit_rows, np.arange(num_rows))
         if not is_plain or not is_of_rows:
             return None
-        return device_settings(self._samples(inputs, slice(None)), self._model.back_end.sampling)
+        return device_settings(self.compute.samples(inputs, slice(None)), self.compute.model.back_end.sampling)
 
     def _upload(
         self, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.void] | None = None
@@ -158,16 +149,16 @@ class CudaWorker(Worker):
 
         Then `logit_rows` and `sample_rows`, unless the graph draws by `settings`, and the graph.
         """
-        batch, device = inputs.forward, self._model.device
+        batch, device = inputs.forward, self.compute.model.device
         size = GraphSize(len(inputs.rows), len(batch.token_ids), batch.adapters is not None, settings is not None)
-        graph = None if self._graphs is None else self._graphs.find(size)
+        graph = self._graphs.find(size)
         draws = graph is not None and graph.draws is not None
-        edits, samples = table_edits(plan, self._batch.block_tables), list[Tensor]()
+        edits, samples = table_edits(plan, self.compute.batch.block_tables), list[Tensor]()
         if not draws or len(edits.places):
             arrays: tuple[NDArray[Any], ...] = () if draws else (inputs.logit_rows, inputs.sample_rows)
             places, blocks, *samples = upload([*edits, *arrays], device)
             self._tables.edit(places, blocks)
-        max_blocks = -(-int(inputs.stops.max()) // self._batch.block_size)
+        max_blocks = -(-int(inputs.stops.max()) // self.compute.batch.block_size)
         if graph is not None:
             graph.fill(inputs, settings, self._idle_row)
             self._tables.gather(graph.rows, max_blocks, graph.inputs.block_tables)
@@ -185,37 +176,47 @@ class CudaWorker(Worker):
         sampled = step.sampled
         if isinstance(sampled, Tensor):  # a graph draws for rows of no sequence, too
             sampled = to_sampled_tokens(sampled[:, : len(step.inputs.sample_rows)])
-        self._batch.record(step.inputs, sampled.token_ids, step.owners)
+        self.compute.batch.record(step.inputs, sampled.token_ids, step.owners)
         before_s, self._completed_s = self._completed_s, time.perf_counter()
-        result = self._result(step.inputs, step.hidden, sampled, step.swap_s)
-        return self._timed(result, step.inputs, self._completed_s - max(before_s, step.started_s))
+        result = self.compute.result(step.inputs, step.hidden, sampled, step.swap_s)
+        return self.compute.timed(result, step.inputs, self._completed_s - max(before_s, step.started_s))
 
     def _is_computed(self) -> Callable[[], bool]:
         """Return whether the device has done what was launched so far, as a function."""
-        if self._model.device.type != "cuda":
+        if self.compute.model.device.type != "cuda":
             return lambda: True
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.query
 
     def _has_prompt_logprobs(self, inputs: StepInputs) -> bool:
-        asks = self._batch.scores_prompt[inputs.rows]
+        asks = self.compute.batch.scores_prompt[inputs.rows]
         if not asks.any():
             return False
-        return bool((asks & (inputs.starts < self._batch.num_prompt_tokens[inputs.rows] - 1)).any())
+        return bool((asks & (inputs.starts < self.compute.batch.num_prompt_tokens[inputs.rows] - 1)).any())
 
     def _start_sampling(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens | Tensor:
         """Sample without waiting, unless a row asks for logprobs or the samples have to be drawn one by one."""
         if not len(inputs.sample_rows):
             return SampledTokens([], None)
-        if (self._batch.sampling.features[inputs.sample_rows] & LOGPROBS).any():
-            return self._sample(inputs, hidden, logit_rows)
+        if (self.compute.batch.sampling.features[inputs.sample_rows] & LOGPROBS).any():
+            return self.compute.sample(inputs, hidden, logit_rows)
         try:
-            samples = self._samples(inputs, slice(None))
-            return sample_async(samples, self._model.logits(hidden[logit_rows]), self._model.back_end.sampling)
+            samples, model = self.compute.samples(inputs, slice(None)), self.compute.model
+            return sample_async(samples, model.logits(hidden[logit_rows]), model.back_end.sampling)
         except Exception:
             log.exception("sampling of a step failed; its samples are drawn again")
-        return self._sample(inputs, hidden, logit_rows)
+        return self.compute.sample(inputs, hidden, logit_rows)
+
+
+def graph_setup(
+    compute: StepCompute, sizes: GraphSizes
+) -> tuple[int, torch.device, Capture, int, AdapterSlots | None, GraphSizes]:
+    """Return the arguments of a `CudaGraphRunner` behind the first, for what a computation's device can capture."""
+    model, (num_rows, max_blocks) = compute.model, compute.batch.block_tables.shape
+    slots = None if compute.adapters is None else compute.adapters.slots
+    is_captured = model.device.type == "cuda" and model.back_end.is_capturable
+    return max_blocks, model.device, CudaGraphCapture(), num_rows, slots, sizes if is_captured else NO_SIZES
 
 
 def _to_host(sampled: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -228,13 +229,23 @@ def _to_host(sampled: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return copy, event
 
 
+class LaunchingWorker(Protocol):
+    """A worker that launches its steps in order, and completes them in the same order."""
+
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        """Start a step."""
+
+    def complete(self, step: StepInFlight) -> StepResult:
+        """Wait for a step, and return its result."""
+
+
 class AsyncCudaExecutor:
-    """One CUDA worker in this process. A step is launched when it is submitted.
+    """One worker in this process. A step is launched when it is submitted.
 
     `max_steps_in_flight` 1: for a worker with a drafter, because the next plan contains its drafts.
     """
 
-    def __init__(self, worker: CudaWorker, max_steps_in_flight: int = 2) -> None:
+    def __init__(self, worker: LaunchingWorker, max_steps_in_flight: int = 2) -> None:
         self.worker, self.max_steps_in_flight = worker, max_steps_in_flight
         self._steps = deque[StepInFlight]()
 

@@ -1,0 +1,54 @@
+"""Choice of the starter, the transport and the device of ranks."""
+
+import torch
+
+from quire.core.errors import ConfigError
+from quire.core.optional_package import needs_library
+from quire.engine.devices import uses_gpu
+from quire.engine.options import EngineOptions
+from quire.engine.parallel.cpu_ranks import CpuRanks
+from quire.engine.parallel.gpu_ranks import GpuRanks
+from quire.engine.parallel.nccl import Nccl
+from quire.engine.parallel.rank_set import RankDevice, RankSet, Starter, Transport
+from quire.engine.parallel.shared_memory import SharedMemory
+from quire.engine.parallel.starters import ByHand, ForkedRanks, JoinedRanks, Placement
+from quire.engine.parallel.tcp import Tcp
+
+
+def make_rank_set(options: EngineOptions) -> RankSet:
+    """Return all ranks of a run but this one. ConfigError for what is not served.
+
+    | started | on CPUs | on GPUs |
+    | --- | --- | --- |
+    | as children | shared memory | NCCL, whose ranks meet in a file |
+    | by hand, on several machines | gloo over TCP | NCCL, whose ranks meet at a port of rank 0 |
+    | by Ray | gloo over TCP | refused: Ray would have to reserve the very GPU that rank 0 uses, which has no actor |
+    """
+    if options.node_rank:
+        raise ConfigError(
+            f"node_rank {options.node_rank}: node 0 has the engine; start the other nodes by `quire serve` with the "
+            "same settings"
+        )
+    is_on_gpu, num_threads = uses_gpu(options), torch.get_num_threads()
+    device: RankDevice = GpuRanks(options) if is_on_gpu else CpuRanks()
+    placement = _placement(options, num_threads)
+    if placement is None:
+        starter: Starter = ForkedRanks(options, num_threads)
+        address = None
+    else:
+        starter, address = JoinedRanks(options, placement), placement.address.address
+    transport: Transport
+    if is_on_gpu:
+        transport = Nccl(options.tensor_parallel_size, address)
+    else:
+        transport = SharedMemory() if address is None else Tcp(address)
+    return RankSet(options, starter, transport, device)
+
+
+def _placement(options: EngineOptions, num_threads: int) -> Placement | None:
+    """Return what starts ranks that join over TCP; None: they are children of this process."""
+    if options.distributed_executor_backend == "ray":
+        with needs_library("distributed_executor_backend 'ray'", "ray", "'quire[ray]'"):
+            from quire.engine.parallel.ray_ranks import PlacedByRay  # noqa: PLC0415 (imports Ray, for a second)
+        return PlacedByRay(options, num_threads)
+    return ByHand(options, num_threads) if options.nnodes > 1 else None
