@@ -4,6 +4,7 @@ import gc
 import io
 import math
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from quire.core.token_ids import pack_tokens
 from quire.engine.messages import (
     FAULT,
     MAX_FAILURE_CHARS,
+    OF_TEXTS,
     Abort,
     Add,
     BlocksReply,
@@ -41,6 +43,7 @@ from quire.engine.messages import (
     Report,
     Start,
     Stepped,
+    add_message,
     decode_command,
     decode_report,
     error_from,
@@ -208,6 +211,20 @@ def test_commands_arrive_as_they_were_sent(command: Command) -> None:
     assert plain(decode_command(body_of(command))) == plain(command)
 
 
+@given(requests)
+def test_request_arrives_without_what_is_for_texts_alone(request: Request) -> None:
+    arrived = decode_command(body_of(add_message(request)))
+    plain_text = SamplingParams()
+    of_texts = {name: getattr(plain_text, name) for name in OF_TEXTS}
+    assert plain(arrived) == plain(Add(replace(request, params=replace(request.params, **of_texts))))
+
+
+def test_words_of_a_request_are_not_sent() -> None:
+    own = SamplingParams(stop=["the end"], bad_words=["a word"], skip_special_tokens=False)
+    sent = body_of(add_message(Request(1, pack_tokens([2]), own, 3, 4)))
+    assert not [word for word in (b"the end", b"a word", b"stop", b"skip_special", b"top_p") if word in sent]
+
+
 @given(reports)
 def test_reports_arrive_as_they_were_sent(report: Report) -> None:
     assert decode_report(body_of(report)) == report
@@ -230,9 +247,9 @@ def test_prompt_arrives_packed_and_is_shared_by_its_sequences() -> None:
 def test_parameters_keep_their_types(own: SamplingParams) -> None:
     """What is hashed, shared or compared with `is` inside the engine must not become a list or an integer."""
     request = Request(1, pack_tokens([2]), own, 3, 4)
-    arrived = decode_command(body_of(Add(request)))
+    arrived = decode_command(body_of(add_message(request)))
     assert isinstance(arrived, Add)
-    for name in SamplingParams.__slots__:
+    for name in set(SamplingParams.__slots__) - OF_TEXTS:
         assert type(getattr(arrived.request.params, name)) is type(getattr(own, name)), name
 
 

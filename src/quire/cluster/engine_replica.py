@@ -64,7 +64,7 @@ class EngineReplica:
         request.request_id = number
         self._requests[number] = held
         try:
-            self._connection.send(frame(messages.Add(request)))
+            self._connection.send(frame(messages.add_message(request)))
             while (report := await held.reports.get()) is not None:
                 yield report
             if held.num_open:

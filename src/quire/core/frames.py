@@ -24,7 +24,7 @@ def _as_bytes(value: object) -> bytes:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_as_bytes)
 
 
-def frame(message: msgspec.Struct) -> bytes:
+def frame(message: object) -> bytes:
     """Return a message as a frame."""
     body = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, body, LENGTH_BYTES)

@@ -228,7 +228,7 @@ def _build(
     executor = (device if ranks is None else ranks).executor(compute, scheduling.max_num_batched_tokens)
 
     def unprepared(request: Request) -> Lack | None:
-        if grammars is not None and not grammars.is_compiled(request.params):
+        if grammars is not None and not grammars.is_compiled(request.params, request.bad_words_token_ids):
             return Lack("grammar")
         return None if adapters is None or adapters.is_ready(request) else Lack("adapter", adapters.is_held)
 

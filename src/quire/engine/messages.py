@@ -6,6 +6,7 @@ the other process has ended.
 
 from array import array
 from collections.abc import Callable
+from dataclasses import fields
 
 import msgspec
 
@@ -15,6 +16,7 @@ from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.pooling import PoolerConfig
+from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepTiming, StepWork
 from quire.core.token_ids import PackedTokens
@@ -78,6 +80,28 @@ class ReadAdapter(msgspec.Struct, tag="read_adapter", array_like=True, frozen=Tr
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Send a report as soon as possible: an idle engine sends its state after every command."""
+
+
+# Parameters of texts, which the server alone reads: prompts and outputs are token ids here.
+OF_TEXTS = frozenset((
+    "stop", "bad_words", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens",
+))  # fmt: skip
+_PARAMS = [(each.name, each.default) for each in fields(SamplingParams) if each.name not in OF_TEXTS]
+_STATE_OF_ENGINE = frozenset((   # of a request, set by the engine
+    "arrived_s", "live", "prompt_logprobs", "prompt_scores", "queue_key", "must_see_tokens", "num_preemptions",
+    "num_cached_tokens", "waited", "num_recomputed_tokens", "num_swapped_blocks",
+))  # fmt: skip
+_SENT = [
+    (each.name, each.default) for each in fields(Request) if each.name not in _STATE_OF_ENGINE | {"params"}
+]
+
+
+def add_message(request: Request) -> tuple[str, dict[str, object]]:
+    """Return the Add of a request: what the engine reads, where it is not the default."""
+    given = request.params
+    params = {name: value for name, default in _PARAMS if (value := getattr(given, name)) is not default}
+    sent = {name: value for name, default in _SENT if (value := getattr(request, name)) is not default}
+    return "add", sent | {"params": params}
 
 
 Command = Start | Add | Abort | Finish | GetBlocks | ReadAdapter | Ping

@@ -353,7 +353,7 @@ def test_end_of_the_server_unpins_what_is_under_way(server: OpenAIServer) -> Non
 def test_pin_that_ends_in_the_moment_in_which_its_client_goes_is_undone(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run(work: Coroutine[None, None, object], receive: object) -> object:
+    async def run(work: Coroutine[None, None, object], scope: object, receive: object) -> object:
         await work
         assert client.state.pins != ()
         raise shutting_down()

@@ -24,7 +24,7 @@ def test_stuck_reader_costs_lines_and_no_time() -> None:
     handler = StderrHandler(writing)
     for _ in range(2 * MAX_WAITING_LINES):
         handler.handle(record("x" * 100))  # would hang
-    assert MAX_WAITING_LINES - 1000 < handler._lines.qsize() <= MAX_WAITING_LINES, "a pipe holds fewer than 1,000"
+    assert MAX_WAITING_LINES - 1500 < len(handler._lines) <= MAX_WAITING_LINES, "fewer are under way"
     os.close(reading)
 
 

@@ -7,7 +7,7 @@ bounded by LIMITS, in its own units of work: a grammar past them is an error, wh
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from weakref import WeakSet
@@ -84,12 +84,12 @@ def _check_start(first: LLMatcher, tokenizer: LLTokenizer) -> None:
         raise error
 
 
-def forces_tokens(params: SamplingParams) -> bool:
+def forces_tokens(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> bool:
     """Return whether the grammar of a request may leave one token alone where a text must follow.
 
     Not where the request names tokens: those that it allows may spell the text otherwise.
     """
-    return not (params.allowed_token_ids or params.bad_words or params.logit_bias or params.min_tokens)
+    return not (params.allowed_token_ids or bad_words or params.logit_bias or params.min_tokens)
 
 
 class CompiledGrammar:

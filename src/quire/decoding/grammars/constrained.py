@@ -1,6 +1,6 @@
 """Constrained decoding of one engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -79,10 +79,10 @@ class ConstrainedDecoding(GrammarChecks):
         """Return whether the tokenizer is being loaded, or has been."""
         return self._cache.is_loading
 
-    def is_compiled(self, params: SamplingParams) -> bool:
+    def is_compiled(self, params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -> bool:
         """Return whether a request can be admitted; else its grammar, if it has one, is being compiled, or waits."""
         grammar = params.structured_outputs
-        return grammar is None or self._cache.is_compiled(grammar, forces=forces_tokens(params))
+        return grammar is None or self._cache.is_compiled(grammar, forces=forces_tokens(params, bad_words))
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a grammar while no request runs, at most this long. Rows keep no state meanwhile."""

@@ -89,7 +89,7 @@ class RowState:
     def __init__(self, new: NewRow, params: StructuredOutputsParams) -> None:
         self._params = params
         self._num_prompt_tokens = new.num_prompt_tokens
-        self._forces = forces_tokens(new.params)
+        self._forces = forces_tokens(new.params, new.bad_words_token_ids)
         self._may_force = self._forces and new.params.logprobs is None  # forced tokens have no logprobs
         self._is_beam = new.beam is not None           # the search chooses its next token, after the step
         self._output = list[int]()                     # known tokens, as of the last job

@@ -126,7 +126,7 @@ class EngineMetrics(EngineObserver):
         """Count a step of the engine and the requests that it advanced."""
         super().on_step(step, processed)
         self._update_state(step.state)
-        self._requests.num_prompt_tokens += sum(num_tokens for _, num_tokens in processed.first_tokens)
+        self._requests.num_prompt_tokens += sum([num_tokens for _, num_tokens in processed.first_tokens])
         self._requests.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)

@@ -59,21 +59,21 @@ class Histogram:
     """Counts of observed values by bucket: up to and including its bound; the last bucket has no bound."""
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
-        self._name, self._documentation, self._bounds = name, documentation, bounds
+        self._name, self._documentation, self.bounds = name, documentation, bounds
         self._bound_labels = [*(str(float(bound)) for bound in bounds), "+Inf"]
-        self._counts = [0] * len(self._bound_labels)
-        self._sum = 0.0
+        self.counts = [0] * len(self._bound_labels)
+        self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value `times` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
         """Return the metric family; its counts are cumulative, as in Prometheus' format."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=list(labels))
-        buckets = list(zip(self._bound_labels, accumulate(self._counts), strict=True))
-        family.add_metric(list(labels.values()), buckets, self._sum)
+        buckets = list(zip(self._bound_labels, accumulate(self.counts), strict=True))
+        family.add_metric(list(labels.values()), buckets, self.total)
         return family
 
 
@@ -90,7 +90,7 @@ class RequestHistograms:
         if num_computed_tokens:  # 0: part of a step, of which other servers have parts as well
             self._by_name["quire:step_computed_tokens"].observe(num_computed_tokens)
         if processed.num_output_tokens:
-            num_prompt_tokens = sum(num_tokens for _, num_tokens in processed.first_tokens)
+            num_prompt_tokens = sum([num_tokens for _, num_tokens in processed.first_tokens])
             self._by_name["vllm:iteration_tokens_total"].observe(num_prompt_tokens + processed.num_output_tokens)
         itl_s = self._by_name["vllm:inter_token_latency_seconds"]
         ttft_s = self._by_name["vllm:time_to_first_token_seconds"]
@@ -100,8 +100,7 @@ class RequestHistograms:
             assert metrics.first_token_s is not None, "begun without a token"
             ttft_s.observe(metrics.first_token_s - metrics.arrival_s)
         for ended in processed.finished:
-            for name, value in _of_end(ended).items():
-                self._by_name[name].observe(value)
+            _observe_all(self._by_name, _of_end(ended))
 
     def on_timing(self, timing: StepTiming) -> None:
         """Observe how long a step took, and how well that was predicted."""
@@ -118,6 +117,14 @@ class RequestHistograms:
         for other in others:
             first.samples += other.samples
         yield first
+
+
+def _observe_all(histograms: Mapping[str, Histogram], values: Mapping[str, float]) -> None:
+    """Count a value in each histogram: `observe` without a call for each."""
+    for name, value in values.items():
+        histogram = histograms[name]
+        histogram.counts[bisect_left(histogram.bounds, value)] += 1
+        histogram.total += value
 
 
 def _of_end(ended: FinishedRequest) -> dict[str, float]:

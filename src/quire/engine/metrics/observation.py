@@ -63,8 +63,9 @@ class EngineObserver:
 
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Record a step of the engine and what it gave to requests."""
-        num_admitted = sum(not admission.num_preemptions for admission in step.admissions)
-        self._admissions.record(num_admitted, step.started_s, self._number)
+        if step.admissions:
+            num_admitted = sum([not admission.num_preemptions for admission in step.admissions])
+            self._admissions.record(num_admitted, step.started_s, self._number)
 
     def on_idle(self, state: EngineState) -> None:
         """Record that no request waits or runs."""

@@ -151,7 +151,7 @@ class EngineClient(SingleEngine):
     ) -> RequestStream:
         """Queue a request, once. EngineDeadError if the engine has died."""
         self._raise_if_dead()
-        message = frame(messages.Add(prepared.request))   # first: a request that cannot be sent leaves no trace
+        message = frame(messages.add_message(prepared.request))   # first: a request that cannot be sent leaves no trace
         self._record_sent(prepared.request)
         self._await_sign()
         stream = self._streams.open(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
@@ -340,14 +340,20 @@ class EngineClient(SingleEngine):
         """Process a step in slices, and let readers and connections run after each."""
         self._set_state(step.state)
         self._forecast.record_step(step, time.monotonic())
-        whole = ProcessedStep()
+        whole: ProcessedStep | None = None
         for processed in self._streams.process(step):
-            self._stop_at_strings(processed.stopped)
-            self._fail_outputs(processed.failed)
+            if processed.stopped:
+                self._stop_at_strings(processed.stopped)
+            if processed.failed:
+                self._fail_outputs(processed.failed)
             self._streams.wake(processed.ready)
-            whole.add(processed)
+            if whole is None:
+                whole = processed
+            else:
+                whole.add(processed)
             if not processed.is_last:
                 await asyncio.sleep(0)
+        assert whole is not None, "the last slice is never left out"
         self._observer.on_step(step, whole)
 
     def _set_state(self, state: EngineState) -> None:

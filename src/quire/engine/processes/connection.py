@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
@@ -59,9 +60,9 @@ class EngineConnection:
         """Wait until the engine has taken most of what was sent. ConnectionError if it is gone."""
         await self._writer.drain()
 
-    async def receive(self) -> Report:
+    def receive(self) -> Coroutine[None, None, Report]:
         """Wait for the next report. EOFError or ConnectionError when the engine is gone."""
-        return await _receive(self._reader)
+        return _receive(self._reader)
 
     def abort(self) -> None:
         """Close the connection at once; `receive` raises."""

@@ -174,7 +174,7 @@ class Forecast:
             self._computed_s = None
             return
         known = self._times or times
-        self._times = StepTimes(*(old + (new - old) / NUM_STEPS for old, new in zip(known, times, strict=True)))
+        self._times = StepTimes(*[old + (new - old) / NUM_STEPS for old, new in zip(known, times, strict=True)])
         if self._computed_s is not None:
             self._host_s += (max(step.started_s - self._computed_s, 0.0) - self._host_s) / NUM_STEPS
         self._computed_s = step.started_s + timing.seconds if step.state.num_running else None

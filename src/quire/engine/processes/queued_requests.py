@@ -37,6 +37,9 @@ class Before(NamedTuple):
     prompts: StepWork = StepWork()
 
 
+_NONE = Before()
+
+
 class QueuedRequests:
     """The requests by number."""
 
@@ -92,7 +95,8 @@ class QueuedRequests:
     def _count(self, request: Request, sign: int) -> None:
         """Add a request to the totals, or subtract it."""
         self.num_tokens += sign * request.num_queued_tokens
-        work = StepWork(*(sign * each for each in chunk_work(0, len(request.prompt_token_ids))))
+        num_tokens, num_attended, num_context = chunk_work(0, len(request.prompt_token_ids))
+        work = StepWork(sign * num_tokens, sign * num_attended, sign * num_context)
         _add(self._by_priority, request.priority, sign, work)
         _add(self._by_client, request.client_id, sign, work)
         if request.client_id not in self._by_client:
@@ -100,7 +104,8 @@ class QueuedRequests:
 
 
 def _add(totals: dict[Key, Before], key: Key, num_requests: int, work: StepWork) -> None:
-    known = totals.get(key, Before())
-    totals[key] = Before(known.num_requests + num_requests, known.prompts + work)
-    if not totals[key].num_requests:
+    known = totals.get(key, _NONE)
+    if num_requests + known.num_requests:
+        totals[key] = Before(known.num_requests + num_requests, known.prompts + work)
+    else:
         del totals[key]

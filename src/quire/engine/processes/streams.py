@@ -109,7 +109,8 @@ class RequestStreams:
         """Process a step's admissions, preemptions and tokens; yield the results in slices (`OutputProcessor`)."""
         for admission in step.admissions:
             self.queued.discard(admission.request_id)
-        self._outputs.record_scheduled(step.preempted, step.admissions, step.started_s)
+        if step.preempted or step.admissions:
+            self._outputs.record_scheduled(step.preempted, step.admissions, step.started_s)
         return self._outputs.process_in_slices(step.deltas, time.monotonic())
 
     def wake(self, request_ids: Iterable[int]) -> None:

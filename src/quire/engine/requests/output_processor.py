@@ -357,7 +357,8 @@ def _extend(
         opened.prompt_scores = opened.prompt_scores or delta.prompt_scores
     elif is_first and delta.token_ids:
         step.itl_s.append(now_s - branch.last_token_s)
-    _record_recovery(opened.metrics.preemptions, now_s)
+    if opened.metrics.preemptions:
+        _record_recovery(opened.metrics.preemptions, now_s)
     opened.metrics.num_draft_tokens += delta.num_draft_tokens
     opened.metrics.num_accepted_tokens += delta.num_accepted_tokens
     opened.pooled = delta.pooled or opened.pooled

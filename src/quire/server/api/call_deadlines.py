@@ -62,7 +62,8 @@ def check_deadline(service: Service, call: ApiRequest, num_chars: int = 0) -> No
 
     With several prompts, the deadline holds for the last prompt's first token.
     """
-    if call.params.ttft_deadline_ms is None and call.params.deadline_ms is None:
+    params = call.checked.params
+    if params.ttft_deadline_ms is None and params.deadline_ms is None:
         return
     field, asked_s = _first_deadline(call)
     request = call.requests[0].request if len(call.requests) == 1 else None

@@ -4,13 +4,14 @@ An unsupported parameter that would change the response is refused unless its va
 is accepted; an unknown name is ignored with a warning in the log.
 """
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from pydantic import ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from quire.core.checks import refuse, shown
 from quire.server.api.bodies import ELEMENT, Body, OtherFields
@@ -62,10 +63,12 @@ async def read_body(request: Request, body_type: type[B]) -> B:
     """
     service: Service = request.app.state.service
     raw = await _raw(request)
-    if _is_small(raw):
-        return decode_body(raw, body_type, service.options)
+    if len(raw) <= SLICE_BYTES and (num_values := _most_values(raw)) <= SLICE_VALUES:
+        return _body_of(_object(raw, num_values, body_type, service.options), body_type, service.options)
     async with service.decode_lanes.slot(client_id_of(request.scope), is_long=len(raw) > LONG_BYTES):
-        return await run_sliced(_body(raw, body_type, service.options))
+        given = await run_sliced(_object_in_slices(raw, body_type, service.options))
+        await asyncio.sleep(0)
+        return _body_of(given, body_type, service.options)
 
 
 async def read_field_names(request: Request) -> tuple[bytes, set[str]]:
@@ -73,20 +76,21 @@ async def read_field_names(request: Request) -> tuple[bytes, set[str]]:
     service: Service = request.app.state.service
     raw = await _raw(request)
     async with service.decode_lanes.slot(client_id_of(request.scope), is_long=len(raw) > LONG_BYTES):
-        return raw, set(await run_sliced(_object(raw, Body, service.options)))
-
-
-async def _raw(request: Request) -> bytes:
-    return b"".join([piece async for piece in request.stream()])  # request.body() would keep it
+        return raw, set(await run_sliced(_object_in_slices(raw, Body, service.options)))
 
 
 def decode_body(raw: bytes, body_type: type[B], limits: Limits = DEFAULT_LIMITS) -> B:
     """Return the fields of a body at once, or raise as `read_body`."""
-    return run_at_once(_body(raw, body_type, limits))
+    return _body_of(_object(raw, _most_values(raw), body_type, limits), body_type, limits)
 
 
-def _is_small(raw: bytes) -> bool:
-    return len(raw) <= SLICE_BYTES and _most_values(raw) <= SLICE_VALUES
+async def _raw(request: Request) -> bytes:
+    """Return the bytes of a body, which the application's `receive` gives as one message."""
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    raw: bytes = message["body"]
+    return raw
 
 
 def _most_values(raw: bytes) -> int:
@@ -94,43 +98,51 @@ def _most_values(raw: bytes) -> int:
     return raw.count(b"[") + raw.count(b"{") + raw.count(b'"') // 2
 
 
-def _body(raw: bytes, body_type: type[B], limits: Limits) -> Slices[B]:
-    given = yield from _object(raw, body_type, limits)
-    yield
-    check_field_names(given, body_type.model_fields, body_type.OTHERS)
-    for field in MAX_ELEMENTS.keys() & given.keys() & body_type.model_fields.keys():
-        limit = getattr(limits, MAX_ELEMENTS[field])
-        if isinstance(given[field], list | dict) and len(given[field]) > limit:
-            refuse(field, given[field], f"at most {limit} of them ({MAX_ELEMENTS[field]})")
-    for field, nested in body_type.NESTED.items():
-        if isinstance(given.get(field), dict):
-            check_field_names(given[field], nested.model_fields, body_type.OTHERS, f"{field}.")
-    yield
+def _object(raw: bytes, num_values: int, body_type: type[B], limits: Limits) -> dict[str, Any]:
+    """Return the JSON object of a body with at most so many values."""
+    if num_values > limits.max_json_depth or num_values > limits.max_json_values:
+        return run_at_once(_object_in_slices(raw, body_type, limits))
     try:
-        body = body_type.model_validate({name: given[name] for name in body_type.model_fields.keys() & given.keys()})
-    except ValidationError as error:
-        _refuse_first(error)
-    yield
-    return body
+        return _checked_object(loads(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        invalid(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
-def _object(raw: bytes, body_type: type[B], limits: Limits) -> Slices[dict[str, Any]]:
+def _object_in_slices(raw: bytes, body_type: type[B], limits: Limits) -> Slices[dict[str, Any]]:
     """Return the JSON object of a body, with None for names that no route knows."""
+    wanted = body_type.model_fields.keys() | body_type.OTHERS.unsupported.keys()
     try:
-        if _is_small(raw) and _most_values(raw) <= min(limits.max_json_values, limits.max_json_depth):
-            given = loads(raw)
-        else:
-            wanted = body_type.model_fields.keys() | body_type.OTHERS.unsupported.keys()
-            given = yield from decoded(raw, wanted, limits.max_json_depth, limits.max_json_values)
+        given = yield from decoded(raw, wanted, limits.max_json_depth, limits.max_json_values)
     except TooDeepError as error:
         invalid(f"the body is {error} (max_json_depth)", code="invalid_json")
     except TooManyValuesError as error:
         invalid(f"the body has {error} (max_json_values)")
     except (msgspec.DecodeError, JsonError, UnicodeDecodeError, RecursionError) as error:
         invalid(f"the body is not valid JSON: {error}", code="invalid_json")
+    return _checked_object(given)
+
+
+def _checked_object(given: object) -> dict[str, Any]:
     if not isinstance(given, dict):
         invalid(f"the body must be a JSON object, got {type(given).__name__}")
     return given
+
+
+def _body_of(given: dict[str, Any], body_type: type[B], limits: Limits) -> B:
+    """Return a body of its fields, after the checks of their names and numbers of elements."""
+    fields = body_type.model_fields.keys()
+    check_field_names(given, fields, body_type.OTHERS)
+    for field in MAX_ELEMENTS.keys() & given.keys() & fields:
+        limit = getattr(limits, MAX_ELEMENTS[field])
+        if isinstance(given[field], list | dict) and len(given[field]) > limit:
+            refuse(field, given[field], f"at most {limit} of them ({MAX_ELEMENTS[field]})")
+    for field, nested in body_type.NESTED.items():
+        if isinstance(given.get(field), dict):
+            check_field_names(given[field], nested.model_fields, body_type.OTHERS, f"{field}.")
+    try:
+        return body_type.model_validate({name: given[name] for name in fields & given.keys()})
+    except ValidationError as error:
+        _refuse_first(error)
 
 
 def _refuse_first(error: ValidationError) -> NoReturn:
@@ -158,6 +170,8 @@ def check_field_names(
     `within` is the prefix of the names of a nested object: "stream_options.".
     """
     others = {within + name: value for name, value in given.items() if name not in fields}
+    if not others:
+        return
     for name, value in others.items():
         if name in known.unsupported and not _changes_nothing(value, known.unsupported[name]):
             unsupported(name, value)

@@ -35,11 +35,12 @@ class RequestUsage:
 
 def total_usage(requests: Sequence[RequestUsage]) -> TokenUsage:
     """Return the tokens of all requests together."""
-    return TokenUsage(
-        sum(request.num_prompt_tokens for request in requests),
-        sum(request.num_output_tokens for request in requests),
-        sum(request.metrics.num_cached_tokens for request in requests),
-    )
+    num_prompt_tokens = num_output_tokens = num_cached_tokens = 0
+    for request in requests:
+        num_prompt_tokens += request.num_prompt_tokens
+        num_output_tokens += request.num_output_tokens
+        num_cached_tokens += request.metrics.num_cached_tokens
+    return TokenUsage(num_prompt_tokens, num_output_tokens, num_cached_tokens)
 
 
 def request_times(metrics: RequestMetrics | None, num_output_tokens: int) -> dict[str, float | None]:
@@ -74,9 +75,15 @@ def _ms(duration_s: float | None) -> float | None:
 def fill_record(record: RequestRecord, requests: Sequence[RequestUsage], n: int) -> None:
     """Set the fields of a log line: tokens and preemptions of all prompts, the earliest queue time and TTFT."""
     record.prompt_tokens, record.output_tokens, record.cached_tokens = total_usage(requests)
-    record.finish_reasons = [one.finish_reasons.get(index, "abort") for one in requests for index in range(n)]
-    metrics = [one.metrics for one in requests]
-    record.queue_s = min((one.queue_s for one in metrics if one.queue_s is not None), default=None)
-    ttfts_s = [one.first_token_s - one.arrival_s for one in metrics if one.first_token_s is not None]
-    record.ttft_s = min(ttfts_s, default=None)
-    record.preemptions = sum(one.num_preemptions for one in metrics)
+    record.finish_reasons, record.preemptions = [], 0
+    for request in requests:
+        metrics = request.metrics
+        for index in range(n):
+            record.finish_reasons.append(request.finish_reasons.get(index, "abort"))
+        record.preemptions += metrics.num_preemptions
+        queue_s = metrics.queue_s
+        if queue_s is not None and (record.queue_s is None or queue_s < record.queue_s):
+            record.queue_s = queue_s
+        if metrics.first_token_s is not None:
+            ttft_s = metrics.first_token_s - metrics.arrival_s
+            record.ttft_s = ttft_s if record.ttft_s is None else min(record.ttft_s, ttft_s)

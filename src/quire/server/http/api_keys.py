@@ -27,6 +27,8 @@ class ApiKeys:
 
         Takes the same time whichever key matches, or nearly matches. A header that is sent twice counts as none.
         """
+        if not self._keys:
+            return 0
         scheme, _, key = _only(scope, b"authorization").partition(b" ")
         is_basic = allows_basic and scheme.lower() == b"basic"
         bearer = self._number_of(_password(key.strip()) if is_basic else key.strip())

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
@@ -26,7 +25,7 @@ from quire.core.errors import EngineError
 from quire.server.errors import ApiError, answer_error, error_response, shutting_down
 from quire.server.http.api_keys import KEY_NUMBER, ApiKeys, client_id_of
 from quire.server.http.request_body import RequestBody, release_body_of
-from quire.server.http.request_log import RECORD, RequestRecord, client_id_in, write_line
+from quire.server.http.request_log import RECORD, RequestRecord, client_id_in, id_of, write_line
 from quire.server.limits.active_responses import ClientDisconnectedError
 from quire.server.service import Service
 
@@ -89,7 +88,7 @@ class Application(FastAPI):
         if self._root_path and scope["raw_path"].startswith(self._raw_root_path + b"/"):
             scope["path"] = scope["path"].removeprefix(self._root_path)     # a proxy has left its prefix
             scope["raw_path"] = scope["raw_path"][len(self._raw_root_path) :]
-        record = scope[RECORD] = RequestRecord(request_id=uuid4().hex, client_request_id=client_id_in(scope))
+        record = scope[RECORD] = RequestRecord(client_request_id=client_id_in(scope))
         sender = _Sender(send, record, returns_client_id=self._returns_client_ids)
         started_s = time.monotonic()
         try:
@@ -99,7 +98,7 @@ class Application(FastAPI):
         except Exception as error:
             if sender.status is not None:
                 raise  # too late for an error response: uvicorn logs it and closes the connection
-            log.exception("request %s failed", record.request_id)
+            log.exception("request %s failed", id_of(record))
             failure = error_response(self._service.to_api_error(error), scope)
             await failure(scope, receive, sender.send)
         finally:
@@ -172,6 +171,6 @@ class _Sender:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             client_id = self._record.client_request_id if self._returns_client_id else None
-            request_id = str(client_id or self._record.request_id).encode("ascii")
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            request_id = client_id or id_of(self._record)
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("ascii"))]
         await self._send(message)

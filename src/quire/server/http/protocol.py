@@ -121,7 +121,8 @@ class Protocol(HttpToolsProtocol):
         self._num_held_bytes += len(data)
         try:
             self.parser.feed_data(data)
-            self._check_header_bytes(self._num_held_bytes)
+            if self._num_held_bytes > self._limits.max_header_bytes:
+                self._check_header_bytes(self._num_held_bytes)
         except httptools.HttpParserUpgrade as upgrade:
             head, self.parser = self._plain_head(), httptools.HttpRequestParser(self)
             self._parse(head + data[upgrade.args[0] :])
@@ -154,7 +155,8 @@ class Protocol(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > self._limits.max_headers:
             raise _too_large(f"the request has more than {self._limits.max_headers} headers (max_headers)")
-        self._check_header_bytes(self._num_header_bytes)
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            self._check_header_bytes(self._num_header_bytes)
         if self._part == "head":
             super().on_header(name, value)
 

@@ -3,6 +3,7 @@
 import logging
 from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from starlette.types import Scope
@@ -37,9 +38,19 @@ def record_of(scope: Scope) -> RequestRecord:
     return record
 
 
+def id_of(record: RequestRecord) -> str:
+    """Return the id of a request: that of its route, or a random one."""
+    if record.request_id is None:
+        record.request_id = uuid4().hex
+    return record.request_id
+
+
 def client_id_in(scope: Scope) -> str | None:
     """Return the X-Request-Id that a client has sent; None for none, and for one that is long or not printable."""
-    sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    sent = ""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            sent = value.decode("latin-1")      # the last of several
     return sent if 0 < len(sent) <= MAX_CLIENT_ID_CHARS and sent.isascii() and sent.isprintable() else None
 
 
@@ -48,6 +59,7 @@ def write_line(scope: Scope, status: int | None, duration_s: float, record: Requ
     level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
     if not requests_log.isEnabledFor(level):
         return
+    id_of(record)
     line: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "method": scope["method"],
@@ -55,4 +67,5 @@ def write_line(scope: Scope, status: int | None, duration_s: float, record: Requ
         "status": status,
         "duration_s": round(duration_s, 6),
     }
-    requests_log.log(level, "%s", msgspec.json.encode(line | msgspec.to_builtins(record)).decode())
+    text = msgspec.json.encode(line | msgspec.to_builtins(record)).decode()
+    requests_log.handle(requests_log.makeRecord(requests_log.name, level, "", 0, "%s", (text,), None))

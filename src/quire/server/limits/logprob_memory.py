@@ -20,10 +20,12 @@ class LogprobMemory:
 
     def reserve(self, requests: Sequence[Request], limits: Limits) -> "LogprobReservation":
         """Reserve memory for a call. ApiError 400 if it alone exceeds the bound, 429 if it does with other calls."""
+        params = requests[0].params      # the same for all prompts of a call
+        if params.logprobs is None and params.prompt_logprobs is None and params.prompt_logprob_token_ids is None:
+            return LogprobReservation(self, 0)
         num_candidates = sum(_num_output_candidates(request) for request in requests)
         most = limits.max_output_candidates
         if num_candidates > most:
-            params = requests[0].params
             invalid(
                 f"{len(requests)} prompts with n {params.n}, max_tokens {requests[0].max_tokens} and logprobs "
                 f"{params.logprobs} come to {num_candidates} logprobs: one call may have at most {most} "

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from quire.core.logprob_table import Logprobs
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.core.version import __version__
 from quire.server.api.api_request import ApiRequest
-from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
+from quire.server.api.json_encoding import encode, encode_streamed
 from quire.server.api.usage import TokenUsage, request_times
 from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
 from quire.server.apis.completions.openai_logprobs import prompt_scores
@@ -112,7 +113,6 @@ class OpenAIResponseBuilder(ABC):
         self._prompt_logprobs: dict[int, Logprobs | None] = {}      # prompt -> its logprobs, once it has output
         self._prompt_scores: dict[int, NDArray[np.float32] | None] = {}  # likewise, if the request names token ids
         self._metrics: RequestMetrics | None = None                 # metrics of the last output
-        self._halves = self._encoded_halves()
         self._text_halves: dict[int, tuple[bytes, bytes]] = {}          # chunks that are text alone, by choice
         self._has_begun = False                                         # the first chunk was built
         self._num_output_tokens: dict[int, int] | None = None           # choice -> count; None without usage in chunks
@@ -128,16 +128,20 @@ class OpenAIResponseBuilder(ABC):
         """Yield the whole response, from the last output of each prompt."""
         for prompt_index, output in enumerate(outputs):
             self._note_prompt(prompt_index, output)
-        choices = (
-            self._choice_pieces(prompt_index, piece)
-            for prompt_index, output in enumerate(outputs)
-            for piece in output.outputs
-        )
-        envelope = self._envelope(self.OBJECT, JsonStream(array_from_values(choices))) | _UNUSED
+        yield encode(self._envelope(self.OBJECT, []))[:-2]  # up to the elements of the empty list of choices
+        between = b""
+        for prompt_index, output in enumerate(outputs):
+            for piece in output.outputs:
+                yield between
+                yield from self._choice_pieces(prompt_index, piece)
+                between = b","
+        fields = _UNUSED | {"usage": _with_nulls(self._usage(usage))} | self._prompt_fields()
         if self.request.tells_times_of_answer:
-            envelope["metrics"] = request_times(outputs[0].metrics, usage.num_output_tokens)
-        usage_pieces = (encode(_with_nulls(self._usage(usage))) for _ in range(1))  # read after the choices
-        yield from encode_streamed(envelope | {"usage": JsonStream(usage_pieces)} | self._prompt_fields())
+            fields["metrics"] = request_times(outputs[0].metrics, usage.num_output_tokens)
+        yield b"],"
+        pieces = iter(encode_streamed(fields))
+        yield next(pieces)[1:]
+        yield from pieces
 
     def _note_prompt(self, prompt_index: int, output: RequestOutput) -> None:
         self._prompt_logprobs[prompt_index] = output.packed_prompt_logprobs
@@ -263,7 +267,7 @@ class OpenAIResponseBuilder(ABC):
     def _is_shown(self, piece: CompletionOutput) -> bool:
         return bool(piece.text or piece.finish_reason or (piece.token_ids and self.request.shows_tokens))
 
-    def _envelope(self, kind: str, choices: Sequence[Json] | JsonStream) -> Json:
+    def _envelope(self, kind: str, choices: Sequence[Json]) -> Json:
         request = self.request
         return {
             "id": request.id,
@@ -289,7 +293,8 @@ class OpenAIResponseBuilder(ABC):
         envelope = self._envelope(self.CHUNK_OBJECT, choices) | _UNUSED_OF_CHUNKS
         return envelope | {"usage": None} if self.request.include_usage else envelope
 
-    def _encoded_halves(self) -> tuple[bytes, bytes]:
+    @cached_property
+    def _halves(self) -> tuple[bytes, bytes]:
         """Return the bytes of a chunk before and after its choice."""
         encoded = encode(self._chunk_envelope([]))
         head, choices, tail = encoded.partition(b'"choices":[')  # inside a string the quotes would be escaped
