@@ -14,6 +14,7 @@ least (with OMP_NUM_THREADS=1: threads that wait for each other count). Exit sta
 """
 
 import importlib
+import importlib.util
 import json
 import logging
 import random
@@ -95,7 +96,9 @@ class Worker:
     def control_plane(self) -> list[float]:
         """Return the seconds per step of scheduler, batch preparation and token handling."""
         steps, (num_seqs, *sizes) = CONTROL_PLANE_STEPS, CONTROL_PLANE
-        engine = importlib.import_module("quire_lab.bench.control_plane").decoding_engine(num_seqs, steps, *sizes)
+        is_apart = importlib.util.find_spec("quire_lab") is not None  # not in older checkouts
+        name = "quire_lab.bench.control_plane" if is_apart else "quire.cli.bench.control_plane"
+        engine = importlib.import_module(name).decoding_engine(num_seqs, steps, *sizes)
         begun = _clocks()
         for _ in range(steps):
             engine.step()
