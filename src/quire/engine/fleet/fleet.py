@@ -24,7 +24,8 @@ from quire.engine.fleet.router import Router, Routing
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.metrics.observation import EngineObserver, Observation
-from quire.engine.options import START_TIMEOUT_S, EngineOptions
+from quire.engine.options import EngineOptions
+from quire.engine.options.parallel import START_TIMEOUT_S
 from quire.engine.processes.base_client import SupervisedClient
 from quire.engine.processes.client import EngineClient
 from quire.engine.processes.queued_requests import Asked

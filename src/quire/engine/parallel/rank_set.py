@@ -23,7 +23,8 @@ from quire.core.options import declared_options
 from quire.core.plan import StepPlan, encode
 from quire.core.version import __version__
 from quire.engine.loading import LoadedModel
-from quire.engine.options import CpuIsa, EngineOptions
+from quire.engine.options import EngineOptions
+from quire.engine.options.device import CpuIsa
 from quire.engine.parallel import messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S
 from quire.engine.parallel.link import Link, RankedModel, RankExchange

@@ -25,7 +25,8 @@ from quire.engine import messages
 from quire.engine.formats import TokenizerUse
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
-from quire.engine.options import START_TIMEOUT_S, EngineOptions
+from quire.engine.options import EngineOptions
+from quire.engine.options.parallel import START_TIMEOUT_S
 from quire.engine.processes.base_client import SingleEngine
 from quire.engine.processes.connection import EngineConnection
 from quire.engine.processes.forecast import Forecast

@@ -1,0 +1,72 @@
+"""EngineOptions: every setting of an engine under its public name, checked before anything is loaded.
+
+A subject has a class of its own, in a module of this package, with its fields, its defaults and the checks that concern
+it alone. An engine's options have the fields of all of them; here is what concerns several subjects.
+"""
+
+from dataclasses import dataclass
+
+from quire.core.errors import ConfigError
+from quire.core.options import check_options, parse_bytes
+from quire.engine.options.cache import CacheOptions
+from quire.engine.options.device import DeviceOptions
+from quire.engine.options.lora import LoRAOptions
+from quire.engine.options.model import ModelOptions
+from quire.engine.options.parallel import ParallelOptions
+from quire.engine.options.sampling import SamplingOptions
+from quire.engine.options.scheduling import SchedulingOptions
+from quire.engine.options.speculation import SpeculationOptions
+from quire.model.sharding import Mode
+
+
+@dataclass(frozen=True)
+class EngineOptions(  # the fields of the last class come first
+    ParallelOptions, LoRAOptions, SpeculationOptions, SchedulingOptions, CacheOptions, DeviceOptions, SamplingOptions,
+    ModelOptions,
+):
+    """Settings of an engine; None means that the engine chooses. Options of kind "none" have no flag here."""
+
+    def __post_init__(self) -> None:
+        """Check types and ranges; what depends on the model is checked when it is known."""
+        check_options(self)
+        self._check_model()
+        self._check_sampling()
+        self._check_cache()
+        self._check_graphs()
+        self._check_ranks()
+        self._check_adapters()
+        self._check_swap()
+        self._check_batching()
+        if self.model_impl == "transformers" and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size}: not supported for a model through transformers "
+                "(model_impl)"
+            )
+
+    def tensor_parallel_mode_on(self, device: str) -> Mode:
+        """Return the division of layers on a device, set or by default: of GPUs it is `reduce`, unless exact."""
+        if self.tensor_parallel_mode != "auto":
+            return self.tensor_parallel_mode
+        return "gather" if device == "cpu" or self.exact else "reduce"
+
+    def _check_batching(self) -> None:
+        """Refuse what needs paging and continuous batches beside a baseline of either."""
+        if self.batching == "static" and self.memory_policy != "contiguous-max":
+            raise ConfigError(f"batching 'static' needs memory_policy 'contiguous-max', got {self.memory_policy!r}")
+        is_baseline = (self.batching, self.memory_policy) != ("continuous", "paged")
+        asked = {"speculative_config": self.speculation is not None, "enable_lora": self.enable_lora}
+        for name, is_asked in asked.items():
+            if is_asked and is_baseline:
+                raise ConfigError(
+                    f"{name} needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
+                    f"{self.memory_policy!r}"
+                )
+
+    def _check_swap(self) -> None:
+        swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)
+        num_swap_blocks = swap_bytes if self.num_swap_blocks is None else self.num_swap_blocks
+        has_default = self.device == "cuda" and self.swap_space is None and self.num_swap_blocks is None
+        if self.preemption_mode == "swap" and num_swap_blocks == 0 and not has_default:
+            raise ConfigError("preemption_mode 'swap' needs a swap space; set swap_space or num_swap_blocks above 0")
+        if self.memory_policy != "paged" and num_swap_blocks > 0:
+            raise ConfigError(f"memory_policy {self.memory_policy!r} does not swap; leave swap_space out")

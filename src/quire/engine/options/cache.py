@@ -1,0 +1,91 @@
+"""Options of the KV cache: blocks, swap space, prefixes and preemption."""
+
+from dataclasses import dataclass
+
+from quire.core.config import DEFAULT_BLOCK_SIZE, KERNEL_BLOCK_SIZES, MemoryPolicy, PreemptionMode
+from quire.core.errors import ConfigError
+from quire.core.kv_dtypes import KVCacheDtype
+from quire.core.options import SIZE, engine_option, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """Memory of keys and values, and what is kept in it."""
+
+    max_model_len: int | None = engine_option(
+        None, "longest prompt and output, tokens", low=1, shown_default="the model's, cut to what the KV cache holds",
+        row="longest prompt and output together, tokens; `None`: the model's, cut to what the KV cache holds. The "
+        "model's is `max_position_embeddings`; with `rope_scaling` of type `linear` that times the factor, with `yarn` "
+        "`original_max_position_embeddings` times the factor, with `llama3` as it is. `dynamic` provides its factor "
+        "times as much, but only if asked for by this setting, since it changes all answers "
+        "([decision 0014](decisions/0014-dynamic-ntk-by-the-longest-sequence.md)). At most 16,777,216. Rotary tables "
+        "take 4 bytes x head size for each position that can be used",
+    )  # fmt: skip
+    kv_cache_dtype: KVCacheDtype = engine_option(
+        "auto", "of the KV cache: auto (that of the kernels), int8_per_token_head, fp8_per_token_head or fp8",
+        metavar="DTYPE",
+        row="of the KV cache: `auto` (that in which the kernels compute); `int8_per_token_head` or "
+        "`fp8_per_token_head`, 8 bits with a scale for each token and KV head; `fp8`, 8 bits without stored scales; "
+        "`float32`, `bfloat16` or `float16` is refused unless it is what `auto` means "
+        "([quantization.md](quantization.md#kv-cache-in-8-bits))",
+    )  # fmt: skip
+    block_size: int = engine_option(
+        DEFAULT_BLOCK_SIZE, "tokens per KV block", low=1, row="tokens per KV block: 8, 16, 32, 64 or 128"
+    )
+    kv_cache_memory: int | str | None = engine_option(
+        None, "bytes; 512MiB, 4GiB", metavar=SIZE, low=1, shown_default="40 % of the free memory on a CPU",
+        row='for the KV cache: bytes, or text such as `"512MiB"`, `"4GiB"`; `None`: 40 % of the free memory, on a GPU '
+        "what `gpu_memory_utilization` leaves; never more than `max_num_seqs` full-length sequences can use",
+    )  # fmt: skip
+    num_kv_blocks: int | None = engine_option(
+        None, "exact number of KV blocks; wins over the above", low=1, shown_default="from the above",
+        row="exact number of blocks; wins over `kv_cache_memory`",
+    )  # fmt: skip
+    swap_space: int | str | None = engine_option(
+        None, "bytes for the blocks of preempted requests, of a file, or of host memory for a GPU; 4GiB",
+        metavar=SIZE, shown_default="none on a CPU, 4GiB for a GPU",
+        row="for the blocks of preempted requests: bytes, or text as above, of a file, or of pinned host memory for a "
+        "GPU; 0: none; `None`: none; for a GPU the least of 4 GiB, half of the host's free memory and what all "
+        "sequences can use",
+    )  # fmt: skip
+    num_swap_blocks: int | None = engine_option(
+        None, "exact number of its blocks; wins over the above", low=0, shown_default="from the above",
+        row="exact number of blocks of the swap space; wins over `swap_space`",
+    )  # fmt: skip
+    swap_dir: str | None = engine_option(
+        None, "where that file is", metavar="FOLDER", shown_default="the temporary directory",
+        row="folder of the swap file; `None`: the directory for temporary files. The file has no name, takes all its "
+        "room at start, and is freed with the process",
+    )  # fmt: skip
+    preemption_mode: PreemptionMode = engine_option(
+        "auto", "how a preempted request comes back",
+        row="how a preempted request is resumed: `recompute`; `swap`, its blocks are moved out and back in; `auto`, "
+        "the cheaper of the two for each request, by measured rates. Where the swap space is full, or there is none, "
+        "tokens are computed again; `swap` without swap space is refused",
+    )  # fmt: skip
+    enable_prefix_caching: bool = engine_option(
+        True, "keep what has been computed, and find it again for prompts that begin alike",
+        row="`True`: what has been computed is kept while there is room, and found again by prompts that begin alike",
+    )  # fmt: skip
+    memory_policy: MemoryPolicy = option(
+        "paged", "how KV blocks are given out; all but paged reserve one chunk per sequence", kind="none",
+        row="`paged`; or a baseline, for measurements: one contiguous chunk per sequence, by a buddy allocator, "
+        "reserved at admission: `contiguous-max` (`max_model_len` tokens), `contiguous-pow2` (the prompt and the next "
+        "power of two of `max_tokens`), `contiguous-oracle` (the prompt and `max_tokens`). Nothing is shared, cached "
+        "or swapped; a fork, and a beam that extends another, copies. The same tokens",
+    )  # fmt: skip
+    max_kv_share_per_key: float = option(
+        1.0, "share of the KV blocks that the requests of a key may hold", kind="none",
+        low=0, is_low_excluded=True, high=1,
+        row="for servers: share of the KV blocks, above 0 and at most 1, that the running requests of one client may "
+        "hold; the requests of an `LLM` are of one client",
+    )  # fmt: skip
+
+    def _check_cache(self) -> None:
+        if self.block_size not in KERNEL_BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {KERNEL_BLOCK_SIZES}, got {self.block_size}")
+        if self.max_kv_share_per_key < 1 and self.memory_policy != "paged":
+            raise ConfigError(
+                f"max_kv_share_per_key {self.max_kv_share_per_key} needs memory_policy 'paged', "
+                f"got {self.memory_policy!r}"
+            )

@@ -1,0 +1,110 @@
+"""Options of several engines, and of several processes of one engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.core.errors import ConfigError
+from quire.core.options import engine_option, option
+
+ExecutorBackend = Literal["auto", "mp", "uni", "ray"]
+TensorParallelMode = Literal["auto", "gather", "reduce"]
+MAX_ENGINES = 64
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """Engines, ranks and nodes, and the times after which they count as lost."""
+
+    data_parallel_size: int = engine_option(
+        1, "engines behind one server, which divide memory and threads", low=1, high=MAX_ENGINES, short="-dp",
+        row=f"engines behind one server, or behind an `LLM`, 1 to {MAX_ENGINES}: above 1 each is a process with the "
+        "whole model; `kv_cache_memory`, `num_kv_blocks`, `swap_space`, `num_swap_blocks`, their defaults and the "
+        "CPU's threads are divided among them; the same tokens ([scaling.md](scaling.md)). On CPUs",
+    )  # fmt: skip
+    tensor_parallel_size: int = engine_option(
+        1, "processes that share the model and each step; on CPUs, with the same tokens", low=1, high=64, short="-tp",
+        row="processes that share the model and each step: on CPUs with the same tokens, to the bit "
+        "([scaling](scaling.md)); on GPUs one for each ([gpu](gpu.md#several-gpus))",
+    )  # fmt: skip
+    tensor_parallel_mode: TensorParallelMode = engine_option(
+        "auto", "division of layers among these processes: gather, with the same tokens; reduce, with fewer exchanges",
+        row="division of layers among these processes: `gather`, by outputs, with the same tokens for any number of "
+        "processes; `reduce`, with half as many exchanges and the same tokens for the same number "
+        "([scaling](scaling.md#gather-or-reduce)); `auto`: `gather` on CPUs and with `exact`, else `reduce`",
+    )  # fmt: skip
+    distributed_executor_backend: ExecutorBackend = engine_option(
+        "auto", "start of these processes: ray places them on a Ray cluster; auto is mp; uni is one process",
+        row="start of these processes: `mp`, by this command (and by those of the other nodes); `ray`, on a Ray "
+        "cluster ([scaling](scaling.md#ranks-on-a-ray-cluster)); `auto`, which is `mp`; or `uni`, for one process",
+    )  # fmt: skip
+    nnodes: int = engine_option(
+        1, "machines that these processes are on, each with as many; start the same command on each", low=1, high=64,
+        short="-n",
+        row="machines (nodes) that these processes are on, each with as many: the same command is started on each of "
+        "them ([scaling](scaling.md#several-machines-by-hand))",
+    )  # fmt: skip
+    node_rank: int = engine_option(
+        0, "number of this machine, from 0: that serves", low=0, high=63, short="-r",
+        row="number of this machine, from 0; node 0 has the engine, and the others are started by `quire serve`",
+    )  # fmt: skip
+    master_addr: str = engine_option(
+        "127.0.0.1", "address of node 0 for the other nodes", metavar="HOST",
+        row="address of node 0, at which it listens for the other nodes; one beyond this machine needs "
+        "`node_secret_file`. With `ray` the default is Ray's address of this machine, and the port a free one",
+    )  # fmt: skip
+    master_port: int = engine_option(
+        29501, "port of node 0 for the other nodes", low=1, high=65535,
+        row="port of node 0, at which it listens for the other nodes",
+    )  # fmt: skip
+    node_secret_file: str | None = engine_option(
+        None, "file with a secret that all nodes share", metavar="FILE",
+        row="file with a secret of 16 to 4,096 bytes, the same on all nodes, without which none joins the run",
+    )  # fmt: skip
+    allow_public_master_addr: bool = engine_option(
+        False, "let master_addr be a public address: what nodes exchange is not encrypted",
+        row="`True`: `master_addr` may be an address of no private network; what the nodes exchange is not encrypted",
+    )  # fmt: skip
+    stall_limit: float = option(
+        10.0, "seconds without a heartbeat of a rank, after which the engine ends", kind="none",
+        low=1, high=86400, unit="seconds",
+        row="seconds, at least 1: with `tensor_parallel_size` above 1, a process without heartbeats for so long counts "
+        "as lost, and the engine ends; with `data_parallel_size` above 1, an engine without progress for so long is "
+        "ended and started again",
+    )  # fmt: skip
+    start_timeout: float = option(
+        START_TIMEOUT_S, "seconds for machines to find each other, or without a sign of life of an engine that starts",
+        kind="none", low=1, high=86400, unit="seconds",
+        row="seconds, at least 1: with `nnodes` above 1, four fifths of it are for the other nodes to find node 0, and "
+        "nine tenths for it to find all of them; with `ray`, half for Ray to find room; with `data_parallel_size` "
+        "above 1, an engine that starts and neither uses CPU time nor reads for so long is given up",
+    )  # fmt: skip
+
+    @property
+    def is_over_network(self) -> bool:
+        """Whether ranks of one model may be on several machines."""
+        return self.nnodes > 1 or (self.distributed_executor_backend == "ray" and self.tensor_parallel_size > 1)
+
+    def _check_ranks(self) -> None:
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"distributed_executor_backend 'uni' is one process: tensor_parallel_size must be 1, got "
+                f"{self.tensor_parallel_size}"
+            )
+        if self.tensor_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"nnodes must divide tensor_parallel_size {self.tensor_parallel_size}, got {self.nnodes}: each node "
+                "has as many of these processes"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"node_rank must be below nnodes {self.nnodes}, got {self.node_rank}")
+        name = f"nnodes {self.nnodes}" if self.nnodes > 1 else "distributed_executor_backend 'ray'"
+        if self.is_over_network and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"{name} does not go with data_parallel_size {self.data_parallel_size}: start replicas on several "
+                "machines by `quire deploy`, on a Ray cluster, or a server on each machine behind a router"
+            )
+        if self.distributed_executor_backend == "ray" and self.node_rank:
+            raise ConfigError(f"node_rank {self.node_rank} is for nodes that are started by hand: Ray starts them all")
+        if self.distributed_executor_backend == "ray" and self.node_secret_file is not None:
+            raise ConfigError("node_secret_file is for nodes that are started by hand: with Ray a run makes its own")

@@ -1,0 +1,76 @@
+"""Options of scheduling: sizes and times of a step, and the order of admission."""
+
+import math
+from dataclasses import dataclass
+
+from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Batching, SchedulingPolicy
+from quire.core.options import MS, engine_option, option, parse_ms
+
+MAX_NUM_SEQS = (1 << 16) - 1  # every row has room for max_model_len tokens; a GPU's grid has no more in y
+DEFAULT_ITL_TARGET_MS = "500"  # a gap that a reader of a stream hardly notices
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions:
+    """What a step may hold and take."""
+
+    max_num_seqs: int | None = engine_option(
+        None, "sequences in one step", low=1, high=MAX_NUM_SEQS, flag_default=DEFAULT_MAX_NUM_SEQS,
+        row=f"sequences in one step, at most {MAX_NUM_SEQS:,}; `None`: {DEFAULT_MAX_NUM_SEQS}",
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = engine_option(
+        None, "tokens in one step", low=1, flag_default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        row=f"tokens in one step; `None`: {DEFAULT_MAX_NUM_BATCHED_TOKENS}. A prompt that needs more than half of it "
+        "leaves the other half to other requests as far as they can use it, so short requests do not wait for long "
+        "ones",
+    )  # fmt: skip
+    itl_target_ms: float | str | None = engine_option(
+        None, "longest step beside a running stream: prompts have shorter chunks; or none", metavar=MS,
+        flag_default=DEFAULT_ITL_TARGET_MS,
+        row="the longest that a step is planned to take while a sequence decodes, so the longest gap between tokens "
+        "of a stream: prompts are computed in chunks that fit, by the times of the steps before "
+        f"([below](#targets-of-time)). The default of commands is {DEFAULT_ITL_TARGET_MS}, but for `generate` and "
+        "`run-batch`; `None`, or `none` on the command line: no limit but `max_num_batched_tokens`",
+    )  # fmt: skip
+    ttft_target_ms: float | str | None = engine_option(
+        None, "time to a first token for which long prompts are hurried; or none", metavar=MS, shown_default="none",
+        row="the time from a request's arrival to its first token that prompts should meet: a long one that still can "
+        "has a larger part of the steps, never past `itl_target_ms`, and at most half beside other long ones that came "
+        "first ([below](#targets-of-time)); `None`, or `none`: prompts are not hurried",
+    )  # fmt: skip
+    scheduling_policy: SchedulingPolicy = engine_option(
+        "priority", "order of admission: by priority, by arrival (fcfs), or by the service of each client (fair)",
+        row="order of admission: `priority` (the lowest first, then by arrival); `fcfs` (by arrival; a priority other "
+        "than 0 is refused); `fair` (the client with the least service first; see "
+        "[Scheduling policies](#scheduling-policies))",
+    )  # fmt: skip
+    enable_jump_forward: bool = engine_option(
+        True, "append tokens that a grammar forces without sampling them, and compute them as one chunk",
+        row="`True`: a token that is the only one that a grammar allows is appended without sampling, and a run of "
+        "them is computed as a chunk; the same tokens",
+    )  # fmt: skip
+    batching: Batching = option(
+        "continuous", "static: whole batches, one after the other; needs contiguous-max", kind="none",
+        row="`continuous`; or `static`, with `contiguous-max`: as many as fit run as one batch until the last has "
+        "ended, and all are answered then",
+    )  # fmt: skip
+
+    @property
+    def resolved_max_num_seqs(self) -> int:
+        """Sequences in one step, set or by default."""
+        return self.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+
+    @property
+    def resolved_max_num_batched_tokens(self) -> int:
+        """Tokens in one step, set or by default."""
+        return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+    @property
+    def itl_target_s(self) -> float:
+        """The longest time of a step with a decode, in seconds; infinity without a limit."""
+        return math.inf if self.itl_target_ms is None else parse_ms(self.itl_target_ms, "itl_target_ms") / 1000
+
+    @property
+    def ttft_target_s(self) -> float:
+        """The time to a first token for which prompts are hurried, in seconds; infinity without one."""
+        return math.inf if self.ttft_target_ms is None else parse_ms(self.ttft_target_ms, "ttft_target_ms") / 1000
