@@ -7,6 +7,7 @@ lengths staggered over a block, so that in each step about one in `block_size` o
 import time
 
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
+from quire.core.plan import StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
@@ -14,10 +15,25 @@ from quire.engine.engine import Engine
 from quire.engine.schedulers import make_scheduler
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
-from quire_lab.bench.null_worker import NullWorker
 
 _VOCAB_SIZE = 32_000
 _WARM_UP_STEPS = 32
+_TOKEN = 7
+
+
+class _NullWorker:
+    """Prepares every batch as a worker does, computes nothing, and returns the same token for each sample."""
+
+    def __init__(self, batch: PersistentBatch) -> None:
+        self._batch = batch
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Prepare the plan's batch and record the token for each of its samples."""
+        self._batch.apply(plan)
+        inputs = self._batch.inputs(plan)
+        token_ids = [_TOKEN] * len(plan.sample_rows)
+        self._batch.record(inputs, token_ids)
+        return StepResult(token_ids)
 
 
 def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_size: int) -> float:
@@ -44,7 +60,7 @@ def decoding_engine(
     cache_config = CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     scheduler = make_scheduler(scheduler_config, cache_config)
     batch = PersistentBatch(num_seqs, longest, block_size, _VOCAB_SIZE)
-    engine = Engine(scheduler, LocalExecutor(NullWorker(batch)))
+    engine = Engine(scheduler, LocalExecutor(_NullWorker(batch)))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     for request_id in range(num_seqs):
         prompt = [request_id % _VOCAB_SIZE] * (prompt_len + request_id % block_size)

@@ -1,8 +1,11 @@
 """`quire paper`: the figures of the paper, as tables, JSON and plots, and a report of all of them."""
 
 import json
+import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cli.flag_groups import check_output, flag_field, with_flag_groups
+from quire.core.version import __version__
 from quire_lab.paper.figures import FIGURES, Result, Settings, as_json, chosen, made, title_of
 from quire_lab.sim.datasets import DATA_FOLDER
 
@@ -50,9 +54,8 @@ def paper(
     flags: PaperFlags,
 ) -> None:
     """Make figures of the PagedAttention paper (Kwon et al. 2023) on Quire's scheduler and cache."""
-    from quire_lab.paper import kernel, measured, pictures, serving  # noqa: F401, PLC0415 (they register figures; --help loads no torch)  # noqa: F401, PLC0415
+    from quire_lab.paper import kernel, measured, pictures, serving  # noqa: F401, PLC0415 (registered there)
     from quire_lab.paper.plots import drawn, rendered  # noqa: PLC0415
-    from quire_lab.paper.report import html  # noqa: PLC0415
 
     settings = Settings(flags.full, flags.trace_s, flags.seed, flags.data or DATA_FOLDER)
     wanted = chosen(names)
@@ -73,7 +76,7 @@ def paper(
             (flags.output / f"{name}.png").write_bytes(rendered(plot, "png"))
     if "all" in names:
         how = "quire " + " ".join(sys.argv[1:])
-        (flags.output / "report.html").write_text(html(results, plots, how), encoding="utf-8")
+        (flags.output / "report.html").write_text(_html(results, plots, how), encoding="utf-8")
 
 
 def _print(name: str, result: Result) -> None:
@@ -91,3 +94,18 @@ def _print(name: str, result: Result) -> None:
         console.print(table)
     for note in result.notes:
         console.print(note)
+
+
+def _html(results: Mapping[str, Result], plots: Mapping[str, bytes], how: str) -> str:
+    """Return the report of figures, plots and tables. `plots`: SVG by figure; `how`: the command that made it."""
+    from jinja2 import PackageLoader  # noqa: PLC0415 (as above: --help needs neither)
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+    from markupsafe import Markup  # noqa: PLC0415
+
+    environment = ImmutableSandboxedEnvironment(loader=PackageLoader("quire_lab.paper"), autoescape=True)
+    environment.filters["number"] = lambda value: f"{value:.4g}" if isinstance(value, float) else value
+    made = f"{how}; Quire {__version__}, {datetime.now(UTC):%Y-%m-%d}, {platform.platform()}"
+    titles = {name: title_of(name, result) for name, result in results.items()}
+    drawn = {name: Markup(plot[plot.index(b"<svg") :].decode()) for name, plot in plots.items()}  # noqa: S704 (our own)
+    template = environment.get_template("report.html")
+    return template.render(figures=FIGURES, titles=titles, results=results, plots=drawn, made=made)
