@@ -154,6 +154,7 @@ class InputProcessor:
         self.vocab_size = ready.vocab_size
         self._own_eos_token_ids = _own_eos_token_ids(tokenizer, ready.vocab_size)
         self._eos_token_ids = ready.eos_token_ids | self._own_eos_token_ids
+        self._other_eos_token_ids = self._eos_token_ids - self._own_eos_token_ids
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
         self._generates = ready.generates
@@ -340,7 +341,7 @@ class InputProcessor:
         self, request_id: int, prompt: TokenizedPrompt, params: SamplingParams, task: Task
     ) -> Request:
         """Return a request for a task, which generates no token until its `max_tokens` is set."""
-        eos, named = frozenset() if params.ignore_eos else self._eos_token_ids, params.stop_token_ids or ()
+        eos = frozenset() if params.ignore_eos else self._eos_token_ids
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
@@ -348,13 +349,19 @@ class InputProcessor:
             seed=arrival_seed(self._engine_seed, request_id) if params.seed is None else params.seed % NUM_SEEDS,
             max_tokens=0,
             eos_token_ids=eos,
-            stop_token_ids=eos.union(named) - (eos & self._own_eos_token_ids),  # as in vLLM
+            stop_token_ids=self._stop_token_ids(eos, params.stop_token_ids),
             task=task,
             scope=Scope(prompt.cache_salt, None if prompt.adapter is None else prompt.adapter.digest),
             adapter_folder="" if prompt.adapter is None else prompt.adapter.folder,
             adapter_name="" if prompt.adapter is None else prompt.adapter.name,
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),
         )
+
+    def _stop_token_ids(self, eos: frozenset[int], named: Sequence[int] | None) -> frozenset[int]:
+        """Return the ids that are the stop_reason of a request: not the tokenizer's own end of sequence, as in vLLM."""
+        if named:
+            return eos.union(named) - (eos & self._own_eos_token_ids)
+        return self._other_eos_token_ids if eos else eos
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return max_tokens, or the most that fits where it is None; raise if it could never run."""

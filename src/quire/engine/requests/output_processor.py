@@ -267,7 +267,7 @@ class OutputProcessor:
             packed_prompt_logprobs=prompt_logprobs if self._is_packed else None,
             prompt_token_id_logprobs=unpacked(prompt_scores, width_of(params.prompt_logprob_token_ids)),
             num_cached_tokens=request.metrics.num_cached_tokens,
-            metrics=replace(request.metrics),
+            metrics=request.metrics if self._is_packed else replace(request.metrics),
             pooled=None if request.pooled is None else array("f", request.pooled),
         )
 

@@ -21,6 +21,7 @@ from quire.server.errors import deadline_unmeetable
 from quire.server.service import Service
 
 HEADER = "x-request-deadline-ms"
+_HEADER = HEADER.encode()
 RESERVE = 0.05          # added to a predicted time: the client sees a token a little later than the engine gives it
 CHARS_PER_TOKEN = 8     # about twice as many as texts have: an estimate refuses only what is far from its bound
 _MAX_DIGITS = len(str(MAX_DEADLINE_MS))
@@ -45,7 +46,8 @@ def deadlines_of(request: Request, body: WithDeadlines) -> dict[str, object]:
     for name in ("ttft_deadline_ms", "deadline_ms"):
         if (value := getattr(body, name)) is not None:
             given[name] = check_int(name, value, 1, MAX_DEADLINE_MS)
-    sent = [_of_header(text) for line in request.headers.getlist(HEADER) for text in line.split(",")]
+    lines = [value.decode("latin-1") for name, value in request.scope["headers"] if name == _HEADER]
+    sent = [_of_header(text) for line in lines for text in line.split(",")]
     if sent:
         own = [] if body.deadline_ms is None else [body.deadline_ms]
         given["deadline_ms"] = min(sent + own)

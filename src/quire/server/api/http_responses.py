@@ -23,7 +23,7 @@ from quire.server.api.generation import Generation
 from quire.server.api.json_encoding import encode, joined
 from quire.server.api.usage import TokenUsage, total_usage
 from quire.server.errors import ApiError
-from quire.server.http.request_body import release_body
+from quire.server.http.request_body import release_request
 from quire.server.limits.active_responses import ClientDisconnectedError
 from quire.server.limits.time_slices import MAX_SLICE_BYTES, MAX_SLICE_UNITS
 from quire.server.service import Service
@@ -111,7 +111,7 @@ async def create_response(
 
     Raises EngineDeadError, ApiError or ClientDisconnectedError if a response in one body cannot be completed.
     """
-    release_body(request)
+    release_request(request)
     if builder.streams:
         return _with_headers(EventStream(service, generation, builder), headers)
     is_long = False

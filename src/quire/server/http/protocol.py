@@ -45,8 +45,40 @@ class _UnknownLength(int):
         return False
 
 
+class _Event:
+    """`asyncio.Event` without a deque, which an idle connection would hold twice."""
+
+    __slots__ = ("_is_set", "_waiting")
+
+    def __init__(self, *, is_set: bool = False) -> None:
+        self._is_set = is_set
+        self._waiting: list[asyncio.Future[None]] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        waiting, self._waiting = self._waiting, None
+        for future in waiting or ():
+            if not future.done():
+                future.set_result(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting = [*(self._waiting or ()), future]
+            await future
+
+
 class Protocol(HttpToolsProtocol):
     """One connection."""
+
+    # Beside a dict with uvicorn's attributes, whose keys all connections share: with more than 30 they would not.
+    __slots__ = (
+        "_answering", "_gate", "_is_refused", "_limits", "_num_header_bytes", "_num_headers", "_num_held_bytes",
+        "_paced", "_part", "_pending_error", "_receive_timer", "_refused", "_send_timer",
+    )  # fmt: skip
 
     def __init__(
         self, limits: Limits, refused: LingeringConnections, paced: PacedCalls, gate: ReadGate,
@@ -69,6 +101,7 @@ class Protocol(HttpToolsProtocol):
         """Wait for the first request, unless max_connections is exceeded."""
         super().connection_made(transport)
         self.flow: GatedFlow = GatedFlow(transport, self._gate)
+        self.flow._is_writable_event = _Event(is_set=True)  # type: ignore[assignment]
         transport.set_write_buffer_limits(self._limits.max_buffered_bytes)
         self._start_receive_timer()
         limit = max_connections(self._limits.max_connections)
@@ -175,6 +208,7 @@ class Protocol(HttpToolsProtocol):
             raise ApiError(400, message)
         self.scope[DISCONNECT] = Disconnect()  # type: ignore[literal-required]
         super().on_headers_complete()  # raises if the URL is invalid
+        self.cycle.message_event = _Event()  # type: ignore[assignment]
         if self.parser.get_http_version() == "1.0":  # no chunked encoding: uvicorn closes the connection at the end
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
         self.flow.resume_reading()  # also for a queued request: else a disconnect is not detected
@@ -196,6 +230,7 @@ class Protocol(HttpToolsProtocol):
             return
         self._cancel_receive_timer()
         super().on_message_complete()
+        self.headers = []       # the scope of the request has them
         if self.flow.read_paused:
             self.flow.resume_reading()  # else a disconnect behind a long body is not detected
 

@@ -18,9 +18,10 @@ _RECEIVED = "quire.received_s"    # key of a scope: when the body was complete
 class RequestBody:
     """Replacement for the `receive` of a POST: the first message is the whole body, or an ApiError is raised."""
 
+    __slots__ = ("_is_read", "_limit_s", "_max_bytes", "_receive", "_scope", "_service")
+
     def __init__(self, scope: Scope, receive: Receive, service: Service) -> None:
         self._scope, self._receive, self._service = scope, receive, service
-        self._headers = dict(scope["headers"])
         self._max_bytes, self._limit_s = service.options.max_body_bytes, service.options.receive_timeout
         self._is_read = False
 
@@ -50,15 +51,16 @@ class RequestBody:
 
     def _check_headers(self) -> None:
         """Check the announced type and length. A body without a content type is JSON, as in OpenAI's API."""
-        content_type = self._headers.get(b"content-type", b"application/json").decode("latin-1")
+        headers = dict(self._scope["headers"])
+        content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             message = f"the body must be application/json, not {content_type[:100]!r}"
             raise ApiError(415, message, code="unsupported_media_type")
-        encoding = self._headers.get(b"content-encoding", b"identity").decode("latin-1")
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         if encoding.strip().lower() != "identity":
             message = f"the body must not be compressed, and its content-encoding is {encoding[:100]!r}"
             raise ApiError(415, message, code="unsupported_media_type")
-        length = self._headers.get(b"content-length", b"0")
+        length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large()
 
@@ -93,13 +95,14 @@ def received_s_of(request: Request) -> float:
     return received_s
 
 
-def release_body(request: Request) -> None:
-    """Stop counting the bytes of a request's body: its prompts are tokenized."""
+def release_request(request: Request) -> None:
+    """Release what a request that waits does not need: its headers, and its body, whose prompts are tokenized."""
+    request.scope["headers"] = []
     release_body_of(request.scope)
 
 
 def release_body_of(scope: Scope) -> None:
     """Stop counting the bytes of the body of a scope, if it has one."""
-    body: BufferedBody | None = scope.get(_BODY)
+    body: BufferedBody | None = scope.pop(_BODY, None)
     if body is not None:
         body.release()
