@@ -16,7 +16,7 @@ from quire.core.errors import EngineError, InvalidRequestError, ModelError, Requ
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Refused, Stepped
-from quire.engine.metrics.observation import EngineObserver
+from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import SingleEngine
 from quire.engine.processes.streams import RequestStream, RequestStreams
@@ -32,7 +32,7 @@ class RayClient(SingleEngine):
 
     def __init__(
         self, handle: DeploymentHandle[Any], ready: Ready, tokenizer: Tokenizer | None, options: EngineOptions,
-        owners: OwnerLabels, observer: EngineObserver, max_replicas: int,
+        owners: OwnerLabels, observer: EngineMetrics, max_replicas: int,
     ) -> None:  # fmt: skip
         inputs = InputProcessor(tokenizer, ready, options, owners)
         super().__init__(tokenizer, ready, inputs, itertools.count(secrets.randbits(48)))  # seeds derive from numbers

@@ -12,7 +12,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.engine import NO_ADAPTERS
 from quire.engine.messages import EngineState, Ready, Stepped
-from quire.engine.metrics.observation import EngineObserver
+from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import OutputKind, OutputProcessor
@@ -75,7 +75,7 @@ class LocalEngine(OfflineEngine):
     ConfigError and ModelError as `assemble`.
     """
 
-    def __init__(self, options: EngineOptions, observer: EngineObserver) -> None:
+    def __init__(self, options: EngineOptions, observer: EngineMetrics) -> None:
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
         self.tokenizer, self.ready = self._assembled.tokenizer, self._assembled.ready
         self.pinned = PinnedPrefixes(self.ready.limits.block_size)

@@ -29,7 +29,6 @@ from quire.core.errors import ConfigError, EngineError
 from quire.core.owner_labels import OwnerLabels
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.launcher import EngineProcess
-from quire.engine.metrics.observation import Observation
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import BaseClient
@@ -207,7 +206,7 @@ async def _load_adapters(service: Service) -> None:
 
 
 async def _connect_fleet(
-    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, metrics: Observation,
+    children: list[EngineProcess], engine: EngineOptions, options: ServerOptions, metrics: Metrics,
     owners: OwnerLabels,
 ) -> BaseClient:  # fmt: skip
     settings = FleetSettings(

@@ -9,7 +9,7 @@ from typing import Any
 from quire.core.checks import shown
 from quire.core.errors import DeadlineExceededError
 from quire.core.lora import Adapter
-from quire.engine.metrics.observation import Observation
+from quire.engine.metrics.page import Metrics
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.adapter_names import AdapterNames
@@ -34,7 +34,7 @@ class Service:
     client: BaseClient                        # replaced when its only engine is restarted
     options: ServerOptions
     names: tuple[str, ...]                    # names of the model; responses carry the first
-    metrics: Observation
+    metrics: Metrics
     templates: TemplateRenderer
     admission: QueueReservations = field(init=False)
     adapters: AdapterNames = field(init=False)

@@ -23,7 +23,8 @@ from quire.core.task import Pin
 from quire.engine.fleet.router import Router, Routing
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
-from quire.engine.metrics.observation import EngineObserver, Observation
+from quire.engine.metrics.engine_metrics import EngineMetrics
+from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.options.parallel import START_TIMEOUT_S
 from quire.engine.processes.base_client import SupervisedClient
@@ -46,7 +47,7 @@ class FleetSettings:
     """What all engines of a fleet have in common."""
 
     options: EngineOptions
-    observation: Observation
+    metrics: Metrics
     owners: OwnerLabels | None = None
     start_timeout_s: float = START_TIMEOUT_S
     requires_tokenizer: bool = False
@@ -56,7 +57,7 @@ class FleetSettings:
 
 async def connect_fleet(processes: Sequence[EngineProcess], settings: FleetSettings) -> "Fleet":
     """Wait until all engines are ready. Errors as of `EngineClient.connect`; after one all processes have ended."""
-    observers = [_Observer(number, engine) for number, engine in enumerate(settings.observation.engines)]
+    observers = [_Observer(number, engine) for number, engine in enumerate(settings.metrics.engines)]
     clients: list[EngineClient] = []
     request_ids = count()
     try:
@@ -85,7 +86,7 @@ async def _connect(
 class _Observer:
     """Observer of one engine: reports go to that of its metrics, and to the fleet."""
 
-    def __init__(self, number: int, engine: EngineObserver) -> None:
+    def __init__(self, number: int, engine: EngineMetrics) -> None:
         self.engine = engine
         self.fleet: Fleet | None = None
         self._number = number

@@ -22,7 +22,7 @@ from quire.decoding.grammars.constrained import GrammarChecks
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.launcher import EngineProcess, spawn_engines
 from quire.engine.messages import EngineDeadError
-from quire.engine.metrics.observation import Observation
+from quire.engine.metrics.page import Metrics
 from quire.engine.offline_engine import OfflineEngine, T
 from quire.engine.options import EngineOptions
 from quire.engine.processes.streams import RequestStream
@@ -97,10 +97,10 @@ class BlockingFleet(OfflineEngine):
     ConfigError, ModelError and EngineDeadError as of `EngineClient.connect`.
     """
 
-    def __init__(self, options: EngineOptions, observation: Observation) -> None:
-        self._observation = observation
+    def __init__(self, options: EngineOptions, metrics: Metrics) -> None:
+        self._metrics = metrics
         settings = FleetSettings(
-            options, observation, start_timeout_s=options.start_timeout, packs_outputs=False,
+            options, metrics, start_timeout_s=options.start_timeout, packs_outputs=False,
         )  # fmt: skip
         self._loop, processes = LoopThread("engines"), list[EngineProcess]()
         try:
@@ -169,7 +169,7 @@ class BlockingFleet(OfflineEngine):
     def observe(self, read: Callable[[], T]) -> T:
         """Return what `read` makes of the engines' observers, which have the state of the last reports."""
         self._check_open()
-        return self._loop.run(_observe(self._observation, self._client, read))
+        return self._loop.run(_observe(self._metrics, self._client, read))
 
     def close(self) -> None:
         """End the engine processes, and with them all requests. Returns when they are gone. Idempotent."""
@@ -233,8 +233,8 @@ async def _kv_stats(client: Fleet) -> KVStats:
     return total([found.stats for found in maps])
 
 
-async def _observe(observation: Observation, client: Fleet, read: Callable[[], T]) -> T:
-    for observer, engine in zip(observation.engines, client.engines, strict=True):
+async def _observe(metrics: Metrics, client: Fleet, read: Callable[[], T]) -> T:
+    for observer, engine in zip(metrics.engines, client.engines, strict=True):
         observer.num_queued = engine.num_queued
     return read()
 

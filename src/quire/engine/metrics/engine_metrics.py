@@ -20,8 +20,8 @@ from quire.core.outputs import KVStats
 from quire.core.owner_labels import OTHER
 from quire.core.speculation import MAX_DRAFTS
 from quire.engine.messages import EngineState, Ready, Stepped
+from quire.engine.metrics.admission_rate import AdmissionRate
 from quire.engine.metrics.histograms import RequestHistograms
-from quire.engine.metrics.observation import AdmissionRate, EngineObserver
 from quire.engine.options import EngineOptions
 from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
 
@@ -97,13 +97,14 @@ class _RequestCounters:
     num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
 
 
-class EngineMetrics(EngineObserver):
-    """Counts of an engine."""
+class EngineMetrics:
+    """Counts of an engine: an `Observer` of its client, which feeds the rate of admissions, too."""
 
     def __init__(
         self, admissions: AdmissionRate, number: int, model_name: str, options: EngineOptions, kv: KVStats | None
     ) -> None:
-        super().__init__(admissions, number)
+        self.num_queued = 0     # requests sent to the engine that have not run yet, for `Metrics.exposition`
+        self._admissions, self._number = admissions, number
         self._options = options
         self._own: Labels = {"engine": str(number)}
         self._model: Labels = {"model_name": model_name} | self._own
@@ -124,7 +125,9 @@ class EngineMetrics(EngineObserver):
 
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Count a step of the engine and the requests that it advanced."""
-        super().on_step(step, processed)
+        if step.admissions:
+            num_admitted = sum([not admission.num_preemptions for admission in step.admissions])
+            self._admissions.record(num_admitted, step.started_s, self._number)
         self._update_state(step.state)
         self._requests.num_prompt_tokens += sum([num_tokens for _, num_tokens in processed.first_tokens])
         self._requests.num_generation_tokens += processed.num_output_tokens
@@ -146,7 +149,7 @@ class EngineMetrics(EngineObserver):
 
     def on_idle(self, state: EngineState) -> None:
         """Record that no request waits or runs."""
-        super().on_idle(state)
+        self._admissions.rest(self._number)
         self._update_state(state)
 
     def on_abort(self, ended: FinishedRequest) -> None:
@@ -166,7 +169,7 @@ class EngineMetrics(EngineObserver):
 
     def engine_died(self) -> None:
         """Record the death of the engine: counters keep their values, all else becomes 0. Idempotent."""
-        super().engine_died()
+        self._admissions.rest(self._number)
         self._num_unmet_before += self._state.num_itl_unmet
         self._state = EngineState(0, 0, 0)
         self._kv = self._earlier = _counted_on(self._kv, _NO_STATS)

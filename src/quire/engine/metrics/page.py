@@ -5,6 +5,7 @@ work. Every page has all series, so that a rate sees the first event. No page ha
 prometheus-client's own counters.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from quire.core.outputs import KVStats
+from quire.engine.metrics.admission_rate import AdmissionRate
 from quire.engine.metrics.engine_metrics import EngineMetrics, by, counter
-from quire.engine.metrics.observation import Observation
 from quire.engine.options import EngineOptions
 
 
@@ -86,17 +87,14 @@ _DEFAULTS = EngineOptions()
 _SERVER = {"engine": "0"}  # of calls that reached no engine: one value, so that sums over engines are right
 
 
-class Metrics(Observation, Collector):
+class Metrics(Collector):
     """Metrics of a server and its engines, each of which reports to one of `engines`. Lives on the event loop."""
-
-    engines: Sequence[EngineMetrics]
 
     def __init__(
         self, model_name: str, kv: KVStats | None = None, num_engines: int = 1, options: EngineOptions = _DEFAULTS
     ) -> None:
-        super().__init__(num_engines)
-        self.model_name = model_name
-        self.engines = [
+        self.model_name, self._admissions = model_name, AdmissionRate()
+        self.engines: Sequence[EngineMetrics] = [
             EngineMetrics(self._admissions, number, model_name, options, kv) for number in range(num_engines)
         ]
         self._num_refused = dict.fromkeys(REFUSALS, 0)
@@ -118,6 +116,14 @@ class Metrics(Observation, Collector):
     def failed(self, reason: str) -> None:
         """Count a call that failed through no fault of its own, for one of FAILURES."""
         self._num_failed[reason] += 1
+
+    def retry_after_s(self, num_queued: int) -> int:
+        """Return the seconds after which a refused client may retry, from the rate at which requests leave the queue.
+
+        By then all requests that wait now will have left the queue: earlier, all refused clients would compete for one
+        place.
+        """
+        return self._admissions.seconds_to_admit(num_queued, time.monotonic())
 
     def exposition(self, num_queued: Sequence[int] = ()) -> tuple[bytes, str]:
         """Return the page and its content type. `num_queued`: by engine, requests sent to it that have not run yet."""

@@ -3,7 +3,7 @@
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from quire.core.version import __version__
@@ -53,12 +53,9 @@ async def version() -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return counters, gauges and histograms in Prometheus' format; 404 without the package of the metrics."""
+    """Return counters, gauges and histograms in Prometheus' format."""
     service: Service = request.app.state.service
-    exposition = service.metrics.exposition([engine.num_queued for engine in service.client.engines])
-    if exposition is None:
-        raise HTTPException(404)
-    page, content_type = exposition
+    page, content_type = service.metrics.exposition([engine.num_queued for engine in service.client.engines])
     return Response(page, headers={"Content-Type": content_type})
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from quire.core.owner_labels import OPERATOR
-from quire.engine.metrics.observation import Observation
+from quire.engine.metrics.page import Metrics
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.engine.requests.pinned_prefixes import PinnedPrefixes
@@ -142,7 +142,7 @@ class ConcurrencyLimiter:
 class QueueReservations:
     """Reservations of all API requests of a service. Lives on the event loop."""
 
-    def __init__(self, max_total_body_bytes: int, metrics: Observation) -> None:
+    def __init__(self, max_total_body_bytes: int, metrics: Metrics) -> None:
         self._metrics = metrics
         self.num_preparing = 0           # engine requests admitted and not yet sent to the engine
         self.num_preparing_tokens = 0    # prompt tokens x n of requests that are being sent
