@@ -16,7 +16,7 @@ from quire.core.beam_search_params import as_sampling_params
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
-from quire.core.task import BeamSearch
+from quire.core.task import BeamTask
 from quire.engine.assembly import assemble
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
@@ -36,7 +36,7 @@ def beam_request(request_id: int, prompt: list[int], output_len: int, width: int
     """Return a search of exactly that length: end-of-sequence is not looked for."""
     beam = BeamSearchParams(width, output_len, ignore_eos=True)
     request = request_of(request_id, prompt, output_len, width)
-    return replace(request, params=as_sampling_params(beam), task=BeamSearch(beam))
+    return replace(request, params=as_sampling_params(beam), task=BeamTask(beam))
 
 
 def random_scores(width: int, spread: float, seed: int) -> Callable[[StepPlan], StepResult]:

@@ -6,16 +6,16 @@ import pytest
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import CacheConfig
-from quire.core.task import BeamSearch, Generate, Pin, Scope, Task, beam_params
+from quire.core.task import BeamTask, Generate, PinTask, Scope, Task, beam_params
 from quire.engine.schedulers import make_cache
 
 SCOPES = [Scope(salt, adapter) for salt, adapter in product((None, "a", "b"), repeat=2)]
 
 
-@pytest.mark.parametrize("task", [Generate(), Pin()])
+@pytest.mark.parametrize("task", [Generate(), PinTask()])
 def test_only_a_beam_search_has_its_parameters(task: Task) -> None:
     assert beam_params(task) is None
-    assert beam_params(BeamSearch(BeamSearchParams(2, 3))) == BeamSearchParams(2, 3)
+    assert beam_params(BeamTask(BeamSearchParams(2, 3))) == BeamSearchParams(2, 3)
 
 
 @pytest.mark.parametrize("own", SCOPES)

@@ -12,7 +12,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import MemoryPolicy
 from quire.core.plan import StepResult
 from quire.core.sampling_params import SamplingParams
-from quire.core.task import BeamSearch
+from quire.core.task import BeamTask
 from quire.engine.engine import Engine
 from quire.scheduling import result_recorder
 from quire_lab.baselines.buddy_pool import BuddyPool
@@ -145,7 +145,7 @@ def assert_one_fails_alone(
             if delta.error is None:
                 harness.take(delta)
     assert len(failed) == 1
-    assert within == "schedule" or isinstance(harness.requests[failed[0]].task, BeamSearch)
+    assert within == "schedule" or isinstance(harness.requests[failed[0]].task, BeamTask)
     assert harness.cache.num_free_blocks == harness.num_blocks
     for request in harness.requests.values():
         harness.assert_right(request, whole=request.request_id not in failed)

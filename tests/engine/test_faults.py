@@ -22,7 +22,7 @@ from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.sequence import Request
 from quire.decoding.sampler import SampledTokens
 from quire.decoding.sampling_state import BIAS, SamplingBatch
-from quire.engine.messages import Add, Idle, Report, Stepped
+from quire.engine.messages import AddRequest, Idle, Report, Stepped
 from quire.engine.offline_engine import LocalEngine
 from quire.engine.processes.engine_process import EngineLoop
 from quire.engine.processes.heartbeat import Heartbeat
@@ -157,7 +157,7 @@ class Run:
         assert len(self._outputs) == 0, "a request waits in vain"
 
     def _send(self, request: Request) -> None:
-        self._commands.put(frame(Add(request))[LENGTH_BYTES:])
+        self._commands.put(frame(AddRequest(request))[LENGTH_BYTES:])
 
     def _take(self, report: Report) -> None:
         self._engine.scheduler.check()

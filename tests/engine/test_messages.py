@@ -21,14 +21,14 @@ from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import KVStats
 from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from quire.core.sequence import Request
-from quire.core.task import GENERATE, BeamSearch, Pin, Scope
+from quire.core.task import GENERATE, BeamTask, PinTask, Scope
 from quire.core.token_ids import pack_tokens
 from quire.engine.messages import (
     FAULT,
     MAX_FAILURE_CHARS,
     OF_TEXTS,
     Abort,
-    Add,
+    AddRequest,
     BlocksReply,
     Command,
     EngineDeadError,
@@ -39,8 +39,8 @@ from quire.engine.messages import (
     Idle,
     Located,
     Ready,
-    Refused,
     Report,
+    RequestRefused,
     Start,
     Stepped,
     add_message,
@@ -108,14 +108,14 @@ requests = st.builds(
     eos_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
     stop_token_ids=st.frozensets(st.integers(0, MAX_INT), max_size=3),
     bad_words_token_ids=st.lists(token_ids.map(tuple), max_size=3).map(tuple),
-    task=st.just(GENERATE) | st.just(Pin()) | st.builds(BeamSearch, beams),
+    task=st.just(GENERATE) | st.just(PinTask()) | st.builds(BeamTask, beams),
     scope=st.builds(Scope, st.none() | texts, st.none() | texts),
     owner=texts,
 )
 shows = st.builds(GetBlocks, counts, counts, counts)
 commands = st.one_of(
     st.builds(Start, options),
-    st.builds(Add, requests),
+    st.builds(AddRequest, requests),
     st.builds(Abort, request_ids),
     st.builds(Finish, counts, counts),
     shows,
@@ -186,14 +186,14 @@ reports = st.one_of(
         st.lists(counts, max_size=3),
     ),
     st.builds(Idle, states),
-    st.builds(Refused, request_ids, texts, st.none() | texts, st.none() | texts),
+    st.builds(RequestRefused, request_ids, texts, st.none() | texts, st.none() | texts),
     st.builds(BlocksReply, shows, maps),
 )
 
 
 def plain(command: Command) -> object:
     """Return a command as something that can be compared: requests are only equal to themselves."""
-    if isinstance(command, Add):
+    if isinstance(command, AddRequest):
         return {name: getattr(command.request, name) for name in Request.__slots__}
     return command
 
@@ -216,7 +216,7 @@ def test_request_arrives_without_what_is_for_texts_alone(request: Request) -> No
     arrived = decode_command(body_of(add_message(request)))
     plain_text = SamplingParams()
     of_texts = {name: getattr(plain_text, name) for name in OF_TEXTS}
-    assert plain(arrived) == plain(Add(replace(request, params=replace(request.params, **of_texts))))
+    assert plain(arrived) == plain(AddRequest(replace(request, params=replace(request.params, **of_texts))))
 
 
 def test_words_of_a_request_are_not_sent() -> None:
@@ -233,8 +233,8 @@ def test_reports_arrive_as_they_were_sent(report: Report) -> None:
 def test_prompt_arrives_packed_and_is_shared_by_its_sequences() -> None:
     """A list of a queued prompt's tokens is walked by every garbage collection: 64 prompts of 100,000 cost 22 ms."""
     prompt = pack_tokens([*range(1000), 2**31 - 1])
-    arrived = decode_command(body_of(Add(Request(1, prompt, SamplingParams(n=2, max_tokens=4), 3, 4))))
-    assert isinstance(arrived, Add)
+    arrived = decode_command(body_of(AddRequest(Request(1, prompt, SamplingParams(n=2, max_tokens=4), 3, 4))))
+    assert isinstance(arrived, AddRequest)
     request = arrived.request
     assert (request.prompt_token_ids, request.num_queued_tokens) == (prompt, 2002)
     assert gc.get_referents(request.prompt_token_ids) == [array], "no integer"
@@ -248,7 +248,7 @@ def test_parameters_keep_their_types(own: SamplingParams) -> None:
     """What is hashed, shared or compared with `is` inside the engine must not become a list or an integer."""
     request = Request(1, pack_tokens([2]), own, 3, 4)
     arrived = decode_command(body_of(add_message(request)))
-    assert isinstance(arrived, Add)
+    assert isinstance(arrived, AddRequest)
     for name in set(SamplingParams.__slots__) - OF_TEXTS:
         assert type(getattr(arrived.request.params, name)) is type(getattr(own, name)), name
 

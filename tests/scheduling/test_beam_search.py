@@ -289,5 +289,5 @@ def test_random_searches_with_hardly_any_room() -> None:
         harness.run()
         for request in harness.requests.values():
             harness.assert_right(request)
-            num_preemptions += request.num_preemptions if isinstance(request.task, task.BeamSearch) else 0
+            num_preemptions += request.num_preemptions if isinstance(request.task, task.BeamTask) else 0
     assert num_preemptions >= 10

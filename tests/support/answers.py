@@ -3,7 +3,7 @@
 from dataclasses import astuple, dataclass, field
 
 from quire import RequestOutput
-from quire.core.task import BeamSearch
+from quire.core.task import BeamTask
 from support.margin import Asked, asked_for, beam_score, beyond_margin
 
 
@@ -23,7 +23,7 @@ class Answer:
             return NotImplemented
         if self.asked is None or other.asked is None:
             return astuple(self)[:4] == astuple(other)[:4]
-        if isinstance(self.asked.request.task, BeamSearch):
+        if isinstance(self.asked.request.task, BeamTask):
             return self.has_right_score() and other.has_right_score()
         if self.token_ids == other.token_ids:
             return self.finish_reason == other.finish_reason and _has_near_logprobs(self, other, self.asked.margin)

@@ -16,7 +16,7 @@ from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan, decode_plan, de
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTimes
-from quire.core.task import GENERATE, BeamSearch, Pin, Scope
+from quire.core.task import GENERATE, BeamTask, PinTask, Scope
 from quire.engine.schedulers import make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from support.beam_reference import Found, reference_search
@@ -39,7 +39,7 @@ def make_request(
         max_tokens=params.max_tokens or 1,
         eos_token_ids=frozenset() if params.ignore_eos else eos,
         stop_token_ids=frozenset(params.stop_token_ids or ()),
-        task=GENERATE if beam is None else BeamSearch(beam),
+        task=GENERATE if beam is None else BeamTask(beam),
     )
 
 
@@ -147,7 +147,7 @@ class Harness:
         request = make_request(request_id, prompt, params, frozenset(eos), beam)
         request.scope, request.priority = Scope(salt), priority
         if is_pin:
-            request.task = Pin()
+            request.task = PinTask()
         request.client_id, request.weight = who
         request.arrived_s = self.now_s
         self.scheduler.add(request)
@@ -263,7 +263,7 @@ class Harness:
 
     def assert_right(self, request: Request, *, whole: bool = True) -> None:
         """Every branch gave just the tokens that it gives alone; the first of them, if it was ended early."""
-        if isinstance(request.task, BeamSearch):
+        if isinstance(request.task, BeamTask):
             self._assert_beams_right(request, whole=whole)
             return
         for index, tokens in enumerate(self.expected(request)):
@@ -273,7 +273,7 @@ class Harness:
 
     def searched(self, request: Request) -> list[Found]:
         """What a beam search must come to."""
-        assert isinstance(request.task, BeamSearch)
+        assert isinstance(request.task, BeamTask)
         return reference_search(
             lambda output: self.executor.next_logprobs(request.prompt_token_ids + output),
             request.task.params,

@@ -17,7 +17,7 @@ from quire.cluster.routing import EngineCall
 from quire.core.frames import frame
 from quire.engine import messages
 from quire.engine.launcher import EngineProcess
-from quire.engine.messages import EngineDeadError, EngineState, Refused, Report, Stepped
+from quire.engine.messages import EngineDeadError, EngineState, Report, RequestRefused, Stepped
 from quire.engine.options import EngineOptions
 from quire.engine.processes.connection import EngineConnection
 from quire.engine.processes.liveness import stall_reason, wait_for_stall
@@ -123,7 +123,7 @@ class EngineReplica:
         match report:
             case Stepped():
                 self._divide(report)
-            case Refused(request_id) if request_id in self._requests:
+            case RequestRefused(request_id) if request_id in self._requests:
                 held = self._requests[request_id]
                 held.num_open = 0
                 held.reports.put_nowait(encode(structs.replace(report, request_id=held.client_number)))

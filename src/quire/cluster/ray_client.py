@@ -15,7 +15,7 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineError, InvalidRequestError, ModelError, RequestFailedError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
-from quire.engine.messages import EngineDeadError, EngineState, Ready, Refused, Stepped
+from quire.engine.messages import EngineDeadError, EngineState, Ready, RequestRefused, Stepped
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import SingleEngine
@@ -24,7 +24,7 @@ from quire.engine.requests.input_processor import InputProcessor, PreparedReques
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.text.tokenizer import Tokenizer
 
-_decode = msgspec.msgpack.Decoder(Stepped | Refused).decode
+_decode = msgspec.msgpack.Decoder(Stepped | RequestRefused).decode
 
 
 class RayClient(SingleEngine):
@@ -60,7 +60,7 @@ class RayClient(SingleEngine):
         try:
             async for raw in response:
                 report = _decode(raw)
-                if isinstance(report, Refused):
+                if isinstance(report, RequestRefused):
                     refusal = InvalidRequestError(report.message, param=report.param, code=report.code)
                     self._streams.fail(request_id, refusal)
                 else:

@@ -18,17 +18,17 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     """Sample n answers."""
 
 
-class BeamSearch(msgspec.Struct, tag="beam_search", array_like=True, frozen=True):
+class BeamTask(msgspec.Struct, tag="beam_search", array_like=True, frozen=True):
     """Search the best answers; the sequences of the request are beams."""
 
     params: BeamSearchParams
 
 
-class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
+class PinTask(msgspec.Struct, tag="pin", array_like=True, frozen=True):
     """Compute the prompt and keep its blocks under the request's id; the output is ignored."""
 
 
-Task = Generate | BeamSearch | Pin | Pool
+Task = Generate | BeamTask | PinTask | Pool
 
 GENERATE = Generate()
 
@@ -36,9 +36,9 @@ GENERATE = Generate()
 def beam_params(task: Task) -> BeamSearchParams | None:
     """Return the parameters of a beam search, None for other tasks."""
     match task:
-        case BeamSearch(params):
+        case BeamTask(params):
             return params
-        case Generate() | Pin() | Pool():
+        case Generate() | PinTask() | Pool():
             return None
         case _:
             assert_never(task)

@@ -43,7 +43,7 @@ NO_DEFAULTS = SamplingDefaults()
 # --- to the engine ----------------------------------------------------------------------------------------------------
 
 
-class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """Queue a request, checked against the limits of the last report."""
 
     request: Request
@@ -104,7 +104,7 @@ def add_message(request: Request) -> tuple[str, dict[str, object]]:
     return "add", sent | {"params": params}
 
 
-Command = Start | Add | Abort | Finish | GetBlocks | ReadAdapter | Ping
+Command = Start | AddRequest | Abort | Finish | GetBlocks | ReadAdapter | Ping
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     """The process of an engine of several ranks runs, whatever its step does."""
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+class RequestRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """A request cannot run because of pins that its sender did not know of yet, or cannot pin."""
 
     request_id: int
@@ -213,7 +213,7 @@ class AdapterReply(msgspec.Struct, tag="adapter_reply", array_like=True, frozen=
     error: str = ""
 
 
-Report = Located | Ready | Failed | Stepped | Idle | Alive | Beat | Refused | BlocksReply | AdapterReply
+Report = Located | Ready | Failed | Stepped | Idle | Alive | Beat | RequestRefused | BlocksReply | AdapterReply
 
 
 _ADD_HEAD = b"\x92" + msgspec.msgpack.encode("add")  # an array of two: the tag, and the request

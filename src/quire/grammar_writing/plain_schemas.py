@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.core.checks import shown
 from quire.grammar_writing.scalars import FORMATS, check_numbers, has_fraction, with_inclusive_bounds
-from quire.grammar_writing.schemas import Part, parts_below, referenced, refuse, rewritten_below
+from quire.grammar_writing.schemas import SchemaPart, parts_below, referenced, refuse, rewritten_below
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ def plain_schema(schema: Any) -> Any:  # noqa: ANN401 (JSON)
     SchemaError for what no grammar holds, and llguidance does not refuse.
     """
     root = schema if isinstance(schema, Mapping) else {}
-    _check(Part(schema, ""), root, _Circles(root))
-    has_near_bounds = _has_fraction(Part(schema, ""))
+    _check(SchemaPart(schema, ""), root, _Circles(root))
+    has_near_bounds = _has_fraction(SchemaPart(schema, ""))
 
     def plain(part: Any) -> Any:  # noqa: ANN401 (JSON)
         below = rewritten_below(part, plain)
@@ -63,7 +63,7 @@ def plain_schema(schema: Any) -> Any:  # noqa: ANN401 (JSON)
     return plain(schema)
 
 
-def _check(part: Part, root: Mapping[str, Any], circles: "_Circles") -> None:
+def _check(part: SchemaPart, root: Mapping[str, Any], circles: "_Circles") -> None:
     """Raise SchemaError for what no grammar holds: numbers, counts of free names, which may repeat, endless circles."""
     schema, place = part
     if isinstance(schema, Mapping):
@@ -86,7 +86,7 @@ def _check(part: Part, root: Mapping[str, Any], circles: "_Circles") -> None:
         _check(below, root, circles)
 
 
-def _has_fraction(part: Part) -> bool:
+def _has_fraction(part: SchemaPart) -> bool:
     """Return whether a bound of some schema in a part is no integer."""
     return has_fraction(part.schema) or any(_has_fraction(below) for below in parts_below(part))
 

@@ -13,7 +13,7 @@ class SchemaError(ValueError):
     """A schema that cannot be written as a grammar, or in a notation; the text begins with the place of the fault."""
 
 
-class Part(NamedTuple):
+class SchemaPart(NamedTuple):
     """A schema, and its place as a JSON pointer."""
 
     schema: Any
@@ -25,18 +25,18 @@ def refuse(place: str, problem: str) -> NoReturn:
     raise SchemaError(f"at {place or '/'}: {problem}")
 
 
-def parts_below(part: Part) -> Iterator[Part]:
+def parts_below(part: SchemaPart) -> Iterator[SchemaPart]:
     """Yield the schemas directly in a schema."""
     schema, place = part
     if isinstance(schema, list):
-        yield from (Part(each, f"{place}/{index}") for index, each in enumerate(schema))
+        yield from (SchemaPart(each, f"{place}/{index}") for index, each in enumerate(schema))
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
         if key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            yield from (Part(each, f"{place}/{key}/{escaped_name(name)}") for name, each in value.items())
+            yield from (SchemaPart(each, f"{place}/{key}/{escaped_name(name)}") for name, each in value.items())
         elif key not in NO_SCHEMAS and isinstance(value, dict | list):
-            yield Part(value, f"{place}/{key}")
+            yield SchemaPart(value, f"{place}/{key}")
 
 
 def escaped_name(name: str) -> str:

@@ -13,7 +13,7 @@ from quire.core.checks import shown
 from quire.core.structured_outputs import compact_json
 from quire.grammar_writing.disjoint_schemas import without_disjoint_one_of
 from quire.grammar_writing.plain_schemas import plain_schema
-from quire.grammar_writing.schemas import NO_SCHEMAS, SCHEMAS_BY_NAME, Part, escaped_name, referenced, refuse
+from quire.grammar_writing.schemas import NO_SCHEMAS, SCHEMAS_BY_NAME, SchemaPart, escaped_name, referenced, refuse
 from quire.grammar_writing.texts import without_named_patterns
 
 MAX_VISITS = 50_000    # schemas visited for one request: some 8 us each
@@ -51,7 +51,7 @@ class Shape:
     """Values of one JSON type (a number may be `integer` or `number`) that fit flat schemas, all of them."""
 
     kind: str
-    parts: tuple[Part, ...]
+    parts: tuple[SchemaPart, ...]
 
     @property
     def place(self) -> str:
@@ -129,20 +129,20 @@ class Document:
         self._names: dict[str, str] = {}  # names of definitions, keyed by reference
         self._definitions: dict[str, tuple[Any, set[str]]] = {}  # with the references in them, by their references
 
-    def target(self, part: Part) -> Part:
+    def target(self, part: SchemaPart) -> SchemaPart:
         """Return the schema that a chain of references, without anything beside them, leads to."""
         while isinstance(part.schema, Mapping) and part.schema.keys() & _CONSTRAINTS == {"$ref"}:
             self._visit(part, 0)  # (circles of references alone are no plain schemas)
             part = self._referenced(part)
         return part
 
-    def shapes(self, parts: Sequence[Part]) -> list[Shape]:
+    def shapes(self, parts: Sequence[SchemaPart]) -> list[Shape]:
         """Return the shapes of the values that fit some schemas, all of them; empty: no value fits."""
         found: list[Shape] = []
         for flat in self._flat([(part, 0) for part in parts], []):
             for kind in _kinds(flat):
                 own = {*_OF_TYPES["number" if kind == "integer" else kind], *_ENUMERATIONS}
-                kept = (Part({k: v for k, v in schema.items() if k in own}, place) for schema, place in flat)
+                kept = (SchemaPart({k: v for k, v in schema.items() if k in own}, place) for schema, place in flat)
                 shape = Shape(kind, tuple(part for part in kept if part.schema))
                 if shape.enumerated() != [] and shape not in found:
                     found.append(shape)
@@ -150,9 +150,11 @@ class Document:
                     refuse(parts[0].place, f"more than {MAX_SHAPES} alternatives")
         return found
 
-    def _flat(self, waiting: list[tuple[Part, int]], choices: list[tuple[list[Part], int]]) -> Iterator[list[Part]]:
+    def _flat(
+        self, waiting: list[tuple[SchemaPart, int]], choices: list[tuple[list[SchemaPart], int]]
+    ) -> Iterator[list[SchemaPart]]:
         """Yield each choice of alternatives as the flat schemas that are left."""
-        flat: list[Part] = []
+        flat: list[SchemaPart] = []
         choices = list(choices)
         while waiting:
             part, depth = waiting.pop(0)
@@ -186,7 +188,7 @@ class Document:
         for branch in branches:
             yield from self._flat([*((part, 0) for part in _resolved(flat)), (branch, depth)], others)
 
-    def _visit(self, part: Part, depth: int) -> None:
+    def _visit(self, part: SchemaPart, depth: int) -> None:
         self._budget.num_visits += 1
         if self._budget.num_visits > MAX_VISITS:
             refuse(part.place, f"more than {MAX_VISITS} schemas, with those that are referred to")
@@ -195,12 +197,12 @@ class Document:
         if isinstance(part.schema, Mapping) and "$id" in part.schema and part.schema is not self.root:
             refuse(part.place, "unsupported keyword: $id inside of a schema")
 
-    def _referenced(self, part: Part) -> Part:
+    def _referenced(self, part: SchemaPart) -> SchemaPart:
         reference = part.schema["$ref"]
         found = self._find(reference)
         if found is None:
             refuse(part.place, f"$ref {shown(reference)} names no part of the schema")
-        return Part(found, str(reference).partition("#")[2])
+        return SchemaPart(found, str(reference).partition("#")[2])
 
     def _find(self, reference: object) -> object:
         """Return the part that a reference names, by its place or its anchor, or None."""
@@ -250,7 +252,7 @@ class Document:
 
     def _rewritten(self, schema: Any, place: str, found: set[str]) -> Any:  # noqa: ANN401 (JSON)
         """Return a schema without annotations, with references to definitions; add those to `found`."""
-        self._visit(Part(schema, place), 0)
+        self._visit(SchemaPart(schema, place), 0)
         if isinstance(schema, list):
             return [self._rewritten(each, f"{place}/{index}", found) for index, each in enumerate(schema)]
         if not isinstance(schema, Mapping):
@@ -265,16 +267,16 @@ class Document:
             else:
                 result[key] = value if key in NO_SCHEMAS else self._rewritten(value, below, found)
         if "$ref" in result:
-            self._referenced(Part(result, place))
+            self._referenced(SchemaPart(result, place))
             found.add(result["$ref"])
             self._names.setdefault(result["$ref"], f"d{len(self._names)}")
             result["$ref"] = f"#/$defs/{self._names[result['$ref']]}"
         return result
 
 
-def _resolved(parts: Sequence[Part]) -> list[Part]:
+def _resolved(parts: Sequence[SchemaPart]) -> list[SchemaPart]:
     """Return schemas without what was resolved: references and alternatives."""
-    return [Part({key: part.schema[key] for key in part.schema if key in _KNOWN}, part.place) for part in parts]
+    return [SchemaPart({key: part.schema[key] for key in part.schema if key in _KNOWN}, part.place) for part in parts]
 
 
 def _own_options(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,16 +291,16 @@ def _anchored(schema: object) -> Iterator[Mapping[str, Any]]:
         yield schema
 
 
-def _branches(part: Part, keyword: str) -> list[Part]:
+def _branches(part: SchemaPart, keyword: str) -> list[SchemaPart]:
     branches = part.schema[keyword]
     if not isinstance(branches, list) or not branches:
         refuse(part.place, f"{keyword} must be a list of schemas, got {shown(branches)}")
     if keyword == "oneOf":
         refuse(part.place, "unsupported keyword: oneOf with branches that may both fit; write anyOf")
-    return [Part(branch, f"{part.place}/{keyword}/{number}") for number, branch in enumerate(branches)]
+    return [SchemaPart(branch, f"{part.place}/{keyword}/{number}") for number, branch in enumerate(branches)]
 
 
-def _kinds(parts: Sequence[Part]) -> list[str]:
+def _kinds(parts: Sequence[SchemaPart]) -> list[str]:
     """Return the JSON types that flat schemas allow."""
     atoms = set().union(*_ATOMS.values())
     for schema, place in parts:

@@ -15,7 +15,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.pooling import Pool
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.core.step_times import StepWork, chunk_work
-from quire.core.task import BeamSearch
+from quire.core.task import BeamTask
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.time_budget import TimeBudget
 
@@ -73,7 +73,7 @@ def must_see_tokens(request: Request) -> bool:
     """Return whether a draw of the request needs the token before it, or its result more than its token."""
     params = request.params
     return (
-        isinstance(request.task, BeamSearch)
+        isinstance(request.task, BeamTask)
         or params.logprobs is not None
         or params.structured_outputs is not None
         or bool(request.bad_words_token_ids)
@@ -98,7 +98,7 @@ def _chunks(
         for sequence in request.live[:1] if waits_to_fork else request.live:
             if sequence.status is not SequenceStatus.RUNNING:
                 return None
-            if sequence.seq_id in forked and isinstance(request.task, BeamSearch):
+            if sequence.seq_id in forked and isinstance(request.task, BeamTask):
                 ahead.resting.append((request, sequence))
             elif sequence.seq_id not in seen:
                 start = sequence.num_computed_tokens + counts.get(sequence.seq_id, 0)

@@ -11,7 +11,7 @@ from quire.cache.block_table import blocks_for, worst_case_blocks
 from quire.cache.manager import KVCacheManager
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sequence import Request
-from quire.core.task import MAX_PINNED_PREFIXES, Pin
+from quire.core.task import MAX_PINNED_PREFIXES, PinTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,13 @@ def check_pinnable(
     """Raise InvalidRequestError if a prefix of so many tokens cannot be pinned beside all accepted requests."""
     if not cache.prefix_caching_enabled:
         raise InvalidRequestError("nothing can be pinned: prefix caching is off (enable_prefix_caching)")
-    num_pins = len(cache.pins) + sum(isinstance(request.task, Pin) for request in requests)
+    num_pins = len(cache.pins) + sum(isinstance(request.task, PinTask) for request in requests)
     limits.check_pinnable(num_tokens, num_pins, _most_needed_blocks(requests, cache.block_size))
 
 
 def num_pinned_blocks(requests: Collection[Request], cache: KVCacheManager) -> int:
     """Return how many blocks are pinned; a pin that is under way counts with its worst case."""
-    under_way = (len(request.prompt_token_ids) for request in requests if isinstance(request.task, Pin))
+    under_way = (len(request.prompt_token_ids) for request in requests if isinstance(request.task, PinTask))
     return cache.num_pinned_blocks + sum(map(cache.blocks_for, under_way))
 
 

@@ -19,7 +19,7 @@ from quire.core.deltas import WaitReason
 from quire.core.plan import BlockCopy
 from quire.core.pooling import Pool
 from quire.core.sequence import NO_ROW, Request, Sequence
-from quire.core.task import BeamSearch, Pin
+from quire.core.task import BeamTask, PinTask
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.chunked_prefill import ChunkedPrefillBudget, WholePrompts
 from quire.scheduling.kv_shares import KVShares
@@ -355,7 +355,7 @@ class Planner:
         self._queues.assign_row(sequence)
         copy = self._cache.create(
             sequence.seq_id, sequence.token_ids, request.scope, match,
-            keeps_all=isinstance(request.task, Pin), num_reserved=self._admission.num_reserved(request),
+            keeps_all=isinstance(request.task, PinTask), num_reserved=self._admission.num_reserved(request),
         )  # fmt: skip
         self._queues.set_computed(sequence, self._cache.num_tokens(sequence.seq_id))
         request.num_recomputed_tokens += self._preemption.record_resumed(sequence, sequence.num_computed_tokens)
@@ -374,7 +374,7 @@ class Planner:
         self._cache.fork(first.seq_id, other.seq_id, other.token_ids)
         self._start_row(step, request, other)
         step.forked.append(other)
-        if other.num_output_tokens == 0 and not isinstance(request.task, BeamSearch):
+        if other.num_output_tokens == 0 and not isinstance(request.task, BeamTask):
             step.sample(request, other)
 
 

@@ -14,7 +14,7 @@ from quire.core.prompt_scores import SCORE_BYTES, width_of
 from quire.core.repetition import RepetitionDetector
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request, Sequence, SequenceStatus
-from quire.core.task import BeamSearch
+from quire.core.task import BeamTask
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import ByPriority
@@ -123,7 +123,7 @@ class ResultRecorder:
         self, request: Request, sequence: Sequence, token: int, candidates: TokenLogprobs | None
     ) -> None:
         """Append one token to a sequence, or its candidates to a beam search, with everything that may end it."""
-        if isinstance(request.task, BeamSearch):
+        if isinstance(request.task, BeamTask):
             self._searches.answer(request, sequence, candidates)
             return
         delta = _check_stop(request, sequence, token, candidates)
@@ -153,7 +153,7 @@ class ResultRecorder:
         """
         if sequence.status is not SequenceStatus.RUNNING:
             return
-        if isinstance(request.task, BeamSearch):
+        if isinstance(request.task, BeamTask):
             if row.logprobs:
                 self._searches.answer(request, sequence, row.logprobs[0])
             return

@@ -21,7 +21,7 @@ from quire.core.deltas import PREPARATION, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
 from quire.core.seeds import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence
-from quire.core.task import BeamSearch, Pin
+from quire.core.task import BeamTask, PinTask
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.async_scheduling import must_see_tokens, schedule_next
@@ -82,7 +82,7 @@ class Scheduler:
         assert request.request_id not in self.queues.requests, f"request {request.request_id} added twice"
         num_prompt_tokens = len(request.prompt_token_ids)
         self.limits.check_admissible(num_prompt_tokens, request.max_tokens, request.params.n)
-        if isinstance(request.task, Pin):
+        if isinstance(request.task, PinTask):
             check_pinnable(num_prompt_tokens, self.queues.requests.values(), self.cache, self.limits)
         prompt = pack_tokens(request.prompt_token_ids)
         request.live = [
@@ -97,13 +97,13 @@ class Scheduler:
         ]
         request.must_see_tokens = must_see_tokens(request)
         request.end_token_ids = request.eos_token_ids | request.stop_token_ids
-        request.is_plain = not isinstance(request.task, BeamSearch) and request.params.repetition_detection is None
+        request.is_plain = not isinstance(request.task, BeamTask) and request.params.repetition_detection is None
         self.admission.check_admissible(request)
         self.queues.add(request)
         self._deadlines.add(request)
-        if isinstance(request.task, BeamSearch):
+        if isinstance(request.task, BeamTask):
             self._searches.add(request)
-        if isinstance(request.task, Pin):
+        if isinstance(request.task, PinTask):
             self._update_pin_limits()
 
     def abort(self, request_id: int) -> bool:
@@ -129,7 +129,7 @@ class Scheduler:
         """End a request whose deadline has passed: with what it has, or with an error if that is nothing."""
         if not request.has_begun:
             ends = [late_failure(request)]
-        elif isinstance(request.task, BeamSearch):
+        elif isinstance(request.task, BeamTask):
             ends = self._searches.conclude(request)
             for delta in ends:
                 if delta.finish_reason == "length":
@@ -143,7 +143,7 @@ class Scheduler:
         """End one branch, because its text is complete. False if it is not here (any more), or is a beam."""
         request = self.queues.requests.get(request_id)
         sequence = next((s for s in request.live if s.index == index), None) if request else None
-        if request is None or sequence is None or isinstance(request.task, BeamSearch):
+        if request is None or sequence is None or isinstance(request.task, BeamTask):
             return False
         self._finish(request, sequence)
         return True
@@ -153,7 +153,7 @@ class Scheduler:
         self.queues.finish(request, sequence)
         if not request.live:
             self._searches.remove(request)
-            if isinstance(request.task, Pin):
+            if isinstance(request.task, PinTask):
                 self._update_pin_limits()
 
     def _finish_all(self, request: Request) -> None:
@@ -250,7 +250,7 @@ class Scheduler:
 
     def _complete(self, request: Request, sequence: Sequence) -> None:
         """Finish a sequence that has its last token. A pin request keeps its blocks, which do not hold that token."""
-        if isinstance(request.task, Pin):
+        if isinstance(request.task, PinTask):
             self.cache.pin(request.request_id, sequence.seq_id)
         self._finish(request, sequence)
 
@@ -301,7 +301,7 @@ def _check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache:
                 num_tokens = cache.num_tokens(sequence.seq_id) - planned.get(sequence.row, 0)
                 assert num_tokens == sequence.num_computed_tokens <= sequence.num_tokens
         waits = [sequence.is_computed for sequence in request.live]
-        assert not any(waits) or (isinstance(request.task, BeamSearch) and not all(waits)), "nothing left to compute"
+        assert not any(waits) or (isinstance(request.task, BeamTask) and not all(waits)), "nothing left to compute"
 
 
 def _affected_by(steps: list[PlanBuilder], running: Iterable[Request], cache: KVCacheManager) -> list[Request]:

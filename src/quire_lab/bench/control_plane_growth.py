@@ -10,7 +10,7 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
-from quire.core.task import BeamSearch
+from quire.core.task import BeamTask
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.schedulers import make_scheduler
 from quire.execution.batch import PersistentBatch
@@ -40,7 +40,7 @@ def fork(num_tokens: int) -> list[Request]:
 def beams(num_tokens: int) -> list[Request]:
     """Return a wide beam search."""
     beam = BeamSearchParams(_WIDTH, _MAX_TOKENS, ignore_eos=True)
-    return [Request(0, _prompt(num_tokens), as_sampling_params(beam), 0, _MAX_TOKENS, task=BeamSearch(beam))]
+    return [Request(0, _prompt(num_tokens), as_sampling_params(beam), 0, _MAX_TOKENS, task=BeamTask(beam))]
 
 
 CASES: dict[str, Callable[[int], list[Request]]] = {

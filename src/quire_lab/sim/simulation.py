@@ -17,7 +17,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.plan import StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
-from quire.core.task import GENERATE, BeamSearch
+from quire.core.task import GENERATE, BeamTask
 from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
 from quire.engine.schedulers import make_scheduler
@@ -269,7 +269,7 @@ def as_request(number: int, item: WorkItem, n: int = 1, beam_width: int | None =
         params if beam is None else as_sampling_params(beam),
         seed=number,
         max_tokens=item.output_len,
-        task=GENERATE if beam is None else BeamSearch(beam),
+        task=GENERATE if beam is None else BeamTask(beam),
         client_id=item.client_id,
     )
 

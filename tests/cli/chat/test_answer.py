@@ -1,10 +1,10 @@
 """What `/stats` says about an answer."""
 
-from quire.cli.chat.conversation import Answer, Update
+from quire.cli.chat.conversation import ChatAnswer, Update
 
 
-def answer_of(*updates: Update) -> Answer:
-    answer = Answer(asked_s=10.0)
+def answer_of(*updates: Update) -> ChatAnswer:
+    answer = ChatAnswer(asked_s=10.0)
     for index, update in enumerate(updates):
         answer.take(update, 10.25 + 0.5 * index)
     return answer

@@ -3,15 +3,15 @@
 import json
 from pathlib import Path
 
-from quire.cli.chat.conversation import Conversation, Exchange
+from quire.cli.chat.conversation import ChatHistory, Exchange
 
 
-def roles(conversation: Conversation) -> list[tuple[str, str]]:
+def roles(conversation: ChatHistory) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in conversation.messages()]
 
 
 def test_messages_alternate_after_the_system_message() -> None:
-    conversation = Conversation("be brief")
+    conversation = ChatHistory("be brief")
     conversation.keep(Exchange("q1", "a1"))
     conversation.keep(Exchange("q2", "a2"))
     said = [("system", "be brief"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
@@ -21,7 +21,7 @@ def test_messages_alternate_after_the_system_message() -> None:
 
 
 def test_last_exchange_can_be_replaced() -> None:
-    conversation = Conversation()
+    conversation = ChatHistory()
     conversation.keep(Exchange("q1", "a1"))
     conversation.keep(Exchange("q2", "a2"))
     assert [message["content"] for message in conversation.messages("q2", instead_of_last=True)] == [
@@ -33,20 +33,20 @@ def test_last_exchange_can_be_replaced() -> None:
 
 
 def test_reset_keeps_the_system_message_and_the_open_question() -> None:
-    conversation = Conversation("be brief", unanswered="too long?")
+    conversation = ChatHistory("be brief", unanswered="too long?")
     conversation.exchanges.append(Exchange("q", "a"))
     conversation.reset()
     assert roles(conversation) == [("system", "be brief"), ("user", "too long?")]
 
 
 def test_an_answer_settles_the_open_question() -> None:
-    conversation = Conversation(unanswered="q")
+    conversation = ChatHistory(unanswered="q")
     conversation.keep(Exchange("q", "a"))
     assert roles(conversation) == [("user", "q"), ("assistant", "a")]
 
 
 def test_file_has_a_message_per_line(tmp_path: Path) -> None:
-    conversation = Conversation("日本")
+    conversation = ChatHistory("日本")
     conversation.keep(Exchange("a\nb", "\x1b[0m"))
     assert conversation.save(tmp_path / "chat.jsonl") == 3
     lines = (tmp_path / "chat.jsonl").read_text(encoding="utf-8").splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.cli.chat.conversation import BackEnd, ChatError, Conversation, Exchange, Update
+from quire.cli.chat.conversation import ChatBackEnd, ChatError, ChatHistory, Exchange, Update
 from quire.cli.chat.local import LocalBackEnd
 from quire.cli.chat.screen import Screen, Tone
 from quire.cli.chat.session import HELP, ChatSession
@@ -63,17 +63,17 @@ def llm(demo_model: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture
-def back_end(llm: LLM) -> BackEnd:
+def back_end(llm: LLM) -> ChatBackEnd:
     return LocalBackEnd(llm, GREEDY, None)
 
 
-def talk(back_end: BackEnd, screen: ScriptedPerson, system: str | None = None) -> Conversation:
-    conversation = Conversation(system)
+def talk(back_end: ChatBackEnd, screen: ScriptedPerson, system: str | None = None) -> ChatHistory:
+    conversation = ChatHistory(system)
     ChatSession(back_end, screen, conversation).run()
     return conversation
 
 
-def test_each_question_sees_what_was_said_before(back_end: BackEnd, llm: LLM) -> None:
+def test_each_question_sees_what_was_said_before(back_end: ChatBackEnd, llm: LLM) -> None:
     screen = ScriptedPerson(QUESTION, "", "   ", "And parse_body?")
     conversation = talk(back_end, screen, "Be brief.")
     assert [exchange.question for exchange in conversation.exchanges] == [QUESTION, "And parse_body?"]
@@ -82,42 +82,42 @@ def test_each_question_sees_what_was_said_before(back_end: BackEnd, llm: LLM) ->
     assert screen.answers == "".join(exchange.answer + "\n" for exchange in conversation.exchanges)
 
 
-def test_demo_model_introduces_itself_as_a_toy(back_end: BackEnd) -> None:
+def test_demo_model_introduces_itself_as_a_toy(back_end: ChatBackEnd) -> None:
     screen = ScriptedPerson()
     talk(back_end, screen)
     assert "demo model is a toy" in screen.of_tone("faint")[0]
 
 
-def test_message_may_have_several_lines_and_begin_with_a_slash(back_end: BackEnd) -> None:
+def test_message_may_have_several_lines_and_begin_with_a_slash(back_end: ChatBackEnd) -> None:
     conversation = talk(back_end, ScriptedPerson("//tmp \\", "is", "one\\"))
     assert [exchange.question for exchange in conversation.exchanges] == ["/tmp \nis", "one"]
 
 
-def test_system_message_is_set_and_removed(back_end: BackEnd) -> None:
+def test_system_message_is_set_and_removed(back_end: ChatBackEnd) -> None:
     conversation = talk(back_end, ScriptedPerson("/system  Be kind. ", QUESTION))
     assert conversation.messages()[0] == {"role": "system", "content": "Be kind."}
     assert talk(back_end, ScriptedPerson("/system"), "Be kind.").system is None
 
 
-def test_reset_forgets_what_was_said(back_end: BackEnd) -> None:
+def test_reset_forgets_what_was_said(back_end: ChatBackEnd) -> None:
     conversation = talk(back_end, ScriptedPerson(QUESTION, "/reset", QUESTION), "Be brief.")
     assert len(conversation.exchanges) == 1
     assert conversation.system == "Be brief."
 
 
-def test_retry_replaces_the_last_answer(back_end: BackEnd) -> None:
+def test_retry_replaces_the_last_answer(back_end: ChatBackEnd) -> None:
     screen = ScriptedPerson(QUESTION, "/retry")
     [exchange] = talk(back_end, screen).exchanges
     assert screen.answers == 2 * (exchange.answer + "\n")  # greedy: the same again
 
 
-def test_save_writes_every_message(back_end: BackEnd, tmp_path: Path) -> None:
+def test_save_writes_every_message(back_end: ChatBackEnd, tmp_path: Path) -> None:
     path = tmp_path / "with space.jsonl"
     conversation = talk(back_end, ScriptedPerson(QUESTION, f"/save {path}"), "Be brief.")
     assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == conversation.messages()
 
 
-def test_stats_are_of_the_last_answer(back_end: BackEnd) -> None:
+def test_stats_are_of_the_last_answer(back_end: ChatBackEnd) -> None:
     screen = ScriptedPerson(QUESTION, "/stats")
     talk(back_end, screen)
     [stats] = screen.of_tone("plain")
@@ -125,7 +125,7 @@ def test_stats_are_of_the_last_answer(back_end: BackEnd) -> None:
     assert stats.endswith("ended by length")
 
 
-def test_help_and_exit(back_end: BackEnd) -> None:
+def test_help_and_exit(back_end: ChatBackEnd) -> None:
     screen = ScriptedPerson("/help", "/exit", QUESTION)
     assert talk(back_end, screen).exchanges == []
     assert screen.of_tone("plain") == [HELP]
@@ -141,7 +141,7 @@ def test_help_and_exit(back_end: BackEnd) -> None:
         ("/save /no/such/folder/x", "No such file or directory"),
     ],
 )
-def test_command_that_cannot_work_is_told_and_a_pipe_ends(back_end: BackEnd, line: str, complaint: str) -> None:
+def test_command_that_cannot_work_is_told_and_a_pipe_ends(back_end: ChatBackEnd, line: str, complaint: str) -> None:
     screen = ScriptedPerson(line, QUESTION)
     assert len(talk(back_end, screen).exchanges) == 1
     assert complaint in screen.of_tone("error")[0]
@@ -149,7 +149,7 @@ def test_command_that_cannot_work_is_told_and_a_pipe_ends(back_end: BackEnd, lin
         talk(back_end, ScriptedPipe(line, QUESTION))
 
 
-def test_conversation_that_no_longer_fits_loses_nothing(back_end: BackEnd) -> None:
+def test_conversation_that_no_longer_fits_loses_nothing(back_end: ChatBackEnd) -> None:
     long = "Write a function " * 40
     screen = ScriptedPerson(QUESTION, long, "/retry", QUESTION, long)
     conversation = talk(back_end, screen)
@@ -174,7 +174,7 @@ def test_question_that_did_not_fit_is_asked_again_after_a_reset(llm: LLM) -> Non
 class Interrupted:
     """The demo model, with somebody who presses Ctrl-C after some tokens."""
 
-    def __init__(self, back_end: BackEnd, after: int) -> None:
+    def __init__(self, back_end: ChatBackEnd, after: int) -> None:
         self.greeting = ""
         self._back_end = back_end
         self._after = after
@@ -195,7 +195,7 @@ class Interrupted:
             self._back_end.answer(messages, pass_on)
 
 
-def test_answer_that_is_stopped_stays(back_end: BackEnd) -> None:
+def test_answer_that_is_stopped_stays(back_end: ChatBackEnd) -> None:
     [whole] = talk(back_end, ScriptedPerson(QUESTION)).exchanges
     screen = ScriptedPerson(QUESTION, "/stats")
     [exchange] = talk(Interrupted(back_end, after=3), screen).exchanges
@@ -206,17 +206,17 @@ def test_answer_that_is_stopped_stays(back_end: BackEnd) -> None:
     assert screen.of_tone("plain")[0].startswith("3 tokens")
 
 
-def test_answer_stopped_before_it_began_can_be_asked_for_again(back_end: BackEnd) -> None:
+def test_answer_stopped_before_it_began_can_be_asked_for_again(back_end: ChatBackEnd) -> None:
     conversation = talk(Interrupted(back_end, after=0), ScriptedPerson(QUESTION))
     assert (conversation.exchanges, conversation.unanswered) == ([], QUESTION)
 
 
-def test_interrupt_ends_a_pipe(back_end: BackEnd) -> None:
+def test_interrupt_ends_a_pipe(back_end: ChatBackEnd) -> None:
     with pytest.raises(KeyboardInterrupt):
         talk(Interrupted(back_end, after=3), ScriptedPipe(QUESTION))
 
 
-def test_two_interrupts_at_the_prompt_leave_and_one_does_not(back_end: BackEnd) -> None:
+def test_two_interrupts_at_the_prompt_leave_and_one_does_not(back_end: ChatBackEnd) -> None:
     screen = ScriptedPerson(KeyboardInterrupt, "", KeyboardInterrupt, KeyboardInterrupt, QUESTION)
     assert talk(back_end, screen).exchanges == []
     assert sum("Ctrl-C again" in text for text in screen.of_tone("faint")) == 2
@@ -260,8 +260,8 @@ def test_failure_keeps_the_text_that_came_and_the_question_if_none_did() -> None
     assert talk(Failing(), ScriptedPerson("a", "/retry")).unanswered == "a"
 
 
-def test_retry_that_fails_leaves_the_answer_that_there_was(back_end: BackEnd) -> None:
-    conversation = Conversation()
+def test_retry_that_fails_leaves_the_answer_that_there_was(back_end: ChatBackEnd) -> None:
+    conversation = ChatHistory()
     conversation.keep(Exchange("q", "a"))
     ChatSession(Failing(), ScriptedPerson("/retry"), conversation).run()
     assert (conversation.exchanges, conversation.unanswered) == ([Exchange("q", "a")], None)

@@ -20,12 +20,12 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ModelError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import KVStats
-from quire.core.task import Pin
+from quire.core.task import PinTask
 from quire.engine.engine import Engine
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import (
     Abort,
-    Add,
+    AddRequest,
     Alive,
     BlocksReply,
     Command,
@@ -36,8 +36,8 @@ from quire.engine.messages import (
     Idle,
     Located,
     Ready,
-    Refused,
     Report,
+    RequestRefused,
     Stepped,
     is_add,
 )
@@ -447,15 +447,15 @@ class Script:
             self._commands.put(frame(command)[LENGTH_BYTES:])
 
 
-def request(request_id: int, prompt_len: int = 10, **params: object) -> Add:
+def request(request_id: int, prompt_len: int = 10, **params: object) -> AddRequest:
     own = SamplingParams(max_tokens=30, ignore_eos=True, **params)  # type: ignore[arg-type]
-    return Add(make_request(request_id, [request_id] * prompt_len, own))
+    return AddRequest(make_request(request_id, [request_id] * prompt_len, own))
 
 
-def pin(request_id: int, prompt_len: int = 10) -> Add:
+def pin(request_id: int, prompt_len: int = 10) -> AddRequest:
     made = make_request(request_id, [5] * prompt_len, SamplingParams(max_tokens=1, temperature=0.0))
-    made.task = Pin()
-    return Add(made)
+    made.task = PinTask()
+    return AddRequest(made)
 
 
 def kv_of(report: Report) -> KVStats:
@@ -479,7 +479,8 @@ def test_abort_does_not_wait_behind_requests_that_are_not_added(monkeypatch: pyt
     steps = [report for report in script.run() if isinstance(report, Stepped)]
     assert [step.state.num_running for step in steps[:5]] == [1, 1, 1, 2, 3], "the first was aborted before others came"
     assert {delta.request_id for step in steps[2:] for delta in step.deltas} == {2, 3, 4}
-    assert all(is_add(frame(command)[LENGTH_BYTES:]) == isinstance(command, Add) for command in (request(1), Abort(1)))
+    for command in (request(1), Abort(1)):
+        assert is_add(frame(command)[LENGTH_BYTES:]) == isinstance(command, AddRequest)
 
 
 def test_burst_of_aborts_is_handled_over_several_steps_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,14 +542,14 @@ def test_request_that_pins_have_made_impossible_is_refused_and_the_engine_goes_o
     """It was checked against limits from before the pin; so was a pin that would break what was let in meanwhile."""
     group = request(2, n=4)  # 2 blocks, and 4 times 8: 34
     _, refused, *_ = reports = Script([pin(-1, 79), pin(-3, 43), group, request(3, n=2)]).run()
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRefused)
     assert (refused.request_id, refused.param, refused.code) == (2, "prompt", "context_length_exceeded")
     assert "64 (num_kv_blocks), 31 of them pinned" in refused.message
     steps = [report for report in reports if isinstance(report, Stepped)]
     assert {delta.request_id for step in steps for delta in step.deltas} == {-1, -3, 3}
 
     _, refused, *_ = Script([group, pin(-1, 79), pin(-2, 79)]).run()
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRefused)
     assert (refused.request_id, refused.code) == (-2, None)
     assert "a request that was let in needs 34" in refused.message
 

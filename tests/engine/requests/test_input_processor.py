@@ -14,7 +14,7 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import arrival_seed
-from quire.core.task import BeamSearch, Scope
+from quire.core.task import BeamTask, Scope
 from quire.core.token_ids import pack_tokens
 from quire.engine.messages import Ready, SamplingDefaults
 from quire.engine.options import EngineOptions
@@ -241,7 +241,7 @@ def test_beam_search_has_its_parameters_and_as_many_sequences_as_beams(inputs: I
     beam = BeamSearchParams(3, None)
     prompt, params = packed([1, 2]), as_sampling_params(beam)
     request = inputs.prepare(0, prompt, inputs.check_params(params, beam)).request
-    assert request.task == BeamSearch(beam)
+    assert request.task == BeamTask(beam)
     assert request.params.n == 3
     assert request.eos_token_ids == {EOS_ID}
     assert request.max_tokens == inputs.prepare(1, prompt, inputs.check_params(params)).request.max_tokens

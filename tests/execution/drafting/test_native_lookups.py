@@ -14,7 +14,7 @@ from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting.draft_lengths import AdaptiveLength, StepCost
 from quire.execution.drafting.drafters import Lookup, LookupDrafter, make_lookup
-from quire.execution.drafting.lookups import Rules, ScopedLookup, SuffixTexts
+from quire.execution.drafting.lookups import ScopedLookup, SuffixRules, SuffixTexts
 from quire.kernels.cpp.back_end import usable_isas
 
 NUM_ROWS = 6
@@ -32,8 +32,8 @@ def both_lookups(config: SpeculationConfig, batch: PersistentBatch) -> list[Look
         return [make_lookup(config, batch, is_native=is_native) for is_native in (False, True)]
     from quire.kernels.cpp import lookup
 
-    asked = batch.token_ids, config.num_speculative_tokens, Rules(num_texts=3, max_text=400)
-    return [ScopedLookup(texts, 3) for texts in (SuffixTexts(*asked), lookup.SuffixTexts(*asked))]
+    asked = batch.token_ids, config.num_speculative_tokens, SuffixRules(num_texts=3, max_text=400)
+    return [ScopedLookup(texts, 3) for texts in (SuffixTexts(*asked), lookup.CppSuffixTexts(*asked))]
 
 
 @needs_kernels

@@ -8,8 +8,8 @@ from torch import Tensor
 from quire.formats.gguf import blocks as module
 from quire.formats.gguf.blocks import (
     KINDS,
-    Blocks,
-    BlockTable,
+    BlockedTable,
+    WeightBlocks,
     copy_blocks,
     empty_blocks,
     read_blocks,
@@ -38,7 +38,7 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-def read(name: str, rows: Tensor) -> tuple[Blocks, bool]:
+def read(name: str, rows: Tensor) -> tuple[WeightBlocks, bool]:
     blocks = empty_blocks(name, len(rows), WIDTH)
     return blocks, read_blocks(name, rows, blocks)
 
@@ -92,7 +92,7 @@ def test_rows_of_a_table_in_blocks_are_those_of_its_values_to_the_bit(name: str,
     rows = torch.from_numpy(random_rows(name, 50, WIDTH, least=LEAST.get(name, -7)))
     copy = torch.empty_like(rows)
     assert copy_blocks(name, rows, copy)
-    table, ids = BlockTable(name, copy, dtype), torch.tensor([49, 0, 3, 3, 17])
+    table, ids = BlockedTable(name, copy, dtype), torch.tensor([49, 0, 3, 3, 17])
     assert table.num_bytes == rows.nbytes
     assert torch.equal(table.look_up(ids), read_values(name, rows).to(dtype)[ids])
     added = torch.randn(9, WIDTH).to(dtype)
@@ -101,7 +101,7 @@ def test_rows_of_a_table_in_blocks_are_those_of_its_values_to_the_bit(name: str,
 
 @pytest.mark.parametrize("token", [-1, 50])
 def test_id_past_a_table_in_blocks_is_an_error(token: int) -> None:
-    table = BlockTable("Q8_0", torch.from_numpy(random_rows("Q8_0", 50, WIDTH)), torch.bfloat16)
+    table = BlockedTable("Q8_0", torch.from_numpy(random_rows("Q8_0", 50, WIDTH)), torch.bfloat16)
     with pytest.raises(IndexError):
         table.look_up(torch.tensor([0, token]))
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from quire.cli.chat.conversation import BackEnd, Conversation
+from quire.cli.chat.conversation import ChatBackEnd, ChatHistory
 from quire.cli.chat.local import LocalBackEnd
 from quire.cli.chat.remote import RemoteBackEnd
 from quire.cli.chat.screen import Screen
@@ -54,13 +54,13 @@ def chat(
 ) -> None:
     """Talk to a model in the terminal, or to a server."""
     with _back_end(context, engine, sampling, server) as back_end:
-        ChatSession(back_end, Screen(), Conversation(system)).run()
+        ChatSession(back_end, Screen(), ChatHistory(system)).run()
 
 
 @contextmanager
 def _back_end(
     context: typer.Context, engine: EngineOptions, sampling: ChatSamplingFlags, server: RemoteFlags
-) -> Iterator[BackEnd]:
+) -> Iterator[ChatBackEnd]:
     sampling.params()  # a value out of range is found before anything is loaded
     if server.url is None:
         _refuse_typed(context, (field.name for field in fields(RemoteFlags)), "needs --url")

@@ -28,7 +28,7 @@ class Update(NamedTuple):
     reasoning: str = ""
 
 
-class BackEnd(Protocol):
+class ChatBackEnd(Protocol):
     """Answers conversations, one at a time."""
 
     @property
@@ -44,7 +44,7 @@ class BackEnd(Protocol):
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """Answer so far. Times are seconds on one monotonic clock."""
 
     asked_s: float
@@ -90,7 +90,7 @@ class Exchange(NamedTuple):
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     """The state of a chat."""
 
     system: str | None = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.cli.chat.conversation import Answer, BackEnd, ChatError, Conversation, Exchange, Update
+from quire.cli.chat.conversation import ChatAnswer, ChatBackEnd, ChatError, ChatHistory, Exchange, Update
 from quire.cli.chat.screen import Screen
 from quire.core.errors import ContextLengthError, EngineError
 
@@ -26,11 +26,11 @@ Ctrl-C stops an answer, which keeps what it has, or clears the line; twice leave
 class ChatSession:
     """One conversation, from the first line to the last."""
 
-    def __init__(self, back_end: BackEnd, screen: Screen, conversation: Conversation) -> None:
+    def __init__(self, back_end: ChatBackEnd, screen: Screen, conversation: ChatHistory) -> None:
         self.conversation = conversation
         self._back_end = back_end
         self._screen = screen
-        self._last_answer: Answer | None = None
+        self._last_answer: ChatAnswer | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._screen.show(HELP),
             "/reset": self._reset,
@@ -82,7 +82,7 @@ class ChatSession:
 
     def _ask(self, question: str, *, instead_of_last: bool = False) -> None:
         """Ask, show the answer as it arrives, and keep the result."""
-        answer = self._last_answer = Answer(time.monotonic())
+        answer = self._last_answer = ChatAnswer(time.monotonic())
 
         is_reasoning = False
 
@@ -113,7 +113,7 @@ class ChatSession:
         elif answer.known("finish_reason") == "length":
             self._screen.show("(cut off: no more tokens were allowed, or no more fit)", "faint")
 
-    def _keep(self, question: str, answer: Answer, instead_of_last: bool) -> None:
+    def _keep(self, question: str, answer: ChatAnswer, instead_of_last: bool) -> None:
         """Add what there is of an answer to the conversation; without any, let the question wait for /retry."""
         if answer.text or answer.is_whole:
             self._screen.write("\n")

@@ -96,7 +96,7 @@ def refused(line: Line) -> dict[str, Any]:
     return {"id": f"batch_req_{uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": error}
 
 
-class LineReader:
+class BatchLineReader:
     """Reads one line ahead. Its thread ends with the lines, or with the process, which does not wait for it."""
 
     def __init__(self, lines: Iterator[Line]) -> None:

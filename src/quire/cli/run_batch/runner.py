@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Scope
 
-from quire.cli.run_batch.lines import Line, LineReader, answered, refused
+from quire.cli.run_batch.lines import BatchLineReader, Line, answered, refused
 from quire.engine.launcher import EngineProcess, spawn_engines
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
@@ -115,7 +115,7 @@ async def _ask_all(
 ) -> Totals:
     """Ask up to `max_inflight` lines at a time; write answers in the order of the lines."""
     totals, asked = Totals(), deque[asyncio.Task[dict[str, Any]]]()
-    reader = LineReader(lines)
+    reader = BatchLineReader(lines)
     reading: asyncio.Task[Line | None] | None = asyncio.create_task(reader.next())
 
     async def write_first() -> None:

@@ -35,7 +35,7 @@ _REFUSED = {
 }  # fmt: skip
 
 
-class Target(NamedTuple):
+class AdapterTarget(NamedTuple):
     """A module that may have factors, of `num_rows` outputs and `width` inputs.
 
     `rows`: the outputs that the linear op has, on a rank of tensor parallelism some of them: its outputs from `first`
@@ -103,7 +103,7 @@ class ModelTargets:
         path = folder / WEIGHTS_FILE
         factors = self._factors(_tensors(content, path), path)
         del content
-        scaled: dict[Target, tuple[Tensor, Tensor]] = {}
+        scaled: dict[AdapterTarget, tuple[Tensor, Tensor]] = {}
         highest = 0
         for module, (target, down, up) in factors.items():
             expected = config.factor_of(module)
@@ -118,7 +118,7 @@ class ModelTargets:
                     raise ModelError(f"{path}: lora_{name} of {module} has values that are not finite in {self._dtype}")
         return LoadedAdapter(digest, self._pack(scaled), highest)
 
-    def _factors(self, tensors: Mapping[str, Tensor], path: Path) -> dict[str, tuple[Target, Tensor, Tensor]]:
+    def _factors(self, tensors: Mapping[str, Tensor], path: Path) -> dict[str, tuple[AdapterTarget, Tensor, Tensor]]:
         """Return target, A and B by the modules' names."""
         halves: dict[str, dict[str, Tensor]] = {}
         for name, tensor in sorted(tensors.items()):
@@ -129,8 +129,8 @@ class ModelTargets:
             halves.setdefault(match[1], {})[match[2]] = tensor
         if not halves:
             raise ModelError(f"{path}: no tensors")
-        found: dict[str, tuple[Target, Tensor, Tensor]] = {}
-        named: dict[Target, str] = {}
+        found: dict[str, tuple[AdapterTarget, Tensor, Tensor]] = {}
+        named: dict[AdapterTarget, str] = {}
         for module, pair in halves.items():
             target = self._target(module)
             if target is None:
@@ -143,16 +143,16 @@ class ModelTargets:
             found[module] = target, pair["A"], pair["B"]
         return found
 
-    def _target(self, module: str) -> Target | None:
+    def _target(self, module: str) -> AdapterTarget | None:
         """Return the target of a module named as in the model, or as in its text model alone."""
         for prefix in self._prefixes:
             if module.startswith(prefix) and (target := self._targets.get(module[len(prefix) :])) is not None:
                 return target
         return None
 
-    def _pack(self, scaled: Mapping[Target, tuple[Tensor, Tensor]]) -> AdapterWeights:
+    def _pack(self, scaled: Mapping[AdapterTarget, tuple[Tensor, Tensor]]) -> AdapterWeights:
         make_down, make_up = _makers(self._back_end)
-        by_op: dict[str, list[Target]] = {}
+        by_op: dict[str, list[AdapterTarget]] = {}
         for target in sorted(scaled, key=lambda each: (each.op, each.first)):
             by_op.setdefault(target.op, []).append(target)
         layers, num_bytes = {}, 0
@@ -170,7 +170,7 @@ class ModelTargets:
         return AdapterWeights(layers, num_bytes)
 
 
-def _targets(spec: DecoderSpec, shard: Shard, summed_inputs: Mapping[str, Range]) -> list[tuple[str, Target]]:
+def _targets(spec: DecoderSpec, shard: Shard, summed_inputs: Mapping[str, Range]) -> list[tuple[str, AdapterTarget]]:
     """Return the modules by name; `summed_inputs`: this rank's inputs of the ops that have some, by the ops' names."""
     found = []
     for index, layer in enumerate(spec.layers):
@@ -195,7 +195,7 @@ def _targets(spec: DecoderSpec, shard: Shard, summed_inputs: Mapping[str, Range]
             if len(shape.modules) == 1:
                 own = [(sum(shape.num_rows), tuple(shifted(ranges, shape.num_rows)))]
             for module, (count, rows) in zip(shape.modules, own, strict=True):
-                target = Target(op, first, rows, all_rows, count, shape.width, inputs, grouped)
+                target = AdapterTarget(op, first, rows, all_rows, count, shape.width, inputs, grouped)
                 found.append((stem + module, target))
                 first += target.num_outputs
     return found
@@ -225,7 +225,7 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
 
 
 def _check(
-    path: Path, module: str, target: Target, down: Tensor, up: Tensor, factor: Factor, max_rank: int
+    path: Path, module: str, target: AdapterTarget, down: Tensor, up: Tensor, factor: Factor, max_rank: int
 ) -> None:
     for name, tensor in (("A", down), ("B", up)):
         if tensor.dtype not in FLOATS:

@@ -19,7 +19,7 @@ from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sequence import Request
 from quire.core.step_times import chunk_work
-from quire.core.task import Pin
+from quire.core.task import PinTask
 from quire.engine.fleet.router import Router, Routing
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
@@ -158,7 +158,7 @@ class Fleet(SupervisedClient):
         request = prepared.request
         number = self.router.route(request, self._candidates(request))
         client = self._clients[number]
-        if isinstance(request.task, Pin):
+        if isinstance(request.task, PinTask):
             self._pinning[request.request_id] = client
         try:
             stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
@@ -184,7 +184,7 @@ class Fleet(SupervisedClient):
         limits, num_tokens = self._clients[number].inputs.limits, len(request.prompt_token_ids)
         try:
             limits.check_admissible(num_tokens, request.max_tokens, request.params.n)
-            if isinstance(request.task, Pin):
+            if isinstance(request.task, PinTask):
                 limits.check_pinnable(num_tokens, len(self._clients[number].state.pins), most_needed=0)
         except InvalidRequestError:
             return False

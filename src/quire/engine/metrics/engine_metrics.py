@@ -84,8 +84,8 @@ _COUNTERS = (
 
 
 @dataclass(slots=True)
-class _RequestCounters:
-    """Counters of requests since the start of the server."""
+class _Counters:
+    """Counters since the start of the server."""
 
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -95,6 +95,8 @@ class _RequestCounters:
     num_late: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "decoding": 0})
     num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
     num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
+    num_restarts: int = 0
+    num_unmet_before: int = 0  # steps without room for prompts, by the engines before this one
 
 
 class EngineMetrics:
@@ -106,7 +108,6 @@ class EngineMetrics:
         self.num_queued = 0     # requests sent to the engine that have not run yet, for `Metrics.exposition`
         self._admissions, self._number = admissions, number
         self._options = options
-        self._own: Labels = {"engine": str(number)}
         self._model: Labels = {"model_name": model_name} | self._own
         self._state = EngineState(0, 0, 0)
         self._kv = kv or _NO_STATS
@@ -114,12 +115,14 @@ class EngineMetrics:
         self._blocks_by_owner = {OTHER: 0}                          # a label once seen stays, at 0
         self._weights: Sample = {"dtype": "", "quantization": ""} | self._own, 0
         self._cache_config: Sample = dict.fromkeys(CACHE_LABELS, ""), 0
-        self._requests = _RequestCounters()
+        self._counters = _Counters()
         self._adapters = NO_ADAPTER_USE, 0.0                        # and when they were counted, in seconds since 1970
-        self._num_restarts = 0
         self._histograms = RequestHistograms()
         self._targets = TargetCounts(options.ttft_target_s, options.itl_target_s)
-        self._num_unmet_before = 0                                  # counted by the engines before this one
+
+    @property
+    def _own(self) -> Labels:
+        return {"engine": str(self._number)}
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -129,8 +132,8 @@ class EngineMetrics:
             num_admitted = sum([not admission.num_preemptions for admission in step.admissions])
             self._admissions.record(num_admitted, step.started_s, self._number)
         self._update_state(step.state)
-        self._requests.num_prompt_tokens += sum([num_tokens for _, num_tokens in processed.first_tokens])
-        self._requests.num_generation_tokens += processed.num_output_tokens
+        self._counters.num_prompt_tokens += sum([num_tokens for _, num_tokens in processed.first_tokens])
+        self._counters.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
             self._targets.count(ended)
@@ -143,7 +146,7 @@ class EngineMetrics:
             if delta.is_late:
                 late["prompt" if delta.error is not None else "decoding"].add(delta.request_id)
         for state, ended_late in late.items():
-            self._requests.num_late[state] += len(ended_late)
+            self._counters.num_late[state] += len(ended_late)
         self._targets.count_unbegun(len(late["prompt"]))
         self._histograms.on_step(step.num_computed_tokens, processed)
 
@@ -154,7 +157,7 @@ class EngineMetrics:
 
     def on_abort(self, ended: FinishedRequest) -> None:
         """Count a request that was aborted by its client or the server."""
-        self._requests.num_aborted += 1
+        self._counters.num_aborted += 1
         self._count_finished(ended)
 
     def engine_ready(self, ready: Ready) -> None:
@@ -165,12 +168,12 @@ class EngineMetrics:
 
     def engine_restarted(self) -> None:
         """Count an engine that replaced a dead one."""
-        self._num_restarts += 1
+        self._counters.num_restarts += 1
 
     def engine_died(self) -> None:
         """Record the death of the engine: counters keep their values, all else becomes 0. Idempotent."""
         self._admissions.rest(self._number)
-        self._num_unmet_before += self._state.num_itl_unmet
+        self._counters.num_unmet_before += self._state.num_itl_unmet
         self._state = EngineState(0, 0, 0)
         self._kv = self._earlier = _counted_on(self._kv, _NO_STATS)
         self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
@@ -187,14 +190,14 @@ class EngineMetrics:
                 self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
 
     def _count_draft(self, num_tokens: int, num_accepted: int) -> None:
-        self._requests.num_drafts += 1
-        self._requests.num_draft_tokens += num_tokens
+        self._counters.num_drafts += 1
+        self._counters.num_draft_tokens += num_tokens
         for position in range(num_accepted):
-            self._requests.num_accepted_by_position[position] += 1
+            self._counters.num_accepted_by_position[position] += 1
 
     def _count_finished(self, ended: FinishedRequest) -> None:
         for reason in ended.finish_reasons:
-            self._requests.num_finished[reason] += 1
+            self._counters.num_finished[reason] += 1
 
     # --- the page -------------------------------------------------------------------------------------------------
 
@@ -225,7 +228,8 @@ class EngineMetrics:
         yield counter("quire:recompute_seconds_total", "Time spent on computing tokens again.", (own, kv.recompute_s))
         yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", (own, kv.recovery_saved_s))
         yield gauge("quire:weights_bytes", "Bytes of the weights in memory.", self._weights)
-        yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", (own, self._num_restarts))
+        restarts = own, self._counters.num_restarts
+        yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", restarts)
 
     def _adapter_families(self) -> Iterator[Metric]:
         adapters, counted_s = self._adapters
@@ -262,7 +266,7 @@ class EngineMetrics:
         yield counter("vllm:prefix_cache_hits_total", "Tokens found.", (model, kv.prefix_hits_tokens))
 
     def _request_families(self) -> Iterator[Metric]:
-        model, own, requests = self._model, self._own, self._requests
+        model, own, requests = self._model, self._own, self._counters
         finished = by("finished_reason", requests.num_finished, model)
         num_prompt_tokens = requests.num_prompt_tokens
         yield counter("vllm:prompt_tokens_total", "Prompt tokens of begun requests.", (model, num_prompt_tokens))
@@ -280,12 +284,12 @@ class EngineMetrics:
         on_target = by("target", targets.num_on, own)
         yield counter("quire:requests_on_target_total", "Those that met it.", *on_target)
         unmet = "Steps planned in which decodes left no room for prompts within the target."
-        num_unmet = self._num_unmet_before + self._state.num_itl_unmet
+        num_unmet = self._counters.num_unmet_before + self._state.num_itl_unmet
         yield counter("quire:itl_target_unmet_total", unmet, (own, num_unmet))
 
     def _draft_families(self) -> Iterator[Metric]:
         """Yield the families of speculative decoding; in vLLM a page without it has none."""
-        model, requests = self._model, self._requests
+        model, requests = self._model, self._counters
         accepted = {str(position): count for position, count in enumerate(requests.num_accepted_by_position)}
         name = "vllm:spec_decode_num_accepted_tokens"
         yield counter("vllm:spec_decode_num_drafts_total", "Verified drafts.", (model, requests.num_drafts))

@@ -55,7 +55,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 }
 
 
-class Histogram:
+class BucketCounts:
     """Counts of observed values by bucket: up to and including its bound; the last bucket has no bound."""
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
@@ -81,9 +81,9 @@ class RequestHistograms:
     """Histograms of requests and steps."""
 
     def __init__(self) -> None:
-        self._by_name = {name: Histogram(name, *about) for name, about in _HISTOGRAMS.items()}
+        self._by_name = {name: BucketCounts(name, *about) for name, about in _HISTOGRAMS.items()}
         about = "quire:step_seconds", "Seconds of one engine step.", _STEP_BOUNDS_S
-        self._step_s: dict[str, Histogram] = {kind: Histogram(*about) for kind in get_args(StepKind)}
+        self._step_s: dict[str, BucketCounts] = {kind: BucketCounts(*about) for kind in get_args(StepKind)}
 
     def on_step(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
         """Observe a step and the requests that it advanced."""
@@ -119,7 +119,7 @@ class RequestHistograms:
         yield first
 
 
-def _observe_all(histograms: Mapping[str, Histogram], values: Mapping[str, float]) -> None:
+def _observe_all(histograms: Mapping[str, BucketCounts], values: Mapping[str, float]) -> None:
     """Count a value in each histogram: `observe` without a call for each."""
     for name, value in values.items():
         histogram = histograms[name]

@@ -326,7 +326,7 @@ class EngineClient(SingleEngine):
             case messages.Idle(state):
                 self._set_state(state)
                 self._observer.on_idle(state)
-            case messages.Refused(request_id, message, param, code):
+            case messages.RequestRefused(request_id, message, param, code):
                 self._streams.fail(request_id, InvalidRequestError(message, param=param, code=code))
             case messages.BlocksReply(command, block_map):
                 self._pending.resolve(command, block_map)

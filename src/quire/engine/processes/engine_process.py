@@ -151,13 +151,13 @@ class EngineLoop:
         if not isinstance(command, messages.GetBlocks | messages.ReadAdapter | messages.Ping):
             self._checking = None               # restart the check: blocks are about to change
         match command:
-            case messages.Add(request):
+            case messages.AddRequest(request):
                 if request.request_id in self._aborted:
                     return
                 try:
                     self._engine.add(request, _age_s(request))
                 except InvalidRequestError as error:
-                    self._send(messages.Refused(request.request_id, str(error), error.param, error.code))
+                    self._send(messages.RequestRefused(request.request_id, str(error), error.param, error.code))
             case messages.Abort(request_id):
                 if not self._engine.abort(request_id) and self._pending_adds:
                     self._aborted.add(request_id)

@@ -20,7 +20,7 @@ from quire.core.prompt_scores import check_num_rows, width_of
 from quire.core.sampling_params import SamplingParams
 from quire.core.seeds import NUM_SEEDS, arrival_seed
 from quire.core.sequence import Request
-from quire.core.task import GENERATE, BeamSearch, Pin, Scope, Task
+from quire.core.task import GENERATE, BeamTask, PinTask, Scope, Task
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
@@ -322,7 +322,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Return a request that the scheduler will take. ContextLengthError if one of this length could never run."""
         params, beam = checked.params, checked.beam
-        request = self.new_request(request_id, prompt, params, GENERATE if beam is None else BeamSearch(beam))
+        request = self.new_request(request_id, prompt, params, GENERATE if beam is None else BeamTask(beam))
         request.max_tokens = self._resolve_max_tokens(len(prompt.token_ids), params)
         check_num_rows(params.prompt_logprob_token_ids, params.prompt_logprob_start or 0, len(prompt.token_ids))
         request.bad_words_token_ids, request.priority = checked.bad_words_token_ids, checked.priority
@@ -334,7 +334,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Return a request that computes a prefix and pins it; its output is ignored. As `prepare`."""
         prepared = self.prepare(request_id, prompt, self.check_params(ANY_TOKEN), client_id, weight)
-        prepared.request.task = Pin()
+        prepared.request.task = PinTask()
         return prepared
 
     def new_request(

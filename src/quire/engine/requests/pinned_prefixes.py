@@ -19,7 +19,7 @@ from quire.core.outputs import PinnedPrefix
 from quire.core.sequence import Request
 
 
-class Pin(NamedTuple):
+class ClientPin(NamedTuple):
     """A pinned prefix, the number of its request, and that of its API key: from 1, 0 for none, or the operator's."""
 
     prefix: PinnedPrefix
@@ -32,7 +32,7 @@ class PinnedPrefixes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._pinned: dict[str, Pin] = {}
+        self._pinned: dict[str, ClientPin] = {}
         self._on_removal: dict[str, Callable[[], None]] = {}
         self.request_ids = itertools.count(-1, -1)  # negative: seeds derive from the ids of requests, from 0 up
 
@@ -44,7 +44,7 @@ class PinnedPrefixes:
         """Return whether a prefix is pinned."""
         return prefix_id in self._pinned
 
-    def of_key(self, key_number: int | None) -> Iterator[Pin]:
+    def of_key(self, key_number: int | None) -> Iterator[ClientPin]:
         """Yield the pins of an API key, numbered from 1; 0: those without a key; None: all."""
         return (pin for pin in self._pinned.values() if key_number in (None, pin.key_number))
 
@@ -58,7 +58,7 @@ class PinnedPrefixes:
         num_blocks = blocks_for(num_tokens, self._block_size)
         expires = None if ttl_s is None else _in_seconds(ttl_s)
         prefix = PinnedPrefix(f"prefix-{uuid.uuid4().hex}", num_tokens, num_blocks, int(now_s), expires)
-        self._pinned[prefix.id] = Pin(prefix, request.request_id, key_number)
+        self._pinned[prefix.id] = ClientPin(prefix, request.request_id, key_number)
         return prefix
 
     def remaining_s(self, prefix_id: str) -> float:

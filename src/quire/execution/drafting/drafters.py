@@ -125,5 +125,5 @@ def make_lookup(config: SpeculationConfig, batch: PersistentBatch, *, is_native:
     from quire.kernels.cpp import lookup as native  # noqa: PLC0415 (the extension is optional)
 
     if config.method == "ngram":
-        return native.NgramLookup(tokens, num_drafts, *sizes)
-    return ScopedLookup(native.SuffixTexts(tokens, num_drafts, RULES))
+        return native.CppNgramLookup(tokens, num_drafts, *sizes)
+    return ScopedLookup(native.CppSuffixTexts(tokens, num_drafts, RULES))

@@ -29,7 +29,7 @@ GAP = -1                 # between two chunks of a text
 NO_TEXT = -1             # of rows in scopes that have no text any more
 
 
-class Rules(NamedTuple):
+class SuffixRules(NamedTuple):
     """Constants of suffix lookups, in the order of csrc/lookup.hpp."""
 
     min_run: int = 2            # tokens of the shortest run that is looked up
@@ -43,7 +43,7 @@ class Rules(NamedTuple):
     gap: int = GAP
 
 
-RULES = Rules()
+RULES = SuffixRules()
 
 
 class Texts(Protocol):
@@ -111,7 +111,7 @@ class RowOutput:
 class SuffixTexts:
     """`Texts` in plain form; token_ids int32 [max_rows, max_len], of all rows."""
 
-    def __init__(self, token_ids: Tokens, max_drafts: int, rules: Rules = RULES) -> None:
+    def __init__(self, token_ids: Tokens, max_drafts: int, rules: SuffixRules = RULES) -> None:
         self._token_ids, self._max_drafts, self._rules = token_ids, max_drafts, rules
         self._outputs = [RowOutput() for _ in token_ids]
         self._texts = [RecentOutputs(rules.max_text) for _ in range(rules.num_texts)]
@@ -155,7 +155,7 @@ class SuffixTexts:
             output.num_added = len(tokens)
 
 
-def continuation(tokens: Tokens, texts: Sequence[Tokens], limit: int, rules: Rules = RULES) -> list[int]:
+def continuation(tokens: Tokens, texts: Sequence[Tokens], limit: int, rules: SuffixRules = RULES) -> list[int]:
     """Return the most frequent continuation, at most `limit` tokens, of the longest suffix that occurs in texts.
 
     tokens int32 [num], those before the continuation; texts int32 [num_tokens] each, the latest and likeliest last.

@@ -21,7 +21,7 @@ _LAYOUTS = {kind.name: kind for kind in GGML_TYPES.values()}
 
 
 class Kind(NamedTuple):
-    """Elements and groups of a block of a type; fields as those of `Blocks`."""
+    """Elements and groups of a block of a type; fields as those of `WeightBlocks`."""
 
     bits: int
     zero_point: int = 0
@@ -45,7 +45,7 @@ KINDS = {
 }
 
 
-class Blocks(NamedTuple):
+class WeightBlocks(NamedTuple):
     """Rows of a quantized tensor. Element [row, i] has the scale and minimum [row, i // group_size].
 
     elements uint8 [num_rows, width], below 16 unless `bits` is 8; scales and minimums float32 [num_rows, num_groups].
@@ -64,7 +64,7 @@ class Blocks(NamedTuple):
         """Elements that share a scale."""
         return self.elements.shape[1] // self.scales.shape[1]
 
-    def rows(self, start: int, stop: int) -> "Blocks":
+    def rows(self, start: int, stop: int) -> "WeightBlocks":
         """Return rows [start, stop), in the same memory."""
         parts = self.elements[start:stop], self.scales[start:stop]
         minimums = None if self.minimums is None else self.minimums[start:stop]
@@ -90,11 +90,11 @@ class Blocks(NamedTuple):
         return products.flatten(1)
 
 
-def empty_blocks(type_name: str, num_rows: int, width: int) -> Blocks:
+def empty_blocks(type_name: str, num_rows: int, width: int) -> WeightBlocks:
     """Return blocks of rows of `width` elements, for `read_blocks` to fill."""
     layout, kind = _LAYOUTS[type_name], KINDS[type_name]
     grouped = num_rows, width // layout.block_size * kind.num_groups
-    return Blocks(
+    return WeightBlocks(
         kind.bits,
         torch.empty(num_rows, width, dtype=torch.uint8),
         torch.empty(grouped),
@@ -104,7 +104,7 @@ def empty_blocks(type_name: str, num_rows: int, width: int) -> Blocks:
     )
 
 
-def read_blocks(type_name: str, rows: Tensor, out: Blocks) -> bool:
+def read_blocks(type_name: str, rows: Tensor, out: WeightBlocks) -> bool:
     """Write the blocks in the bytes of some rows, uint8 [num_rows, bytes_per_row], to as many rows of `out`.
 
     `type_name` is one of KINDS. Return whether no value is NaN or infinite.
@@ -148,7 +148,7 @@ def copy_blocks(type_name: str, rows: Tensor, out: Tensor) -> bool:
     return _kernels.copy_blocks(*_rows_of_blocks(type_name, rows), out.data_ptr())
 
 
-class BlockTable:
+class BlockedTable:
     """An embedding table that stays in blocks; a `StoredTable`. Rows are expanded where they are looked up."""
 
     def __init__(self, type_name: str, rows: Tensor, dtype: torch.dtype) -> None:
@@ -188,7 +188,7 @@ def _rows_of_blocks(type_name: str, rows: Tensor) -> tuple[int, int, int, int, i
     return _kernels.BLOCK_TYPES[type_name], rows.data_ptr(), stride, num_rows, blocks_per_row
 
 
-def reference(type_name: str, rows: Tensor) -> Blocks:
+def reference(type_name: str, rows: Tensor) -> WeightBlocks:
     """Return the blocks in the bytes of some rows: the meaning of `read_blocks`."""
     blocks = _READERS[type_name](rows.reshape(-1, _LAYOUTS[type_name].block_bytes))
     of_rows = blocks._replace(elements=blocks.elements.reshape(len(rows), -1),
@@ -196,62 +196,62 @@ def reference(type_name: str, rows: Tensor) -> Blocks:
     return of_rows if blocks.minimums is None else of_rows._replace(minimums=blocks.minimums.reshape(len(rows), -1))
 
 
-def _q4_0(blocks: Tensor) -> Blocks:
-    return Blocks(4, _nibbles(blocks[:, 2:]), _halves(blocks[:, :2]), zero_point=8)
+def _q4_0(blocks: Tensor) -> WeightBlocks:
+    return WeightBlocks(4, _nibbles(blocks[:, 2:]), _halves(blocks[:, :2]), zero_point=8)
 
 
-def _q4_1(blocks: Tensor) -> Blocks:
-    return Blocks(4, _nibbles(blocks[:, 4:]), _halves(blocks[:, :2]), minimums=-_halves(blocks[:, 2:4]))
+def _q4_1(blocks: Tensor) -> WeightBlocks:
+    return WeightBlocks(4, _nibbles(blocks[:, 4:]), _halves(blocks[:, :2]), minimums=-_halves(blocks[:, 2:4]))
 
 
-def _q5_0(blocks: Tensor) -> Blocks:
+def _q5_0(blocks: Tensor) -> WeightBlocks:
     elements = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
-    return Blocks(8, elements, _halves(blocks[:, :2]), zero_point=16)
+    return WeightBlocks(8, elements, _halves(blocks[:, :2]), zero_point=16)
 
 
-def _q5_1(blocks: Tensor) -> Blocks:
+def _q5_1(blocks: Tensor) -> WeightBlocks:
     elements = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
-    return Blocks(8, elements, _halves(blocks[:, :2]), minimums=-_halves(blocks[:, 2:4]))
+    return WeightBlocks(8, elements, _halves(blocks[:, :2]), minimums=-_halves(blocks[:, 2:4]))
 
 
-def _q8_0(blocks: Tensor) -> Blocks:
-    return Blocks(8, blocks[:, 2:].contiguous().bitwise_xor_(0x80), _halves(blocks[:, :2]), zero_point=128)
+def _q8_0(blocks: Tensor) -> WeightBlocks:
+    return WeightBlocks(8, blocks[:, 2:].contiguous().bitwise_xor_(0x80), _halves(blocks[:, :2]), zero_point=128)
 
 
-def _q4_k(blocks: Tensor) -> Blocks:
-    return Blocks(4, _nibbles(blocks[:, 16:], chunk=32), *_scales_and_minimums(blocks))
+def _q4_k(blocks: Tensor) -> WeightBlocks:
+    return WeightBlocks(4, _nibbles(blocks[:, 16:], chunk=32), *_scales_and_minimums(blocks))
 
 
-def _q5_k(blocks: Tensor) -> Blocks:
+def _q5_k(blocks: Tensor) -> WeightBlocks:
     high = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [num_blocks, 8, 32]
-    return Blocks(8, _nibbles(blocks[:, 48:], chunk=32) | high.flatten(1) << 4, *_scales_and_minimums(blocks))
+    return WeightBlocks(8, _nibbles(blocks[:, 48:], chunk=32) | high.flatten(1) << 4, *_scales_and_minimums(blocks))
 
 
-def _q6_k(blocks: Tensor) -> Blocks:
+def _q6_k(blocks: Tensor) -> WeightBlocks:
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
     scales = _halves(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
-    return Blocks(8, _nibbles(blocks[:, :128], chunk=64) | high.flatten(1) << 4, scales, zero_point=32)
+    return WeightBlocks(8, _nibbles(blocks[:, :128], chunk=64) | high.flatten(1) << 4, scales, zero_point=32)
 
 
-def _iq4_nl(blocks: Tensor) -> Blocks:
-    return Blocks(4, _nibbles(blocks[:, 2:]), _halves(blocks[:, :2]), codebook=_IQ4_VALUES)
+def _iq4_nl(blocks: Tensor) -> WeightBlocks:
+    return WeightBlocks(4, _nibbles(blocks[:, 2:]), _halves(blocks[:, :2]), codebook=_IQ4_VALUES)
 
 
-def _iq4_xs(blocks: Tensor) -> Blocks:
+def _iq4_xs(blocks: Tensor) -> WeightBlocks:
     low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2)                    # [num_blocks, 4, 2]
     high = blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3             # [num_blocks, 2, 4]
     scales = (low.flatten(1) | high.flatten(1) << 4).float() - 32
-    return Blocks(4, _nibbles(blocks[:, 8:], chunk=16), _halves(blocks[:, :2]) * scales, codebook=_IQ4_VALUES)
+    return WeightBlocks(4, _nibbles(blocks[:, 8:], chunk=16), _halves(blocks[:, :2]) * scales, codebook=_IQ4_VALUES)
 
 
-def _mxfp4(blocks: Tensor) -> Blocks:
+def _mxfp4(blocks: Tensor) -> WeightBlocks:
     """Scales are powers of two: 2 ** (byte - 128)."""
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    return Blocks(4, _nibbles(blocks[:, 1:]), bits.int().view(torch.float32), codebook=_E2M1_VALUES)
+    return WeightBlocks(4, _nibbles(blocks[:, 1:]), bits.int().view(torch.float32), codebook=_E2M1_VALUES)
 
 
-_READERS: dict[str, Callable[[Tensor], Blocks]] = {
+_READERS: dict[str, Callable[[Tensor], WeightBlocks]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
     "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.formats.gguf.blocks import KINDS, Blocks, copy_blocks, empty_blocks, read_blocks, read_values
+from quire.formats.gguf.blocks import KINDS, WeightBlocks, copy_blocks, empty_blocks, read_blocks, read_values
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.kernels.cpp.huge_pages import huge_pages
 
@@ -78,7 +78,7 @@ class GGUFCheckpoint:
         values = found[0] if len(found) == 1 else torch.cat(found)
         return values.view(-1, *entry.shape[1:])
 
-    def blocks(self, name: str, start: int, stop: int) -> Blocks:
+    def blocks(self, name: str, start: int, stop: int) -> WeightBlocks:
         """Return rows [start, stop) of a quantized matrix, at least one, as elements and scales.
 
         Raises ModelError if a value is NaN or infinite in float32.

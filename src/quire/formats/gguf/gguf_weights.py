@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire.formats.gguf.blocks import Blocks, BlockTable
+from quire.formats.gguf.blocks import BlockedTable, WeightBlocks
 from quire.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_quantization import GGUFQuantization
@@ -55,14 +55,14 @@ class GGUFFormat:
             return LinearWeight.dense([read_floats(tensors, each, width) for each in modules])
         return self._stacked(alike, tensors)
 
-    def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> BlockTable | None:
+    def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> BlockedTable | None:
         """Return an embedding table in blocks on a CPU, in float32 or bfloat16: in float16 a value may be infinite."""
         if not self._is_quantized(module) or tensors.device.type != "cpu" or tensors.dtype == torch.float16:
             return None
         name = f"{module.module}.weight"
         require_tensor(self._checkpoint, name, (module.num_rows, width))
         tensors.names_read.add(name)
-        return BlockTable(self._checkpoint.kind(name), self._checkpoint.table(name), tensors.dtype)
+        return BlockedTable(self._checkpoint.kind(name), self._checkpoint.table(name), tensors.dtype)
 
     def read_head(
         self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
@@ -78,19 +78,19 @@ class GGUFFormat:
         name = f"{module.module}.weight"
         return name in self._checkpoint.names and self._checkpoint.is_quantized(name)
 
-    def _blocks(self, tensors: TensorReader, module: ModuleRows, width: int) -> Blocks:
+    def _blocks(self, tensors: TensorReader, module: ModuleRows, width: int) -> WeightBlocks:
         name = f"{module.module}.weight"
         require_tensor(self._checkpoint, name, (module.num_rows, width))
         tensors.names_read.add(name)
         return self._checkpoint.blocks(name, *module.rows)
 
-    def _stacked(self, parts: list[Blocks], tensors: TensorReader) -> LinearWeight:
+    def _stacked(self, parts: list[WeightBlocks], tensors: TensorReader) -> LinearWeight:
         """Return blocks that are alike, but for their zero points, as one weight."""
         has_zeros = len({each.zero_point for each in parts}) > 1
         weights = [self._weight(each, tensors, zeros_as_tensor=has_zeros) for each in parts]
         return LinearWeight.stack(weights)
 
-    def _weight(self, blocks: Blocks, tensors: TensorReader, *, zeros_as_tensor: bool) -> LinearWeight:
+    def _weight(self, blocks: WeightBlocks, tensors: TensorReader, *, zeros_as_tensor: bool) -> LinearWeight:
         device, size, (num_rows, width) = tensors.device, blocks.group_size, blocks.elements.shape
         scales = blocks.scales.to(device)
         zeros: Tensor | int | None = blocks.zero_point if blocks.minimums is None else None
@@ -112,7 +112,7 @@ class GGUFFormat:
         )
 
 
-def _made_alike(parts: list[Blocks]) -> list[Blocks] | None:
+def _made_alike(parts: list[WeightBlocks]) -> list[WeightBlocks] | None:
     """Return blocks of the same values that differ in nothing but zero points, or None if there are none."""
     kinds = {(each.bits, each.group_size, each.zero_point, each.codebook, each.minimums is None) for each in parts}
     if len(kinds) == 1:
@@ -125,14 +125,14 @@ def _made_alike(parts: list[Blocks]) -> list[Blocks] | None:
     return moved if all(torch.equal(new.values(), old.values()) for new, old in zip(moved, wide, strict=True)) else None
 
 
-def _as_int8(blocks: Blocks, group_size: int) -> Blocks:
+def _as_int8(blocks: WeightBlocks, group_size: int) -> WeightBlocks:
     """Return 8-bit integers, or codes as such, in smaller groups."""
     times = blocks.group_size // group_size
     elements, zero_point = blocks.elements, blocks.zero_point
     if blocks.codebook is not None:
         codes = torch.tensor(blocks.codebook) + INT8_ZERO_POINT
         elements, zero_point = codes.to(torch.uint8)[elements.int()], INT8_ZERO_POINT
-    return Blocks(
+    return WeightBlocks(
         8,
         elements,
         blocks.scales.repeat_interleave(times, dim=1),
@@ -141,7 +141,7 @@ def _as_int8(blocks: Blocks, group_size: int) -> Blocks:
     )
 
 
-def _with_minimums(blocks: Blocks) -> Blocks:
+def _with_minimums(blocks: WeightBlocks) -> WeightBlocks:
     """Return blocks with minimums in place of the zero point: the same values unless products overflow.
 
     Scales have 16 significant bits at most, as products of a float16 and an integer to 32, or 18 beside elements of 6

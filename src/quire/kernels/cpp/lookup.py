@@ -10,7 +10,7 @@ from quire.core.plan import NewRow
 from quire.kernels.cpp import _kernels
 
 
-class NgramLookup:
+class CppNgramLookup:
     """N-grams of `min_size` to `max_size` tokens in rows of token_ids, int32 [max_rows, max_len]."""
 
     def __init__(self, token_ids: NDArray[np.int32], max_drafts: int, min_size: int, max_size: int) -> None:
@@ -23,7 +23,7 @@ class NgramLookup:
         self._native.reset(new.row)
 
 
-class SuffixTexts:
+class CppSuffixTexts:
     """Suffixes of rows in the rows themselves and in texts of recent outputs; `rules`: of `_kernels.SuffixRules`."""
 
     def __init__(self, token_ids: NDArray[np.int32], max_drafts: int, rules: tuple[float, ...]) -> None:

@@ -14,7 +14,7 @@ from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.spec import MAX_EXPERTS, WeightMap
 
 
-class Part(NamedTuple):
+class StackedPart(NamedTuple):
     """Rows [start::step] of one expert in a stacked tensor, `num_rows` of them; None: a tensor under another name."""
 
     tensor: str
@@ -30,7 +30,7 @@ def with_single_experts(checkpoint: Checkpoint, names: WeightMap) -> Checkpoint:
 
     Raises ModelError for a stacked tensor with a shape that does not divide.
     """
-    parts: dict[str, Part] = {}
+    parts: dict[str, StackedPart] = {}
     for stacked in () if names.experts is None else names.experts.stacked:
         for name in checkpoint.names:
             if not name.endswith(f".{stacked.name}"):
@@ -42,14 +42,14 @@ def with_single_experts(checkpoint: Checkpoint, names: WeightMap) -> Checkpoint:
                 start, step = (index, num_modules) if stacked.is_interleaved else (index * num_rows, 1)
                 for expert in range(shape[0]):
                     own = stem + tensor.format(expert=expert)
-                    parts[own] = Part(name, expert, stacked.is_transposed, start, step, num_rows)
+                    parts[own] = StackedPart(name, expert, stacked.is_transposed, start, step, num_rows)
     if not parts:
         return checkpoint
     renamed = {} if names.experts is None else names.experts.stacked_names
     for name in checkpoint.names:
         for old, new in renamed.items():
             if name.endswith(f".{old}"):
-                parts[name.removesuffix(old) + new] = Part(name)
+                parts[name.removesuffix(old) + new] = StackedPart(name)
     return StackedCheckpoint(checkpoint, parts)
 
 
@@ -66,7 +66,7 @@ def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
 class StackedCheckpoint:
     """A `Checkpoint` in which `parts` are tensors by their own names, in place of those that they are parts of."""
 
-    def __init__(self, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> None:
+    def __init__(self, checkpoint: Checkpoint, parts: Mapping[str, StackedPart]) -> None:
         self._checkpoint, self._parts = checkpoint, parts
         whole = {part.tensor for part in parts.values()}
         self._names = {*parts, *(name for name in checkpoint.names if name not in whole)}

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from quire.core.structured_outputs import compact_json
-from quire.grammar_writing.schemas import Part
+from quire.grammar_writing.schemas import SchemaPart
 from quire.grammar_writing.shapes import Budget, Document, Shape
 from quire.grammar_writing.texts import before_answer, closed_json_text, literal_text
 from quire.server.tools.argument_types import types_of
@@ -182,7 +182,7 @@ class _CallGrammar:
         """Return an expression for tagged parameters."""
         values: dict[tuple[Any, ...], list[Shape]] = {}
 
-        def pair(name: str, parts: list[Part], key: str | None) -> str | None:
+        def pair(name: str, parts: list[SchemaPart], key: str | None) -> str | None:
             targets = [tool.document.target(part) for part in parts]
             identity = tuple(id(part.schema) for part in targets)
             if identity not in values:

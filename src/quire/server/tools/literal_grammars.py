@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from quire.core.structured_outputs import compact_json
-from quire.grammar_writing.schemas import Part, refuse
+from quire.grammar_writing.schemas import SchemaPart, refuse
 from quire.grammar_writing.shapes import Document, Shape
 from quire.grammar_writing.texts import closed_json_text, literal_text
 from quire.server.tools.grammar_rules import GrammarRules, alternatives, enumerated_texts, has_regexes, text_body
@@ -17,7 +17,7 @@ _PYTHON = {"boolean": ('"True"', '"False"'), "null": ('"None"',)}
 def arguments_text(rules: GrammarRules, document: Document, notation: ObjectNotation) -> str:
     """Return an expression for the arguments that a tool takes. ValueError if it takes none that can be written."""
     members = []
-    for shape in document.shapes([Part(document.root, "")]):
+    for shape in document.shapes([SchemaPart(document.root, "")]):
         if shape.kind == "object":
             if shape.enumerated() is not None:
                 refuse(shape.place, "unsupported keyword: enum of the arguments")
@@ -34,7 +34,7 @@ def python_arguments(rules: GrammarRules, document: Document) -> str:
     """Return an expression for keyword arguments in Python: JSON is a literal there, but for its three names."""
     values: dict[tuple[int, ...], str | None] = {}
 
-    def pair(name: str, parts: list[Part], _: str | None) -> str | None:
+    def pair(name: str, parts: list[SchemaPart], _: str | None) -> str | None:
         key, parts = _identity(document, parts)
         if key not in values:
             values[key] = _python_value(rules, document, document.shapes(parts))
@@ -51,7 +51,7 @@ def _python_value(rules: GrammarRules, document: Document, shapes: Sequence[Shap
     return rules.add(alternatives(options)) if options else None
 
 
-def _identity(document: Document, parts: Sequence[Part]) -> tuple[tuple[int, ...], list[Part]]:
+def _identity(document: Document, parts: Sequence[SchemaPart]) -> tuple[tuple[int, ...], list[SchemaPart]]:
     """Return a key that is the same for the same schemas, which the document holds, and the schemas."""
     targets = [document.target(part) for part in parts]
     return tuple(id(part.schema) for part in targets), targets
@@ -69,11 +69,11 @@ class GemmaValues:
         """Return an expression for the arguments of a call."""
         return f'"{{" {arguments_text(self._rules, self._document, self._notation)} "}}"'
 
-    def _pair(self, name: str, parts: list[Part], _: str | None) -> str | None:
+    def _pair(self, name: str, parts: list[SchemaPart], _: str | None) -> str | None:
         value = self._value(parts)
         return None if value is None else f'{name} ":" {value}'
 
-    def _value(self, parts: Sequence[Part]) -> str | None:
+    def _value(self, parts: Sequence[SchemaPart]) -> str | None:
         """Return the rule of the values that fit some schemas; None if none can be written."""
         key, parts = _identity(self._document, parts)
         if key not in self._values:
@@ -172,7 +172,7 @@ def _after(first: str, second: str | None) -> str | None:
     return None if second is None else f"{first} {second}"
 
 
-def _first_items(part: Part) -> Sequence[object]:
+def _first_items(part: SchemaPart) -> Sequence[object]:
     """Return the schemas of the items in front, which have places."""
     for keyword in ("prefixItems", "items"):
         if isinstance(part.schema.get(keyword), list):
@@ -180,14 +180,14 @@ def _first_items(part: Part) -> Sequence[object]:
     return ()
 
 
-def _items(shape: Shape, index: int) -> list[Part]:
+def _items(shape: Shape, index: int) -> list[SchemaPart]:
     """Return the schemas that the item at a place fits."""
     found = []
     for part in shape.parts:
         first = _first_items(part)
         keyword = "additionalItems" if first and isinstance(part.schema.get("items"), list) else "items"
         if index < len(first):
-            found.append(Part(first[index], f"{part.place}/{index}"))
+            found.append(SchemaPart(first[index], f"{part.place}/{index}"))
         elif keyword in part.schema:
-            found.append(Part(part.schema[keyword], f"{part.place}/{keyword}"))
+            found.append(SchemaPart(part.schema[keyword], f"{part.place}/{keyword}"))
     return found

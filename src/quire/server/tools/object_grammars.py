@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from quire.core.checks import shown
-from quire.grammar_writing.schemas import Part, escaped_name, refuse
+from quire.grammar_writing.schemas import SchemaPart, escaped_name, refuse
 from quire.grammar_writing.shapes import Shape
 from quire.grammar_writing.texts import literal_text
 from quire.server.tools.grammar_rules import GrammarRules, alternatives, escaped, searched
@@ -23,8 +23,8 @@ class ObjectMembers:
     with other names, None if there are none; their names fit `name_patterns`.
     """
 
-    named: Sequence[tuple[str, list[Part], bool]]
-    others: list[Part] | None
+    named: Sequence[tuple[str, list[SchemaPart], bool]]
+    others: list[SchemaPart] | None
     name_patterns: Sequence[str]
     least: int
     most: int | None
@@ -59,26 +59,26 @@ def members_of(shape: Shape) -> ObjectMembers:
     return ObjectMembers(named, others, patterns, least, most, shape.place)
 
 
-def _of_name(shape: Shape, key: str) -> list[Part]:
+def _of_name(shape: Shape, key: str) -> list[SchemaPart]:
     """Return the schemas of the property of a name."""
     found = []
     for schema, place in shape.parts:
         if key in schema.get("properties", ()):
-            found.append(Part(schema["properties"][key], f"{place}/properties/{escaped_name(key)}"))
+            found.append(SchemaPart(schema["properties"][key], f"{place}/properties/{escaped_name(key)}"))
         elif "additionalProperties" in schema:
-            found.append(Part(schema["additionalProperties"], f"{place}/additionalProperties"))
+            found.append(SchemaPart(schema["additionalProperties"], f"{place}/additionalProperties"))
     return found
 
 
-def _others(shape: Shape) -> list[Part] | None:
+def _others(shape: Shape) -> list[SchemaPart] | None:
     """Return the schemas of properties that are not named."""
     found = []
     for schema, place in shape.parts:
         if schema.get("patternProperties"):
             [(pattern, below)] = schema["patternProperties"].items()
-            found.append(Part(below, f"{place}/patternProperties/{escaped_name(pattern)}"))
+            found.append(SchemaPart(below, f"{place}/patternProperties/{escaped_name(pattern)}"))
         elif "additionalProperties" in schema:
-            found.append(Part(schema["additionalProperties"], f"{place}/additionalProperties"))
+            found.append(SchemaPart(schema["additionalProperties"], f"{place}/additionalProperties"))
     return None if any(part.schema is False for part in found) else found
 
 
@@ -92,7 +92,7 @@ class ObjectNotation:
     them open, they are words.
     """
 
-    pair: Callable[[str, list[Part], str | None], str | None]
+    pair: Callable[[str, list[SchemaPart], str | None], str | None]
     name: Callable[[str], str]
     separator: str
     key_pattern: str
