@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from quire.core.version import __version__
-from quire.server.api.bodies import MAX_HTTP_SEED
+from quire.server.api.request_bodies import MAX_HTTP_SEED
 from quire.server.apis import forwarding, prefix_routes, served_names, system, tokenization
 from quire.server.apis.completions import completion_routes
 from quire.server.apis.embeddings import embedding_routes

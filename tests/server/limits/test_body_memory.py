@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from quire.server.limits.body_memory import BodyMemory, BodyMemoryFullError, BufferedBody
+from quire.server.limits.memory import BodyMemory, BodyMemoryFullError, BufferedBody
 from quire.server.options import ServerOptions
 from support.http_app import ask, connect, make_app, parse, read_all, serving
 

@@ -5,7 +5,7 @@ import pytest
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.server.errors import ApiError
-from quire.server.limits.logprob_memory import LogprobMemory
+from quire.server.limits.memory import LogprobMemory
 from quire.server.options import Limits
 
 

@@ -16,7 +16,7 @@ from quire.core.sampling_params import MAX_DEADLINE_MS, SamplingParams
 from quire.core.step_times import StepWork, chunk_work
 from quire.engine.processes.queued_requests import Asked
 from quire.server.api.api_request import ApiRequest
-from quire.server.api.bodies import integer
+from quire.server.api.request_bodies import integer
 from quire.server.errors import deadline_unmeetable
 from quire.server.service import Service
 

@@ -15,7 +15,7 @@ from quire.server.api.usage import RequestUsage, fill_record
 from quire.server.errors import renamed_fields
 from quire.server.history import QueuedRequest
 from quire.server.http.request_log import RequestRecord
-from quire.server.limits.logprob_memory import LogprobReservation
+from quire.server.limits.memory import LogprobReservation
 from quire.server.limits.queue_reservations import ConcurrencyReservation
 from quire.server.service import Service
 

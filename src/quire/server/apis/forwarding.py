@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.server.api.request_parsing import read_field_names
+from quire.server.api.request_bodies import read_field_names
 from quire.server.errors import invalid
 from quire.server.service import Service
 

@@ -10,10 +10,9 @@ from quire.core.checks import refuse
 from quire.core.outputs import PinnedPrefix
 from quire.core.owner_labels import OPERATOR
 from quire.engine.requests.input_processor import TokenizedPrompt, check_cache_salt
-from quire.server.api.bodies import request_body
 from quire.server.api.http_responses import json_response
 from quire.server.api.pinning import pin_prompt
-from quire.server.api.request_parsing import read_body
+from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.completions.completion_bodies import PrefixBody
 from quire.server.http.api_keys import key_number_of
 from quire.server.http.request_log import record_of

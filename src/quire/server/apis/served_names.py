@@ -10,9 +10,8 @@ from quire.core.errors import ModelError
 from quire.core.lora import MAX_NAME_CHARS, MAX_PATH_CHARS
 from quire.core.owner_labels import OPERATOR
 from quire.server.adapter_names import path_below
-from quire.server.api.bodies import documented_as, request_body
 from quire.server.api.http_responses import json_response
-from quire.server.api.request_parsing import read_body
+from quire.server.api.request_bodies import documented_as, read_body, request_body
 from quire.server.apis.completions.completion_bodies import OpenAIBody
 from quire.server.errors import ApiError, invalid
 from quire.server.http.api_keys import key_number_of

@@ -3,13 +3,12 @@
 from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import check_token_ids, refuse
-from quire.server.api.bodies import request_body
 from quire.server.api.chat import rendered
 from quire.server.api.http_responses import json_response
 from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
-from quire.server.api.request_parsing import read_body
-from quire.server.apis.completions.body_prompts import conversation_of
+from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.completions.completion_bodies import DetokenizeBody, TokenizeBody
+from quire.server.apis.completions.completion_routes import conversation_of
 from quire.server.errors import invalid
 from quire.server.http.api_keys import client_id_of
 from quire.server.service import Service

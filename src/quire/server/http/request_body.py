@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope
 
 from quire.server.errors import ApiError, body_memory_full
 from quire.server.http.api_keys import client_id_of
-from quire.server.limits.body_memory import BodyMemoryFullError, BufferedBody
+from quire.server.limits.memory import BodyMemoryFullError, BufferedBody
 from quire.server.service import Service
 
 _BODY = "quire.body"              # key of a scope

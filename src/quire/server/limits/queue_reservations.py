@@ -16,8 +16,7 @@ from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.engine.requests.pinned_prefixes import PinnedPrefixes
 from quire.server.errors import ApiError, invalid, overloaded, too_many_queued_tokens, too_many_requests
-from quire.server.limits.body_memory import BodyMemory
-from quire.server.limits.logprob_memory import LogprobMemory
+from quire.server.limits.memory import BodyMemory, LogprobMemory
 from quire.server.options import Limits
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.engine.requests.input_processor import TokenizedPrompt
-from quire.server.apis.completions.body_prompts import parse_prompts
+from quire.server.apis.completions.completion_routes import parse_prompts
 from support.openai_server import OpenAIServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

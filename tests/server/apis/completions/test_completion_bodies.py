@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.api.bodies import Body, schema_of
+from quire.server.api.request_bodies import Body, schema_of
 from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from support.openai_server import OpenAIServer
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from quire.engine.processes import client as client_module
-from quire.server.api import json_decoding, request_parsing
+from quire.server.api import json_decoding, request_bodies
 from quire.server.api.json_decoding import SLICE_BYTES
 from quire.server.grammars import grammar_checker as checker
 from quire.server.options import DEFAULT_LIMITS
@@ -72,7 +72,7 @@ def meter(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Met
     meter = Meter()
     defaults = {name: getattr(DEFAULT_LIMITS, name) for name in ("max_queued_requests", "max_n")}
     monkeypatch.setattr(server.service, "options", replace(server.service.options, **defaults))
-    for module, name in ((json_decoding, "loads"), (json_decoding, "_decode_raw"), (request_parsing, "loads")):
+    for module, name in ((json_decoding, "loads"), (json_decoding, "_decode_raw"), (request_bodies, "loads")):
         monkeypatch.setattr(module, name, meter.parser(getattr(module, name)))
     for module in (client_module, template_renderer, checker):
         monkeypatch.setattr(module, "frame", meter.frame(module.frame))

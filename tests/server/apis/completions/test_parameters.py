@@ -8,7 +8,7 @@ from openai.types.chat.chat_completion_stream_options_param import ChatCompletio
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
-from quire.server.api.request_parsing import check_field_names
+from quire.server.api.request_bodies import check_field_names
 from quire.server.apis.completions.completion_bodies import (
     OTHER_FIELDS,
     UNSUPPORTED,

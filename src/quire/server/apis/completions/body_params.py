@@ -12,8 +12,8 @@ from quire.core.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams
 from quire.core.checks import check_float, check_int, check_optional_int, refuse, shown
 from quire.core.sampling_params import MAX_LOGIT_BIAS, MIN_SEED, SamplingParams
 from quire.engine.requests.input_processor import CheckedParams
-from quire.server.api.bodies import MAX_HTTP_SEED
 from quire.server.api.preparation import sampling_params
+from quire.server.api.request_bodies import MAX_HTTP_SEED
 from quire.server.apis.completions.completion_bodies import (
     MAX_HTTP_TEMPERATURE,
     ChatBody,

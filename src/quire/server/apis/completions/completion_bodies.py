@@ -20,7 +20,9 @@ from quire.core.sampling_params import (
     MIN_SEED,
 )
 from quire.engine.requests.input_processor import MAX_PRIORITY
-from quire.server.api.bodies import (
+from quire.server.api.call_deadlines import Milliseconds
+from quire.server.api.chat import EFFORTS
+from quire.server.api.request_bodies import (
     ELEMENT,
     MAX_HTTP_SEED,
     NULL,
@@ -32,8 +34,6 @@ from quire.server.api.bodies import (
     documented_as,
     list_of,
 )
-from quire.server.api.call_deadlines import Milliseconds
-from quire.server.api.chat import EFFORTS
 from quire.text.conversation import PART_FIELDS, part_problem, part_reasoning, part_text
 from quire.text.tools import NAME_PATTERN
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from quire.core.checks import check_optional_int, refuse
 from quire.core.pooling import PoolingParams
 from quire.engine.requests.input_processor import MAX_PRIORITY
-from quire.server.api.bodies import NULL, TEXT, Body, OtherFields, Schema, documented_as, integer, list_of
+from quire.server.api.request_bodies import NULL, TEXT, Body, OtherFields, Schema, documented_as, integer, list_of
 from quire.server.errors import invalid
 
 TOKEN: Schema = {"type": "integer", "minimum": 0}

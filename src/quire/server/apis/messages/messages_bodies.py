@@ -5,8 +5,18 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from quire.core.sampling_params import MAX_TEMPERATURE
-from quire.server.api.bodies import TEXT, Body, OtherFields, Schema, Strict, documented_as, integer, list_of, number
 from quire.server.api.call_deadlines import Milliseconds
+from quire.server.api.request_bodies import (
+    TEXT,
+    Body,
+    OtherFields,
+    Schema,
+    Strict,
+    documented_as,
+    integer,
+    list_of,
+    number,
+)
 from quire.server.errors import ApiError
 
 _STRING: Schema = {"type": "string"}

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quire.core.errors import InvalidRequestError
-from quire.server.api.request_parsing import decode_body
+from quire.server.api.request_bodies import decode_body
 from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from quire.server.errors import ApiError, as_api_error
 
