@@ -141,7 +141,6 @@ class RayClient(SingleEngine):
         raise AssertionError("the future has no result")
 
     async def close(self) -> None:
-        """Abort all requests."""
         for follower in list(self._followers.values()):
             follower.cancel()
 

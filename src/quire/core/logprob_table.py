@@ -54,16 +54,13 @@ class LogprobTable(msgspec.Struct, array_like=True):
         return table
 
     def __len__(self) -> int:
-        """Count the positions."""
         return len(self.ends) // 8
 
     @property
     def num_candidates(self) -> int:
-        """Candidates of all positions."""
         return len(self.token_ids) // 4
 
     def extend(self, positions: Iterable[Position]) -> None:
-        """Append positions."""
         added = list(positions)
         counts = (len(token_ids) for token_ids, _, _ in added)
         ends = accumulate(counts, initial=self.num_candidates)
@@ -96,11 +93,9 @@ class LogprobBuffer:
         self.num_candidates = 0
 
     def __len__(self) -> int:
-        """Count the positions."""
         return len(self._recent) + (0 if self._table is None else len(self._table))
 
     def extend(self, positions: Sequence[Position]) -> None:
-        """Append positions."""
         self._recent += positions
         for token_ids, _, _ in positions:
             self.num_candidates += len(token_ids)

@@ -119,5 +119,4 @@ class ScratchBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks for all rows."""
         return self.num_rows * self.per_row

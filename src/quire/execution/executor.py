@@ -40,9 +40,7 @@ class LocalExecutor:
         self._plans = deque[StepPlan]()
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue the plan."""
         self._plans.append(plan)
 
     def collect(self) -> StepResult:
-        """Run the oldest plan."""
         return self.worker.execute(self._plans.popleft())

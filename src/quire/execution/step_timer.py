@@ -25,7 +25,6 @@ class Rate:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add one measurement."""
         self._amount = self._amount * FADING + amount
         self._seconds = self._seconds * FADING + seconds
 

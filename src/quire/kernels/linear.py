@@ -122,7 +122,6 @@ class QuantizedLinear:
         self.num_bytes = self._weight.num_bytes
 
     def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
-        """Multiply all rows."""
         sums = a8_sums(x if self._order is None else x[:, self._order], self._weight, exact_product)
         sums = sums if addend is None else sums + addend
         sums = sums if self._bias is None else sums + self._bias

@@ -37,7 +37,6 @@ class TorchUp:
         self.num_bytes = self._linear.num_bytes
 
     def __call__(self, inner: Tensor, /) -> Tensor:
-        """Multiply all rows."""
         return self._linear(inner)
 
 

@@ -107,7 +107,6 @@ class Linear:
     writes = Names("out")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Multiply all rows."""
         x = activations[self.x]
         addend = None if inputs.adapters is None else inputs.adapters.addend(self.name, x)
         activations[self.out] = self.linear(x) if addend is None else self.linear(x, addend)
@@ -194,7 +193,6 @@ class Add:
     writes = Names("out")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Add."""
         activations[self.out] = activations[self.x] + activations[self.y]
 
 
@@ -208,7 +206,6 @@ class CountLayer:
     writes: tuple[str, ...] = ()
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Count."""
         self.progress.add_(1)
 
 

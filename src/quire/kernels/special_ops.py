@@ -25,7 +25,6 @@ class Experts:
     writes = Names("out")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Compute all rows."""
         activations[self.out] = self.experts(activations[self.x])
 
 
@@ -72,7 +71,6 @@ class QKNorm:
     writes = Names("query", "key")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Normalize the heads."""
         for name, norm in ((self.query, self.query_norm), (self.key, self.key_norm)):
             heads = activations[name]
             activations[name] = norm(heads.flatten(1) if self.is_over_heads else heads)[0].view(heads.shape)
@@ -91,7 +89,6 @@ class PositionScale:
     writes = Names("query")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Multiply."""
         query = activations[self.query]
         activations[self.query] = query * self.factors[inputs.positions].to(query.dtype)[:, None, None]
 
@@ -109,7 +106,6 @@ class Scale:
     writes = Names("x")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Multiply."""
         activations[self.x] = activations[self.x] * self.factor
 
 
@@ -128,7 +124,6 @@ class Clip:
     writes = Names("query", "key", "value")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Clip."""
         for name in self.reads:
             activations[name] = activations[name].clamp(-self.limit, self.limit)
 
@@ -145,7 +140,6 @@ class Gather:
     writes = Names("x")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Call the hook."""
         activations[self.x] = self.hook(activations[self.x])
 
 

@@ -81,7 +81,6 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(f"{key} must be true or false, got {_short(value)}")

@@ -49,7 +49,6 @@ class KVGeometry:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return len(self.layers)
 
     @property

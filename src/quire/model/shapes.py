@@ -74,7 +74,6 @@ class LinearShape(NamedTuple):
 
     @property
     def num_weights(self) -> int:
-        """Elements of the weight."""
         return sum(self.num_rows) * self.width
 
 
@@ -107,7 +106,6 @@ class ExpertShapes(NamedTuple):
 
     @property
     def layers(self) -> tuple[LinearShape, ...]:
-        """All layers."""
         return (self.router, *(layer for expert in self.experts for layer in expert))
 
 

@@ -29,7 +29,6 @@ class Cut:
 
     @property
     def width(self) -> int:
-        """Columns of all ranks."""
         return self.bounds[-1]
 
     def of(self, rank: int) -> Range:
@@ -45,12 +44,10 @@ class HeadRange(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
         return self.query[1] - self.query[0]
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads."""
         return self.kv[1] - self.kv[0]
 
 

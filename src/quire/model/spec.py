@@ -153,7 +153,6 @@ class FeedForward:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Widths of inner activations."""
         return (self.size,)
 
 
@@ -303,7 +302,6 @@ class DecoderSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the decoder."""
         return len(self.layers)
 
     @property
@@ -318,7 +316,6 @@ class DecoderSpec:
 
     @property
     def head_dim(self) -> int:
-        """Dimensions of each head."""
         return self.layers[0].head_dim
 
     @property

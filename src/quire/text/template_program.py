@@ -93,7 +93,6 @@ class PlainDict:
     """Python's `dict` without its attributes as a type, which reach Python's internals."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401
-        """Return a new dict."""
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:  # noqa: ANN401

@@ -52,7 +52,6 @@ class ChatAnswer:
     _updates: list[tuple[float, Update]] = field(default_factory=list)
 
     def take(self, update: Update, now_s: float) -> None:
-        """Add what is new."""
         self._updates.append((now_s, update))
 
     @property

@@ -68,7 +68,6 @@ class MaskJob:
         self.is_done = False
 
     def run(self, cache: GrammarCache) -> None:
-        """Fill the masks."""
         try:
             self._state.fill(cache, self.drafts, self.bits)
         except BaseException as error:

@@ -267,7 +267,6 @@ class AdapterStore:
 
     @property
     def num_in_memory(self) -> int:
-        """Adapters in memory."""
         return len(self._in_memory)
 
     @property

@@ -235,7 +235,6 @@ class Fleet(SupervisedClient):
 
     @property
     def is_alive(self) -> bool:
-        """Whether an engine answers."""
         return bool(self._living)
 
     @property

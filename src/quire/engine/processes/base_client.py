@@ -140,7 +140,6 @@ class SingleEngine(BaseClient):
 
     @property
     def engines(self) -> "Sequence[SingleEngine]":
-        """The one engine."""
         return (self,)
 
     @property

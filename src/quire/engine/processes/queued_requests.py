@@ -51,7 +51,6 @@ class QueuedRequests:
         self._weights = dict[str, float]()          # clients, by their last requests
 
     def __len__(self) -> int:
-        """Count the requests."""
         return len(self._requests)
 
     def __contains__(self, request_id: int) -> bool:
@@ -70,7 +69,6 @@ class QueuedRequests:
             self._count(request, -1)
 
     def clear(self) -> None:
-        """Remove all requests."""
         for request_id in list(self._requests):
             self.discard(request_id)
 

@@ -88,7 +88,6 @@ class RequestStreams:
         self.queued = QueuedRequests()                    # sent and not yet admitted
 
     def __len__(self) -> int:
-        """Count the open requests."""
         return len(self._streams)
 
     def __iter__(self) -> Iterator[RequestStream]:
@@ -153,7 +152,6 @@ class RequestStreams:
             self._on_abort(request_id, finished)
 
     def close(self, request_id: int) -> None:
-        """Drop an open request."""
         del self._streams[request_id]
         self.queued.discard(request_id)
         self._outputs.drop(request_id)

@@ -37,7 +37,6 @@ class PinnedPrefixes:
         self.request_ids = itertools.count(-1, -1)  # negative: seeds derive from the ids of requests, from 0 up
 
     def __len__(self) -> int:
-        """Count the pins."""
         return len(self._pinned)
 
     def __contains__(self, prefix_id: str) -> bool:

@@ -152,7 +152,6 @@ class PagedStep:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, options: Mapping[str, Any]
     ) -> Tensor:
-        """Compute the next layer."""
         index = self._index
         self._index += 1
         self._progress += 1

@@ -250,7 +250,6 @@ class AsyncCudaExecutor:
         self._steps = deque[StepInFlight]()
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch a step."""
         assert len(self._steps) < self.max_steps_in_flight, "too many steps in flight"
         self._steps.append(self.worker.launch(plan))
 

@@ -51,7 +51,6 @@ class Spans(NamedTuple):
     stops: IntArray
 
     def at(self, places: IntArray) -> "Spans":
-        """Return some of them."""
         return Spans(*(each[places] for each in self))
 
 

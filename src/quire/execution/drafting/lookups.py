@@ -124,7 +124,6 @@ class SuffixTexts:
         self._outputs[row] = RowOutput(text, num_tokens)
 
     def clear(self, text: int) -> None:
-        """Empty a text."""
         self._texts[text] = RecentOutputs(self._rules.max_text)
         for each in self._outputs:
             if each.text == text:

@@ -158,7 +158,6 @@ class BlockedTable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
         return self._rows.nbytes
 
     def look_up(self, token_ids: Tensor) -> Tensor:

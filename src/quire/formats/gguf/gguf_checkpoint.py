@@ -39,11 +39,9 @@ class GGUFCheckpoint:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors."""
         return self._file.tensors.keys()
 
     def location(self, name: str | None = None) -> str:
-        """Return the file."""
         return str(self._file.path)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -110,7 +110,6 @@ class MetadataArray:
     ends: NDArray[np.int64] = field(compare=False)
 
     def __repr__(self) -> str:
-        """As errors show it."""
         return f"an array of {self.num_items} items"
 
 
@@ -181,7 +180,6 @@ class _Cursor:
         self.at = at
 
     def __len__(self) -> int:
-        """Bytes of the file."""
         return len(self._map)
 
     def error(self, message: str) -> ModelError:

@@ -35,7 +35,6 @@ class GGUFSource:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self.file.path
 
     def dtype(self, asked: str = "auto") -> str:

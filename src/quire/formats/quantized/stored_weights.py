@@ -38,7 +38,6 @@ class StoredModule(NamedTuple):
 
     @property
     def num_outputs(self) -> int:
-        """Outputs to read."""
         return self.rows.stop - self.rows.start
 
     @property

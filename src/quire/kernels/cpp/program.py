@@ -69,7 +69,6 @@ class View(NamedTuple):
     head_dim: int | None  # None: [num_tokens, width]; else [num_tokens, heads, head_dim]
 
     def of(self, memory: Tensor) -> Tensor:
-        """Return the activation."""
         if self.head_dim is None and self.width == memory.shape[1]:
             return memory
         columns = memory[:, self.offset : self.offset + self.width]

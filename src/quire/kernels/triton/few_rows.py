@@ -129,7 +129,6 @@ class SummedProducts:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """The single ops."""
         return (self.first, *self.between, self.norm, self.second, *self.behind)
 
     @property
@@ -143,7 +142,6 @@ class SummedProducts:
         return self.norm.writes[1], self.behind[1].query if self.behind else self.second.out
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Compute all rows."""
         if len(activations[self.first.x]) > MAX_ROWS or inputs.adapters is not None:
             run_ops(self.ops, self.dead, activations, inputs)
             return

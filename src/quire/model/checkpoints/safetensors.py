@@ -32,7 +32,6 @@ class SafetensorsCheckpoint:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors."""
         return self._files.keys()
 
     def location(self, name: str | None = None) -> str:

@@ -73,7 +73,6 @@ class StackedCheckpoint:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors."""
         return self._names
 
     def location(self, name: str | None = None) -> str:

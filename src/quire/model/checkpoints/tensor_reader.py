@@ -31,7 +31,6 @@ class TensorReader:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors."""
         return self._checkpoint.names
 
     def shape(self, name: str) -> tuple[int, ...]:

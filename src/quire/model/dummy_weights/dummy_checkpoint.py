@@ -39,7 +39,6 @@ class DummyCheckpoint:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors."""
         return self._entries.keys()
 
     def location(self, name: str | None = None) -> str:
