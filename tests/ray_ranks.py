@@ -17,14 +17,13 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, SamplingParams
 from quire.core.errors import EngineError, RankLostError
+from support.rank_answers import PROMPTS, SAMPLED, answers
 from support.ray_cluster import LIMIT_S, cluster
 from support.server import ServerProcess, is_running, running_server, wait_until
 
 MEMBER = "quire.engine.parallel.process"
-PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
-SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True, n=2)
 LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 512, "max_num_batched_tokens": 33}
 ON_RAY: dict[str, Any] = {
@@ -45,19 +44,15 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
-def bits(outputs: list[RequestOutput]) -> list[object]:
-    return [(o.prompt_logprobs, [(c.token_ids, c.logprobs) for c in o.outputs]) for o in outputs]
-
-
-def answers(model: str, **settings: Any) -> list[object]:  # noqa: ANN401
+def answers_of(model: str, **settings: Any) -> list[object]:  # noqa: ANN401
     with LLM(model, **SETTINGS, **settings) as llm:
-        return bits(llm.generate(PROMPTS, SAMPLED, use_tqdm=False))
+        return answers(llm.generate(PROMPTS, SAMPLED, use_tqdm=False))
 
 
 def small(model: str) -> None:
-    expected = answers(model)
+    expected = answers_of(model)
     with LLM(model, **SETTINGS, **ON_RAY) as llm:
-        assert bits(llm.generate(PROMPTS, SAMPLED, use_tqdm=False)) == expected
+        assert answers(llm.generate(PROMPTS, SAMPLED, use_tqdm=False)) == expected
         (member,) = members()
         actor = member.parent()
         assert actor is not None
@@ -77,9 +72,9 @@ def small(model: str) -> None:
 
 
 def full(model: str, nodes: Cluster) -> None:
-    expected = answers(model)
-    assert answers(model, **ON_RAY, nnodes=2) == expected       # and again, in the places that were freed
-    assert answers(model, **ON_RAY, nnodes=2) == expected
+    expected = answers_of(model)
+    assert answers_of(model, **ON_RAY, nnodes=2) == expected       # and again, in the places that were freed
+    assert answers_of(model, **ON_RAY, nnodes=2) == expected
     print("TWO NODES", flush=True)
     assert "not found 4 machines with 1 free CPUs each within 2 s" in refusal(
         model, tensor_parallel_size=4, nnodes=4, start_timeout=4.0

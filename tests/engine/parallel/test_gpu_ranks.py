@@ -1,35 +1,45 @@
 """Ranks of tensor parallelism on GPUs that are imitated, with gloo in the place of NCCL: answers, memory and faults."""
 
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire import LLM
 from quire.core.config import CacheConfig
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, RankLostError
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import choice, gpu_ranks, messages
-from quire.engine.parallel.gpu_ranks import BLOCKING_WAIT, GpuRanks, check_gpu_ranks
+from quire.engine.parallel.channel import Channel
+from quire.engine.parallel.gpu_ranks import BLOCKING_WAIT, GpuRanks, HostLink, LeadingGraphs, check_gpu_ranks
 from quire.engine.parallel.nccl import rank_exchange
+from quire.engine.parallel.peer import Peer
+from quire.engine.parallel.rank_set import RankSet
+from quire.execution.cuda.cuda_graphs import GraphSize
 from quire.execution.cuda.cuda_memory import pinned_bytes
 from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_geometry import KVGeometry
+from quire.model.language_model import ForwardBatch
 from quire.model.sharding import Shard
 from quire_lab.sim.footprint import weight_bytes
 from quire_lab.sim.hardware import Hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.packing import PLAIN_PACKING
 from quire_lab.sim.planning import plan_memory
+from support.faults import raising
 from support.imitated_ranks import Answers, Case, Fault, answer, run_imitated
 from support.peft_folders import write_adapter
-from support.random_folder import MIXTURE, write_random_folder
 from support.random_model import write_random_model
+from support.rank_answers import PROMPTS
+from support.server import wait_until
 
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
-PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
 PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 16, "prompt_logprobs": 1, "ignore_eos": True}
 FEW_BLOCKS = {
     "num_kv_blocks": 14, "block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 24, "dtype": "float32",
@@ -62,16 +72,11 @@ LIMITS = {"4 ranks": 0.2, "8 bits": 0.1}  # of the differences of logprobs
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:  # with adapters
     folder = write_random_model(tmp_path_factory.mktemp("model"))
     write_adapter(folder / "a", folder, 1)
     write_adapter(folder / "b", folder, 2, targets=("k_proj", "up_proj"), rank=3, lora_alpha=7)
     return folder
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_folder(tmp_path_factory.mktemp("mixture"), MIXTURE)
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +260,77 @@ def test_mode_of_gpus_is_reduce_unless_answers_are_exact() -> None:
     assert EngineOptions().tensor_parallel_mode_on("cuda") == "reduce"
     assert EngineOptions(exact=True).tensor_parallel_mode_on("cuda") == "gather"
     assert EngineOptions(tensor_parallel_mode="gather").tensor_parallel_mode_on("cuda") == "gather"
+
+
+LARGEST, SMALL = GraphSize(4, 4), GraphSize(2, 2)
+
+
+class Other:
+    """Another rank, which follows commands at the end of its channel, and can capture what `is_able` says."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.peer = Peer(1, Channel(ours, messages.decode_report), None, "a test")
+        self.told: list[messages.Command] = []
+        self.is_able = True
+        self._channel = Channel(theirs, messages.decode_command)
+        self._channel.start(handles=self._follow)
+
+    def _follow(self, command: messages.Command) -> bool:
+        self.told.append(command)
+        if isinstance(command, messages.Capture):
+            self._channel.send(messages.Captured(self.is_able))
+        return True
+
+
+@pytest.fixture
+def other() -> Iterator[Other]:
+    other = Other()
+    yield other
+    other.peer.end("the test is over")
+    other._channel.close()
+
+
+def forward(batch: ForwardBatch) -> Tensor:
+    return batch.token_ids[:, None].float()
+
+
+def graphs_with(other: Other, capture: Callable[..., Any] = lambda call: call) -> LeadingGraphs:
+    unused: Any = SimpleNamespace(handles=lambda peer, report: False, interrupt=lambda: None)
+    ranks = RankSet(EngineOptions(tensor_parallel_size=2), unused, unused, unused)
+    ranks._exchange = unused
+    ranks._add(other.peer)
+    return LeadingGraphs(HostLink(ranks), forward, 5, torch.device("cpu"), capture, 4)
+
+
+def test_all_ranks_are_told_of_a_graph_before_it_is_captured(other: Other) -> None:
+    graphs = graphs_with(other)
+    graphs.capture_all(1)
+    sizes = [GraphSize(each.num_rows, each.num_tokens) for each in other.told if isinstance(each, messages.Capture)]
+    assert sizes[:3] == [LARGEST, SMALL, GraphSize(1, 1)]
+    assert all(graphs._graphs[size] is not None for size in sizes)
+    graphs.clear()
+    assert set(graphs._graphs.values()) == {None}
+
+
+def test_graph_that_another_rank_lacks_is_dropped(other: Other) -> None:
+    other.is_able = False
+    graphs = graphs_with(other)
+    graphs._capture_size(SMALL)
+    wait_until(lambda: other.told == [messages.Capture(2, 2, False), messages.DropGraph(2, 2, False)])
+    assert graphs._graphs[SMALL] is None
+
+
+def test_graph_that_the_first_rank_lacks_is_dropped(other: Other) -> None:
+    graphs = graphs_with(other, raising(torch.OutOfMemoryError))
+    graphs._capture_size(SMALL)
+    wait_until(lambda: other.told == [messages.Capture(2, 2, False), messages.DropGraph(2, 2, False)])
+    assert graphs._graphs[SMALL] is None
+
+
+def test_error_before_the_capture_is_one_of_all_ranks(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait in the exchanges of that pass."""
+    graphs = graphs_with(other)
+    monkeypatch.setattr(graphs, "_forward", raising(torch.OutOfMemoryError))
+    with pytest.raises(RankLostError, match=r"rank 0: a step has failed: OutOfMemoryError"):
+        graphs._capture_size(SMALL)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, LoRARequest, RequestOutput, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, RankLostError
 from quire.core.version import __version__
 from quire.engine.parallel.link import RankedModel
@@ -18,30 +18,13 @@ from quire.model.sharding import ADDED_BYTES
 from support.faults import raising
 from support.nodes import NodeCommand, as_flags, free_port, node
 from support.peft_folders import write_adapter
-from support.random_folder import MIXTURE, write_random_folder
 from support.random_model import write_random_model
+from support.rank_answers import GREEDY, PROMPTS, SAMPLED, answers
 from support.server import SOURCES, running_server, wait_until
 
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
-PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
-SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True, n=2)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 96, "max_num_batched_tokens": 33}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_folder(tmp_path_factory.mktemp("mixture"), MIXTURE)
-
-
-def answers(outputs: list[RequestOutput]) -> list[object]:
-    return [(o.prompt_logprobs, [(c.token_ids, c.logprobs) for c in o.outputs]) for o in outputs]
 
 
 @contextmanager

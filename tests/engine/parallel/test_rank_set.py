@@ -22,7 +22,7 @@ from quire_lab.sim.planning import plan_memory
 from support.faults import raising
 from support.peft_folders import ALL, write_adapter
 from support.random_folder import MIXTURE, write_random_folder
-from support.random_model import write_random_model
+from support.rank_answers import GREEDY, PROMPTS, SAMPLED, answers
 from support.server import is_running, wait_until
 from support.stopping import stopped
 
@@ -31,9 +31,6 @@ pytestmark = [
     pytest.mark.usefixtures("forked_processes"),
 ]
 
-PROMPTS = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11, 200, 31] * 9 + [4, 4]]
-SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1, ignore_eos=True, n=2)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 CONSTRAINED = SamplingParams(
     temperature=0.0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="one [a-z]+")
 )
@@ -41,24 +38,10 @@ TOGETHER: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 96, "max_num_b
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_folder(tmp_path_factory.mktemp("mixture"), MIXTURE)
-
-
-@pytest.fixture(scope="module")
 def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a mixture with heads of as many dimensions as there are inputs in the smallest group of a scale."""
     config = MIXTURE | {"num_attention_heads": 3, "num_key_value_heads": 3}
     return write_random_folder(tmp_path_factory.mktemp("wide heads"), config)
-
-
-def answers(outputs: list[RequestOutput]) -> list[object]:
-    return [(o.prompt_logprobs, [(c.token_ids, c.logprobs) for c in o.outputs]) for o in outputs]
 
 
 def pids(llm: LLM) -> list[int]:

@@ -1,0 +1,18 @@
+"""Models of the tests of ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from support.random_folder import MIXTURE, write_random_folder
+from support.random_model import write_random_model
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="package")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_folder(tmp_path_factory.mktemp("mixture"), MIXTURE)
