@@ -23,20 +23,12 @@ _NO_TOKENS = array("i")
 MissReason = Literal["never_seen", "evicted", "other_engine", "other_salt"]
 
 
-class QueuedRequest(NamedTuple):
-    """An engine request that has been queued for one prompt of an API request."""
-
-    prompt: TokenizedPrompt
-    metrics: RequestMetrics     # updated while the request runs
-    reads_cache: bool           # False: all of the prompt is computed, for its logprobs
-
-
 @dataclass(slots=True, eq=False)
 class PastRequest:
     """A running or finished request for one prompt: its tokens, 4 bytes each, and its times."""
 
     prompt: TokenizedPrompt                   # without its text and tokens
-    metrics: RequestMetrics
+    metrics: RequestMetrics                   # updated while the request runs
     reads_cache: bool = True                  # False: all of the prompt is computed, for its logprobs
     prompt_tokens: bytes = b""
     branches: dict[int, "array[int]"] = field(default_factory=dict)
@@ -88,20 +80,14 @@ class History:
         """Count the calls."""
         return len(self._calls)
 
-    def on_queued(self, request_id: str, requests: Sequence[QueuedRequest]) -> "ObservedCall":
-        """Add a call when all of its prompts have been queued; return the recorder of its further events."""
-        past = [PastRequest(*request) for request in requests]
-        self.add(request_id, past)
-        return ObservedCall(self, request_id, past)
-
     def add(self, call_id: str, requests: Sequence[PastRequest]) -> None:
-        """Add a call that has been queued."""
+        """Add a call when all of its prompts have been queued."""
         self._calls[call_id] = requests
         self.num_bytes += _CALL_BYTES
         self._count(requests)
 
     def finish(self, call_id: str) -> None:
-        """Mark a call as finished."""
+        """Mark a call as finished: complete, failed or aborted."""
         requests = self._calls.get(call_id, ())
         for request in requests:
             request.is_over = True
@@ -134,18 +120,3 @@ class History:
             and (past := requests[0].prompt).key_number == prompt.key_number
             and (prompt.key_number != 0 or past.cache_salt == prompt.cache_salt)
         ]
-
-
-class ObservedCall:
-    """A running call of the history."""
-
-    def __init__(self, history: History, call_id: str, requests: Sequence[PastRequest]) -> None:
-        self._history, self._call_id, self._requests = history, call_id, requests
-
-    def on_output(self, prompt_index: int, piece: CompletionOutput) -> None:
-        """Record the new tokens of one branch."""
-        self._requests[prompt_index].append(piece)
-
-    def on_finished(self) -> None:
-        """Mark the call as finished: complete, failed or aborted."""
-        self._history.finish(self._call_id)

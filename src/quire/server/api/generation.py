@@ -13,7 +13,7 @@ from quire.server.api.api_request import ApiRequest
 from quire.server.api.call_deadlines import check_deadline
 from quire.server.api.usage import RequestUsage, fill_record
 from quire.server.errors import renamed_fields
-from quire.server.history import QueuedRequest
+from quire.server.history import PastRequest
 from quire.server.http.request_log import RequestRecord
 from quire.server.limits.memory import LogprobReservation
 from quire.server.limits.queue_reservations import ConcurrencyReservation
@@ -42,10 +42,12 @@ class Generation:
         self._names = {"structured_outputs": request.constraint_field, "deadline_ms": request.deadline_field}
         self._logprobs, self._concurrency = logprobs, concurrency.keep()
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
-        self._past = service.history.on_queued(request.id, [
-            QueuedRequest(prepared.prompt, stream.metrics, prepared.request.reads_cache)
+        self._history = service.history
+        self._past = [
+            PastRequest(prepared.prompt, stream.metrics, prepared.request.reads_cache)
             for prepared, stream in zip(request.requests, streams, strict=True)
-        ])  # fmt: skip
+        ]
+        self._history.add(request.id, self._past)
 
     @classmethod
     async def start(
@@ -105,7 +107,7 @@ class Generation:
         """Abort the requests that still run, and record tokens and times."""
         _abort(self._streams)
         self._concurrency.release()
-        self._past.on_finished()
+        self._history.finish(self._request.id)
         fill_record(self._record, self.usage, self._request.params.n)
 
     def release(self) -> None:
@@ -121,10 +123,10 @@ class Generation:
         """Record the tokens of an output, in slices of _PIECES_PER_ITERATION pieces."""
         if self._request.hides_output:
             output = replace(output, outputs=[_without_tokens(piece) for piece in output.outputs])
-        usage = self.usage[index]
+        usage, past = self.usage[index], self._past[index]
         for piece in output.outputs:
             usage.append(piece)
-            self._past.on_output(index, piece)
+            past.append(piece)
             self._num_recorded += 1 + len(piece.token_ids) // _TOKENS_PER_PIECE
             if self._num_recorded >= _PIECES_PER_ITERATION:
                 self._num_recorded = 0
