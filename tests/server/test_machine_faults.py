@@ -23,7 +23,7 @@ WALL_CLOCKS = {
     *("engine/requests/pinned_prefixes.py", "engine/metrics/engine_metrics.py", "server/service.py"),
     *("server/http/request_log.py", "server/apis/completions/completion_routes.py"),
     *("server/apis/messages/messages_routes.py", "server/apis/responses/responses_routes.py"),
-    *("server/apis/responses/responses_builder.py", "server/apis/embeddings/embedding_calls.py"),
+    *("server/apis/responses/responses_builder.py", "server/apis/embeddings/embedding_routes.py"),
     "server/adapter_names.py",
 }
 
