@@ -75,7 +75,7 @@ def test_swap_space_is_shown_with_what_swapped_sequences_share() -> None:
     cache = make_cache(CacheConfig(num_blocks=6, block_size=4, num_swap_blocks=5))
     begin(cache, 1, 6)
     cache.fork(1, 2, list(range(6)))
-    cache.swap_out([1, 2])
+    cache.swap.swap_out([1, 2])
     cache.end_step()
     assert not any(entry.owners for entry in cache.view_blocks(0, 6))
     shown = cache.view_blocks(0, 5, "swap")

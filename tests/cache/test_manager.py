@@ -362,20 +362,20 @@ class TestSwapping:
     def test_out_and_in(self) -> None:
         manager = self.make()
         begin(manager, 1, 6)
-        assert manager.swap_out([1]) == [(0, 0), (1, 1)]
-        assert (manager.num_free_blocks, manager.num_free_swap_blocks) == (8, 6)
+        assert manager.swap.swap_out([1]) == [(0, 0), (1, 1)]
+        assert (manager.num_free_blocks, manager.swap.space.num_free_blocks) == (8, 6)
         manager.check()
         begin(manager, 2, 1)
         manager.end_step()
-        assert manager.num_blocks_to_swap_in([1]) == 2
-        copies = manager.swap_in([1])
+        assert manager.swap.num_blocks_to_swap_in([1]) == 2
+        copies = manager.swap.swap_in([1])
         assert [copy.src for copy in copies] == [0, 1]
         assert manager.block_ids(1) == [copy.dst for copy in copies]
         assert manager.num_tokens(1) == 6
-        assert manager.num_free_swap_blocks == 6, "held until the step has read them"
+        assert manager.swap.space.num_free_blocks == 6, "held until the step has read them"
         manager.check()
         manager.end_step()
-        assert manager.num_free_swap_blocks == 8
+        assert manager.swap.space.num_free_blocks == 8
         stats = manager.stats()
         swapped = stats.swapped_out_blocks, stats.swapped_in_blocks, stats.swap_used_blocks, stats.swap_total_blocks
         assert swapped == (2, 2, 0, 8)
@@ -384,19 +384,19 @@ class TestSwapping:
         manager = self.make(num_swap_blocks=1)
         begin(manager, 1, 6)
         with pytest.raises(OutOfBlocksError, match="need 2 blocks, 1 of 1 are free"):
-            manager.swap_out([1])
+            manager.swap.swap_out([1])
         assert manager.num_tokens(1) == 6
         manager.check()
-        assert make().num_free_swap_blocks == 0
+        assert make().swap.space.num_free_blocks == 0
 
     def test_id_of_a_swapped_sequence_is_taken(self) -> None:
         manager = self.make()
         begin(manager, 1, 6)
-        manager.swap_out([1])
+        manager.swap.swap_out([1])
         with pytest.raises(ValueError, match="sequence 1 already has a block table"):
             manager.create(1)
         manager.free(1)
-        assert manager.num_free_swap_blocks == 8
+        assert manager.swap.space.num_free_blocks == 8
         manager.create(1)
 
     def test_footprint_counts_blocks_once_and_tells_who_else_holds_them(self) -> None:
@@ -405,9 +405,9 @@ class TestSwapping:
         for child in (2, 3):
             manager.fork(1, child)
             manager.append(child, 1)
-        assert manager.footprint([1, 2, 3]) == (4, 0)
-        assert manager.footprint([2, 3]) == (4, 2)
-        assert manager.footprint([]) == (0, 0)
+        assert manager.swap.footprint([1, 2, 3]) == (4, 0)
+        assert manager.swap.footprint([2, 3]) == (4, 2)
+        assert manager.swap.footprint([]) == (0, 0)
 
     def test_group_that_was_planned_in_part_is_as_before(self) -> None:
         manager = self.make()
@@ -419,18 +419,18 @@ class TestSwapping:
         for seq_id in (1, 2):
             manager.retract(seq_id, 6)
         assert manager.stats().copied_blocks == 0
-        assert len(manager.swap_out([1, 2])) == 2
+        assert len(manager.swap.swap_out([1, 2])) == 2
         manager.end_step()
-        manager.swap_in([1, 2])
+        manager.swap.swap_in([1, 2])
         assert manager.block_ids(1) == manager.block_ids(2)
         assert manager.stats().shared_blocks == 2
 
     def test_what_has_left_the_window_does_not_go_out(self) -> None:
         manager = self.make(sliding_window=4)
         begin(manager, 1, 12)
-        assert len(manager.swap_out([1])) == 1, "the next token sees three more"
+        assert len(manager.swap.swap_out([1])) == 1, "the next token sees three more"
         manager.end_step()
-        assert len(manager.swap_in([1])) == 1
+        assert len(manager.swap.swap_in([1])) == 1
         assert manager.block_ids(1)[:2] == [NULL_BLOCK, NULL_BLOCK]
         manager.check()
 
@@ -440,10 +440,10 @@ class TestSwapping:
         manager.append(1, 10)
         manager.end_step()
         held = manager.block_ids(1)
-        assert len(manager.swap_out([1])) == 3
+        assert len(manager.swap.swap_out([1])) == 3
         assert manager.stats().cached_blocks == 2, "they can be found by others, too"
         manager.end_step()
-        copies = manager.swap_in([1])
+        copies = manager.swap.swap_in([1])
         assert len(copies) == 1
         assert manager.block_ids(1)[:2] == held[:2]
         manager.check()
@@ -455,22 +455,22 @@ class TestSwapping:
         manager.create(1, tokens)
         manager.append(1, 10)
         manager.end_step()
-        manager.swap_out([1])
+        manager.swap.swap_out([1])
         begin(manager, 2, 28)
         manager.end_step()
         manager.free(2)
-        assert len(manager.swap_in([1])) == 2, "the first is still there: leaves go before their parents"
+        assert len(manager.swap.swap_in([1])) == 2, "the first is still there: leaves go before their parents"
 
     def test_what_comes_in_can_be_found_when_the_step_has_succeeded(self) -> None:
         manager, tokens = self.make(caching=True), list(range(13))
         manager.create(1, tokens)
         manager.append(1, 10)
         manager.end_step()
-        manager.swap_out([1])
+        manager.swap.swap_out([1])
         begin(manager, 2, 32)                                      # evicts all of it
         manager.end_step()
         manager.free(2)
-        manager.swap_in([1])
+        manager.swap.swap_in([1])
         manager.append(1, 3)
         assert manager.match(tokens, 12).num_tokens == 0
         assert not manager.match(tokens, 12).is_pending
@@ -484,28 +484,28 @@ class TestSwapping:
         manager.create(1, tokens)
         manager.append(1, 10)
         manager.end_step()
-        manager.swap_out([1])
+        manager.swap.swap_out([1])
         begin(manager, 2, 32)
         manager.end_step()
         manager.free(2)
-        manager.swap_in([1])
+        manager.swap.swap_in([1])
         manager.append(1, 3)
         manager.free(1, num_computed)
         manager.end_step()
         assert manager.match(tokens, 12).num_tokens == 0
         manager.check()
-        assert (manager.num_free_blocks, manager.num_free_swap_blocks) == (8, 8)
+        assert (manager.num_free_blocks, manager.swap.space.num_free_blocks) == (8, 8)
 
     def test_fork_of_what_comes_in_can_be_found_as_well(self) -> None:
         manager, tokens = self.make(caching=True), list(range(8))
         manager.create(1, tokens)
         manager.append(1, 8)
         manager.end_step()
-        manager.swap_out([1])
+        manager.swap.swap_out([1])
         begin(manager, 2, 32)
         manager.end_step()
         manager.free(2)
-        manager.swap_in([1])
+        manager.swap.swap_in([1])
         manager.fork(1, 3, tokens.copy())
         manager.end_step()
         manager.free(1)

@@ -78,7 +78,7 @@ def test_longest_of_several_tails_is_found() -> None:
     pin(manager, 3, [*PREFIX[:8], OTHER])
     assert match(manager, [*PREFIX, OTHER]).num_tokens == 11
     assert match(manager, [*PREFIX[:8], OTHER, OTHER]).num_tokens == 9
-    assert manager.num_pinned_blocks == 2 + 4
+    assert manager.pins.num_blocks == 2 + 4
 
 
 def test_longer_match_in_the_tree_wins() -> None:
@@ -93,22 +93,22 @@ def test_pin_of_the_same_prefix_twice_is_stored_once() -> None:
     manager = make()
     pin(manager, 1, PREFIX)
     pin(manager, 2, PREFIX)
-    assert manager.num_pinned_blocks == manager.stats().used_blocks == 3
+    assert manager.pins.num_blocks == manager.stats().used_blocks == 3
     assert manager.stats().ref_counts["2"] == 3
-    assert manager.unpin(1)
+    assert manager.pins.unpin(1)
     manager.check()
     evict_all(manager)
     assert match(manager, [*PREFIX, OTHER]).num_tokens == 11
-    assert manager.unpin(2)
+    assert manager.pins.unpin(2)
     manager.check()
-    assert manager.num_pinned_blocks == manager.stats().used_blocks == 0
+    assert manager.pins.num_blocks == manager.stats().used_blocks == 0
 
 
 def test_unpinned_blocks_are_cached_and_the_tail_is_free() -> None:
     manager = make()
     pin(manager, 1, PREFIX)
-    assert manager.unpin(1)
-    assert not manager.unpin(1)
+    assert manager.pins.unpin(1)
+    assert not manager.pins.unpin(1)
     manager.check()
     stats = manager.stats()
     assert (stats.used_blocks, stats.cached_blocks, stats.pinned_blocks) == (0, 2, 0)
@@ -122,7 +122,7 @@ def test_who_uses_a_pin_goes_on_without_it() -> None:
     pin(manager, 1, PREFIX)
     compute(manager, 1, [*PREFIX, OTHER])
     table = manager.block_ids(1)
-    manager.unpin(1)
+    manager.pins.unpin(1)
     evict_all(manager)
     assert manager.block_ids(1) == table
     assert manager.stats().used_blocks == 3
@@ -134,7 +134,7 @@ def test_source_of_a_copy_is_held_when_its_pin_goes_in_the_same_step() -> None:
     prompt = [*PREFIX, OTHER]
     copy = manager.create(1, prompt, None, match(manager, prompt))
     assert copy is not None
-    manager.unpin(1)
+    manager.pins.unpin(1)
     manager.check()
     manager.create(2)
     manager.append(2, manager.num_free_blocks * 4)
@@ -191,7 +191,7 @@ def test_sequence_goes_on_behind_its_pin() -> None:
 def test_check_finds_a_pinned_block_that_cannot_be_found() -> None:
     manager = make()
     pin(manager, 1, PREFIX)
-    manager._prefixes._tree.remove(1)
+    manager.prefixes._tree.remove(1)
     with pytest.raises(AssertionError, match="is not found"):
         manager.check()
 

@@ -172,8 +172,8 @@ class TestMatch:
 
     def test_queries_and_hits_are_counted_in_tokens(self) -> None:
         manager = make()
-        manager.count_query(16, 0)
-        manager.count_query(16, 15)
+        manager.prefixes.count_query(16, 0)
+        manager.prefixes.count_query(16, 15)
         stats = manager.stats()
         assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (32, 15)
 
@@ -217,16 +217,16 @@ class TestPending:
         manager.append(0, 4)
         awaited = match(manager, tokens).awaited
         assert awaited is not None
-        assert manager.still_awaits(awaited, tokens) == awaited
+        assert manager.prefixes.still_awaits(awaited, tokens) == awaited
         manager.end_step()
-        assert manager.still_awaits(awaited, tokens) is None, "no step is under way"
+        assert manager.prefixes.still_awaits(awaited, tokens) is None, "no step is under way"
         manager.append(0, 4)
-        awaited = manager.still_awaits(awaited, tokens)
+        awaited = manager.prefixes.still_awaits(awaited, tokens)
         assert awaited is not None
         assert (awaited.num_tokens, match(manager, tokens).awaited) == (8, awaited)
         manager.end_step()
         manager.append(0, 4)
-        assert manager.still_awaits(awaited, tokens) is None, "the third block differs"
+        assert manager.prefixes.still_awaits(awaited, tokens) is None, "the third block differs"
         assert match(manager, tokens).num_tokens == 8
 
     def test_wait_is_over_behind_the_last_full_block(self) -> None:
@@ -237,7 +237,7 @@ class TestPending:
         assert awaited is not None
         manager.end_step()
         manager.append(0, 4)
-        assert manager.still_awaits(awaited, tokens) is None
+        assert manager.prefixes.still_awaits(awaited, tokens) is None
         assert not match(manager, tokens).is_pending
 
     def test_wait_is_over_when_the_sequence_has_ended(self) -> None:
@@ -247,7 +247,7 @@ class TestPending:
         awaited = match(manager, PROMPT).awaited
         assert awaited is not None
         manager.free(0)
-        assert manager.still_awaits(awaited, PROMPT) is None
+        assert manager.prefixes.still_awaits(awaited, PROMPT) is None
         assert finds_nothing(manager, PROMPT)
 
     def test_wait_is_over_when_the_sequence_and_its_fork_have_ended(self) -> None:
@@ -263,7 +263,7 @@ class TestPending:
         manager.create(2, PROMPT[8:])
         manager.append(2, 8)
         assert finds_nothing(manager, PROMPT)
-        assert manager.still_awaits(awaited, PROMPT) is None
+        assert manager.prefixes.still_awaits(awaited, PROMPT) is None
 
     def test_wait_goes_on_without_work_for_what_was_computed_before(self) -> None:
         tokens = list(range(4096))
@@ -276,7 +276,7 @@ class TestPending:
                 awaited = match(manager, tokens).awaited
             else:
                 with CountedCalls() as calls:
-                    awaited = manager.still_awaits(awaited, tokens)
+                    awaited = manager.prefixes.still_awaits(awaited, tokens)
                 num_calls.add(calls.count)
             assert awaited is not None
             manager.end_step()
@@ -532,7 +532,7 @@ def test_check_finds_a_pending_block_without_an_owner() -> None:
     manager = make()
     compute(manager, 0, PROMPT)
     manager.free(0, num_computed=16)
-    manager._prefixes._tree.pending.add(3)
+    manager.prefixes._tree.pending.add(3)
     with pytest.raises(AssertionError, match=r"no sequence computes the pending blocks \[3\]"):
         manager.check()
 

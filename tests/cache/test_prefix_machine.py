@@ -174,7 +174,7 @@ class World:
             return  # its last token is to be computed again
         pin_id = next(self.new_ids)
         self.cache.pin(pin_id, seq_id)
-        table = self.cache._prefixes.pinned[pin_id].blocks
+        table = self.cache.prefixes.pinned[pin_id].blocks
         self.pinned[pin_id] = Pinned(sequence.tokens[:num_tokens], sequence.scope, table.copy())
         self.seen.update(pinned=True, tail=num_tokens % self.block_size > 0)
 
@@ -187,8 +187,8 @@ class World:
     def unpin(self, pin_id: int) -> None:
         """Let a pin go; between two steps, all of its full blocks are found as long as nobody takes them."""
         pinned = self.pinned.pop(pin_id)
-        assert self.cache.unpin(pin_id)
-        assert not self.cache.unpin(pin_id)
+        assert self.cache.pins.unpin(pin_id)
+        assert not self.cache.pins.unpin(pin_id)
         num_full = len(pinned.tokens) // self.block_size
         assert len(self.cache.match(pinned.tokens, len(pinned.tokens), pinned.scope).blocks) == num_full
 
@@ -243,18 +243,18 @@ class World:
         sequence.num_computed = num_tokens
         del sequence.tokens[num_tokens:]
         sequence.tokens.append(seq_id % 2)
-        table = self.cache._swap.table(seq_id) if is_swapped else self.cache._tables[seq_id]
+        table = self.cache.swap.space.table(seq_id) if is_swapped else self.cache._tables[seq_id]
         del sequence.worker_table[len(table.columns) :]
         self.seen.update(truncated=True, truncated_shared=is_shared, cut=table.is_cut, truncated_swapped=is_swapped)
 
     def swap_out(self, seq_ids: list[int]) -> None:
         """Swap out those of some sequences that take no part in the step, and whose blocks it does not copy."""
         group = [seq_id for seq_id in seq_ids if not self.live[seq_id].is_in_step and not self._is_copied(seq_id)]
-        num_blocks = self.cache.footprint(group).num_blocks
+        num_blocks = self.cache.swap.footprint(group).num_blocks
         try:
-            copies = self.cache.swap_out(group)
+            copies = self.cache.swap.swap_out(group)
         except OutOfBlocksError:
-            assert self.cache.num_free_swap_blocks < num_blocks
+            assert self.cache.swap.space.num_free_blocks < num_blocks
             self.seen["swap space full"] += 1
             return
         assert len(copies) <= num_blocks, "a block moved twice"
@@ -270,9 +270,9 @@ class World:
     def swap_in(self, seq_ids: list[int]) -> None:
         """Bring back those of some sequences that went out in an earlier step."""
         group = [seq_id for seq_id in seq_ids if not self.swapped[seq_id].is_in_step]
-        need, num_free = self.cache.num_blocks_to_swap_in(group), self.cache.num_free_blocks
+        need, num_free = self.cache.swap.num_blocks_to_swap_in(group), self.cache.num_free_blocks
         try:
-            copies = self.cache.swap_in(group)
+            copies = self.cache.swap.swap_in(group)
         except OutOfBlocksError:
             assert need > num_free
             self.seen["no room to return"] += 1
@@ -356,7 +356,7 @@ class World:
             self.unpin(pin_id)
         self.check()
         assert self.cache.num_free_blocks == self.num_blocks
-        assert self.cache.num_free_swap_blocks == self.num_swap_blocks
+        assert self.cache.swap.space.num_free_blocks == self.num_swap_blocks
 
     def _check_is_found(self, sequence: Live, num_tokens: int) -> None:
         """All full blocks can be found, but those behind one that was given up when it had left the window."""
@@ -394,7 +394,7 @@ class World:
         """A wait that goes on is what a new match would say; one that is over is forgotten."""
         goes_on = []
         for tokens, scope, awaited in self.awaiting:
-            if (now := self.cache.still_awaits(awaited, tokens)) is not None:
+            if (now := self.cache.prefixes.still_awaits(awaited, tokens)) is not None:
                 assert self.cache.match(tokens, len(tokens), scope).awaited == now
                 goes_on.append((tokens, scope, now))
             elif any(each.is_in_step for each in self.live.values()):

@@ -189,12 +189,12 @@ def test_more_tokens_than_there_are_cannot_stay(num_tokens: int) -> None:
 def test_swapped_sequence_gives_up_swap_blocks() -> None:
     cache = make_cache(num_swap_blocks=4)
     compute(cache, 0, TOKENS)
-    cache.swap_out([0])
+    cache.swap.swap_out([0])
     cache.end_step()
     cache.truncate(0, 6)
     cache.check()
-    assert cache.num_free_swap_blocks == 2
-    cache.swap_in([0])
+    assert cache.swap.space.num_free_blocks == 2
+    cache.swap.swap_in([0])
     cache.end_step()
     cache.check()
     assert (cache.num_tokens(0), len(cache.block_ids(0))) == (6, 2)

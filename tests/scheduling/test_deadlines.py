@@ -81,7 +81,7 @@ def test_preempted_answer_ends_with_what_is_there(mode: str) -> None:
     harness.step()
     assert _outcome(harness, late) == ("length", num_tokens)
     assert num_tokens > 0
-    assert harness.cache.num_free_swap_blocks == 10
+    assert harness.cache.swap.space.num_free_blocks == 10
     harness.run()
 
 
@@ -117,12 +117,12 @@ def test_pinned_prefix_outlives_the_deadlines_of_those_that_share_it() -> None:
     prefix = list(range(8))
     harness.pin(prefix)
     harness.run()
-    num_pinned = harness.cache.num_pinned_blocks
+    num_pinned = harness.cache.pins.num_blocks
     harness.add([*prefix, 9], max_tokens=50, ignore_eos=True, deadline_ms=1000)
     harness.step()
     harness.now_s = 1.0
     harness.run()
-    assert harness.cache.num_pinned_blocks == num_pinned > 0
+    assert harness.cache.pins.num_blocks == num_pinned > 0
 
 
 def test_static_batch_returns_the_answers_that_it_withheld() -> None:

@@ -20,7 +20,7 @@ def harness_of(num_blocks: int = 100, max_model_len: int = 80, **options: int) -
 def pinned(harness: Harness, prefix: list[int], salt: str | None = None) -> Request:
     pin = harness.pin(prefix, salt)
     harness.run()
-    assert pin.request_id in harness.cache.pins
+    assert pin.request_id in harness.cache.pins.ids
     return pin
 
 
@@ -78,7 +78,7 @@ class TestFinding:
             harness.check()
         harness.run()
         harness.assert_right(first)
-        assert harness.cache.num_pinned_blocks == 4
+        assert harness.cache.pins.num_blocks == 4
 
     def test_failed_step_leaves_what_is_pinned_and_computes_the_rest_again(self) -> None:
         harness = harness_of()
@@ -87,9 +87,9 @@ class TestFinding:
         harness.scheduler.schedule()
         harness.scheduler.roll_back()
         harness.check()
-        assert harness.cache.pins == (old.request_id,)
+        assert harness.cache.pins.ids == (old.request_id,)
         harness.run()
-        assert harness.cache.pins == (old.request_id, pin.request_id)
+        assert harness.cache.pins.ids == (old.request_id, pin.request_id)
         request = harness.add([*PREFIX, OTHER], max_tokens=3)
         harness.run()
         assert request.num_cached_tokens == 41
@@ -127,7 +127,7 @@ class TestAccounts:
                 harness.step()
             assert harness.scheduler.abort(pin.request_id)
             harness.check()
-            assert (harness.cache.pins, num_pinned(harness), harness.cache.stats().used_blocks) == ((), 0, 0)
+            assert (harness.cache.pins.ids, num_pinned(harness), harness.cache.stats().used_blocks) == ((), 0, 0)
 
     def test_unpinned_prefix_is_gone_once(self) -> None:
         harness = harness_of()

@@ -252,8 +252,8 @@ class Harness:
 
     def assert_empty(self) -> None:
         """Everything has been given back but what is pinned."""
-        assert self.cache.num_free_blocks == self.num_blocks - self.cache.num_pinned_blocks
-        assert self.cache.num_free_swap_blocks == self.num_swap_blocks
+        assert self.cache.num_free_blocks == self.num_blocks - self.cache.pins.num_blocks
+        assert self.cache.swap.space.num_free_blocks == self.num_swap_blocks
 
     def expected(self, request: Request) -> list[list[int]]:
         """What the branches of a request must come to."""
@@ -390,7 +390,7 @@ def random_run(
             victim = rng.choice(list(harness.requests))
             is_abort = rng.random() < 0.5
             scheduler = harness.scheduler
-            if victim in harness.cache.pins:
+            if victim in harness.cache.pins.ids:
                 assert scheduler.abort(victim)
             elif scheduler.abort(victim) if is_abort else scheduler.finish(victim, rng.randrange(5)):
                 ended_early.add(victim)
@@ -398,7 +398,7 @@ def random_run(
         harness.step(fails=rng.random() < failure_rate)
         harness.now_s += deadlines.choice([0.0, 0.01, deadlines.random()])
         assert harness.num_steps < 20_000, "no end in sight"
-    for pin in harness.cache.pins:
+    for pin in harness.cache.pins.ids:
         harness.num_pinned += 1
         assert harness.scheduler.abort(pin)
         harness.check()

@@ -9,15 +9,13 @@ A step is what lies between two calls of `end_step`: each sequence appends at mo
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-
 from quire.cache.block_pool import OutOfBlocksError
-from quire.cache.block_table import NULL_BLOCK, BlockTable, TableUpdate, blocks_for
-from quire.cache.block_view import checking_blocks, count_blocks, count_holders, histogram, view_blocks
-from quire.cache.prefix_match import NO_MATCH, NONE, Awaited, PrefixMatch, Scope
+from quire.cache.block_table import BlockTable, TableUpdate, blocks_for
+from quire.cache.block_view import checking_blocks, count_blocks, histogram, view_blocks
+from quire.cache.prefix_match import NO_MATCH, NONE, PrefixMatch, Scope
 from quire.cache.prefixes import Prefixes
 from quire.cache.slices import run_to_the_end
-from quire.cache.swap_space import Footprint, SwapSpace
+from quire.cache.swap_space import CacheSwap
 from quire.core.block_map import BlockEntry, Tier
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
@@ -34,15 +32,15 @@ class _Tables(dict[int, BlockTable]):
 class KVCacheManager:
     """The block tables of all running sequences, over one pool, and the prefixes that can be found in it.
 
-    Those of swapped sequences stand in the swap space, which may have no block. `prefixes`: a prefix cache; without it
-    none is found.
+    `swap` moves sequences to the swap space and back, which may have no block. `prefixes`: a prefix cache; without it
+    none is found. `pins` are the prefixes that it keeps.
     """
 
     copies_forks = False     # whether `take_copies` returns anything: a fork shares all blocks
 
     __slots__ = (
-        "_num_copied", "_num_found", "_num_queried", "_pool", "_prefixes", "_sources", "_swap", "_tables",
-        "_window", "block_size", "has_window", "num_blocks", "prefix_caching_enabled",
+        "_num_copied", "_pool", "_sources", "_tables", "_window", "block_size", "has_window", "num_blocks", "pins",
+        "prefixes", "swap",
     )
 
     def __init__(self, config: CacheConfig, prefixes: Prefixes | None = None) -> None:
@@ -50,14 +48,13 @@ class KVCacheManager:
         self.block_size = config.block_size
         self._window = config.sliding_window
         self.has_window = self._window is not None   # blocks are released as they leave it
-        self._prefixes = Prefixes(config) if prefixes is None else prefixes
-        self.prefix_caching_enabled = self._prefixes.can_be_found
-        self._pool = self._prefixes.pool
+        self.prefixes = Prefixes(config) if prefixes is None else prefixes
+        self.pins = self.prefixes.pins
+        self._pool = self.prefixes.pool
         self._tables = _Tables()
-        self._swap = SwapSpace(config.num_swap_blocks)
+        self.swap = CacheSwap(config.num_swap_blocks, self._tables, self.prefixes)
         self._sources: list[int] = []            # blocks that the step under way copies from, held until it is over
         self._num_copied = 0                     # blocks, since start
-        self._num_queried = self._num_found = 0  # prompt tokens, since start
 
     @property
     def num_free_blocks(self) -> int:
@@ -72,7 +69,7 @@ class KVCacheManager:
 
     def __contains__(self, seq_id: int) -> bool:
         """Return whether a sequence has a block table, in the cache or in the swap space."""
-        return seq_id in self._tables or seq_id in self._swap
+        return seq_id in self._tables or seq_id in self.swap.space
 
     def match(
         self, token_ids: Sequence[int], stop: int, scope: Scope = None, like: int | None = None
@@ -82,15 +79,7 @@ class KVCacheManager:
         `like`: a sequence, there or not, that may begin with the same tokens; its blocks are found without a walk.
         """
         table = None if like is None or self._window is not None else self._tables.get(like)
-        return self._prefixes.match(token_ids, stop, scope, table)
-
-    def still_awaits(self, awaited: Awaited, token_ids: Sequence[int]) -> Awaited | None:
-        """Return what a pending match of these tokens in an earlier step waits for now, None if it is to be repeated.
-
-        None unless the same sequence computes, in this step, the next block that both have: else `match` returns what
-        is cached. Costs a comparison of the tokens of one step, not a walk from the root.
-        """
-        return self._prefixes.still_awaits(awaited, token_ids)
+        return self.prefixes.match(token_ids, stop, scope, table)
 
     def create(
         self,
@@ -111,10 +100,10 @@ class KVCacheManager:
         """
         self._refuse_taken(seq_id)
         table = self._tables[seq_id] = self._new_table(num_reserved)
-        if token_ids is None or not self.prefix_caching_enabled:
+        if token_ids is None or not self.prefixes.can_be_found:
             return None
         table.begin(match.blocks, match.num_tokens - match.num_inside)
-        self._prefixes.begin(table, token_ids, scope, len(match.blocks), keeps_all=keeps_all)
+        self.prefixes.begin(table, token_ids, scope, len(match.blocks), keeps_all=keeps_all)
         return None if match.source == NONE else self._copy_inside(table, match.source, match.num_inside)
 
     def append(
@@ -130,8 +119,8 @@ class KVCacheManager:
         part of the update. Raises OutOfBlocksError without giving a slot when the pool lacks blocks.
         """
         table = self._tables[seq_id]
-        if self._window is not None and not keeps_window:
-            self._drop_unseen(table, self._window)
+        if not keeps_window and self.has_window:
+            self.prefixes.drop_unseen([table])
         was_cut, update = table.is_cut, table.append(count)
         if update is not None:
             if update.copy is not None:
@@ -139,7 +128,7 @@ class KVCacheManager:
                 if was_cut:
                     self._hold(update.copy.src)     # the prefix cache may have been its only other reader
             if can_be_awaited and count > 1:
-                self._prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
+                self.prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
         return update
 
     def append_where_room(self, seq_ids: Iterable[int]) -> tuple[list[int], dict[int, TableUpdate | None]]:
@@ -148,9 +137,8 @@ class KVCacheManager:
         Returns the places in `seq_ids` that are left for `append`, and the updates of tables by place.
         """
         tables = list(map(self._tables.__getitem__, seq_ids))
-        if self._window is not None:
-            for table in tables:
-                self._drop_unseen(table, self._window)
+        if self.has_window:
+            self.prefixes.drop_unseen(tables)
         full = BlockTable.append_where_room(tables)
         if not full:
             return full, {}
@@ -171,7 +159,7 @@ class KVCacheManager:
         self._refuse_taken(child_id)
         parent = self._tables[parent_id]
         child = self._tables[child_id] = parent.fork()
-        self._prefixes.fork(parent, child, token_ids)
+        self.prefixes.fork(parent, child, token_ids)
 
     def refork(self, parent_id: int, child_id: int, token_ids: Sequence[int] | None = None) -> None:
         """End a sequence and begin it again as a fork of another: `free`, then `fork`, but not findable.
@@ -179,9 +167,9 @@ class KVCacheManager:
         Costs what the two tables differ in: a beam that is replaced by another of the same prompt, a few columns.
         """
         child, parent = self._tables[child_id], self._tables[parent_id]
-        self._prefixes.withdraw(child)
+        self.prefixes.withdraw(child)
         child.become(parent)
-        self._prefixes.fork(parent, child, token_ids)
+        self.prefixes.fork(parent, child, token_ids)
 
     def take_copies(self) -> list[BlockCopy]:
         """Return, once, the copies that forks before this step have asked for."""
@@ -192,67 +180,41 @@ class KVCacheManager:
 
         The blocks of its first `num_computed` tokens can be found; but none that the step under way was to swap in.
         """
-        if seq_id in self._swap:
-            self._swap.free(seq_id)
+        if seq_id in self.swap.space:
+            self.swap.space.free(seq_id)
         else:
-            self._free_in_cache(seq_id, num_computed)
+            self.prefixes.free(self._tables[seq_id], num_computed)
+            del self._tables[seq_id]
 
     def invalidate(self, seq_id: int) -> None:
         """Remove the sequence's unshared blocks from the prefix cache: their values may be NaN."""
         if seq_id in self._tables:
-            self._prefixes.withdraw(self._tables[seq_id], only_pending=False)
-
-    def _free_in_cache(self, seq_id: int, num_computed: int) -> None:
-        table = self._tables[seq_id]
-        self._prefixes.withdraw(table)
-        self._prefixes.publish(table, num_computed)
-        table.free()
-        del self._tables[seq_id]
+            self.prefixes.withdraw(self._tables[seq_id], only_pending=False)
 
     def pin(self, pin_id: int, seq_id: int) -> None:
         """Keep the blocks of a sequence until `unpin`, whatever becomes of it. Needs prefix caching.
 
         All of its tokens have been computed, and it holds all of its blocks. For the end of a step.
         """
-        self._prefixes.pin(pin_id, self._tables[seq_id])
-
-    def unpin(self, pin_id: int) -> bool:
-        """Remove a pin, between two steps; False if there is none. Its full blocks stay cached."""
-        return self._prefixes.unpin(pin_id)
-
-    @property
-    def pins(self) -> tuple[int, ...]:
-        """The ids of all pins."""
-        return self._prefixes.pin_ids
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Blocks that pins hold, each counted once."""
-        return self._prefixes.num_pinned_blocks
+        self.prefixes.pin(pin_id, self._tables[seq_id])
 
     def end_step(self) -> None:
         """End the step under way: what it has computed can be found from now on.
 
         A step that has failed is over, too, when all sequences that appended in it have been freed.
         """
-        self._prefixes.end_step()
+        self.prefixes.end_step()
         while self._sources:
             self._pool.release(self._sources.pop())
-        if self._swap.sources:
-            self._swap.end_step()
+        if self.swap.space.sources:
+            self.swap.space.end_step()
 
     def publish(self) -> None:
         """Publish all computed blocks to the prefix cache, and release duplicates.
 
         For the beginning of a step, before any sequence appends, when a prefix lookup follows or blocks are short.
         """
-        self._prefixes.publish_all(self._tables.values())
-
-    def count_query(self, num_queried: int, num_found: int) -> None:
-        """Count the tokens of a prompt that were looked up, and those that need not be computed."""
-        if self.prefix_caching_enabled:
-            self._num_queried += num_queried
-            self._num_found += num_found
+        self.prefixes.publish_all(self._tables.values())
 
     def block_ids(self, seq_id: int) -> list[int]:
         """Return a copy of the sequence's block table. NULL_BLOCK stands where a block has left the sliding window."""
@@ -266,26 +228,9 @@ class KVCacheManager:
         """Return how many tokens of the sequence have slots."""
         return self._tables[seq_id].num_tokens
 
-    def num_pinned_tokens(self, pin_id: int) -> int:
-        """Return how many tokens a pin keeps."""
-        return self._prefixes.pinned[pin_id].num_tokens
-
-    # --- swapping -------------------------------------------------------------------------------------------------
-
-    @property
-    def num_free_swap_blocks(self) -> int:
-        """Blocks of the swap space that can be taken."""
-        return self._swap.num_free_blocks
-
-    def footprint(self, seq_ids: Sequence[int]) -> Footprint:
-        """Return how many blocks some sequences hold together."""
-        holders = count_holders((self._tables[seq_id] for seq_id in seq_ids), self.num_blocks)
-        held = np.flatnonzero(holders)
-        return Footprint(len(held), int(np.count_nonzero(self._pool.ref_counts(held) > holders[held])))
-
     def retract(self, seq_id: int, num_tokens: int) -> None:
         """Take back what a sequence has appended in the step under way: it has `num_tokens` again, all computed."""
-        self._num_copied -= self._prefixes.retract(self._tables[seq_id], num_tokens)
+        self._num_copied -= self.prefixes.retract(self._tables[seq_id], num_tokens)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Take back computed tokens of a sequence, swapped out or not: its first `num_tokens` stay.
@@ -296,8 +241,8 @@ class KVCacheManager:
         Raises ValueError, and changes nothing, if there are fewer tokens, or if the sliding window before the next
         token has lost a block: the tokens of the last append can always be taken back.
         """
-        is_swapped = seq_id in self._swap
-        table = self._swap.table(seq_id) if is_swapped else self._tables[seq_id]
+        is_swapped = seq_id in self.swap.space
+        table = self.swap.space.table(seq_id) if is_swapped else self._tables[seq_id]
         first_seen = num_tokens if self._window is None else max(0, num_tokens - self._window + 1)
         if not 0 <= num_tokens <= table.num_tokens or first_seen // self.block_size < table.num_dropped:
             raise ValueError(
@@ -306,7 +251,7 @@ class KVCacheManager:
         if is_swapped:
             table.truncate(num_tokens)
         elif num_tokens < table.num_filled:
-            self._prefixes.truncate(table, num_tokens)
+            self.prefixes.truncate(table, num_tokens)
 
     def rewind(self, seq_id: int) -> None:
         """Let the last computed token be computed once more, for its logits: `append(1)` says that it is stored.
@@ -314,53 +259,6 @@ class KVCacheManager:
         At the end of a step, before `end_step`. Takes and gives back no block.
         """
         self._tables[seq_id].rewind()
-
-    def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
-        """Move a sequence group to the swap space; return the copies to make, before all other copies of the step.
-
-        The group appends nothing in this step. Raises OutOfBlocksError, and changes nothing, for want of swap blocks.
-        What could be found in the cache still can.
-        """
-        tables = {seq_id: self._tables[seq_id] for seq_id in seq_ids}
-        for table in tables.values():
-            assert table.path is None or not table.path.swap_in_pending, f"{seq_ids} swapped in and out in one step"
-            if self._window is not None:
-                self._drop_unseen(table, self._window)
-        copies = self._swap.swap_out(tables, self._pool)
-        for seq_id, table in tables.items():
-            self._free_in_cache(seq_id, table.num_tokens)
-        return copies
-
-    def num_blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
-        """Return how many blocks `swap_in` would take."""
-        found, _ = self._found(seq_ids)
-        return self._swap.num_blocks_to_swap_in(seq_ids, self._pool, found)
-
-    def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
-        """Move a sequence group back; return the copies to make after all swap-outs. Cached blocks are not copied.
-
-        Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
-        """
-        found, num_found = self._found(seq_ids)
-        tables, copies = self._swap.swap_in(seq_ids, self._pool, found)
-        self._tables |= tables
-        for seq_id, table in tables.items():
-            self._prefixes.swap_in(table, num_found[seq_id])
-        return copies
-
-    def _found(self, seq_ids: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-        """Return which blocks of swapped sequences have their content in the prefix cache, too, and where.
-
-        And how many leading columns of each sequence those are, the ones that have left the window included.
-        """
-        found, num_found = dict[int, int](), dict[int, int]()
-        for seq_id in seq_ids:
-            table = self._swap.table(seq_id)
-            places = self._prefixes.find(table)
-            found.update(zip(table.columns, places, strict=False))
-            num_found[seq_id] = len(places)
-        found.pop(NULL_BLOCK, None)
-        return found, num_found
 
     # --- seen -----------------------------------------------------------------------------------------------------
 
@@ -375,21 +273,21 @@ class KVCacheManager:
             cached_blocks=pool.num_cached_blocks,
             free_blocks=pool.num_free_blocks - pool.num_cached_blocks,
             shared_blocks=sum(num for owners, num in num_blocks_by_owners.items() if owners > 1),
-            pinned_blocks=self.num_pinned_blocks,
+            pinned_blocks=self.pins.num_blocks,
             num_sequences=len(self._tables),
             tail_waste_slots=self._tail_waste_slots(),
             ref_counts=histogram(num_blocks_by_owners),
             copied_blocks=self._num_copied,
             evicted_blocks=pool.num_evicted,
-            prefix_queries_tokens=self._num_queried,
-            prefix_hits_tokens=self._num_found,
+            prefix_queries_tokens=self.prefixes.num_queried,
+            prefix_hits_tokens=self.prefixes.num_found,
         )
-        return self._swap.add_stats(stats)
+        return self.swap.space.add_stats(stats)
 
     def view_blocks(self, first: int, count: int, tier: Tier = "kv") -> list[BlockEntry]:
         """Return what blocks [first, first + count) are, and their holders: a sequence by its id, a pin by -1 - id."""
         if tier == "swap":
-            return self._swap.view_blocks(self.block_size, first, count)
+            return self.swap.space.view_blocks(self.block_size, first, count)
         return view_blocks(self._pool, self._holders(), self.block_size, first, count, tier)
 
     def count_blocks(self, seq_ids: Iterable[int]) -> int:
@@ -403,12 +301,12 @@ class KVCacheManager:
     def checking(self) -> Iterator[None]:
         """Do what `check` does in slices of about a millisecond. To be dropped when anything changes between two."""
         yield from checking_blocks(self._pool, self._holders(), self._held_besides(), self.block_size)
-        yield from self._swap.checking()
-        both = [seq_id for seq_id in self._tables if seq_id in self._swap]
+        yield from self.swap.space.checking()
+        both = [seq_id for seq_id in self._tables if seq_id in self.swap.space]
         assert not both, f"sequences {both} are in the cache and in the swap space"
-        yield from self._prefixes.checking()
+        yield from self.prefixes.checking()
         for table in self._tables.values():
-            self._prefixes.check_path(table)
+            self.prefixes.check_path(table)
             yield
 
     def _new_table(self, num_reserved: int) -> BlockTable:
@@ -417,12 +315,6 @@ class KVCacheManager:
     def _held_besides(self) -> Iterable[int]:
         """Return the blocks that are held by no table: what the step under way copies from."""
         return self._sources
-
-    def _drop_unseen(self, table: BlockTable, window: int) -> None:
-        """Give up the blocks that no query will see again: the next one looks back on `window` - 1 tokens."""
-        first_seen = table.num_tokens - window + 1
-        if not self._prefixes.keeps(table, first_seen):
-            table.drop_before(first_seen)
 
     def _copy_inside(self, table: BlockTable, source: int, count: int) -> BlockCopy | None:
         """Append the first `count` tokens of a block by copying it. None, and nothing appended, for want of blocks."""
@@ -446,11 +338,11 @@ class KVCacheManager:
 
     def _holders(self) -> Mapping[int, BlockTable]:
         """Return the tables of sequences, by their ids, and of pins, by `-1 - id`."""
-        pinned = self._prefixes.pinned
-        return self._tables | {-1 - pin_id: table for pin_id, table in pinned.items()} if pinned else self._tables
+        pinned = {-1 - pin_id: pin.table for pin_id, pin in self.pins.items()}
+        return self._tables | pinned if pinned else self._tables
 
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""
         tables = [table for table in self._tables.values() if table.columns]
         last_blocks = {table.columns[-1]: -table.num_filled % self.block_size for table in tables}
-        return self._prefixes.count_empty_slots(last_blocks)
+        return self.pins.count_empty_slots(last_blocks)

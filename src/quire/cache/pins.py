@@ -6,7 +6,7 @@ stands in a last block that is not full, its tail, is found here, by what comes 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from quire.cache.prefix_match import NONE, Scope
 from quire.cache.prefix_tree import as_bytes, num_equal_tokens
 
 
-class Pin(NamedTuple):
+class PinnedTable(NamedTuple):
     """A prefix that is kept, and its tail: the tokens behind its last full block, `before` (NONE: there is none)."""
 
     table: BlockTable
@@ -27,7 +27,7 @@ class Pin(NamedTuple):
     tail: bytes
 
 
-class Pins(dict[int, Pin]):
+class Pins(dict[int, PinnedTable]):
     """All pins, by ids that their owner gives. They are few, so a lookup of a tail visits all of them.
 
     What each step reports of them is counted when a pin comes or goes, linear in its own blocks.
@@ -47,18 +47,31 @@ class Pins(dict[int, Pin]):
         assert pin_id not in self, f"pin {pin_id} is here already"
         num_full = len(token_ids) // self._size
         before = table.columns[num_full - 1] if num_full else NONE
-        pin = Pin(table, token_ids, scope, before, as_bytes(token_ids[num_full * self._size :]))
+        pin = PinnedTable(table, token_ids, scope, before, as_bytes(token_ids[num_full * self._size :]))
         twin = next((each for each in self.values() if each[2:] == pin[2:]), None)
         if pin.tail and twin is not None and twin.table.columns[-1] != table.columns[-1]:
             table.replace(len(table.columns) - 1, twin.table.columns[-1])
         self[pin_id] = pin
         self._count(table, 1)
 
-    def remove(self, pin_id: int) -> None:
-        """Let a pin go: full blocks without another owner are cached, its tail is free."""
+    def unpin(self, pin_id: int) -> bool:
+        """Remove a pin, between two steps; False if there is none.
+
+        Its full blocks without another owner are cached, its tail is free.
+        """
+        if pin_id not in self:
+            return False
         table = self.pop(pin_id).table
         self._count(table, -1)
         table.free()
+        return True
+
+    def count_empty_slots(self, last_blocks: Mapping[int, int]) -> int:
+        """Return the empty slots of pinned blocks and of some blocks, given with their empty slots.
+
+        Linear in the blocks given, not in the pins.
+        """
+        return self.num_empty_slots + sum(num for block, num in last_blocks.items() if block not in self.tails)
 
     def longest_match_inside(self, before: int, scope: Scope, token_ids: Sequence[int]) -> tuple[int, int]:
         """Return (block, number of its first tokens that `token_ids` begins with) of the tail with the most.

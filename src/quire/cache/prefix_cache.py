@@ -7,7 +7,7 @@ sequence adopts it and frees its own: equal content is stored once. A match goes
 ends: that block is copied, and only what differs is computed. What is pinned is found like all else, to its last token.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -33,6 +33,8 @@ class PrefixCache(Prefixes):
         self.pool = BlockPool(config.num_blocks, EvictionQueue(self._tree, config.num_blocks))
         self._size = config.block_size
         self.pins = Pins(config.num_blocks, config.block_size)
+        self._window = config.sliding_window
+        self.num_queried = self.num_found = 0
         self._computing: dict[int, Path] = {}  # by the first node that the step computes for each
         self._swapping_in: list[Path] = []        # of the sequences that the step under way swaps in
 
@@ -233,33 +235,6 @@ class PrefixCache(Prefixes):
         assert path is not None, "a sequence without a path"
         assert path.num_blocks == table.num_tokens // self._size, f"{path.num_blocks} blocks of {table.blocks} found"
         self.pins.add(pin_id, table.fork(), path.token_ids[: table.num_tokens], path.scope)
-
-    def unpin(self, pin_id: int) -> bool:
-        """Remove a pin; False if there is none. Its full blocks stay cached."""
-        if pin_id not in self.pins:
-            return False
-        self.pins.remove(pin_id)
-        return True
-
-    @property
-    def pinned(self) -> Mapping[int, BlockTable]:
-        """The tables of all pins, by id."""
-        return {pin_id: pin.table for pin_id, pin in self.pins.items()} if self.pins else {}
-
-    @property
-    def pin_ids(self) -> tuple[int, ...]:
-        """The ids of all pins."""
-        return self.pins.ids
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Blocks that pins hold, each counted once."""
-        return self.pins.num_blocks
-
-    def count_empty_slots(self, last_blocks: Mapping[int, int]) -> int:
-        """Return the empty slots of pinned blocks and of some blocks, given with their empty slots."""
-        pins = self.pins
-        return pins.num_empty_slots + sum(num for block, num in last_blocks.items() if block not in pins.tails)
 
     def end_step(self) -> None:
         """Let pending nodes be found: the step has succeeded, or nothing of it is left."""

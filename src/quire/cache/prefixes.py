@@ -3,10 +3,11 @@
 A prefix cache overrides all of it: `quire.cache.prefix_cache`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import BlockTable
+from quire.cache.pins import Pins
 from quire.cache.prefix_match import NO_MATCH, Awaited, PrefixMatch, Scope
 from quire.core.config import CacheConfig
 
@@ -21,6 +22,15 @@ class Prefixes:
 
     def __init__(self, config: CacheConfig) -> None:
         self.pool = BlockPool(config.num_blocks, may_be_empty=not config.has_blocks)
+        self.pins = Pins(config.num_blocks, config.block_size)
+        self._window = config.sliding_window
+        self.num_queried = self.num_found = 0   # prompt tokens, since start: looked up, and not to be computed
+
+    def count_query(self, num_queried: int, num_found: int) -> None:
+        """Count the tokens of a prompt that were looked up, and those that need not be computed."""
+        if self.can_be_found:
+            self.num_queried += num_queried
+            self.num_found += num_found
 
     # --- looking up -----------------------------------------------------------------------------------------------
 
@@ -61,6 +71,20 @@ class Prefixes:
         """Return whether a table keeps blocks before position `first_seen` that have left the sliding window."""
         return False
 
+    def drop_unseen(self, tables: Iterable[BlockTable]) -> None:
+        """Give up the blocks that no query will see again: the next one looks back on a window less one token."""
+        if self._window is not None:
+            for table in tables:
+                first_seen = table.num_tokens - self._window + 1
+                if not self.keeps(table, first_seen):
+                    table.drop_before(first_seen)
+
+    def free(self, table: BlockTable, num_computed: int) -> None:
+        """Free a table; the full blocks of its first `num_computed` tokens can be found."""
+        self.withdraw(table)
+        self.publish(table, num_computed)
+        table.free()
+
     def withdraw(self, table: BlockTable, *, only_pending: bool = True) -> None:
         """Let the last blocks of a table not be found: those that the step computes, or all."""
 
@@ -80,32 +104,6 @@ class Prefixes:
     def pin(self, pin_id: int, table: BlockTable) -> None:
         """Keep what a sequence holds. All of its tokens have been computed, and no step is under way."""
         raise AssertionError("nothing can be pinned without a prefix cache")
-
-    def unpin(self, pin_id: int) -> bool:
-        """Remove a pin; False if there is none."""
-        return False
-
-    @property
-    def pinned(self) -> Mapping[int, BlockTable]:
-        """The tables of all pins, by id."""
-        return {}
-
-    @property
-    def pin_ids(self) -> tuple[int, ...]:
-        """The ids of all pins."""
-        return ()
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Blocks that pins hold, each counted once."""
-        return 0
-
-    def count_empty_slots(self, last_blocks: Mapping[int, int]) -> int:
-        """Return the empty slots of pinned blocks and of some blocks, given with their empty slots.
-
-        Linear in the blocks given, not in the pins.
-        """
-        return sum(last_blocks.values())
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, BlockTable
-from quire.cache.block_view import check_holders, view_blocks
+from quire.cache.block_view import check_holders, count_holders, view_blocks
+from quire.cache.prefixes import Prefixes
 from quire.cache.slices import run_to_the_end
 from quire.core.block_map import BlockEntry
 from quire.core.outputs import KVStats
@@ -157,6 +158,68 @@ class SwapSpace:
 
     def _distinct_blocks(self, seq_ids: Iterable[int]) -> BlockArray:
         return distinct_blocks(map(self.table, seq_ids), self._pool.num_blocks)
+
+
+class CacheSwap:
+    """Swapping of sequence groups between a cache, by its tables and prefixes, and its swap space."""
+
+    def __init__(self, num_swap_blocks: int, tables: dict[int, BlockTable], prefixes: Prefixes) -> None:
+        self.space = SwapSpace(num_swap_blocks)
+        self._tables, self._prefixes = tables, prefixes
+
+    def footprint(self, seq_ids: Sequence[int]) -> Footprint:
+        """Return how many blocks some sequences in the cache hold together."""
+        pool = self._prefixes.pool
+        holders = count_holders((self._tables[seq_id] for seq_id in seq_ids), pool.num_blocks)
+        held = np.flatnonzero(holders)
+        return Footprint(len(held), int(np.count_nonzero(pool.ref_counts(held) > holders[held])))
+
+    def swap_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
+        """Move a sequence group to the swap space; return the copies to make, before all other copies of the step.
+
+        The group appends nothing in this step. Raises OutOfBlocksError, and changes nothing, for want of swap blocks.
+        What could be found in the cache still can.
+        """
+        tables = {seq_id: self._tables[seq_id] for seq_id in seq_ids}
+        for table in tables.values():
+            assert table.path is None or not table.path.swap_in_pending, f"{seq_ids} swapped in and out in one step"
+        self._prefixes.drop_unseen(tables.values())
+        copies = self.space.swap_out(tables, self._prefixes.pool)
+        for seq_id, table in tables.items():
+            self._prefixes.free(table, table.num_tokens)
+            del self._tables[seq_id]
+        return copies
+
+    def num_blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
+        """Return how many blocks `swap_in` would take."""
+        found, _ = self._found(seq_ids)
+        return self.space.num_blocks_to_swap_in(seq_ids, self._prefixes.pool, found)
+
+    def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
+        """Move a sequence group back; return the copies to make after all swap-outs. Cached blocks are not copied.
+
+        Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
+        """
+        found, num_found = self._found(seq_ids)
+        tables, copies = self.space.swap_in(seq_ids, self._prefixes.pool, found)
+        self._tables.update(tables)
+        for seq_id, table in tables.items():
+            self._prefixes.swap_in(table, num_found[seq_id])
+        return copies
+
+    def _found(self, seq_ids: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Return which blocks of swapped sequences have their content in the prefix cache, too, and where.
+
+        And how many leading columns of each sequence those are, the ones that have left the window included.
+        """
+        found, num_found = dict[int, int](), dict[int, int]()
+        for seq_id in seq_ids:
+            table = self.space.table(seq_id)
+            places = self._prefixes.find(table)
+            found.update(zip(table.columns, places, strict=False))
+            num_found[seq_id] = len(places)
+        found.pop(NULL_BLOCK, None)
+        return found, num_found
 
 
 def _as_array(blocks: Collection[int]) -> BlockArray:

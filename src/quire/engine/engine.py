@@ -205,7 +205,7 @@ class Engine:
             num_waiting=len(scheduler.queues.waiting) + len(scheduler.queues.held),
             num_swapped=len(scheduler.queues.swapped),
             kv=kv,
-            pins=scheduler.cache.pins,
+            pins=scheduler.cache.pins.ids,
             num_pinned_blocks=scheduler.limits.num_pinned_blocks,
             num_running_seqs=scheduler.queues.num_running_seqs,
             waits_for=scheduler.queues.wait_reasons.current,
@@ -259,5 +259,5 @@ def list_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[Blo
         if sequence.seq_id in seen
     }
     pins = [-1 - holder for holder in sorted(seen - known.keys(), reverse=True)]
-    pinned = (BlockHolder(-1 - pin, "pin", scheduler.cache.num_pinned_tokens(pin), pin) for pin in pins)
+    pinned = (BlockHolder(-1 - pin, "pin", scheduler.cache.pins[pin].table.num_tokens, pin) for pin in pins)
     return [*known.values(), *pinned]

@@ -78,7 +78,7 @@ class PrefixLookups:
         request_id, sequence = request.request_id, request.live[0]
         awaited = self._awaited.get(request_id) or self._awaited_before.get(request_id)
         if awaited is not None:
-            awaited = self._cache.still_awaits(awaited, sequence.token_ids)
+            awaited = self._cache.prefixes.still_awaits(awaited, sequence.token_ids)
         if awaited is not None:
             self._work.count_refreshed()
             match = PrefixMatch(awaited=awaited)
@@ -173,7 +173,7 @@ class AdmissionControl:
         """Return how many blocks stay free once a swapped request has its blocks and those of its known tokens."""
         swapped = [sequence.seq_id for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
         num_running_seqs = self._queues.num_running_seqs + len(request.live)
-        num_needed = self._cache.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request)
+        num_needed = self._cache.swap.num_blocks_to_swap_in(swapped) + self._blocks_to_come(request)
         return self._cache.num_free_blocks - self._num_reserved_blocks - num_needed - self.head_room(num_running_seqs)
 
     def head_room(self, num_running_seqs: int) -> int:

@@ -98,7 +98,7 @@ def check_pinnable(
     num_tokens: int, requests: Collection[Request], cache: KVCacheManager, limits: AdmissionLimits
 ) -> None:
     """Raise InvalidRequestError if a prefix of so many tokens cannot be pinned beside all accepted requests."""
-    if not cache.prefix_caching_enabled:
+    if not cache.prefixes.can_be_found:
         raise InvalidRequestError("nothing can be pinned: prefix caching is off (enable_prefix_caching)")
     num_pins = len(cache.pins) + sum(isinstance(request.task, PinTask) for request in requests)
     limits.check_pinnable(num_tokens, num_pins, _most_needed_blocks(requests, cache.block_size))
@@ -107,7 +107,7 @@ def check_pinnable(
 def num_pinned_blocks(requests: Collection[Request], cache: KVCacheManager) -> int:
     """Return how many blocks are pinned; a pin that is under way counts with its worst case."""
     under_way = (len(request.prompt_token_ids) for request in requests if isinstance(request.task, PinTask))
-    return cache.num_pinned_blocks + sum(map(cache.blocks_for, under_way))
+    return cache.pins.num_blocks + sum(map(cache.blocks_for, under_way))
 
 
 def check_pinned(requests: Collection[Request], cache: KVCacheManager, limits: AdmissionLimits) -> None:

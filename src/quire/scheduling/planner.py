@@ -60,7 +60,7 @@ class Planner:
         """Reset what is counted per step, and preempt by recompute what takes clients past their shares."""
         self._admission.start_step()
         self._queues.wait_reasons.start_step()
-        if self._cache.prefix_caching_enabled:
+        if self._cache.prefixes.can_be_found:
             queues, cache = self._queues, self._cache
             has_waiting = queues.waiting or queues.swapped
             if (has_waiting and self._admission.may_admit()) or cache.num_free_blocks < queues.num_running_seqs:
@@ -214,8 +214,8 @@ class Planner:
         for sequence in held:
             self._cache.retract(sequence.seq_id, sequence.num_computed_tokens)
         step.preempted.append(request.request_id)
-        footprint = self._cache.footprint([sequence.seq_id for sequence in held])
-        if self._preemption.choose(request, footprint, self._cache.num_free_swap_blocks) == "swap":
+        footprint = self._cache.swap.footprint([sequence.seq_id for sequence in held])
+        if self._preemption.choose(request, footprint, self._cache.swap.space.num_free_blocks) == "swap":
             step.plan.swap_outs.extend(self._queues.swap_out(request))
             step.swapped_out.append(request)
         else:
@@ -306,7 +306,7 @@ class Planner:
         if request.num_preemptions == 0:
             request.num_cached_tokens = first.num_computed_tokens
             if request.reads_cache:
-                self._cache.count_query(first.num_prompt_tokens, first.num_computed_tokens)
+                self._cache.prefixes.count_query(first.num_prompt_tokens, first.num_computed_tokens)
             self._order.charge_prompt(request)
         if first.num_output_tokens > 0 and self._admission.has_prompt(request, match):
             for other in rest:

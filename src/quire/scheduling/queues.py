@@ -156,7 +156,7 @@ class RequestQueues:
     def swap_out(self, request: Request) -> list[BlockCopy]:
         """Move a running request to the swapped ones; its computed tokens stay computed. Return the copies to make."""
         held = [sequence for sequence in request.live if sequence.row != NO_ROW]
-        moves = self._cache.swap_out([sequence.seq_id for sequence in held])
+        moves = self._cache.swap.swap_out([sequence.seq_id for sequence in held])
         for sequence in held:
             self._free_row(sequence)
             sequence.status = SequenceStatus.SWAPPED
@@ -170,7 +170,7 @@ class RequestQueues:
         """Move a swapped request to the running ones, with rows for started sequences. Return the copies to make."""
         self.admit(request)
         swapped = [sequence for sequence in request.live if sequence.status is SequenceStatus.SWAPPED]
-        moves = self._cache.swap_in([sequence.seq_id for sequence in swapped])
+        moves = self._cache.swap.swap_in([sequence.seq_id for sequence in swapped])
         request.num_swapped_blocks += len(moves)
         for sequence in swapped:
             self.assign_row(sequence)
