@@ -7,23 +7,43 @@ out last.
 Reference counts are an array of numbers with a NumPy view over it: one block at a time is counted through the array,
 all blocks of a table through the view, in a few microseconds per thousand blocks.
 Invariant after every call: a block is in use (it has owners), cached (it has none, and can be found) or free.
+
+A check of a million blocks takes seconds, so checks are generators that yield every millisecond: an idle engine resumes
+them, and drops them as soon as anything changes.
 """
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.slices import in_slices, run_to_the_end
 from quire.core.block_map import BlockState
 from quire.core.errors import EngineError
 
 BlockArray = NDArray[np.int64]  # block ids; as arguments of a pool no block is listed twice
 
+SLICE = 2048   # blocks that Python code looks at in one slice of a check: about 1 ms
 _PART = 2**16  # blocks that NumPy looks at in one slice of a check
+
+
+Item = TypeVar("Item")
+
+
+def in_slices(items: Iterable[Item], num_items: int = SLICE) -> Iterator[list[Item]]:
+    """Yield lists of the next `num_items` items."""
+    iterator = iter(items)
+    while chunk := list(islice(iterator, num_items)):
+        yield chunk
+
+
+def run_to_the_end(work: Iterable[None]) -> None:
+    """Do all of a sliced work at once: a check that yields every millisecond, for a caller that may drop it."""
+    for _ in work:
+        pass
 
 
 class OutOfBlocksError(EngineError):

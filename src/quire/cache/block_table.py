@@ -67,7 +67,7 @@ class BlockTable:
         self._block_size = block_size
         self.columns = array("q")  # the block of each; only the table itself changes it
         self.num_tokens = 0
-        self.path: Path | None = None  # of its blocks in a prefix cache, if it has one
+        self.path: Path | None = None  # its blocks' way through a prefix cache, if it has one
         self.is_cut = False     # truncated inside of a block that other tables or the prefix cache still hold whole
         self.num_dropped = 0   # leading columns that hold NULL_BLOCK
         self._num_stored = 0    # tokens that the blocks it began with hold, up to one more than num_tokens

@@ -13,9 +13,8 @@ from itertools import chain
 
 import numpy as np
 
-from quire.cache.block_pool import CachedBlocks
+from quire.cache.block_pool import CachedBlocks, in_slices, run_to_the_end
 from quire.cache.prefix_tree import PrefixTree
-from quire.cache.slices import in_slices, run_to_the_end
 
 
 class EvictionQueue(CachedBlocks):

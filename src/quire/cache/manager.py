@@ -9,12 +9,11 @@ A step is what lies between two calls of `end_step`: each sequence appends at mo
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.block_pool import OutOfBlocksError, run_to_the_end
 from quire.cache.block_table import BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import checking_blocks, count_blocks, histogram, view_blocks
 from quire.cache.prefix_match import NO_MATCH, NONE, PrefixMatch, Scope
 from quire.cache.prefixes import Prefixes
-from quire.cache.slices import run_to_the_end
 from quire.cache.swap_space import CacheSwap
 from quire.core.block_map import BlockEntry, Tier
 from quire.core.config import CacheConfig
@@ -128,7 +127,7 @@ class KVCacheManager:
                 if was_cut:
                     self._hold(update.copy.src)     # the prefix cache may have been its only other reader
             if can_be_awaited and count > 1:
-                self.prefixes.publish(table, table.num_tokens, is_pending=True)    # which a prefill is to fill
+                self.prefixes.publish(table, table.num_tokens, is_pending=True)    # a prefill is to fill them
         return update
 
     def append_where_room(self, seq_ids: Iterable[int]) -> tuple[list[int], dict[int, TableUpdate | None]]:

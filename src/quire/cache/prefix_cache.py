@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from quire.cache.block_pool import BlockPool
+from quire.cache.block_pool import BlockPool, in_slices
 from quire.cache.block_table import NULL_BLOCK, BlockTable
 from quire.cache.eviction import EvictionQueue
 from quire.cache.pins import Pins
 from quire.cache.prefix_match import NONE, Awaited, Path, PrefixMatch, Scope
 from quire.cache.prefix_tree import PrefixTree, as_bytes
 from quire.cache.prefixes import Prefixes
-from quire.cache.slices import in_slices
 from quire.core.config import CacheConfig
 from quire.core.token_ids import num_equal_tokens
 
@@ -35,8 +34,8 @@ class PrefixCache(Prefixes):
         self.pins = Pins(config.num_blocks, config.block_size)
         self._window = config.sliding_window
         self.num_queried = self.num_found = 0
-        self._computing: dict[int, Path] = {}  # by the first node that the step computes for each
-        self._swapping_in: list[Path] = []        # of the sequences that the step under way swaps in
+        self._computing: dict[int, Path] = {}  # key: the first node that the step computes for each
+        self._swapping_in: list[Path] = []        # sequences that the step under way swaps in
 
     # --- looking up -----------------------------------------------------------------------------------------------
 
@@ -70,7 +69,7 @@ class PrefixCache(Prefixes):
         if num_blocks == 0 or path.token_ids[: self._size] != token_ids[: self._size]:
             return []
         num_blocks = num_equal_tokens(path.token_ids, token_ids, num_blocks * self._size) // self._size
-        while num_blocks and table.columns[num_blocks - 1] in self._tree.pending:  # of a fork in the step under way
+        while num_blocks and table.columns[num_blocks - 1] in self._tree.pending:  # a fork computes it now
             num_blocks -= 1
         return table.columns[:num_blocks].tolist() if num_blocks and table.columns[num_blocks - 1] in self._tree else []
 

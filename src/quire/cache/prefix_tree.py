@@ -16,10 +16,10 @@ from struct import Struct
 
 import numpy as np
 
+from quire.cache.block_pool import in_slices, run_to_the_end
 from quire.cache.prefix_match import NONE, Scope
-from quire.cache.slices import in_slices, run_to_the_end
 
-MAX_CHILDREN_SEEN = 8  # of one node, when a match ends inside of a block
+MAX_CHILDREN_SEEN = 8  # children of one node, when a match ends inside of a block
 _TOKEN_BYTES = 4
 _TOKEN_BITS = 8 * _TOKEN_BYTES
 _PARENT_BYTES = 8
@@ -37,14 +37,14 @@ class PrefixTree:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.pending: set[int] = set()                          # nodes that cannot be used yet
-        self._blocks: dict[bytes, int] = {}                     # by key
-        self._keys: list[bytes | None] = [None] * num_blocks    # by block, as the next three; None: no node
+        self._blocks: dict[bytes, int] = {}                     # key: `PrefixTree.key`
+        self._keys: list[bytes | None] = [None] * num_blocks    # index: block, as in the next three; None: no node
         self._parents = [NONE] * num_blocks
         self._older = [NONE] * num_blocks                       # the next sibling
         self._younger = [NONE] * num_blocks
         self._youngest: dict[int, int] = {}                     # child of each node and root that has children
         self._roots: dict[Scope, int] = {}                      # ids above those of the blocks, never used again
-        self._scopes: dict[int, Scope] = {}                     # by root
+        self._scopes: dict[int, Scope] = {}                     # key: root
         self._new_roots = count(num_blocks)
 
     def __contains__(self, block: int) -> bool:

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError
+from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError, run_to_the_end
 from quire.cache.block_table import NULL_BLOCK, BlockTable
 from quire.cache.block_view import check_holders, count_holders, view_blocks
 from quire.cache.prefixes import Prefixes
-from quire.cache.slices import run_to_the_end
 from quire.core.block_map import BlockEntry
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy

@@ -15,8 +15,8 @@ Tier = Literal["kv", "swap"]  # the cache itself, and the swap space
 BlockState = Literal["free", "cached", "used"]
 HolderKind = Literal["sequence", "pin"]
 
-MAX_BLOCKS_SHOWN = 4096   # in one map
-MAX_OWNERS_SHOWN = 16     # of one block; ref_count counts them all
+MAX_BLOCKS_SHOWN = 4096   # blocks of one map
+MAX_OWNERS_SHOWN = 16     # owners of one block; ref_count counts them all
 
 
 class BlockOwner(msgspec.Struct, frozen=True, gc=False):
@@ -34,7 +34,7 @@ class BlockEntry(msgspec.Struct, gc=False):
     state: BlockState
     tier: Tier
     ref_count: int
-    owners: list[BlockOwner]            # of all references, as far as they are tables, the first MAX_OWNERS_SHOWN
+    owners: list[BlockOwner]            # tables that refer to it, the first MAX_OWNERS_SHOWN
 
 
 class BlockHolder(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class BlockHolder(msgspec.Struct, frozen=True):
 
     holder: int
     kind: HolderKind
-    num_tokens: int                     # that have slots
+    num_tokens: int                     # tokens with slots
     request_id: int | None = None
     branch: int | None = None
     owner: str = ""
@@ -56,6 +56,6 @@ class BlockMap:
     """Blocks [first, first + len(blocks)) of a tier, and all holders of one of them."""
 
     first: int
-    stats: KVStats                      # of both tiers, whole
+    stats: KVStats                      # both tiers, whole
     blocks: list[BlockEntry]
     holders: list[BlockHolder]

@@ -61,7 +61,7 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = "auto"
     batching: Batching = "continuous"
     scheduling_policy: SchedulingPolicy = "priority"
-    max_kv_share: float = 1.0              # of the KV blocks that the running requests of one client may hold
+    max_kv_share: float = 1.0              # most KV blocks of one client's running requests
     chunks_prompts: bool = True            # False: a step has all of a prompt or nothing of it
     itl_target_s: float = math.inf         # longest time planned for a step with a decode
     ttft_target_s: float = math.inf        # from arrival to the first token, where prompts can be hurried to meet it

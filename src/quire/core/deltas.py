@@ -14,7 +14,7 @@ WaitReason = Literal[
     "max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share", "grammar", "adapter"
 ]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
-PREPARATION: tuple[WaitReason, ...] = ("grammar", "adapter")  # of a request, beside the steps of others
+PREPARATION: tuple[WaitReason, ...] = ("grammar", "adapter")  # done for a request beside the steps of others
 
 
 class TokenLogprobs(NamedTuple):
@@ -41,18 +41,18 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     index: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: LogprobTable | None = None         # of positions 1..P-1
+    prompt_logprobs: LogprobTable | None = None         # positions 1..P-1
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None             # of a whole answer, where no logprobs were requested
+    cumulative_logprob: float | None = None             # a whole answer's, where no logprobs were requested
     error: str | None = None                            # why the whole request has failed: its last delta
     pooled: bytes | None = None                         # float32 vector of the request's hidden states
     ends_with_text: bool = False                        # "stop" without a stop token: the last token is text, too
     param: str | None = None                            # the field of the request that is at fault for `error`
-    num_draft_tokens: int = 0                           # that the step has verified
-    num_accepted_tokens: int = 0                        # of them
+    num_draft_tokens: int = 0                           # drafts that the step has verified
+    num_accepted_tokens: int = 0                        # drafts that were kept
     is_late: bool = False                               # its deadline has passed: the reason for its end, or `error`
-    prompt_scores: bytes | None = None                  # of params.prompt_logprob_token_ids, beside prompt_logprobs
+    prompt_scores: bytes | None = None                  # for params.prompt_logprob_token_ids, beside prompt_logprobs
 
 
 class Admission(NamedTuple):
@@ -64,7 +64,7 @@ class Admission(NamedTuple):
 
     request_id: int
     num_preemptions: int
-    num_cached_tokens: int = 0  # of its prompt, at its first admission
-    waited: tuple[int, ...] = ()  # by WAIT_REASONS
+    num_cached_tokens: int = 0  # prompt tokens found at its first admission
+    waited: tuple[int, ...] = ()  # steps, one count per entry of WAIT_REASONS
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0

@@ -2,7 +2,7 @@
 
 import os
 
-HOST_KV_SHARE = 0.4  # of the free memory that the KV cache takes; the contract's default
+HOST_KV_SHARE = 0.4  # share of free memory for the KV cache; the contract's default
 
 
 def free_memory_bytes() -> int:

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-CANDIDATE_BYTES = 16  # of a token id, a logprob and a rank
+CANDIDATE_BYTES = 16  # a token id, a logprob and a rank
 # Token ids, logprobs and ranks of one position, the token that stands there first: a TokenLogprobs is one.
 Position = tuple[list[int], list[float], list[int]]
 

@@ -11,7 +11,7 @@ MAX_RANK = 512           # highest max_lora_rank
 MAX_ADAPTERS = 4096      # highest max_loras and max_cpu_loras
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
-MAX_SHOWN_NAMES = 64  # of each kind in an AdapterUse
+MAX_SHOWN_NAMES = 64  # names of each kind in an AdapterUse
 
 
 class Adapter(NamedTuple):

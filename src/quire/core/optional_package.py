@@ -15,8 +15,3 @@ def needs_library(setting: str, library: str, requirement: str) -> Iterator[None
         if (missing.name or "").partition(".")[0] != library:
             raise
         raise ConfigError(f"{setting} needs the package {library}: pip install {requirement}") from None
-
-
-def absent_package(missing: ModuleNotFoundError, *packages: str) -> str | None:
-    """Return which of some packages an import has failed for lack of; None: of something else, which is a fault."""
-    return next((each for each in packages if f"{missing.name}.".startswith(f"{each}.")), None)

@@ -26,7 +26,7 @@ class Option:
 
     help: str                                   # one line, for --help
     row: str = ""                               # Markdown for the reference page; empty: `help`
-    past: str = ""                              # of a limit, Markdown: the answer to a request that exceeds it
+    past: str = ""                              # a limit's, Markdown: the answer to a request that exceeds it
     kind: Literal["flag", "argument", "none"] = "flag"  # on the command line
     short: str | None = None                    # one-letter flag beside the long one: "-q"
     panel: str | None = None                    # heading in --help
@@ -34,11 +34,11 @@ class Option:
     high: float = math.inf
     is_low_excluded: bool = False
     unit: str = ""
-    shown_default: str | None = None            # in place of the default
-    flag_default: Any = None                    # of the flag, where the field's default is None
+    shown_default: str | None = None            # shown instead of the default
+    flag_default: Any = None                    # the flag's default, where the field's is None
     metavar: str | None = None
     is_secret: bool = False                     # left out of the repr
-    parse: Callable[[list[str]], Any] | None = None  # of a repeatable flag: its texts to the field's value
+    parse: Callable[[list[str]], Any] | None = None  # for a repeatable flag: its texts to the field's value
     settings: tuple[tuple[str, Any], ...] = ()  # further arguments of typer, by name
 
 

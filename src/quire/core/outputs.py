@@ -70,8 +70,8 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     waited_steps: dict[str, int] = field(default_factory=dict)
     preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
-    num_draft_tokens: int = 0           # of all branches, that steps have verified
-    num_accepted_tokens: int = 0        # of them
+    num_draft_tokens: int = 0           # verified by steps, all branches together
+    num_accepted_tokens: int = 0        # drafts that were kept
     engine: int = 0                     # the engine that computes the request, of several behind one server
 
     @property
@@ -90,10 +90,10 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    prompt_token_id_logprobs: "NDArray[np.float32] | None" = None  # of prompt_logprob_token_ids; -inf pads
+    prompt_token_id_logprobs: "NDArray[np.float32] | None" = None  # for prompt_logprob_token_ids; -inf pads
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
-    packed_prompt_logprobs: Logprobs | None = field(default=None, repr=False)  # of all but the first token
+    packed_prompt_logprobs: Logprobs | None = field(default=None, repr=False)  # one entry per token after the first
     pooled: "array[float] | None" = None  # float32 vector of a request for one
 
 
@@ -145,7 +145,7 @@ class PinnedPrefix:
 
     id: str            # "prefix-" and 32 random digits
     num_tokens: int
-    num_blocks: int    # that hold it; prefixes that begin alike share some
+    num_blocks: int    # prefixes that begin alike share some
     created: int       # seconds since 1970
     expires: int | None = None  # likewise, when it is unpinned by itself; None: never
 

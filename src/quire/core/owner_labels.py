@@ -7,7 +7,7 @@ they have ever seen: a client that sends salt after salt gets no more of them.
 import hashlib
 import threading
 
-MAX_LABELS = 32      # of keys, and as many of salts: under all keys and none together, by first appearance
+MAX_LABELS = 32      # keys, and as many salts under all keys and none together, by first appearance
 OTHER = "other"
 OPERATOR = -1        # the number of the operator's key
 UNLABELLED = ""      # came without a key, and without a salt

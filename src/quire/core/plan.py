@@ -21,7 +21,7 @@ from quire.core.step_times import StepKind, StepTimes
 from quire.core.task import NO_SCOPE, Scope
 from quire.core.token_ids import TokenIds
 
-BlockIds = Sequence[int]  # of a whole table: thousands, so an array
+BlockIds = Sequence[int]  # a whole table, thousands of blocks: an array
 
 
 class BlockCopy(NamedTuple):
@@ -43,7 +43,7 @@ class NewRow:
     num_prompt_tokens: int
     block_ids: BlockIds                                # its block table when the plan was made
     params: SamplingParams
-    seed: int                                          # of this branch
+    seed: int                                          # seed of this branch
     eos_token_ids: frozenset[int] = frozenset()        # tokens that min_tokens forbids, besides params.stop_token_ids
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     beam: BeamSearchParams | None = None               # its samples return the likeliest tokens, as logprobs
@@ -161,8 +161,8 @@ class RowResult(Struct, frozen=True, array_like=True, omit_defaults=True):
     """
 
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None    # of `token_ids`, if the row asks for them
-    num_computed: int | None = None                # of the tokens planned for the row; None: all. The rest is undone
+    logprobs: list[TokenLogprobs] | None = None    # one per token, if the row asks for them
+    num_computed: int | None = None                # planned tokens that were computed; None: all
     has_ended: bool = False                        # the sequence finishes with reason "stop" behind these tokens
     forced: list[int] = []                         # appended without a draw, computed later; none with logprobs
     drafts: list[int] = []                         # to be verified by the next step of the row, if it has room

@@ -22,7 +22,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
     """
 
     kind: PoolingKind
-    num_dimensions: int                       # of a hidden state
+    num_dimensions: int                       # length of a hidden state
     normalizes: bool = True                   # to length 1, unless a request says otherwise
     is_matryoshka: bool = False               # the first dimensions of an embedding are an embedding, too
     matryoshka_dimensions: tuple[int, ...] = ()  # the only numbers of them; empty: any

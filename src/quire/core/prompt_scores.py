@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PADDING = -1            # a token id that is scored -inf
-SCORE_BYTES = 4         # of a float32
+SCORE_BYTES = 4         # one float32
 
 _EXPECTED = "rows of token ids, of which one or more are not empty: a list of lists, or an array of integers"
 

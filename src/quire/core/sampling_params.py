@@ -27,7 +27,7 @@ from quire.core.structured_outputs import StructuredOutputsParams, structured_ou
 
 MAX_TEMPERATURE = 100.0         # flat to within a few percent for any real model
 MAX_REPETITION_PENALTY = 100.0
-MAX_PENALTY = 2.0               # of presence and frequency, either sign (OpenAI's range)
+MAX_PENALTY = 2.0               # presence and frequency penalty, either sign (OpenAI's range)
 MAX_LOGIT_BIAS = 100.0          # either sign (OpenAI's range)
 MAX_LOGPROB_TOKEN_IDS = 128     # as in vLLM; each costs a pass over the logits
 MAX_DEADLINE_MS = 24 * 3600 * 1000  # a day

@@ -16,7 +16,7 @@ class SchemaLimits:
 
     max_schema_bytes: int = 128 << 10       # as JSON without blanks
     max_schema_depth: int = 32              # lists and objects inside of each other
-    max_schema_properties: int = 1024       # in all objects; grammars take time quadratic in them
+    max_schema_properties: int = 1024       # all objects together; grammars take time quadratic in them
 
 
 def check_schema(where: str, schema: object, limits: SchemaLimits, param: str | None = None) -> None:

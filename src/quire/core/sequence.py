@@ -43,7 +43,7 @@ class Sequence:
     num_lost_tokens: int = 0          # computed before a preemption, and not yet looked up in the cache again
     row: int = NO_ROW                 # the worker's row while running
     status: SequenceStatus = SequenceStatus.WAITING
-    repetitions: RepetitionDetector | None = None  # of its output, where the request asks for it
+    repetitions: RepetitionDetector | None = None  # in its output, where the request asks for it
 
     @property
     def num_tokens(self) -> int:
@@ -68,33 +68,33 @@ class Request:
     request_id: int                   # given by the engine; never a client's own id
     prompt_token_ids: PackedTokens
     params: SamplingParams
-    seed: int                         # of branch 0
+    seed: int                         # branch 0 has it; others derive theirs
     max_tokens: int                   # resolved: params.max_tokens, or the most that fits; 0 with the task Pool
-    eos_token_ids: frozenset[int] = frozenset()            # of the model; empty with ignore_eos
+    eos_token_ids: frozenset[int] = frozenset()            # the model's; empty with ignore_eos
     stop_token_ids: frozenset[int] = frozenset()           # ids that end it and are its stop_reason
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     task: Task = GENERATE
     scope: Scope = NO_SCOPE           # requests find only what those of the same scope have computed
-    adapter_folder: str = ""          # of `scope.adapter`
-    adapter_name: str = ""            # by which the client asked for it: for metrics alone
+    adapter_folder: str = ""          # folder of `scope.adapter`
+    adapter_name: str = ""            # the client's name for it: for metrics alone
     priority: int = 0                 # lower is served first
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key
-    weight: float = 1.0               # of its client, under the policy `fair`
+    weight: float = 1.0               # weight of its client under the policy `fair`
     received_s: float | None = None   # when the server received it, on the monotonic clock, which processes share
     arrived_s: float = 0.0            # the same on the engine's clock; set by the engine
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
-    prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # of positions 1, 2, ... as far as computed
-    prompt_scores: bytearray = field(default_factory=bytearray)  # of the tokens that params name, as far as computed
+    prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # positions 1, 2, ... as far as computed
+    prompt_scores: bytearray = field(default_factory=bytearray)  # tokens that params name, as far as computed
     queue_key: QueueKey = (0, 0)      # sort key of the queues, set by the scheduler: ids are not in order of arrival
     end_token_ids: frozenset[int] = frozenset()  # eos_token_ids and stop_token_ids; set by the scheduler
     is_plain: bool = False            # whether its sampled tokens need no look but at `end_token_ids` and `max_tokens`
     must_see_tokens: bool = False     # before the next draw, by the scheduler: see quire.scheduling.async_scheduling
     num_preemptions: int = 0
-    num_cached_tokens: int = 0        # of the prompt, found in the cache at its first admission
+    num_cached_tokens: int = 0        # prompt tokens found in the cache at its first admission
     waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.queues
-    num_recomputed_tokens: int = 0    # of what the last preemption has taken
-    num_swapped_blocks: int = 0       # that the last preemption has moved, out and in
+    num_recomputed_tokens: int = 0    # lost by the last preemption and computed again
+    num_swapped_blocks: int = 0       # moved by the last preemption, out and in
 
     @property
     def has_begun(self) -> bool:

@@ -30,7 +30,7 @@ class SpeculationConfig:
     num_speculative_tokens: int = DEFAULT_DRAFTS    # the most of one draft
     model: str | None = None                        # folder, GGUF file or hub id
     prompt_lookup_min: int = DEFAULT_LOOKUP_MIN     # tokens of the shortest n-gram
-    prompt_lookup_max: int = DEFAULT_LOOKUP_MAX     # of the longest
+    prompt_lookup_max: int = DEFAULT_LOOKUP_MAX     # length of the longest
 
 
 def parse_speculation(

@@ -17,7 +17,7 @@ from quire.core.errors import ConfigError, InvalidRequestError
 
 log = logging.getLogger(__name__)
 
-MAX_SCHEMA_BYTES = 2**20        # of json, structural_tag, and all choices together; in UTF-8
+MAX_SCHEMA_BYTES = 2**20        # json, structural_tag, or all choices together; in UTF-8
 MAX_REGEX_BYTES = 2**16
 MAX_GRAMMAR_BYTES = 4 * 2**20   # more than a schema: canonical grammars hold schemas as escaped text
 MAX_CHOICES = 10_000

@@ -11,7 +11,7 @@ import msgspec
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.pooling import Pool
 
-MAX_PINNED_PREFIXES = 64  # those that are still being computed count too
+MAX_PINNED_PREFIXES = 64  # prefixes that are still being computed count too
 
 
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
@@ -52,7 +52,7 @@ def pool_of(task: Task) -> Pool | None:
 class Scope(NamedTuple):
     """Limit of prefix sharing: requests of different scopes never share keys and values."""
 
-    salt: str | None = None     # of the client
+    salt: str | None = None     # cache_salt of the client
     adapter: str | None = None  # digest of the adapter that changes keys and values; None: the model alone
 
 

@@ -21,8 +21,8 @@ class RowPool:
     """The state of one row that pools. A row that starts again gets a new one."""
 
     def __init__(self, pool: Pool, num_tokens: int) -> None:
-        self.pool, self.num_tokens = pool, num_tokens          # of the prompt
-        self._sum: NDArray[np.float64] | None = None           # of the states so far; of `cls`, the first state
+        self.pool, self.num_tokens = pool, num_tokens          # the prompt's
+        self._sum: NDArray[np.float64] | None = None           # sum of the states so far; `cls`: the first state
 
     def append(self, states: Tensor, start: int) -> None:
         """Add the hidden states [num_tokens, width] of the tokens from position `start` on, in order."""

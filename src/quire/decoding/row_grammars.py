@@ -36,7 +36,7 @@ class TokenMasks(NamedTuple):
 class RowProgress(NamedTuple):
     """What a grammar makes of the tokens that were sampled for its row."""
 
-    num_kept: int                    # of them; fewer than all only if the grammar has ended
+    num_kept: int                    # tokens kept; fewer than all only if the grammar has ended
     has_ended: bool = False          # the output is complete, and only an end of sequence could follow
     forced: tuple[int, ...] = ()     # the next tokens: each is the only one that its mask would allow
     failure: str | None = None       # why the row cannot continue

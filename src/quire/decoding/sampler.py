@@ -43,7 +43,7 @@ from quire.decoding.sampling_state import (
 from quire.kernels.sampling import SamplingInputs
 from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
 
-CANDIDATES_AT_ONCE = 1 << 20  # in arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
+CANDIDATES_AT_ONCE = 1 << 20  # arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
 NOT_FINITE = "the model gave logits that are NaN or infinite"
 NOTHING_ALLOWED = {  # reasons of failures, and the field of the request that is at fault
     "its grammar and allowed_token_ids leave no token": "allowed_token_ids",

@@ -29,7 +29,7 @@ LOGPROBS = 1 << 6
 SCALED = 1 << 7  # the logprobs are of logits divided by the temperature
 GRAMMAR = 1 << 8  # a mask of tokens comes with each step
 NAMED_LOGPROBS = 1 << 9  # the logprobs are those of tokens that the parameters name
-ALLOWED_CANDIDATES = 1 << 10  # of a beam: its candidates are tokens that its grammar allows
+ALLOWED_CANDIDATES = 1 << 10  # most candidates of a beam: tokens that its grammar allows
 TOKEN_LISTS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS  # they name tokens
 LOGITS_PROCESSED = TOKEN_LISTS | PENALTIES | GRAMMAR            # they change logits
 
@@ -93,7 +93,7 @@ class SamplingState:
         self.settings = np.zeros(max_rows, dtype=ROW_DTYPE)
         self.draws = np.zeros(max_rows, dtype=SETTINGS)
         self.lists: list[TokenLists | None] = [None] * max_rows
-        self._words: tuple[tuple[int, ...], ...] = ()  # of the latest row: the branches of a request come in sequence
+        self._words: tuple[tuple[int, ...], ...] = ()  # the latest row's: branches of a request come in sequence
         self._bad_words = BadWords(self._words)
 
     def set(self, new: NewRow) -> None:

@@ -46,7 +46,7 @@ class Engine:
         self.scheduler = scheduler
         self.grammars = grammars            # None: requests with grammars are refused
         self.adapters = adapters            # None: requests with adapters are refused
-        self.num_computed_tokens = 0        # by the last step
+        self.num_computed_tokens = 0        # computed by the last step
         self.timing: StepTiming | None = None  # how long the last step took; None: it computed nothing
         self.on_submit: Callable[[StepPlan], None] | None = None  # called with each plan before it is submitted
         self._clock = clock
@@ -110,7 +110,7 @@ class Engine:
             self._suspects = self.scheduler.roll_back(), is_certain
             raise
         if self._in_flight and not self.scheduler.has_requests:
-            self._discard()                             # of requests that have just ended
+            self._discard()                             # steps of requests that have just ended
             self.scheduler.roll_back()
         step = self.scheduler.step
         self.num_computed_tokens = step.num_tokens

@@ -21,8 +21,8 @@ from quire.scheduling.queues import RequestQueues
 HEAD_ROOM = 16  # tokens, but one block at most
 MAX_WORK = 16_384   # per step, in units of half a microsecond (AMD EPYC, 2024): 8 ms
 _LOOK_WORK = 16     # work of a look at a waiting request, which may then be queued with those that lack the same
-_LOOKUP_WORK = 16   # of a lookup, plus a unit for each node of the prefix tree
-_ROW_WORK = 128     # of starting a sequence
+_LOOKUP_WORK = 16   # a lookup, plus a unit for each node of the prefix tree
+_ROW_WORK = 128     # the start of a sequence
 _BLOCKS_PER_UNIT = 8  # blocks compared, shared and copied, where they are found in a table
 
 

@@ -52,9 +52,9 @@ class BeamSearch:
     def __init__(self, params: BeamSearchParams, max_tokens: int, eos_token_ids: frozenset[int]) -> None:
         self._width, self._length_penalty = params.beam_width, params.length_penalty
         self._max_tokens, self._eos_token_ids = max_tokens, eos_token_ids
-        self.logprobs = {0: 0.0}                        # of each beam by the index of its sequence, the best first
+        self.logprobs = {0: 0.0}                        # key: index of a beam's sequence; the best first
         self.hypotheses: list[Hypothesis] = []          # the best first
-        self._answers: dict[int, TokenLogprobs] = {}    # by the index of the sequence
+        self._answers: dict[int, TokenLogprobs] = {}    # key: index of the sequence
 
     def answer(self, index: int, candidates: TokenLogprobs) -> None:
         """Take the likeliest next tokens of a sequence, behind the one that would be sampled. Twice is fine."""
@@ -142,8 +142,8 @@ class BeamSearches:
 
     def __init__(self, cache: KVCacheManager, queues: RequestQueues) -> None:
         self._cache, self._queues = cache, queues
-        self._searches: dict[int, BeamSearch] = {}      # by request id
-        self.answered: dict[int, Request] = {}          # in the step under way
+        self._searches: dict[int, BeamSearch] = {}      # key: request id
+        self.answered: dict[int, Request] = {}          # requests with answers in the step under way
         self.row_forks: list[RowFork] = []              # for the next plan
 
     def add(self, request: Request) -> None:

@@ -29,7 +29,7 @@ class ChunkedPrefillBudget:
     ) -> None:
         self._budget, self._running, self._admissible, self._time = budget, running, admissible, time
         self._step: PlanBuilder | None = None
-        self._left: int | None = None       # of this step's part; None: no long prompt was met yet
+        self._left: int | None = None       # left of this step's part; None: no long prompt was met yet
         self._num_passed = 0
 
     def _start_step(self, step: PlanBuilder) -> None:

@@ -311,7 +311,7 @@ class Planner:
         if first.num_output_tokens > 0 and self._admission.has_prompt(request, match):
             for other in rest:
                 self._start(step, request, other, self._admission.match_sequence(request, other).of_whole_blocks())
-        for other in rest:                                              # that will fork have lost all but the prompt
+        for other in rest:                                              # forks to come have lost all but the prompt
             request.num_recomputed_tokens += self._preemption.record_resumed(other, other.num_prompt_tokens)
         used = self._advance_group(step, request, budget)
         self._admission.reserve(request)

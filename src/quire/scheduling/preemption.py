@@ -23,7 +23,7 @@ class PreemptionStats:
     num_recomputed_tokens: int = 0  # computed once, freed, and not found in the cache
     swap_s: float = 0.0             # spent on moving blocks: measured by the worker
     recompute_s: float = 0.0        # spent on computing tokens again: from the rate of prefills
-    saved_s: float = 0.0            # by the choices of `auto`: what the other kind would have cost more
+    saved_s: float = 0.0            # what the other kind would have cost more, where `auto` chose
 
 
 class PreemptionPolicy:
@@ -32,7 +32,7 @@ class PreemptionPolicy:
     def __init__(self, mode: PreemptionMode, block_size: int) -> None:
         self._mode = mode
         self._block_size = block_size
-        self.rates = UNMEASURED         # of the last step
+        self.rates = UNMEASURED         # the last step's
         self.stats = PreemptionStats()
 
     def choose(self, request: Request, footprint: Footprint, num_free_swap_blocks: int) -> PreemptionKind:

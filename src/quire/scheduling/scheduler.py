@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
+from quire.cache.block_pool import run_to_the_end
 from quire.cache.manager import KVCacheManager
-from quire.cache.slices import run_to_the_end
 from quire.core.config import SchedulerConfig, SchedulingPolicy
 from quire.core.deltas import PREPARATION, SequenceDelta
 from quire.core.plan import StepPlan, StepResult

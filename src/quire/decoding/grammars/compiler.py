@@ -23,15 +23,15 @@ from quire.grammar_writing.texts import without_forcing
 from quire.grammar_writing.writer import grammar_of
 from quire.kernels.token_masks import num_words
 
-MAX_ENTRIES = 64            # that no row uses
+MAX_ENTRIES = 64            # cached grammars that no row uses
 MAX_PENDING = 16            # grammars that wait to be compiled
-MAX_BYTES = 512 * 2**20     # of all grammars: pending, cached, and in use by rows
+MAX_BYTES = 512 * 2**20     # all grammars: pending, cached, and in use by rows
 BYTES_PER_CHAR = 256        # measured: a schema of 3,000 properties, 75 kB of text, takes 19 MB
 BASE_BYTES = 2 * 2**20      # lexer states that are added while masks are filled: nearly always none, at most 6 MB
 LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
-_NICENESS = 10              # of the compiling thread: steps come first
+_NICENESS = 10              # the compiling thread's: steps come first
 _MAX_REASON_CHARS = 300
-_PANIC = "PanicException"   # of the library's Rust side; its type cannot be imported
+_PANIC = "PanicException"   # raised by the library's Rust side; its type cannot be imported
 
 
 def reason_of(error: BaseException | str) -> str:
@@ -137,7 +137,7 @@ class GrammarCache:
         """Return the tokenizer of the vocabulary, which is loaded once."""
         with self._lock:
             if self._tokenizer is None:
-                pool = ThreadPoolExecutor(1, "vocabulary")  # of normal priority: it holds the interpreter lock
+                pool = ThreadPoolExecutor(1, "vocabulary")  # normal priority: it holds the interpreter lock
                 self._tokenizer = pool.submit(self._load_tokenizer)
                 pool.shutdown(wait=False)
             return self._tokenizer

@@ -33,13 +33,13 @@ from quire.grammar_writing.limits import NOTHING_FOLLOWS
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
 MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing them again for each token takes long
-MAX_TOKEN_BYTES = 64     # of a forced text that are looked at for another first token
-LEXER_IS_FULL = "too many states"  # in the library's error
+MAX_TOKEN_BYTES = 64     # bytes of a forced text that are looked at for another first token
+LEXER_IS_FULL = "too many states"  # text of the library's error
 ALL_BITS = 0xFFFFFFFF
 FAILED = "its grammar has failed"
 FIELD = "structured_outputs"
 
-_LIMIT = re.compile("max is|limit|fuel|too many", re.IGNORECASE)  # in errors of the library
+_LIMIT = re.compile("max is|limit|fuel|too many", re.IGNORECASE)  # texts of the library's errors
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from quire.kernels.token_masks import num_words
 
 IDLE_STEPS = 16  # without a sample, after which a row's matcher is dropped: its sequence may have ended
 MAX_THREADS = 8
-MASKS_WAIT_S = 0.004  # in which another mask must be filled, for a step of rows with grammars alone to wait for more
+MASKS_WAIT_S = 0.004  # a step of rows with grammars alone waits for more if another mask is filled within
 MASK_WAIT_S = 0.01    # the same, if not one is filled: the step would give nothing
 MAX_MASK_S = 30.0     # after which a row without its mask fails; LIMITS allow some 8 ms, compiling again some seconds
 _POLL_S = 0.0002
@@ -165,7 +165,7 @@ class StepMasks:
                     failures |= dict.fromkeys(samples, f"{FAILED}: no mask was filled in {MAX_MASK_S:g} s")
                 continue
             entry.state.job = None
-            if job.bits.base is not self._bits:                             # of a step that did not wait for it
+            if job.bits.base is not self._bits:                             # a step did not wait for it
                 self._bits[entry.place] = job.bits[: 1 + len(entry.drafts)]
             if job.failure is not None:
                 failures |= dict.fromkeys(samples, job.failure)
