@@ -185,6 +185,8 @@ class Engine:
     @property
     def admissions(self) -> list[Admission]:
         """Requests that the last step admitted."""
+        if not self.scheduler.step.admitted:
+            return []
         return [
             Admission(
                 r.request_id, r.num_preemptions, r.num_cached_tokens, tuple(r.waited), r.num_recomputed_tokens,

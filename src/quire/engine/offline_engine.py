@@ -10,7 +10,7 @@ from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.assembly import AssembledEngine, assemble
-from quire.engine.engine import NO_ADAPTERS
+from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.messages import EngineState, Ready, Stepped
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
@@ -108,9 +108,10 @@ class LocalEngine(OfflineEngine):
                 name = str(prepared.request.request_id)
                 self.outputs.add(prepared, external_id=name, arrival_s=arrival_s, kind=kind)
             while left:
-                if not (self.assembled.engine.scheduler.has_requests or left & self.unread.keys()):
+                engine = self.assembled.engine
+                if not (engine.scheduler.has_requests or left & self.unread.keys()):
                     raise RuntimeError(f"a failed step of another call has ended request {min(left)}")
-                self._step()
+                self._step(engine)
                 for request_id in [own for own in self.unread if own in left]:
                     new = self.unread.pop(request_id)
                     if isinstance(new, Exception):
@@ -157,16 +158,16 @@ class LocalEngine(OfflineEngine):
             self._assembled = None
             device.release()
 
-    def _step(self) -> None:
+    def _step(self, engine: Engine) -> None:
         """Run one step of the engine, and store the new output of every request in it."""
-        engine = self.assembled.engine
         started_s = time.monotonic()
         deltas = engine.step()
         try:
-            self.outputs.record_scheduled(engine.scheduler.step.preempted, engine.admissions, started_s)
+            admissions = engine.admissions
+            self.outputs.record_scheduled(engine.scheduler.step.preempted, admissions, started_s)
             processed = self.outputs.process(deltas, time.monotonic())
             step = Stepped(
-                started_s, engine.num_computed_tokens, engine.admissions, deltas, _NO_STATE, timing=engine.timing
+                started_s, engine.num_computed_tokens, admissions, deltas, _NO_STATE, timing=engine.timing
             )
             self._observer.on_step(step, processed)
             self.unread |= {request_id: self.outputs.output(request_id) for request_id in processed.ready}

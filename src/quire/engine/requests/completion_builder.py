@@ -55,7 +55,7 @@ class CompletionBuilder:
         self.has_new_output = True
         if self._stops is None:
             self._append_tokens(delta.token_ids, delta.logprobs)
-            visible = self._text_tokens(delta)
+            visible = delta.token_ids if delta.finish_reason is None else self._text_tokens(delta)
             if self._detokenizer is not None and visible:
                 self._pieces.append(self._detokenizer.append(visible))
         else:

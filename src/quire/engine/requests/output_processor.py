@@ -177,9 +177,11 @@ class OutputProcessor:
 
         An error in one request fails that request only.
         """
-        whole = ProcessedStep()
-        for step in self.process_in_slices(deltas, now_s):
+        slices = self.process_in_slices(deltas, now_s)
+        whole = next(slices)
+        for step in slices:
             whole.add(step)
+        whole.is_last = True
         whole.ready = [request_id for request_id in dict.fromkeys(whole.ready) if request_id in self._requests]
         return whole
 
@@ -195,7 +197,7 @@ class OutputProcessor:
                     step.is_last = False
                     yield step
                     step, num_units, touched = ProcessedStep(), 0, {}
-                num_units += work_units(part)
+                num_units += _DELTA_UNITS + len(part.token_ids) if part.logprobs is None else work_units(part)
                 self._process(part, is_first, now_s, step, touched)
         step.ready.extend(touched)
         yield step
@@ -208,7 +210,7 @@ class OutputProcessor:
         if request is None or not request.num_unfinished:
             return
         try:
-            branch = request.branch(delta.index)
+            branch = request.branches.get(delta.index) or request.branch(delta.index)
             if delta.error is None and branch.finish_reason is not None:
                 return                              # but an error concerns the whole request
             num_gaps = len(step.itl_s)
@@ -263,9 +265,13 @@ class OutputProcessor:
             prompt_token_ids=request.prompt_token_ids,
             outputs=outputs,
             finished=is_finished,
-            prompt_logprobs=None if self._is_packed else _unpacked(prompt_logprobs, request.tokenizer),
+            prompt_logprobs=(
+                None if self._is_packed or prompt_logprobs is None else _unpacked(prompt_logprobs, request.tokenizer)
+            ),
             packed_prompt_logprobs=prompt_logprobs if self._is_packed else None,
-            prompt_token_id_logprobs=unpacked(prompt_scores, width_of(params.prompt_logprob_token_ids)),
+            prompt_token_id_logprobs=(
+                None if prompt_scores is None else unpacked(prompt_scores, width_of(params.prompt_logprob_token_ids))
+            ),
             num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=request.metrics if self._is_packed else replace(request.metrics),
             pooled=None if request.pooled is None else array("f", request.pooled),
@@ -368,10 +374,8 @@ def _extend(
     return branch.num_tokens - num_before
 
 
-def _unpacked(table: LogprobTable | None, tokenizer: Tokenizer | None) -> list[dict[int, Logprob] | None] | None:
+def _unpacked(table: LogprobTable, tokenizer: Tokenizer | None) -> list[dict[int, Logprob] | None]:
     """Return the logprobs of a prompt as dictionaries; None for its first token."""
-    if table is None:
-        return None
     return [None, *(logprob_dict(position, tokenizer) for position in table.positions(0, len(table)))]
 
 
