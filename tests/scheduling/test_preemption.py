@@ -4,7 +4,7 @@ import pytest
 
 from quire.cache.swap_space import Footprint
 from quire.core.config import PreemptionMode
-from quire.core.plan import MeasuredRates, StepResult
+from quire.core.plan import MeasuredRates
 from quire.core.sequence import Request
 from quire.scheduling.preemption import PreemptionPolicy
 from support.scheduling import Harness
@@ -24,7 +24,7 @@ def request_of(*num_computed: int, num_prompt_tokens: int = 100) -> Request:
 def policy_at(tokens_per_s: float | None, out_per_s: float | None, in_per_s: float | None) -> PreemptionPolicy:
     """A policy of mode auto that knows these rates."""
     policy = PreemptionPolicy("auto", block_size=16)
-    policy.record_step(StepResult([], rates=MeasuredRates(tokens_per_s, out_per_s, in_per_s)))
+    policy.rates = MeasuredRates(tokens_per_s, out_per_s, in_per_s)
     return policy
 
 
@@ -93,6 +93,6 @@ def test_seconds_are_added_up() -> None:
     note_lost(policy, 5)
     assert (policy.stats.num_recomputed_tokens, policy.stats.recompute_s) == (5, 0), "no rate yet"
     for _ in range(2):
-        policy.record_step(StepResult([], swap_s=0.5, rates=MeasuredRates(100)))
+        policy.rates = MeasuredRates(100)
         note_lost(policy, 50)
-    assert (policy.stats.num_recomputed_tokens, policy.stats.recompute_s, policy.stats.swap_s) == (105, 1.0, 1.0)
+    assert (policy.stats.num_recomputed_tokens, policy.stats.recompute_s) == (105, 1.0)

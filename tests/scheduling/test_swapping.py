@@ -1,6 +1,7 @@
 """Victims that are swapped out: who returns when, with which blocks, and what becomes of them meanwhile."""
 
 import pytest
+from msgspec import structs
 
 from quire.core.config import PreemptionMode
 from quire.core.plan import MeasuredRates, StepPlan
@@ -264,3 +265,13 @@ def test_only_an_earlier_victim_comes_before_what_is_swapped_out() -> None:
     assert next_to_admit(waiting, is_swapped=True) is lost, "nothing new, which may stand before it by priority"
     assert next_to_admit(waiting, is_swapped=True, passed=lost) is swapped
     assert next_to_admit(waiting, is_swapped=False) is new
+
+
+def test_seconds_of_swaps_are_added_up() -> None:
+    harness = Harness(num_blocks=8)
+    harness.add(3, max_tokens=3, ignore_eos=True)
+    for _ in range(2):
+        plan = harness.schedule()
+        harness.executor.submit(plan)
+        harness.scheduler.update(plan, structs.replace(harness.executor.collect(), swap_s=0.5))
+    assert harness.scheduler.preemption.stats.swap_s == 1.0
