@@ -76,6 +76,7 @@ def set_up() -> None:
     handler = StderrHandler()
     handler.setFormatter(_Formatter("%(asctime)s %(levelname)s server: %(message)s"))
     logging.basicConfig(handlers=[handler])
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line has them
     logging.getLogger("quire").setLevel(logging.INFO)
 
 

@@ -23,6 +23,7 @@ from quire.server.errors import ApiError, too_many_connections
 from quire.server.http.lingering_close import LingeringConnections
 from quire.server.http.paced_calls import PacedCalls
 from quire.server.http.read_gate import GatedFlow, ReadGate
+from quire.server.http.request_body import IS_RECEIVED
 from quire.server.http.sockets import max_connections
 from quire.server.limits.active_responses import DISCONNECT, Disconnect
 from quire.server.options import Limits
@@ -231,6 +232,7 @@ class Protocol(HttpToolsProtocol):
         self._cancel_receive_timer()
         super().on_message_complete()
         self.headers = []       # the scope of the request has them
+        self.scope[IS_RECEIVED] = True  # type: ignore[literal-required]
         if self.flow.read_paused:
             self.flow.resume_reading()  # else a disconnect behind a long body is not detected
 

@@ -12,6 +12,7 @@ from quire.server.limits.memory import BodyMemoryFullError, BufferedBody
 from quire.server.service import Service
 
 _BODY = "quire.body"              # key of a scope
+IS_RECEIVED = "quire.is_received"  # key of a scope: the protocol has all of the body
 _RECEIVED = "quire.received_s"    # key of a scope: when the body was complete
 
 
@@ -36,6 +37,8 @@ class RequestBody:
         body = BufferedBody(bodies, client_id_of(self._scope), lambda: clock.reschedule(0))
         self._scope[_BODY] = body
         try:
+            if self._scope.get(IS_RECEIVED):
+                return await self._read(body)    # waits for nothing
             async with clock:
                 return await self._read(body)
         except BodyMemoryFullError:

@@ -25,13 +25,13 @@ from quire.server.service import Service
 
 DEFAULT_COMPLETION_TOKENS = 16
 
-_SAME_NAMES = (
+_SAME_NAMES = frozenset((
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "prompt_logprob_token_ids",
     "prompt_logprob_start", "logprob_token_ids",
     "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens",
     "repetition_detection",
-)
+))
 
 # Fields of SamplingParams that a beam search uses, and those that it may be given without need.
 _USED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos", "ttft_deadline_ms", "deadline_ms")
@@ -47,7 +47,8 @@ def checked_params(
 
     InvalidRequestError or ApiError 400 names the invalid field.
     """
-    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    names = _SAME_NAMES & body.model_fields_set
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
     check_int("n", given.get("n", 1), 1, service.options.max_n)
     if body.stream_options is not None and not body.stream:
         invalid("stream_options is only allowed when stream is true", param="stream_options")

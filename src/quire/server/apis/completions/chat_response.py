@@ -8,9 +8,9 @@ from quire.server.api.chat import MessageReader
 from quire.server.api.json_encoding import JsonStream, encode_streamed
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.api.usage import TokenUsage
-from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
 from quire.server.apis.completions.openai_logprobs import WholeChatLogprobs, chat_logprobs, prompt_logprobs
 from quire.server.apis.completions.openai_response import (
+    ROLE,
     UNUSED_OF_CHOICES,
     UNUSED_OF_CHUNK_CHOICES,
     Json,
@@ -19,10 +19,7 @@ from quire.server.apis.completions.openai_response import (
 )
 from quire.server.tools.output_events import Arguments, CallBegan, Content, Event, Reasoning
 from quire.server.tools.served_formats import OutputReading
-from quire.text.conversation import content_text, split_reasoning
 from quire.text.tokenizer import Tokenizer
-
-ROLE = "assistant"
 
 # Fields of every message. vLLM 0.10 called the reasoning reasoning_content.
 _NULL_FIELDS: Json = dict.fromkeys((
@@ -120,7 +117,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         super().__init__(request)
         self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer, as_ids=request.writes_token_ids)
-        self._echo = _echo(request.body)
+        self._echo = request.message_echo
         self._parsed: dict[int, ParsedMessage] = {}  # messages that are read for tool calls and reasoning, by index
 
     def _choice_pieces(self, prompt_index: int, output: CompletionOutput) -> Iterable[bytes]:
@@ -192,7 +189,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
         return choice
 
     def _token_ids(self, output: CompletionOutput) -> list[int] | None:
-        return output.token_ids if self.request.body.return_token_ids else None
+        return output.token_ids if self.request.returns_token_ids else None
 
     def _parsed_message(self, reading: OutputReading, piece: CompletionOutput) -> ParsedMessage:
         parsed = self._parsed.get(piece.index)
@@ -217,24 +214,16 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
 
     def _prompt_fields(self) -> Json:
         fields: Json = {"prompt_token_ids": None, "prompt_text": None}
-        if isinstance(self.request.body, ChatBody) and self.request.body.return_prompt_text:
+        if self.request.returns_prompt_text:
             fields["prompt_text"] = self.request.requests[0].prompt.text
         if not self.streams:
             fields["prompt_logprobs"] = None
-        if self.request.body.return_token_ids:
+        if self.request.returns_token_ids:
             fields["prompt_token_ids"] = self.request.requests[0].prompt.token_ids.tolist()
-        if self.request.body.prompt_logprobs is not None:
+        if self.request.returns_prompt_logprobs:
             table = self._prompt_logprobs[0]
             fields["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
         return fields | self._scores_of_prompt(0)
-
-
-def _echo(body: ChatBody | CompletionBody) -> str:
-    """Return the text that messages begin with: with `echo`, the last message if it is the assistant's."""
-    if not isinstance(body, ChatBody) or not body.echo or body.messages[-1].role != ROLE:
-        return ""
-    content, _ = split_reasoning(body.messages[-1].content)
-    return content_text("messages[-1]", content)
 
 
 def _chunk(index: int, delta: Json) -> Json:

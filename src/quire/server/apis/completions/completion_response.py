@@ -49,7 +49,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
             "index": index, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason, **self._null_fields,
         }  # fmt: skip
-        if self.request.body.return_token_ids:
+        if self.request.returns_token_ids:
             choice["token_ids"] = output.token_ids
         is_first = index not in self._begun
         if output.packed_logprobs is not None:
@@ -72,9 +72,9 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
 
     def _add_prompt(self, choice: Json, prompt_index: int) -> None:
         """Add the prompt's fields to the first piece of a choice."""
-        if self.request.body.return_token_ids:
+        if self.request.returns_token_ids:
             choice["prompt_token_ids"] = self.request.requests[prompt_index].prompt.token_ids.tolist()
-        if self.request.body.prompt_logprobs is not None:
+        if self.request.returns_prompt_logprobs:
             table = self._prompt_logprobs[prompt_index]
             choice["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
         choice |= self._scores_of_prompt(prompt_index)

@@ -62,10 +62,11 @@ async def create_completion(request: Request) -> Response:
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
         check_deadline(service, call)
         await constrain(service, call, constraint_fields(body))
-        await prepare_prompts(service, call, prompts)
+        await prepare_prompts(service, call, body, prompts)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
         builder = await _completion_builder(service, call, echo=bool(body.echo))
         generation = await Generation.start(service, call, record, arrival_s, reservation)
+    del body    # a request that waits does not hold it
     return await create_response(request, service, generation, builder)
 
 
@@ -82,12 +83,13 @@ async def create_chat_completion(request: Request) -> Response:
             check_deadline(service, call)
             await constrain(service, call, constraint_fields(body))
             conversation = replace(
-                conversation_of(body, body.messages, call.tools.tools), truncation=truncation_of(service, call)
+                conversation_of(body, body.messages, call.tools.tools), truncation=truncation_of(service, call, body)
             )
             shows_reasoning = body.include_reasoning is not False
             await prepare_chat(service, call, conversation, shows_reasoning=shows_reasoning)
         builder = ChatResponseBuilder(call, service.client.tokenizer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
+    del body, conversation
     return await create_response(request, service, generation, builder)
 
 
@@ -179,21 +181,25 @@ def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
 
 def constraint_fields(body: GenerationBody) -> dict[str, Any]:
     """Return the fields of a body that ask for a grammar."""
+    if body.model_fields_set.isdisjoint(CONSTRAINT_FIELDS):
+        return {}
     return {name: value for name in CONSTRAINT_FIELDS if (value := getattr(body, name)) is not None}
 
 
-async def prepare_prompts(service: Service, call: OpenAIRequest, prompts: list[Prompt]) -> None:
+async def prepare_prompts(
+    service: Service, call: OpenAIRequest, body: GenerationBody, prompts: list[Prompt]
+) -> None:
     """Add an engine request for each prompt of a call. InvalidRequestError for the first invalid one."""
     tokenize = partial(
-        service.client.inputs.tokenize, add_special_tokens=call.body.add_special_tokens is not False,
-        truncation=truncation_of(service, call),
+        service.client.inputs.tokenize, add_special_tokens=body.add_special_tokens is not False,
+        truncation=truncation_of(service, call, body),
     )  # fmt: skip
     await prepare(service, call, tokenize, prompts)
 
 
-def truncation_of(service: Service, call: OpenAIRequest) -> Truncation | None:
+def truncation_of(service: Service, call: OpenAIRequest, body: GenerationBody) -> Truncation | None:
     """Return the truncation of the prompts; from the left unless the body says otherwise, as in vLLM."""
-    return service.client.inputs.truncation_of(call.params, keeps_last=call.body.truncation_side != "right")
+    return service.client.inputs.truncation_of(call.params, keeps_last=body.truncation_side != "right")
 
 
 def conversation_of(

@@ -9,7 +9,7 @@ number of units of an output.
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
@@ -26,8 +26,11 @@ from quire.server.api.usage import TokenUsage, request_times
 from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
 from quire.server.apis.completions.openai_logprobs import prompt_scores
 from quire.server.errors import ApiError
+from quire.text.conversation import content_text, split_reasoning
 
 Json = dict[str, Any]
+
+ROLE = "assistant"
 
 FINGERPRINT = f"quire-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -67,39 +70,47 @@ def _with_nulls(usage: Json) -> Json:
 
 @dataclass(slots=True, kw_only=True)
 class OpenAIRequest(ApiRequest):
-    """A call of /v1/completions or /v1/chat/completions, with the body that its response depends on."""
+    """A call of /v1/completions or /v1/chat/completions, with what its response takes from the body.
 
-    body: CompletionBody | ChatBody
+    The body itself is not held: it has 60 fields, and most requests that wait have set five.
+    """
+
+    body: InitVar[CompletionBody | ChatBody]
     always_includes_usage: bool = False
+    include_usage: bool = field(init=False)          # a stream ends with its usage
+    includes_usage_so_far: bool = field(init=False)  # each chunk has the usage of its choice so far
+    writes_token_ids: bool = field(init=False)       # logprobs name tokens by their ids
+    returns_token_ids: bool = field(init=False)
+    returns_prompt_text: bool = field(init=False)
+    returns_prompt_logprobs: bool = field(init=False)
+    shows_prompt: bool = field(init=False)           # choices begin with their prompt, or with a part of it
+    message_echo: str = field(init=False)            # text that messages begin with
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        asked = self.body.stream_options
-        return self.always_includes_usage or (asked is not None and bool(asked.include_usage))
-
-    @property
-    def includes_usage_so_far(self) -> bool:
-        """Whether each chunk has the usage of its choice so far."""
-        asked = self.body.stream_options
-        return self.always_includes_usage or (self.include_usage and bool(asked and asked.continuous_usage_stats))
-
-    @property
-    def writes_token_ids(self) -> bool:
-        """Whether logprobs name tokens by their ids."""
-        asked = self.body.return_tokens_as_token_ids
-        return self.names_tokens_by_id if asked is None else asked
-
-    @property
-    def shows_prompt(self) -> bool:
-        """Whether choices begin with their prompt, or with a part of it."""
-        has_text = isinstance(self.body, ChatBody) and self.body.return_prompt_text
-        return bool(self.body.return_token_ids or self.body.echo or has_text)
+    def __post_init__(self, body: CompletionBody | ChatBody) -> None:
+        """Take what the response depends on."""
+        stream, names_ids = body.stream_options, body.return_tokens_as_token_ids
+        self.include_usage = self.always_includes_usage or (stream is not None and bool(stream.include_usage))
+        so_far = self.include_usage and stream is not None and bool(stream.continuous_usage_stats)
+        self.includes_usage_so_far = self.always_includes_usage or so_far
+        self.writes_token_ids = self.names_tokens_by_id if names_ids is None else names_ids
+        self.returns_token_ids = bool(body.return_token_ids)
+        self.returns_prompt_text = isinstance(body, ChatBody) and bool(body.return_prompt_text)
+        self.returns_prompt_logprobs = body.prompt_logprobs is not None
+        self.shows_prompt = self.returns_token_ids or self.returns_prompt_text or bool(body.echo)
+        self.message_echo = _message_echo(body) if isinstance(body, ChatBody) and body.echo else ""
 
     @property
     def shows_tokens(self) -> bool:
         """Whether a token is sent even while its text is incomplete."""
-        return bool(self.body.return_token_ids) or self.params.logprobs is not None
+        return self.returns_token_ids or self.params.logprobs is not None
+
+
+def _message_echo(body: ChatBody) -> str:
+    """Return the text that messages begin with: that of the last message, if it is the assistant's."""
+    if body.messages[-1].role != ROLE:
+        return ""
+    content, _ = split_reasoning(body.messages[-1].content)
+    return content_text("messages[-1]", content)
 
 
 class OpenAIResponseBuilder(ABC):
