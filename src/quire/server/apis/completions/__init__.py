@@ -1,1 +1,1 @@
-"""OpenAI's dialect: request models and their checks, and the JSON of responses."""
+"""OpenAI's completions and chat completions: routes, bodies and their checks, and the JSON of responses."""

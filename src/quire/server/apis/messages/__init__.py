@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: one folder, request in, events out. Without it its routes answer 404."""
+"""Anthropic's Messages API: its bodies, their conversion to chats, and its responses and events."""
