@@ -23,8 +23,7 @@ from quire.core.outputs import (
 )
 from quire.core.pooling import PoolingParams
 from quire.core.repetition import RepetitionDetectionParams
-from quire.core.sampling_params import SamplingParams
-from quire.core.seeds import branch_seed
+from quire.core.sampling_params import SamplingParams, branch_seed
 from quire.core.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 from quire.core.version import __version__ as __version__
 

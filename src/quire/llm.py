@@ -13,10 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.checks import one_each, refuse
-from quire.core.entry_points import ARGUMENT_NAMES, load
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
 from quire.core.lora import Adapter, LoRARequest
+from quire.core.optional_package import ARGUMENT_NAMES, load
 from quire.core.options import declared_options
 from quire.core.outputs import (
     EmbeddingRequestOutput,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.seeds import arrival_seed, branch_seed
+from quire.core.sampling_params import arrival_seed, branch_seed
 
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 

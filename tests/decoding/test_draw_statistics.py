@@ -6,8 +6,7 @@ import torch
 from scipy import stats
 
 from quire.core.plan import NewRow
-from quire.core.sampling_params import SamplingParams
-from quire.core.seeds import branch_seed
+from quire.core.sampling_params import SamplingParams, branch_seed
 from quire.decoding.sampler import sample
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.back_end import choose_back_end

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH
-from quire.model.checkpoints.checkpoint import Checkpoint, read_rows
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
+from quire.model.checkpoints.tensor_reader import Checkpoint, read_rows
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import quire.llm
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.quantized import expand, round_to_nearest
 from quire.model.config import read_config, spec_from_config
@@ -31,6 +30,7 @@ from support.memory_checkpoint import MemoryCheckpoint
 from support.outliers import add_outliers
 
 LENGTH = 256
+UNSEEN_TEXT = Path(__file__).parents[1] / "data/unseen_text.txt"  # the same whatever the sources say
 BARS = {"int8": 0.002, "int4": 0.05}  # nats per token
 
 
@@ -38,7 +38,7 @@ BARS = {"int8": 0.002, "int4": 0.05}  # nats per token
 def tokens(demo_model: Path) -> Tensor:
     """Tokens of a text that the model was not trained on."""
     tokenizer = Tokenizer.from_folder(demo_model)
-    return torch.tensor(tokenizer.encode(Path(quire.llm.__file__).read_text(encoding="utf-8"))[:LENGTH])
+    return torch.tensor(tokenizer.encode(UNSEEN_TEXT.read_text(encoding="utf-8"))[:LENGTH])
 
 
 def load(folder: Path, tensors: dict[str, Tensor], quantization: Quantization | None, dtype: torch.dtype) -> Decoder:

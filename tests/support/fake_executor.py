@@ -23,8 +23,7 @@ from quire.core.plan import (
     StepPlan,
     StepResult,
 )
-from quire.core.sampling_params import SamplingParams
-from quire.core.seeds import branch_seed
+from quire.core.sampling_params import SamplingParams, branch_seed
 
 VOCAB_SIZE = 50
 EMPTY = -1

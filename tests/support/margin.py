@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire import LLM, RequestOutput
 from quire.core.plan import NewRow
-from quire.core.seeds import branch_seed
+from quire.core.sampling_params import branch_seed
 from quire.core.sequence import Request
 from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_state import SamplingBatch, SamplingState

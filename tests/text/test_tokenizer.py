@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidRequestError, ModelError
+from quire.text.text_settings import tokenizer_file
 from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_files import tokenizer_file
 from support import small_tokenizers
 from support.text_tokenizers import REAL, SMALL, expected_ids
 

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from quire.cli.flag_groups import VARIABLE_PREFIX, VLLM_FLAGS, variable_of
-from quire.core.entry_points import ARGUMENT_NAMES, load
+from quire.core.optional_package import ARGUMENT_NAMES, load
 
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")

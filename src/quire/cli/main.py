@@ -13,8 +13,8 @@ import typer
 import quire
 from quire.cli.command import Command
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
-from quire.core.entry_points import COMMANDS, entry_points
 from quire.core.errors import EngineError
+from quire.core.optional_package import COMMANDS, entry_points
 
 
 def make_app(arguments: Sequence[str] = ()) -> typer.Typer:

@@ -1,9 +1,15 @@
-"""Libraries that are optional at run time: the error that names the one that a setting needs, and how to install it."""
+"""Packages that may not be installed: libraries that a setting needs, and packages that bring commands and names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution
+from typing import Any
 
 from quire.core.errors import ConfigError
+
+# Groups of `[project.entry-points]` in pyproject.toml: packages beside `quire`, which it must not import.
+COMMANDS, ARGUMENT_NAMES, SCHEDULERS = "quire.commands", "quire.argument_names", "quire.schedulers"
 
 
 @contextmanager
@@ -15,3 +21,28 @@ def needs_library(setting: str, library: str, requirement: str) -> Iterator[None
         if (missing.name or "").partition(".")[0] != library:
             raise
         raise ConfigError(f"{setting} needs the package {library}: pip install {requirement}") from None
+
+
+@cache
+def entry_points(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name, in the order of pyproject.toml. ConfigError if there are none."""
+    try:
+        found = {each.name: each for each in distribution("quire").entry_points if each.group == group}
+    except PackageNotFoundError:
+        found = {}
+    if not found:
+        raise ConfigError(
+            f"the metadata of this installation have no entry points {group!r}; install it again by `pip install -e .`"
+        )
+    return found
+
+
+def load(group: str, name: str) -> Any:  # noqa: ANN401 (what the entry point names)
+    """Return the object that an entry point names. ConfigError if there is no such entry point."""
+    found = entry_points(group).get(name)
+    if found is None:
+        raise ConfigError(
+            f"the metadata of this installation have no entry point {name!r} in {group!r}; install it again by "
+            "`pip install -e .`"
+        )
+    return found.load()

@@ -26,7 +26,7 @@ from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.resolve import resolve_model
 from quire.model.source import ModelSource
 from quire.model.spec import widest_window
-from quire.text.tokenizer_files import TOKENIZER_FILE
+from quire.text.text_settings import TOKENIZER_FILE
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,14 @@ from quire.model.config_reader import CONFIG_FILE
 from quire.model.dummy_weights.dummy_source import read_dummy
 from quire.model.source import ModelSource, is_quantized, read_folder
 from quire.model.spec import DecoderSpec
-from quire.text.text_settings import read_text_settings
+from quire.text.text_settings import (
+    TOKENIZER_FILE,
+    missing_tokenizer,
+    read_text_settings,
+    tokenizer_file,
+    warn_missing_tokenizer,
+)
 from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_files import TOKENIZER_FILE, missing_tokenizer, tokenizer_file, warn_missing_tokenizer
 from quire.text.tokenizer_formats.folder_tokenizer import read_tokenizer
 
 

@@ -7,7 +7,7 @@ from quire.cache.prefix_cache import PrefixCache
 from quire.cache.prefixes import Prefixes
 from quire.cache.uncached import UncachedManager
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.core.entry_points import SCHEDULERS, load
+from quire.core.optional_package import SCHEDULERS, load
 from quire.core.sequence import Request
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.waiting_lines import Lack

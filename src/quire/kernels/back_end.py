@@ -29,12 +29,12 @@ from quire.kernels import (
 )
 from quire.kernels import norm as norms
 from quire.kernels.cpp.back_end import cpp_ops, usable_isas
-from quire.kernels.cpp.limits import MAX_HEAD_DIM, serves_head_dim
 from quire.kernels.kv_cache_write import WriteKV
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import Attend, AttentionBackEnd
 from quire.kernels.program import Program
+from quire.kernels.support import MAX_HEAD_DIM, serves_head_dim
 
 log = logging.getLogger(__name__)
 

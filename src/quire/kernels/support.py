@@ -70,3 +70,11 @@ def require_kv_dtype(attention: AttentionBackEnd | None, name: str) -> None:
     """Raise ConfigError if an attention back end does not read this --kv-cache-dtype."""
     if attention is not None and name in QUANTIZED:
         raise ConfigError(f"attention_backend {attention.name} does not support kv_cache_dtype {name}; use triton")
+
+
+MAX_HEAD_DIM = 512  # csrc/cache_layout.hpp
+
+
+def serves_head_dim(head_dim: int) -> bool:
+    """Return whether the attention kernel takes heads of this size."""
+    return head_dim in range(8, MAX_HEAD_DIM + 1, 8)

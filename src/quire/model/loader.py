@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from quire.kernels.back_end import BackEnd
-from quire.model.checkpoints.checkpoint import Checkpoint
+from quire.model.checkpoints.tensor_reader import Checkpoint
 from quire.model.decoder import Decoder
 from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions
 from quire.model.ranks import Ranks

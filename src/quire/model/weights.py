@@ -14,9 +14,8 @@ from quire.kernels.embedding import Table
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
-from quire.model.checkpoints.checkpoint import Checkpoint
 from quire.model.checkpoints.stacked import with_single_experts
-from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 from quire.model.shapes import LinearShape, NormShape, TableShape, VectorShape
 from quire.model.sharding import Range, shifted
 from quire.model.spec import WeightMap

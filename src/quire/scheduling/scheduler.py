@@ -19,7 +19,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.config import SchedulerConfig, SchedulingPolicy
 from quire.core.deltas import PREPARATION, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
-from quire.core.seeds import branch_seed
+from quire.core.sampling_params import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.core.task import BeamTask, PinTask
 from quire.core.token_ids import TokenIds, pack_tokens

@@ -22,9 +22,8 @@ from quire.core.model_files import read_text
 from quire.text.chat_template import ChatTemplate
 from quire.text.exact_tokenizer import exact_tokenizer_json
 from quire.text.longest_token import LongestToken, longest_token
-from quire.text.text_settings import TextSettings, read_text_settings
+from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
 from quire.text.token_bytes import TokenBytesCache, decoding_rule
-from quire.text.tokenizer_files import TOKENIZER_FILE
 
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096

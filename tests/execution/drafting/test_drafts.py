@@ -9,7 +9,7 @@ from msgspec import structs
 
 from quire import LLM, SamplingParams
 from quire.core.plan import RowResult, StepPlan, StepResult
-from quire.core.seeds import branch_seed
+from quire.core.sampling_params import branch_seed
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight
 from quire.execution.device import Device
 from quire.execution.executor import Executor, LocalExecutor

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.formats import load_tokenizer
-from quire.text.tokenizer_files import SENTENCEPIECE_FILE
+from quire.text.text_settings import SENTENCEPIECE_FILE
 from quire.text.tokenizer_formats.sentencepiece import BPE, NORMAL, UNKNOWN, SentencePieceModel, make_sentencepiece
 from support.text_tokenizers import DATA
 

@@ -11,7 +11,7 @@ import pytest
 
 from quire.core.errors import ModelError
 from quire.engine.formats import load_tokenizer
-from quire.text.tokenizer_files import SENTENCEPIECE_FILE
+from quire.text.text_settings import SENTENCEPIECE_FILE
 from quire.text.tokenizer_formats.sentencepiece import SentencePieceModel
 from support import small_tokenizers
 from support.text_tokenizers import DATA, expected_ids, write_folder

@@ -17,8 +17,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.core.prompt_scores import check_num_rows, width_of
-from quire.core.sampling_params import SamplingParams
-from quire.core.seeds import NUM_SEEDS, arrival_seed
+from quire.core.sampling_params import NUM_SEEDS, SamplingParams, arrival_seed
 from quire.core.sequence import Request
 from quire.core.task import GENERATE, BeamTask, PinTask, Scope, Task
 from quire.core.token_ids import PackedTokens, pack_tokens

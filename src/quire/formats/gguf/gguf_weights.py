@@ -15,8 +15,7 @@ from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_quantization import GGUFQuantization
 from quire.kernels.embedding import Table
 from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight
-from quire.model.checkpoints.checkpoint import require_tensor
-from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.checkpoints.tensor_reader import TensorReader, require_tensor
 from quire.model.quantization import Activations, Quantization, activation_group_size
 from quire.model.weight_formats.float_formats import DenseFormat, read_floats, tensors_of_floats
 from quire.model.weight_formats.weight_format import ModuleRows, StoredTensors

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.formats.quantized.schemes import StoredScheme
-from quire.model.checkpoints.checkpoint import FLOAT_DTYPES
-from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.checkpoints.tensor_reader import FLOAT_DTYPES, TensorReader
 from quire.model.weight_formats.weight_format import ModuleRows
 
 WORD_BITS = 32

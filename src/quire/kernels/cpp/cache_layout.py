@@ -22,8 +22,8 @@ from torch import Tensor
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED, KVDtype
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.limits import serves_head_dim
 from quire.kernels.kv_quantization import ONES, KVScales
+from quire.kernels.support import serves_head_dim
 
 Shape = tuple[int, ...]
 DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn)  # of elements

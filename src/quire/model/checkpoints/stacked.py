@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.model.checkpoints.checkpoint import Checkpoint
+from quire.model.checkpoints.tensor_reader import Checkpoint
 from quire.model.spec import MAX_EXPERTS, WeightMap
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from quire.kernels.embedding import Table
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import round_to_nearest
-from quire.model.checkpoints.checkpoint import Checkpoint
-from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.weight_formats.weight_format import ModuleRows, StoredTensors
 

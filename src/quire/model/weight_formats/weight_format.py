@@ -5,8 +5,7 @@ from typing import NamedTuple, Protocol
 
 from quire.kernels.embedding import StoredTable, Table
 from quire.kernels.linear_weight import LinearWeight
-from quire.model.checkpoints.checkpoint import Checkpoint
-from quire.model.checkpoints.tensor_reader import TensorReader
+from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 
 
 class ModuleRows(NamedTuple):

@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from quire.core.errors import ModelError
-from quire.text.text_settings import CONFIG_FILE, object_if_any, token_text
-from quire.text.tokenizer_files import SENTENCEPIECE_FILE, TEKKEN_FILE, VOCAB_FILE
+from quire.text.text_settings import CONFIG_FILE, SENTENCEPIECE_FILE, TEKKEN_FILE, VOCAB_FILE, object_if_any, token_text
 from quire.text.tokenizer_formats.piece_merges import read_byte_level_bpe
 from quire.text.tokenizer_formats.sentencepiece import read_sentencepiece
 from quire.text.tokenizer_formats.tekken import read_tekken

@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from quire.core.errors import ModelError
 from quire.core.model_files import read_json_object, read_text
-from quire.text.tokenizer_files import MERGES_FILE, VOCAB_FILE
+from quire.text.text_settings import MERGES_FILE, VOCAB_FILE
 
 MAX_PIECES = 1 << 21     # a rank below it and two lengths make one number of 63 bits
 _TABLE_BITS = 22

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from quire.core.errors import ModelError
 from quire.core.model_files import read_bytes
-from quire.text.tokenizer_files import SENTENCEPIECE_FILE
+from quire.text.text_settings import SENTENCEPIECE_FILE
 from quire.text.tokenizer_formats.piece_merges import MAX_PIECES, piece_merges
 
 MAX_PIECE_CHARS = 128  # pieces are tried at every cut; SentencePiece's own default is 16

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from quire.core.errors import ModelError
 from quire.core.model_files import read_json_object
+from quire.text.text_settings import TEKKEN_FILE
 from quire.text.token_bytes import byte_level_text
-from quire.text.tokenizer_files import TEKKEN_FILE
 
 MAX_TOKEN_BYTES = 512   # tokens are tried at every cut
 _SPECIAL = (            # tokens of files without a list: those up to version v7

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from quire.core.entry_points import ARGUMENT_NAMES, COMMANDS, SCHEDULERS, entry_points, load
 from quire.core.errors import ConfigError
+from quire.core.optional_package import ARGUMENT_NAMES, COMMANDS, SCHEDULERS, entry_points, load
 
 ABSENT = """
 from importlib.metadata import PackageNotFoundError
-from quire.core import entry_points
+from quire.core import optional_package as entry_points
 
 def none_there(name):
     raise PackageNotFoundError(name)
