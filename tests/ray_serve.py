@@ -23,7 +23,7 @@ from ray import serve
 from ray.util import placement_group_table
 
 from fleet_soak import end_of_stream
-from quire.cluster.deploy import ENGINES, DeployOptions, deploy
+from quire.cluster.deployment import ENGINES, DeployOptions, deploy
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
 

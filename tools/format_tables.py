@@ -8,8 +8,8 @@ A table is between `<!-- formats: NAME -->` and `<!-- end of formats -->`.
 import re
 
 from page_tables import Page, table
-from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.text.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS
+from quire.text.tool_formats.tool_format import ReasoningFormat, ToolFormat
 
 
 def code(text: str) -> str:

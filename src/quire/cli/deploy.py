@@ -61,8 +61,8 @@ def deploy(engine: EngineOptions, server: ServerOptions, cluster: ClusterFlags) 
     with needs_library("quire deploy", "ray", "'quire[ray]'"):
         import ray  # noqa: PLC0415 (optional, and slow)
 
-        from quire.cluster.deploy import DeployOptions  # noqa: PLC0415
-        from quire.cluster.deploy import deploy as run  # noqa: PLC0415
+        from quire.cluster.deployment import DeployOptions  # noqa: PLC0415
+        from quire.cluster.deployment import deploy as run  # noqa: PLC0415
     options = DeployOptions(
         least, most, cluster.ingress_replicas, cluster.cpus_per_engine,
         queued_tokens_per_replica=cluster.queued_tokens_per_replica, name=cluster.app_name,

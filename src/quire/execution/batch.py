@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
 from quire.core.prompt_scores import padded
 from quire.decoding.grammars.rows import StepMasks
-from quire.decoding.pooling import PooledEntry, RowPool
+from quire.decoding.row_pooling import PooledEntry, RowPool
 from quire.decoding.sampling_state import SamplingState
 from quire.model.language_model import ForwardBatch
 

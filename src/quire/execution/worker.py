@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
 from quire.decoding.grammars.rows import GrammarRows
-from quire.decoding.pooling import pool
+from quire.decoding.row_pooling import pool
 from quire.decoding.sampler import (
     NOT_FINITE,
     NOTHING_ALLOWED,

@@ -10,9 +10,9 @@ from typing import Any
 from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.grammar_writing.disjoint_schemas import without_disjoint_one_of
-from quire.grammar_writing.limits import GRAMMAR_LIMITS
+from quire.grammar_writing.grammar_limits import GRAMMAR_LIMITS
+from quire.grammar_writing.schema_shapes import Document
 from quire.grammar_writing.schemas import SCHEMAS_BY_NAME, SchemaError, escaped_name
-from quire.grammar_writing.shapes import Document
 from quire.grammar_writing.structural_tags import structural_tag_grammar
 from quire.grammar_writing.texts import (
     WHITESPACE_PATTERN,

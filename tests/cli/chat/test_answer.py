@@ -1,6 +1,6 @@
 """What `/stats` says about an answer."""
 
-from quire.cli.chat.conversation import ChatAnswer, Update
+from quire.cli.chat.chat_history import ChatAnswer, Update
 
 
 def answer_of(*updates: Update) -> ChatAnswer:

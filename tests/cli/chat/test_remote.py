@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from quire.cli.chat.conversation import ChatError, Update
+from quire.cli.chat.chat_history import ChatError, Update
 from quire.cli.chat.remote import RemoteBackEnd, base_url
 from quire.core.errors import ContextLengthError, EngineError
 from support.chat_server import DONE, ChatServer, Reply, answer, frame, refusal, running, said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.cli.chat.conversation import ChatBackEnd, ChatError, ChatHistory, Exchange, Update
+from quire.cli.chat.chat_history import ChatBackEnd, ChatError, ChatHistory, Exchange, Update
 from quire.cli.chat.local import LocalBackEnd
 from quire.cli.chat.screen import Screen, Tone
 from quire.cli.chat.session import HELP, ChatSession

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from quire.server.tools.output_parser import OutputParser
-from quire.text.tool_formats.rows import ToolFormat
 from quire.text.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS
+from quire.text.tool_formats.tool_format import ToolFormat
 
 LENGTH = 8_000  # characters
 PIECE = 16

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from quire.server.tools.call_grammar import forcing_grammar
-from quire.text.tool_formats.rows import ToolFormat
 from quire.text.tool_formats.table import TOOL_FORMATS
+from quire.text.tool_formats.tool_format import ToolFormat
 from support.fuzz_seeds import fuzz
 from support.grammar_walks import GrammarWalk
 from support.outputs import ended_calls, parse

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from quire.server.tools.output_events import Content, Reasoning
-from quire.text.tool_formats.rows import ReasoningFormat
 from quire.text.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS, UNSUPPORTED, find_format
+from quire.text.tool_formats.tool_format import ReasoningFormat
 from support.outputs import ended_calls, parse, texts
 
 # Two calls, f(a="x y", b=[1]) and g(), with text before them where the format allows text.

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from format_tables import PAGE
-from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.text.tool_formats.table import FALLBACK, REASONING_FORMATS, TOOL_FORMATS, find_format, find_reasoning
+from quire.text.tool_formats.tool_format import ReasoningFormat, ToolFormat
 
 DATA = Path(__file__).parents[3] / "../shared/data/chat_templates"
 # Templates that take tools, and the format of the calls that they ask for.

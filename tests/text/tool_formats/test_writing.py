@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from quire.text.tool_formats.rows import ToolFormat
 from quire.text.tool_formats.table import TOOL_FORMATS
+from quire.text.tool_formats.tool_format import ToolFormat
 from quire.text.tool_formats.writing import call_writer, written_calls
 from support.outputs import ended_calls, parse
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
-from quire.cli.chat.conversation import ChatError, Update
+from quire.cli.chat.chat_history import ChatError, Update
 from quire.core.outputs import RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.text.conversation import Message

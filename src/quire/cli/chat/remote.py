@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from quire.cli import openai_stream
-from quire.cli.chat.conversation import ChatError, Update
+from quire.cli.chat.chat_history import ChatError, Update
 from quire.core.errors import ContextLengthError, EngineError
 from quire.text.conversation import Message
 

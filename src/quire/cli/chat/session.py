@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.cli.chat.conversation import ChatAnswer, ChatBackEnd, ChatError, ChatHistory, Exchange, Update
+from quire.cli.chat.chat_history import ChatAnswer, ChatBackEnd, ChatError, ChatHistory, Exchange, Update
 from quire.cli.chat.screen import Screen
 from quire.core.errors import ContextLengthError, EngineError
 

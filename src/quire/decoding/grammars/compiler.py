@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.grammar_writing.limits import GRAMMAR_LIMITS, NOTHING_FOLLOWS
+from quire.grammar_writing.grammar_limits import GRAMMAR_LIMITS, NOTHING_FOLLOWS
 from quire.grammar_writing.texts import without_forcing
 from quire.grammar_writing.writer import grammar_of
 from quire.kernels.token_masks import num_words

@@ -29,7 +29,7 @@ from quire.decoding.grammars.compiler import (
     reason_of,
 )
 from quire.decoding.row_grammars import RowProgress
-from quire.grammar_writing.limits import NOTHING_FOLLOWS
+from quire.grammar_writing.grammar_limits import NOTHING_FOLLOWS
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
 MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing them again for each token takes long

@@ -11,9 +11,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.launch import Module
-from quire.kernels.cuda.nvrtc import compile_source, library
-from quire.kernels.cuda.source import (
+from quire.kernels.cuda.cuda_source import (
     ELEMENTS,
     MAX_HEAD_DIM,
     PARTITION,
@@ -23,6 +21,8 @@ from quire.kernels.cuda.source import (
     shared_floats,
     source,
 )
+from quire.kernels.cuda.launch import Module
+from quire.kernels.cuda.nvrtc import compile_source, library
 from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata, AttentionSpec
 
 NUM_THREADS = 128

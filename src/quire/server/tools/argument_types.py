@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from quire.grammar_writing.schema_shapes import OTHER_NAMES
 from quire.grammar_writing.schemas import referenced
-from quire.grammar_writing.shapes import OTHER_NAMES
-from quire.text.tool_formats.rows import TYPE_NAMES
+from quire.text.tool_formats.tool_format import TYPE_NAMES
 
 _MAX_SCHEMAS = 64  # looked at for one parameter, and for its object
 

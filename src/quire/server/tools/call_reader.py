@@ -12,8 +12,8 @@ from quire.server.tools.literal_reader import GEMMA, PYTHON, Literals
 from quire.server.tools.output_events import CallEvents
 from quire.text.tool_formats.json_values import json_value, string_text
 from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, kind_of, number_of, sequence
-from quire.text.tool_formats.rows import ToolFormat
 from quire.text.tool_formats.syntax import NAME, Syntax, split
+from quire.text.tool_formats.tool_format import ToolFormat
 
 MAX_KEPT = 65_536  # characters of a call in front of its name; a longer text is no call
 MAX_VALUE = 1_048_576  # characters of a value that is read whole; a longer one is a string

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from quire.core.checks import shown
 from quire.grammar_writing.scalars import FORMATS
+from quire.grammar_writing.schema_shapes import Shape
 from quire.grammar_writing.schemas import refuse
-from quire.grammar_writing.shapes import Shape
 from quire.grammar_writing.texts import literal_text, marker_text, regex_text
 
 ANY_TEXT = "/(?s:.*)/"

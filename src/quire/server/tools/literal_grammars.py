@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from quire.core.structured_outputs import compact_json
+from quire.grammar_writing.schema_shapes import Document, Shape
 from quire.grammar_writing.schemas import SchemaPart, refuse
-from quire.grammar_writing.shapes import Document, Shape
 from quire.grammar_writing.texts import closed_json_text, literal_text
 from quire.server.tools.grammar_rules import GrammarRules, alternatives, enumerated_texts, has_regexes, text_body
 from quire.server.tools.object_grammars import ObjectNotation, members_of, object_text

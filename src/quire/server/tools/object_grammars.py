@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from quire.core.checks import shown
+from quire.grammar_writing.schema_shapes import Shape
 from quire.grammar_writing.schemas import SchemaPart, escaped_name, refuse
-from quire.grammar_writing.shapes import Shape
 from quire.grammar_writing.texts import literal_text
 from quire.server.tools.grammar_rules import GrammarRules, alternatives, escaped, searched
 

@@ -19,8 +19,8 @@ from quire.server.tools.call_grammar import bounded_reasoning, forcing_grammar, 
 from quire.server.tools.output_parser import OutputParser
 from quire.server.tools.tool_use import ToolUse
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
 from quire.text.tool_formats.table import FALLBACK, find_format, find_reasoning
+from quire.text.tool_formats.tool_format import ReasoningFormat, ToolFormat
 
 log = logging.getLogger(__name__)
 

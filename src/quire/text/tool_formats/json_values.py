@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from quire.text.tool_formats.rows import TYPE_NAMES
+from quire.text.tool_formats.tool_format import TYPE_NAMES
 
 _LITERALS = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
 _SPACE = r"[\s\x1c-\x1f]*"  # what str.strip removes

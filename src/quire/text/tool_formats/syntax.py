@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from quire.text.tool_formats.reader import SPACE, any_of, atoms, sequence
-from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.text.tool_formats.tool_format import ReasoningFormat, ToolFormat
 
 NAME = r"[^\s<>\"'(){}\[\]|=,;:]{1,128}+"
 KEY = r"[^<>\"{}\n]{1,256}+"  # name of a tagged parameter

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from quire.text.tool_formats.rows import ReasoningFormat, ToolFormat
+from quire.text.tool_formats.tool_format import ReasoningFormat, ToolFormat
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from quire.cli.chat.conversation import ChatHistory, Exchange
+from quire.cli.chat.chat_history import ChatHistory, Exchange
 
 
 def roles(conversation: ChatHistory) -> list[tuple[str, str]]:

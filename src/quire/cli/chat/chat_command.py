@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from quire.cli.chat.conversation import ChatBackEnd, ChatHistory
+from quire.cli.chat.chat_history import ChatBackEnd, ChatHistory
 from quire.cli.chat.local import LocalBackEnd
 from quire.cli.chat.remote import RemoteBackEnd
 from quire.cli.chat.screen import Screen
