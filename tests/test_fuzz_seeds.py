@@ -26,18 +26,19 @@ def test_each_process_draws_its_own_seed_and_keeps_it(monkeypatch: pytest.Monkey
     assert first_seed() != first, "once in 2^32 runs they are the same"
 
 
-def test_failure_tells_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_skipped", [0, 100])
+def test_failure_tells_how_to_replay_it(monkeypatch: pytest.MonkeyPatch, num_skipped: int) -> None:
     monkeypatch.setenv("QUIRE_FUZZ_SEED", "7")
     monkeypatch.setenv("QUIRE_FUZZ_STEPS", "1500")
     seeds = list[int]()
 
     def run(seed: int) -> None:
         seeds.append(seed)
-        assert seed < 9
+        assert seed < 9 + num_skipped
 
     with pytest.raises(AssertionError) as failure:
-        fuzz(run, 10**6)
-    assert seeds == [7, 8, 9]
+        fuzz(run, 10**6, num_skipped)
+    assert seeds == [7 + num_skipped, 8 + num_skipped, 9 + num_skipped]
     assert failure.value.__notes__ == [f"replay with QUIRE_FUZZ_SEED=9 QUIRE_FUZZ_STEPS={fuzz_seeds.STEPS_PER_RUN}"]
 
 

@@ -18,12 +18,15 @@ def first_seed() -> int:
     return int(os.environ.get("QUIRE_FUZZ_SEED") or random.SystemRandom().randrange(2**32))
 
 
-def fuzz(run: Callable[[int], object], num_steps: int) -> None:
-    """Run with one seed after the other until there are `num_steps` steps; a failure tells its own."""
+def fuzz(run: Callable[[int], object], num_steps: int, num_skipped: int = 0) -> None:
+    """Run with one seed after the other until there are `num_steps` steps; a failure tells its own.
+
+    `num_skipped`: seeds that other parts of the same test run.
+    """
     num_steps = int(os.environ.get("QUIRE_FUZZ_STEPS") or num_steps)
     for seed in range(first_seed(), first_seed() + -(-num_steps // STEPS_PER_RUN)):
         try:
-            run(seed)
+            run(seed + num_skipped)
         except BaseException as fault:
             fault.add_note(f"replay with QUIRE_FUZZ_SEED={seed} QUIRE_FUZZ_STEPS={STEPS_PER_RUN}")
             raise
