@@ -7,6 +7,7 @@ import pytest
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepWork, chunk_work
+from quire.scheduling.time_budget import TimeBudget
 from support.scheduling import Harness
 
 PRICES = StepTimes(step_s=0.02, token_s=0.001, attended_s=1e-6, context_s=1e-6)
@@ -66,6 +67,19 @@ def test_without_target_or_prices_there_is_no_limit(target_s: float, prices: Ste
     start_streams(harness)
     plans = run_beside(harness, harness.add(2000, max_tokens=1))
     assert [sum(plan.counts) for plan in plans[:-1]] == [BUDGET] * (len(plans) - 1)
+
+
+@pytest.mark.parametrize("field", StepTimes._fields)
+def test_impossible_prices_are_those_known_before(field: str) -> None:
+    """A worker whose arithmetic is broken stops no scheduler."""
+    budget = TimeBudget(0.1)
+    for value in (math.nan, math.inf, -math.inf, -1e-9):
+        budget.record(PRICES._replace(**{field: value}))
+        assert budget.times is None
+    budget.record(PRICES)
+    budget.record(PRICES._replace(step_s=0.0))
+    budget.record(PRICES._replace(margin=0.9))
+    assert budget.times == PRICES
 
 
 def test_long_prompt_takes_as_much_longer_as_decodes_take_of_each_step() -> None:

@@ -60,6 +60,11 @@ class StepTimes(NamedTuple):
     context_s: float
     margin: float = 1.0
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether a worker can have measured this: no price is NaN, infinite or negative."""
+        return all(0 <= price < math.inf for price in self) and self.step_s > 0 and self.margin >= 1
+
     def seconds(self, work: StepWork) -> float:
         """Return the likely seconds of a step."""
         return (
@@ -76,7 +81,6 @@ class StepTimes(NamedTuple):
         per_token = self.token_s + self.context_s + self.attended_s * (start + 0.5)
         rate = per_token + math.sqrt(per_token * per_token + 4 * half_pair * left)
         return int(min(2 * left / rate, _MOST_TOKENS)) if rate > 0 else _MOST_TOKENS
-
 
     def prompt_seconds(
         self, start: int, num_tokens: int, tokens_per_step: int, decode_s: float = 0.0, target_s: float = math.inf

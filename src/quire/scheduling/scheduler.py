@@ -237,8 +237,7 @@ class Scheduler:
         self.cache.end_step()
         self.preemption.rates = result.rates
         self.preemption.stats.swap_s += result.swap_s
-        if result.rates.step_times is not None:
-            self.planner.time.times = result.rates.step_times
+        self.planner.time.record(result.rates.step_times)
         for chunk in result.prompt_logprobs:
             self._recorder.store_prompt_logprobs(chunk)
         self._recorder.record(step, result, self._ahead)

@@ -55,6 +55,11 @@ class TimeBudget:
         """Return in which of how many steps prompts advance, where the target cannot be held."""
         return steps_between(self.decode_s, self.target_s)
 
+    def record(self, times: StepTimes | None) -> None:
+        """Use these prices from now on; None, or those of a broken worker: those known before."""
+        if times is not None and times.is_possible:
+            self.times = times
+
     def start_step(self, decodes: Callable[[], StepWork], now_s: float | None = None) -> None:
         """Begin a step. `decodes`, called if a prompt asks for tokens, returns what decoding sequences compute.
 
