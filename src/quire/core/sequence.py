@@ -103,8 +103,16 @@ class Request:
         return len(live) < self.params.n or any(branch.num_output_tokens for branch in live)
 
     @property
+    def has_deadline(self) -> bool:
+        """Whether its client has set one."""
+        return self.params.ttft_deadline_ms is not None or self.params.deadline_ms is not None
+
+    @property
     def due_s(self) -> float:
-        """When its next deadline passes, on the engine's clock: before its first token the earlier of both; or inf."""
+        """When its next deadline passes, on the engine's clock: before its first token the earlier of both; or inf.
+
+        Only where its branches are: without them it counts as ended.
+        """
         params = self.params
         total_ms = math.inf if params.deadline_ms is None else params.deadline_ms
         if params.ttft_deadline_ms is not None and params.ttft_deadline_ms < total_ms and not self.has_begun:

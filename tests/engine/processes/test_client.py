@@ -15,8 +15,11 @@ from quire import LLM, SamplingParams
 from quire.core.deltas import SequenceDelta
 from quire.core.errors import InvalidRequestError, RequestFailedError, UnknownPrefixError
 from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput
+from quire.core.step_times import chunk_work
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient
+from quire.engine.processes.forecast import LEAST_MEASURED, MOST_OFF
+from quire.engine.processes.queued_requests import Asked
 from quire.engine.requests.completion_builder import CompletionBuilder
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.output_processor import OutputKind
@@ -288,6 +291,27 @@ def test_engine_waits_for_a_server_that_stands_still_and_nothing_is_lost(
         return [(await read(stream))[-1] for stream in streams]
 
     assert [without_history(output) for output in runner.run(run())] == expected
+
+
+@pytest.mark.parametrize("deadline", [{"ttft_deadline_ms": 60_000}, {"deadline_ms": 60_000}], ids=str)
+def test_first_tokens_of_requests_with_deadlines_correct_what_is_predicted(
+    client: EngineClient, runner: asyncio.Runner, deadline: dict[str, int]
+) -> None:
+    asked = Asked(chunk_work(0, 100))
+
+    async def run() -> None:
+        await answer(client, [7] * 100, GREEDY)
+        late_s = time.monotonic() + 8 * MOST_OFF * client.first_token_s(asked)
+        with stopped(client._connection.engine.process.pid):
+            streams = [await add(client, [7] * 100, replace(GREEDY, **deadline)) for _ in range(LEAST_MEASURED)]
+            await until(lambda: time.monotonic() > late_s)
+        for stream in streams:
+            await read(stream)
+        await until(lambda: is_at_rest(client))
+        uncorrected_s = client._forecast.first_token_s(client.state, client._streams.queued, asked, time.monotonic())
+        assert client.first_token_s(asked) == pytest.approx(MOST_OFF * uncorrected_s)
+
+    runner.run(run())
 
 
 def test_requests_wait_for_an_engine_that_stands_still(client: EngineClient, runner: asyncio.Runner) -> None:

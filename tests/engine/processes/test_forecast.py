@@ -1,6 +1,7 @@
 """Forecast of the time to a first token, for scripted reports of an engine."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -169,9 +170,11 @@ def test_time_since_the_last_report_has_passed() -> None:
     assert run.steps_to_first_token(2) == 1             # at least the own step
 
 
-def measured(ratios: list[float]) -> Run:
-    """Requests were predicted to begin after 1 s, and began after so many."""
+def measured(ratios: list[float], asked_s: Sequence[float] = ()) -> Run:
+    """Requests were predicted to begin after 1 s, and began after so many. `asked_s`: their deadlines, and others."""
     run = Run()
+    for within_s in asked_s:
+        run.forecast.record_asked(1.0, within_s)
     for number, ratio in enumerate(ratios):
         run.send(number, 10, predicted_s=1.0)
         run.now_s += ratio
@@ -179,11 +182,22 @@ def measured(ratios: list[float]) -> Run:
     return run
 
 
-def test_correction_holds_for_nineteen_of_twenty_of_the_last_requests() -> None:
-    run = measured([5.0] * 50 + [0.5] * 20 + [1.5] * 11 + [9.0])
-    assert run.forecast.correct(2.0, run.now_s) == pytest.approx(3.0)
+ERRORS = [0.5] * 40 + [1.0] * 40 + [1.5] * 42 + [3.5] * 6     # measured / predicted: median 1, nine of ten below 1.5
+
+
+def test_correction_is_the_median_error_where_no_deadline_is_close_to_the_wait() -> None:
+    for asked_s in ([], [0.1], [4.0] * 20, [0.1, 0.5, 4.0, 20.0] * 30):
+        run = measured([9.0] * 50 + ERRORS, asked_s)
+        assert run.forecast.correct(2.0, run.now_s) == pytest.approx(2.0)
     assert measured([9.0] * 3).forecast.correct(2.0, 27.0) == 2.0           # too few
-    assert measured([50.0] * 40).forecast.correct(2.0, 2000.0) == 2.0 * MOST_OFF
+    assert measured([50.0] * 140).forecast.correct(2.0, 7000.0) == 2.0 * MOST_OFF
+
+
+def test_correction_keeps_nineteen_of_twenty_accepted_requests_in_time() -> None:
+    run = measured(ERRORS, [0.9, 1.2, 1.4, 1.6] * 30)       # by deadlines from 1.2 s on, a third is late, or one in 20
+    assert run.forecast.correct(1.0, run.now_s) == pytest.approx(1.5)
+    run = measured(ERRORS, [1.1, 1.2, 1.3, 1.4, 0.9] + [4.0] * 20)      # three times a third late, of 23, is one in 20
+    assert run.forecast.correct(1.0, run.now_s) == pytest.approx(1.2)
 
 
 def test_request_that_was_late_would_have_taken_longer_than_its_deadline() -> None:

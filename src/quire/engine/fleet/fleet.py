@@ -7,6 +7,7 @@ pauses, while the other engines serve. One that makes no progress for the stall 
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -142,14 +143,16 @@ class Fleet(SupervisedClient):
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
+    def first_token_s(self, asked: Asked, request: Request | None = None, within_s: float = math.inf) -> float:
         """Return the predicted seconds in the engine that a request will get, or in the quickest of all."""
         if request is None:
-            return min((self._clients[number].first_token_s(asked) for number in self._living), default=0.0)
+            clients = [self._clients[number] for number in self._living]
+            return min((client.first_token_s(asked, None, within_s) for client in clients), default=0.0)
         number = self.router.rank(request, self._candidates(request))[0]
         num_cached = self.router.num_cached(request, number)
         prompt = chunk_work(num_cached, max(1, len(request.prompt_token_ids) - num_cached))
-        return self._clients[number].first_token_s(asked._replace(prompt=prompt, knows_cached=True))
+        asked = asked._replace(prompt=prompt, knows_cached=True)
+        return self._clients[number].first_token_s(asked, request, within_s)
 
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"

@@ -1,6 +1,7 @@
 """Base of the clients of one engine and of several: numbering of requests, and pinned prefixes by their public ids."""
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -61,10 +62,11 @@ class BaseClient(ABC):
     def num_free_seqs(self) -> int:
         """Requests of one sequence that could run at once, by the last reports; 0 if requests wait or are swapped."""
 
-    def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
+    def first_token_s(self, asked: Asked, request: Request | None = None, within_s: float = math.inf) -> float:
         """Return the predicted seconds until what is asked has its first token; 0 where nothing is known.
 
         `request`: that of a single prompt, once it is tokenized: of several engines the one counts that it will get.
+        `within_s`: the caller refuses what takes longer.
         """
         return 0.0
 

@@ -134,16 +134,19 @@ class EngineClient(SingleEngine):
             return 0
         return max(0, self.ready.limits.max_num_seqs - state.num_running_seqs)
 
-    def first_token_s(self, asked: Asked, request: Request | None = None) -> float:
+    def first_token_s(self, asked: Asked, request: Request | None = None, within_s: float = math.inf) -> float:
         """Return the seconds within which what is asked is likely to have its first token; 0: nothing is known."""
         now_s = time.monotonic()
         predicted_s = self._forecast.first_token_s(self.state, self._streams.queued, asked, now_s)
-        return self._forecast.correct(predicted_s, now_s)
+        corrected_s = self._forecast.correct(predicted_s, now_s)
+        if request is not None or corrected_s > within_s:       # else it is asked again, with a longer prompt
+            self._forecast.record_asked(predicted_s, within_s)
+        return corrected_s
 
     def _record_sent(self, request: Request) -> None:
         """Record a request that is about to be sent; one with a deadline shows how good forecasts are."""
         now_s, predicted_s = time.monotonic(), 0.0
-        if request.due_s < math.inf:
+        if request.has_deadline:
             predicted_s = self._forecast.first_token_s(self.state, self._streams.queued, asked_of(request), now_s)
         self._forecast.record_sent(request, predicted_s, now_s)
 

@@ -8,15 +8,16 @@ nothing, so that no request is refused for it.
 
 The host's work between two steps is measured as the steps are. What else no price has in it, such as a machine that
 became slower, is corrected by the last requests with a deadline: measured over predicted times to their first tokens.
-The correction is the one with which SHARE_IN_TIME of them would have been in time, not their median: in an overload the
-queue stands at the deadline, where half of all that is accepted would be late, while a queue that is a little shorter
-keeps the seats as full.
+The correction is the least with which SHARE_IN_TIME of what it accepts would be in time, given what is asked for. Where
+deadlines differ that is hardly above the median error: few of them are so close to the wait that an error decides.
+Where all ask for the same, the queue of an overload stands at the deadline, and half of what is accepted by the median
+would be late; a queue that is a little shorter keeps the seats as full.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from quire.scheduling.time_budget import room_s, steps_between
 
 NUM_STEPS = 64        # over which prices are averaged
 NUM_ENDED = 64        # last answers, by which the lengths of others are known
-NUM_MEASURED = 32     # last first tokens, by which predictions are corrected: more of them follow a machine too late
+NUM_MEASURED = 128    # last first tokens, by which predictions are corrected: fewer are of one mood of the machine
 LEAST_MEASURED = 4    # before that nothing is corrected
 SHARE_IN_TIME = 0.95  # part of the accepted requests
 LATE_LONGER = 1.25    # times its deadline: what is assumed of a first token that was not waited for
@@ -73,6 +74,7 @@ class Forecast:
         self._running = dict[int, _Answer]()
         self._ended: deque[int] = deque(maxlen=NUM_ENDED)                       # steps of the last answers
         self._measured: deque[tuple[float, float]] = deque(maxlen=NUM_MEASURED)  # (measured / predicted, predicted)
+        self._asked: deque[float] = deque(maxlen=NUM_MEASURED)                   # asked / predicted
         self._correction = 1.0
         self._reported_s = self._measured_s = 0.0       # when the last step, and first token, was reported
 
@@ -111,8 +113,13 @@ class Forecast:
                 if not answer.num_branches or delta.error is not None:
                     self._end(delta.request_id, answer)
 
+    def record_asked(self, predicted_s: float, within_s: float) -> None:
+        """Record that a first token is wanted within some seconds, accepted or refused, with its prediction."""
+        if predicted_s > 0 and within_s != math.inf:
+            self._asked.append(within_s / predicted_s)
+
     def correct(self, predicted_s: float, now_s: float) -> float:
-        """Return the seconds within which SHARE_IN_TIME of such requests have their first token."""
+        """Return the seconds which a first token must be allowed to take, so that SHARE_IN_TIME are in time."""
         return predicted_s * (self._correction if now_s - self._measured_s <= FRESH_S else 1.0)
 
     def first_token_s(self, state: EngineState, queued: QueuedRequests, asked: Asked, now_s: float) -> float:
@@ -186,7 +193,7 @@ class Forecast:
         self._measured_s = now_s
         self._measured.append((first_s / answer.predicted_s, answer.predicted_s))
         if len(self._measured) >= LEAST_MEASURED:
-            self._correction = min(max(_weighted_share(self._measured, SHARE_IN_TIME), 1 / MOST_OFF), MOST_OFF)
+            self._correction = min(max(_least_correction(self._measured, self._asked), 1 / MOST_OFF), MOST_OFF)
 
     def _end(self, request_id: int, answer: _Answer) -> None:
         if answer.num_steps:
@@ -208,15 +215,26 @@ def _steps_left(answer: _Answer, lengths: list[int], sums: list[int]) -> float:
     return max(min(likely, most), 0)
 
 
-def _weighted_share(weighted: Iterable[tuple[float, float]], share: float) -> float:
-    """Return the least value of (value, weight) pairs that is no smaller than those with this share of the weight."""
-    ordered = sorted(weighted)
-    left = share * sum(weight for _, weight in ordered)
-    for value, weight in ordered:
-        left -= weight
-        if left <= 0:
-            return value
-    return ordered[-1][0]
+def _least_correction(measured: Collection[tuple[float, float]], asked: Collection[float]) -> float:
+    """Return the least factor with which SHARE_IN_TIME of what is accepted would be in time, at least the median error.
+
+    `measured`: (measured / predicted, weight); `asked`: asked / predicted, accepted from the factor on.
+    """
+    errors, weights = zip(*sorted(measured), strict=True)
+    sums = list(accumulate(weights))
+
+    def quantile(share: float) -> float:
+        return float(errors[bisect_left(sums, share * sums[-1])])
+
+    median, least, in_time = quantile(0.5), quantile(SHARE_IN_TIME), 0.0
+    for number, slack in enumerate(sorted(asked, reverse=True), start=1):
+        if slack < median:
+            break
+        in_time += sums[bisect_right(errors, slack) - 1] / sums[-1]
+        if in_time < SHARE_IN_TIME * number:
+            return least
+        least = min(least, slack)
+    return median
 
 
 def _uncached_share(kv: KVStats | None) -> float:

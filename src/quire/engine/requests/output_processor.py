@@ -387,8 +387,7 @@ def _end(opened: _RequestState, now_s: float) -> FinishedRequest:
     ends = {index: branch.finish_reason for index, branch in opened.branches.items()}
     reasons: list[FinishReason] = [ends.get(index) or "abort" for index in range(request.params.n)]
     num_prompt_tokens = len(request.prompt_token_ids)
-    has_deadline = request.params.ttft_deadline_ms is not None or request.params.deadline_ms is not None
     return FinishedRequest(
         opened.metrics, num_prompt_tokens, num_output_tokens, reasons, request.max_tokens, opened.num_gaps,
-        opened.num_late_gaps, not opened.is_late if has_deadline else None,
+        opened.num_late_gaps, not opened.is_late if request.has_deadline else None,
     )  # fmt: skip

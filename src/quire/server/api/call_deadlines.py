@@ -22,7 +22,6 @@ from quire.server.service import Service
 
 HEADER = "x-request-deadline-ms"
 _HEADER = HEADER.encode()
-RESERVE = 0.05          # added to a predicted time: the client sees a token a little later than the engine gives it
 CHARS_PER_TOKEN = 8     # about twice as many as texts have: an estimate refuses only what is far from its bound
 _MAX_DIGITS = len(str(MAX_DEADLINE_MS))
 
@@ -73,10 +72,11 @@ def check_deadline(service: Service, call: ApiRequest, num_chars: int = 0) -> No
     work = sum((chunk_work(0, num_tokens) for num_tokens in prompts), StepWork())
     weight = call.requests[0].request.weight if call.requests else 1.0
     asked = Asked(work, call.checked.priority, call.client_id, weight, len(prompts))
-    predicted_s = time.monotonic() - call.received_s + (1 + RESERVE) * service.client.first_token_s(asked, request)
-    if predicted_s > asked_s:
+    passed_s = time.monotonic() - call.received_s
+    predicted_s = service.client.first_token_s(asked, request, asked_s - passed_s)
+    if predicted_s > asked_s - passed_s:
         service.metrics.refused("deadline_unmeetable")
-        raise deadline_unmeetable(predicted_s, asked_s, field)
+        raise deadline_unmeetable(passed_s + predicted_s, asked_s, field)
 
 
 def _first_deadline(call: ApiRequest) -> tuple[str, float]:
