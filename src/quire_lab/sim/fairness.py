@@ -17,8 +17,8 @@ LIGHT, HEAVY = "light", "heavy"
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """Service of the clients while all of them had requests. Tokens are those of prompts and answers."""
+class ServiceShares:
+    """Shares of service of the clients while all of them had requests. Tokens are those of prompts and answers."""
 
     tokens: dict[str, int]      # by client
     light_queue_s: float        # mean, of the light client's requests
@@ -33,7 +33,7 @@ class Service:
 def serve(
     cost: CostModel, cache: CacheConfig, config: SchedulerConfig, policy: SchedulingPolicy, ratio: int, num_light: int,
     rate: float, lengths: tuple[int, int], seed: int = 0,
-) -> Service:  # fmt: skip
+) -> ServiceShares:  # fmt: skip
     """Serve `num_light` requests of the light client at `rate` per second, and `ratio` times both of the heavy one."""
     items, due_s = [], []
     for client, factor in ((HEAVY, ratio), (LIGHT, 1)):
@@ -46,7 +46,7 @@ def serve(
     tokens = {client: _served(run, client, end_s) for client in (HEAVY, LIGHT)}
     light = [answer for answer in run.answers if answer.item.client_id == LIGHT]
     queue_s = sum((answer.admitted_s or 0.0) - answer.arrival_s for answer in light) / len(light)
-    return Service(tokens, queue_s, run.tokens_per_s)
+    return ServiceShares(tokens, queue_s, run.tokens_per_s)
 
 
 def _last_admission_s(answers: Sequence[Answer], client: str) -> float:

@@ -4,13 +4,13 @@ import pytest
 
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from quire_lab.sim.cost import CostModel
-from quire_lab.sim.fairness import HEAVY, LIGHT, Service, serve
+from quire_lab.sim.fairness import HEAVY, LIGHT, ServiceShares, serve
 from quire_lab.sim.hardware import read_hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.statistics import jain_index
 
 
-def served(policy: SchedulingPolicy, num_blocks: int) -> Service:
+def served(policy: SchedulingPolicy, num_blocks: int) -> ServiceShares:
     cost = CostModel(read_model("LLaMA-7B", "auto").spec, read_hardware("A100-40GB"))
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048)
     cache = CacheConfig(num_blocks)
