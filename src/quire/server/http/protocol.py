@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import termios
 from array import array
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -72,12 +73,20 @@ class _Event:
             await future
 
 
+@dataclass(slots=True)
+class _HeaderSize:
+    """Headers of one request so far, trailers included."""
+
+    num_headers: int = 0
+    num_bytes: int = 0
+
+
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
     # Beside a dict with uvicorn's attributes, whose keys all connections share: with more than 30 they would not.
     __slots__ = (
-        "_answering", "_gate", "_is_refused", "_limits", "_num_header_bytes", "_num_headers", "_num_held_bytes",
+        "_answering", "_gate", "_header_size", "_is_refused", "_limits", "_num_held_bytes",
         "_paced", "_part", "_pending_error", "_receive_timer", "_refused", "_send_timer",
     )  # fmt: skip
 
@@ -88,7 +97,7 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._limits, self._refused, self._paced, self._gate = limits, refused, paced, gate
         self._part: Part | None = None                # being received, of an incomplete request
-        self._num_headers = self._num_header_bytes = 0
+        self._header_size = _HeaderSize()
         self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
         self._is_refused = False
         self._answering: RequestResponseCycle | None = None  # the current request; uvicorn's `cycle` is the latest
@@ -171,7 +180,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the timer of a request."""
         self._part = "head"
-        self._num_headers = self._num_header_bytes = 0
+        self._header_size = _HeaderSize()
         self._start_receive_timer()
         super().on_message_begin()
 
@@ -185,12 +194,13 @@ class Protocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Check a header, or count a trailer and drop it."""
         self._num_held_bytes -= len(name) + len(value)
-        self._num_header_bytes += len(name) + len(value)
-        self._num_headers += 1
-        if self._num_headers > self._limits.max_headers:
+        size = self._header_size
+        size.num_bytes += len(name) + len(value)
+        size.num_headers += 1
+        if size.num_headers > self._limits.max_headers:
             raise _too_large(f"the request has more than {self._limits.max_headers} headers (max_headers)")
-        if self._num_header_bytes > self._limits.max_header_bytes:
-            self._check_header_bytes(self._num_header_bytes)
+        if size.num_bytes > self._limits.max_header_bytes:
+            self._check_header_bytes(size.num_bytes)
         if self._part == "head":
             super().on_header(name, value)
 
