@@ -10,7 +10,7 @@ from inspect import get_annotations
 
 from page_tables import Page, table
 from quire.cli.deploy import ClusterFlags
-from quire.cli.run_batch.run_batch_command import BatchFlags
+from quire.cli.run_batch.command import BatchFlags
 from quire.core.options import SIZE, Declared, declared_options
 from quire.engine.options import EngineOptions
 from quire.server.options import Limits, ServerOptions
