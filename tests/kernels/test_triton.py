@@ -127,7 +127,7 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
     import numpy as np
 
     from quire.kernels.back_end import cuda_back_end
-    from quire.kernels.sampling import SamplingInputs
+    from quire.kernels.sampling import SETTINGS
 
     ops, half = cuda_back_end(), torch.empty(64, 4096, dtype=torch.bfloat16)
     blocks, ids = [torch.empty(4, 16, 8, 128, dtype=torch.bfloat16)], torch.tensor([1])
@@ -136,9 +136,7 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
         ops.linear(dense(half), activation="silu_and_mul")(half)
         ops.linear(dense(half), activation="gelu")(half)
         ops.copy_blocks(blocks, blocks, ids, ids + 1)
-        floats = np.ones(4, np.float32)
-        draws = SamplingInputs(floats, floats, np.ones(4, np.int32), floats, floats)
-        ops.sampling.choose_tokens(torch.empty(4, 128_256), draws)
+        ops.sampling.choose_tokens(torch.empty(4, 128_256), np.ones(4, SETTINGS))
     assert len(kernels) == 8
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in kernels), kernels
@@ -271,7 +269,7 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
 
     from quire.kernels.back_end import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
-    from quire.kernels.sampling import SamplingInputs
+    from quire.kernels.sampling import SETTINGS
 
     ops, num_tokens, dtype = cuda_back_end(), num_seqs * num_queries, torch.bfloat16
     x, positions = torch.empty(num_tokens, 512, dtype=dtype), torch.zeros(num_tokens, dtype=torch.int64)
@@ -286,9 +284,7 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     ops.paged_attention(plain_spec(query, 2), query, *caches, build_metadata(tables, starts, lens, 16))
     ops.linear(dense(torch.empty(64, 512, dtype=dtype)), activation="silu_and_mul")(x)
     ops.copy_blocks(caches, caches, torch.arange(num_seqs), torch.arange(num_seqs) + num_seqs)
-    ones = np.ones(num_seqs, np.float32)
-    inputs = SamplingInputs(ones, ones, ones.astype(np.int32), ones, ones)
-    ops.sampling.choose_tokens(torch.empty(num_seqs, 301), inputs)
+    ops.sampling.choose_tokens(torch.empty(num_seqs, 301), np.ones(num_seqs, SETTINGS))
 
 
 def test_steps_of_any_size_run_on_the_same_kernels() -> None:

@@ -40,7 +40,6 @@ from quire.decoding.sampling_state import (
     SCALED,
     SamplingBatch,
 )
-from quire.kernels.sampling import SamplingInputs
 from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
 
 CANDIDATES_AT_ONCE = 1 << 20  # arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
@@ -116,9 +115,7 @@ def device_settings(samples: SamplingBatch, ops: SamplingOps) -> NDArray[np.void
     """Return the settings of samples, SETTINGS [num_samples]; None if one needs more than a draw or an argmax."""
     if samples.wanted & ~SAMPLED:
         return None
-    draws = samples.state.draws[samples.rows]
-    draws["uniforms"] = _uniforms(samples, samples.settings(), ops)
-    return draws
+    return samples.draws(ops)
 
 
 def _with_soundness(choice: Tokens, logits: Tensor) -> Tensor:
@@ -241,15 +238,4 @@ def _choose(samples: SamplingBatch, logits: Tensor, wanted: int, ops: SamplingOp
         process_logits(samples, logits, ops)
     if not wanted & SAMPLED:
         return ops.choose_tokens(logits)
-    return ops.choose_tokens(logits, _sampling_inputs(samples, ops))
-
-
-def _sampling_inputs(samples: SamplingBatch, ops: SamplingOps) -> SamplingInputs:
-    settings = samples.settings()
-    temperatures = np.where(samples.features & SAMPLED, settings["temperature"], np.float32(0))
-    uniforms = _uniforms(samples, settings, ops)
-    return SamplingInputs(temperatures, settings["log_min_p"], settings["top_k"], settings["top_p"], uniforms)
-
-
-def _uniforms(samples: SamplingBatch, settings: NDArray[np.void], ops: SamplingOps) -> NDArray[np.float64]:
-    return ops.uniforms(settings["seed"], samples.num_tokens - settings["num_prompt_tokens"])
+    return ops.choose_tokens(logits, samples.draws(ops))

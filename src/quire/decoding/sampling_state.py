@@ -17,6 +17,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.decoding.bad_words import BadWords
 from quire.decoding.row_grammars import TokenMasks
 from quire.kernels.sampling import SETTINGS
+from quire.kernels.sampling_ops import SamplingOps
 
 # Features of a row beyond the highest logit: the bits of `SamplingState.features`.
 SAMPLED = 1 << 0
@@ -83,8 +84,8 @@ class TokenLists:
 class SamplingState:
     """Parameters of all rows.
 
-    features: uint32 [max_rows], the flags above. settings: ROW_DTYPE [max_rows]. draws: SETTINGS [max_rows], what a
-    device is sent, but for the uniform numbers. lists: per row, None if a row names no tokens.
+    features: uint32 [max_rows], the flags above. settings: ROW_DTYPE [max_rows]. draws: SETTINGS [max_rows], without
+    the uniform numbers, which each step has. lists: per row, None if a row names no tokens.
     """
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
@@ -214,6 +215,17 @@ class SamplingBatch(NamedTuple):
     def settings(self) -> NDArray[np.void]:
         """Return each sample's settings, ROW_DTYPE [num_samples]."""
         return self.state.settings[self.rows]
+
+    def uniforms(self, ops: SamplingOps) -> NDArray[np.float64]:
+        """Return the number in [0, 1) of each sample: Philox of the row's seed and the index of the output token."""
+        settings = self.state.settings[self.rows]
+        return ops.uniforms(settings["seed"], self.num_tokens - settings["num_prompt_tokens"])
+
+    def draws(self, ops: SamplingOps) -> NDArray[np.void]:
+        """Return what each sample is drawn by, SETTINGS [num_samples]."""
+        draws = self.state.draws[self.rows]
+        draws["uniforms"] = self.uniforms(ops)
+        return draws
 
     def output(self, index: int) -> NDArray[np.int32]:
         """Return the tokens [num_output] that sample `index` has generated so far."""

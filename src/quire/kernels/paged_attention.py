@@ -121,7 +121,7 @@ def build_metadata(
     """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
-    assert all(x.dtype == torch.int32 for x in (block_tables, query_starts, context_lens)), "int32 tables and lengths"
+    assert block_tables.dtype == query_starts.dtype == context_lens.dtype == torch.int32, "int32 tables and lengths"
     tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
     return AttentionMetadata(tables, query_starts.contiguous(), context_lens.contiguous(), block_size)
 

@@ -226,7 +226,10 @@ class Program:
         """Run the ops one after the other and return the result; x is not to be used again."""
         activations = {INPUT: x}
         del x
-        run_ops(self.ops, self.dead, activations, inputs)
+        if len(self.ops) > 1:
+            run_ops(self.ops, self.dead, activations, inputs)
+        else:
+            self.ops[0].run(activations, inputs)  # all of them, fused
         return activations[self.result]
 
 

@@ -4,8 +4,6 @@ A row is computed by itself, so its token is the same whatever the batch: softma
 decides (tested), sums in float64 one after the other.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,53 +11,41 @@ from torch import Tensor
 
 from quire.kernels.ranking import order_keys, top_tokens
 
-
-class SamplingInputs(NamedTuple):
-    """Sampling settings per row, [num_rows]."""
-
-    temperatures: NDArray[np.float32]  # 0: the highest logit, and nothing else counts
-    log_min_ps: NDArray[np.float32]    # minus infinity is off
-    top_ks: NDArray[np.int32]          # from 1; the vocabulary's size is off
-    top_ps: NDArray[np.float64]        # 1 is off
-    uniforms: NDArray[np.float64]      # in [0, 1)
+SETTINGS = np.dtype([          # of a row's draw, 32 bytes
+    ("top_ps", np.float64),       # 1 is off
+    ("uniforms", np.float64),     # in [0, 1)
+    ("temperatures", np.float32),  # 0: the highest logit, and nothing else counts
+    ("log_min_ps", np.float32),   # minus infinity is off
+    ("top_ks", np.int64),         # from 1; the vocabulary's size is off
+])  # fmt: skip
 
 
-SETTINGS = np.dtype(  # a row of `SamplingInputs`, 32 bytes
-    [("top_ps", "f8"), ("uniforms", "f8"), ("temperatures", "f4"), ("log_min_ps", "f4"), ("top_ks", "i8")]
-)
+def pack_settings(draws: NDArray[np.void]) -> NDArray[np.float64]:
+    """Return SETTINGS [num_rows] as one table [num_rows, 4], which a device is sent in one piece."""
+    return draws.view(np.float64).reshape(-1, 4)
 
 
-def pack_settings(draws: SamplingInputs) -> NDArray[np.float64]:
-    """Return the settings as one table [num_rows, 4], SETTINGS a row: what a device is sent in one piece."""
-    table = np.empty(len(draws.uniforms), SETTINGS)
-    for name in SamplingInputs._fields:
-        table[name] = getattr(draws, name)
-    return table.view(np.float64).reshape(-1, 4)
-
-
-def unpack_settings(table: Tensor) -> SamplingInputs:
+def unpack_settings(table: Tensor) -> NDArray[np.void]:
     """Return the settings that `pack_settings` has packed."""
-    rows = table.numpy(force=True).view(SETTINGS)[:, 0]
-    return SamplingInputs(**{name: rows[name] for name in SamplingInputs._fields})
+    return table.numpy(force=True).view(SETTINGS)[:, 0]
 
 
-def choose_tokens(logits: Tensor, draws: SamplingInputs | Tensor | None = None) -> NDArray[np.int64]:
+def choose_tokens(logits: Tensor, draws: NDArray[np.void] | Tensor | None = None) -> NDArray[np.int64]:
     """Return a token for each row [num_rows] of float32 logits [num_rows, vocab].
 
-    `draws` may be a tensor of `pack_settings` where the logits are. Without them it is the token of the highest logit;
-    of equal ones, the lowest id; of NaN, the first. Drawn is the first at which the running sum of probabilities, over
-    the kept tokens in the order of ids, passes uniform * their total. A row with NaN or infinity has none: the highest
-    logit.
+    `draws` are SETTINGS [num_rows], or a tensor of `pack_settings` where the logits are. Without them it is the token
+    of the highest logit; of equal ones, the lowest id; of NaN, the first. Drawn is the first at which the running sum
+    of probabilities, over the kept tokens in the order of ids, passes uniform * their total. A row with NaN or infinity
+    has none: the highest logit.
     """
     tokens = _argmax(logits)
     if draws is None:
         return tokens
     draws = unpack_settings(draws) if isinstance(draws, Tensor) else draws
-    temperatures, log_min_ps, top_ks, top_ps, uniforms = draws
     is_sound = logits.amax(dim=1).isfinite().numpy(force=True)
-    for row in np.flatnonzero((temperatures > 0) & is_sound).tolist():
-        weights = _probabilities(logits[row], float(temperatures[row]), float(log_min_ps[row]))
-        top_k, top_p, uniform = int(top_ks[row]), float(top_ps[row]), float(uniforms[row])
+    for row in np.flatnonzero((draws["temperatures"] > 0) & is_sound).tolist():
+        top_p, uniform, temperature, log_min_p, top_k = draws[row].item()
+        weights = _probabilities(logits[row], temperature, log_min_p)
         if top_k == len(weights) and top_p == 1:
             tokens[row] = _invert(weights, uniform)
             continue

@@ -12,7 +12,7 @@ from quire.engine.options import EngineOptions
 from quire.execution.cuda.cuda_graphs import MIXED_TOKENS, GraphSizes, dummy_batch
 from quire.execution.cuda.memory_profiling import GRAPHS_SHARE, CudaMemoryMeter, available_kv_bytes
 from quire.kernels.back_end import REFERENCE, cuda_back_end
-from quire.kernels.sampling import SamplingInputs
+from quire.kernels.sampling import SETTINGS
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
@@ -83,10 +83,8 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
             for own in {None, slots}:
                 hidden = model.forward(dummy_batch(num_seqs, num_tokens, 5, model.device, own), cache)
             logits = model.logits(hidden[:num_seqs])
-            narrow, wide = np.ones(num_seqs, np.float32), np.ones(num_seqs)
-            draws = SamplingInputs(narrow, narrow, narrow.astype(np.int32), wide, wide)
             model.back_end.sampling.mask_logits(logits, np.arange(num_seqs), np.ones((num_seqs, 10), np.uint32))
-            model.back_end.sampling.choose_tokens(logits, draws)
+            model.back_end.sampling.choose_tokens(logits, np.ones(num_seqs, SETTINGS))
         blocks = torch.arange(16)
         for caches in (cache.keys + cache.values, cache.values + cache.keys):  # a copy, and a swap
             model.back_end.copy_blocks(cache.keys + cache.values, caches, blocks, blocks + 16)

@@ -7,7 +7,7 @@ import torch
 from quire.kernels import penalties, philox, ranking, sampling, token_masks
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.sampling import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
-from quire.kernels.sampling import SamplingInputs
+from support.draws import draws_of
 
 VOCAB_SIZES = [1, 2, 16, 17, 1000, 1025, 20_011]
 LARGEST_UNIFORM = 1 - 2.0**-53
@@ -65,7 +65,7 @@ def draw_all(
     num, vocab_size = rows.shape
     with np.errstate(divide="ignore"):
         log_min_p = np.log(np.float64(min_p))
-    draws = SamplingInputs(
+    draws = draws_of(
         np.full(num, temperature, np.float32),
         np.full(num, log_min_p, np.float32),
         np.full(num, top_k or vocab_size, np.int32),
@@ -142,7 +142,7 @@ def test_the_smallest_top_p_and_top_k_one_are_greedy_and_the_largest_top_p_keeps
 def test_it_chooses_what_the_plain_op_chooses() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (300, 5000)).astype(np.float32)
-    draws = SamplingInputs(
+    draws = draws_of(
         rng.choice([0, 0.5, 1, 1.5], 300).astype(np.float32),
         np.log(rng.choice([1e-300, 0.1], 300)).astype(np.float32),
         rng.choice([3, 60, 2000, 5000], 300).astype(np.int32),
@@ -197,7 +197,7 @@ def test_logprobs_and_ranks_are_those_of_the_plain_op(vocab_size: int) -> None:
 def everything(logits: torch.Tensor, picked: np.ndarray) -> list[bytes]:
     """Return the bits of all that can be asked about some rows, in settings that follow from the row."""
     rows, vocab_size = logits[torch.from_numpy(picked)], logits.shape[1]
-    draws = SamplingInputs(
+    draws = draws_of(
         np.float32([0, 0.6, 1, 3])[picked % 4],
         np.float32([-np.inf, -3])[picked % 2],
         np.minimum([vocab_size, 3, 400], vocab_size).astype(np.int32)[picked % 3],

@@ -8,7 +8,8 @@ import torch
 
 from quire.kernels import penalties, ranking, token_masks
 from quire.kernels.back_end import cuda_back_end
-from quire.kernels.sampling import SamplingInputs, choose_tokens, pack_settings
+from quire.kernels.sampling import choose_tokens, pack_settings
+from support.draws import draws_of
 
 OPS = pytest.importorskip("triton") and cuda_back_end().sampling
 VOCAB_SIZE = 300
@@ -31,7 +32,7 @@ def test_draws_are_those_of_the_reference(
     num_rows = 4
     logits = tied_logits(num_rows)
     log_min_p = np.float32(np.log(min_p) if min_p else -np.inf)
-    draws = SamplingInputs(
+    draws = draws_of(
         np.full(num_rows, temperature, np.float32), np.full(num_rows, log_min_p),
         np.full(num_rows, top_k or VOCAB_SIZE, np.int32), np.full(num_rows, top_p),
         np.random.default_rng(1).random(num_rows),
@@ -47,7 +48,7 @@ def drawn(logits: torch.Tensor, device: torch.device, **settings: float) -> tupl
     """Return the tokens drawn by the kernels, and by the reference, with the same settings in each row."""
     num_rows, vocab_size = logits.shape
     min_p, top_k = settings.get("min_p", 0.0), int(settings.get("top_k", vocab_size))
-    draws = SamplingInputs(
+    draws = draws_of(
         np.full(num_rows, settings.get("temperature", 1.0), np.float32),
         np.full(num_rows, np.log(min_p) if min_p else -np.inf, np.float32), np.full(num_rows, top_k, np.int32),
         np.full(num_rows, settings.get("top_p", 1.0)), np.random.default_rng(1).random(num_rows),
@@ -121,7 +122,7 @@ def test_rows_without_a_draw_take_the_first_of_the_highest(device: torch.device)
     logits[4, 4999] = 50.0
     temperatures = np.array([0, 1, 1, 1, 1], np.float32)
     off = np.full(5, -np.inf, np.float32), np.full(5, 5000, np.int32), np.ones(5)
-    draws = SamplingInputs(temperatures, *off, np.full(5, 0.5))
+    draws = draws_of(temperatures, *off, np.full(5, 0.5))
     assert OPS.choose_tokens(logits.to(device), draws).tolist() == [4500, 4321, 17, 0, 4999]
     assert OPS.choose_tokens(logits.to(device)).tolist() == [4500, 4321, 17, 0, 4999]
 

@@ -12,7 +12,7 @@ from quire.core.errors import ConfigError
 from quire.execution.cuda.cuda_graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_settings
 from quire.execution.cuda.cuda_memory import device_allocator
 from quire.kernels.low_rank import AdapterSlots
-from quire.kernels.sampling import SamplingInputs
+from quire.kernels.sampling import SETTINGS
 from quire.kernels.token_masks import num_words
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
@@ -70,9 +70,8 @@ def available_kv_bytes(
     meter.reset_peak()
     largest = dummy_batch(num_seqs, num_tokens, max_blocks, model.device, slots)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])
-    ones, singles = np.ones(len(logits)), np.ones(len(logits), np.float32)
-    draws = SamplingInputs(singles, singles, ones.astype(np.int32), ones, ones)
     if len(logits):  # else of a rank that does not sample
+        draws = np.ones(len(logits), SETTINGS)
         model.back_end.sampling.choose_tokens(logits.clone(), draws)  # edits need a second copy
     del largest, logits
     peak_bytes = meter.peak_bytes()

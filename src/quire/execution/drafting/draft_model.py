@@ -225,10 +225,9 @@ def choose_drafts(
 
 def _in_window(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> Tensor:
     """Return the token of each sample with the largest share of the window; logits [num_samples, vocab], at most 0."""
-    settings = samples.settings()
-    uniforms = ops.uniforms(settings["seed"], samples.num_tokens - settings["num_prompt_tokens"])
-    centres = torch.from_numpy(uniforms.astype(np.float32))[:, None]
-    probabilities = torch.softmax(logits / torch.from_numpy(settings["temperature"])[:, None], dim=1)
+    temperatures = torch.from_numpy(samples.settings()["temperature"])[:, None]
+    centres = torch.from_numpy(samples.uniforms(ops).astype(np.float32))[:, None]
+    probabilities = torch.softmax(logits / temperatures, dim=1)
     uppers = probabilities.cumsum(dim=1)
     lowers = uppers - probabilities
     shares = torch.minimum(uppers, centres + HALF_WINDOW) - torch.maximum(lowers, centres - HALF_WINDOW)

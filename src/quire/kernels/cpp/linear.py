@@ -104,7 +104,7 @@ class CppLinear:
             self._sum_dtype == torch.float32,
             self._activation,
             *self._weight.format,
-            address(addend),
+            0 if addend is None else addend.data_ptr(),
             0 if addend is None else addend.stride(0),
             0,
         )

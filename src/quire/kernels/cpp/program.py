@@ -179,11 +179,16 @@ class FusedOps:
         assert positions.dtype == slots.dtype == torch.int64
         assert positions.is_contiguous(), "positions with gaps"
         assert slots.is_contiguous(), "slots with gaps"
-        tensors: dict[int, Tensor] = {}
+        tensors, addresses = dict[int, Tensor](), list[int]()
         for index, (name, width) in self._externals.items():
-            given = None if name is None else activations[name].flatten(1).contiguous()
-            tensors[index] = self._new(num_tokens, width) if given is None else self._checked(given, num_tokens, width)
-        addresses = [tensor.data_ptr() for tensor in tensors.values()]
+            if name is None:
+                rows = torch.empty(num_tokens, width, dtype=self._dtype)
+            else:
+                rows = activations[name].flatten(1).contiguous()
+                assert rows.shape == (num_tokens, width), f"{tuple(rows.shape)} for {num_tokens} rows of {width}"
+                assert rows.dtype == self._dtype, f"{rows.dtype} for ops in {self._dtype}"
+            tensors[index] = rows
+            addresses.append(rows.data_ptr())
         assert num_tokens == 0 or len(set(addresses)) == len(addresses), "two activations in the same memory"
         step = num_tokens, positions.data_ptr(), slots.data_ptr(), *metadata_arguments(inputs.metadata)
         if inputs.adapters is None:
@@ -202,14 +207,6 @@ class FusedOps:
             layers = [_low_rank(adapter.layers.get(name)) for name in self._linears]
             self._factors[adapter] = _kernels.AdapterFactors(layers)
         return self._factors[adapter]
-
-    def _new(self, num_tokens: int, width: int) -> Tensor:
-        return torch.empty(num_tokens, width, dtype=self._dtype)
-
-    def _checked(self, rows: Tensor, num_tokens: int, width: int) -> Tensor:
-        assert rows.shape == (num_tokens, width), f"{tuple(rows.shape)} for {num_tokens} rows of {width}"
-        assert rows.dtype == self._dtype, f"{rows.dtype} for ops in {self._dtype}"
-        return rows
 
     def _use_caches(self, inputs: LayerInputs) -> None:
         block_size, unused = inputs.metadata.block_size, _kernels.LayerCache(0, 0, 0, 1.0, 1.0)

@@ -11,31 +11,44 @@ from torch import Tensor
 from quire.kernels.cpp import _kernels
 from quire.kernels.penalties import Penalties
 from quire.kernels.ranking import TopLogprobs, empty
-from quire.kernels.sampling import SamplingInputs
+from quire.kernels.sampling import SETTINGS
 from quire.kernels.sampling_ops import SamplingOps
 from quire.kernels.token_masks import num_words
 
-_DRAW_DTYPES = (np.float32, np.float32, np.int32, np.float64, np.float64)  # of `SamplingInputs`
+_COLUMNS = {  # of SETTINGS, as the kernel takes them
+    "temperatures": np.float32, "log_min_ps": np.float32, "top_ks": np.int32, "top_ps": np.float64,
+    "uniforms": np.float64,
+}  # fmt: skip
 
 
-def choose_tokens(logits: Tensor, draws: SamplingInputs | None = None) -> NDArray[np.int64]:
+def choose_tokens(logits: Tensor, draws: NDArray[np.void] | None = None) -> NDArray[np.int64]:
     """Choose what `sampling.choose_tokens` chooses; of a row with NaN, its first NaN."""
     logits = _in_rows(logits)
     num_rows, vocab_size = logits.shape
     assert vocab_size, "logits of no token"
-    assert draws is None or draws.top_ks.min(initial=1) > 0, f"top_k {draws.top_ks.min()}"
-    settings = [] if draws is None else _arrays(draws, _DRAW_DTYPES, num_rows)
-    tokens = np.empty(num_rows, dtype=np.int64)
-    addresses = [*(map(_address, settings) if settings else [0] * len(_DRAW_DTYPES)), _address(tokens)]
-    _kernels.choose_tokens(logits.data_ptr(), num_rows, vocab_size, logits.stride(0), *addresses)
+    tokens, columns, addresses = np.empty(num_rows, dtype=np.int64), list[NDArray[Any]](), [0] * len(_COLUMNS)
+    if draws is not None:
+        assert draws.dtype == SETTINGS, f"settings of {draws.dtype}"
+        assert draws.shape == (num_rows,), f"{draws.shape} settings for {num_rows} rows"
+        assert draws["top_ks"].min(initial=1) > 0, f"top_k {draws['top_ks'].min()}"
+        for index, (name, dtype) in enumerate(_COLUMNS.items()):
+            columns.append(np.ascontiguousarray(draws[name], dtype))
+            addresses[index] = columns[index].__array_interface__["data"][0]
+    place = tokens.__array_interface__["data"][0]
+    _kernels.choose_tokens(logits.data_ptr(), num_rows, vocab_size, logits.stride(0), *addresses, place)
     return tokens
 
 
 def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the numbers [num] that `philox.uniforms` returns."""
-    numbers = np.empty(len(indices))
-    seeds, indices = _arrays((seeds, indices), (np.uint64, np.int64), len(indices))
-    _kernels.draw_uniforms(_address(seeds), _address(indices), len(indices), _address(numbers))
+    numbers, seeds, indices = np.empty(len(indices)), np.ascontiguousarray(seeds), np.ascontiguousarray(indices)
+    assert seeds.dtype == np.uint64, f"seeds {seeds.dtype}"
+    assert indices.dtype == np.int64, f"indices {indices.dtype}"
+    assert seeds.shape == indices.shape == numbers.shape
+    _kernels.draw_uniforms(
+        seeds.__array_interface__["data"][0], indices.__array_interface__["data"][0], len(indices),
+        numbers.__array_interface__["data"][0],
+    )  # fmt: skip
     return numbers
 
 
@@ -109,7 +122,7 @@ def _in_rows(logits: Tensor) -> Tensor:
 
 
 def _arrays(columns: Sequence[Any], dtypes: Sequence[type[np.generic]], count: int) -> list[NDArray[Any]]:
-    """Return `columns` [count] in their dtypes, end to end: those of a table of settings have gaps."""
+    """Return `columns` [count] in their dtypes, without gaps."""
     assert all(column.shape == (count,) for column in columns), f"{[x.shape for x in columns]} for {count} rows"
     return [np.ascontiguousarray(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
 

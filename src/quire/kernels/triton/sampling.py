@@ -18,12 +18,14 @@ bit of the range in which their orders lie. Against the CPU a draw within about 
 may differ, since the weights are rounded otherwise.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.sampling import SamplingInputs, pack_settings
+from quire.kernels.sampling import pack_settings
 
 BLOCK = 4096  # tokens of a tile
 NUM_BINS, BINS_PER_UNIT = tl.constexpr(1024), tl.constexpr(32.0)  # up to exp(-32): lower weights are 0
@@ -34,7 +36,7 @@ ID_BITS, LAST_ID = tl.constexpr(19), tl.constexpr(2**19 - 1)
 MAX_VOCAB_SIZE = 2**19 - 1  # whose weights an int64 can sum, and whose ids fit into an order
 
 
-def choose_tokens(logits: Tensor, draws: SamplingInputs | Tensor | None = None) -> Tensor:
+def choose_tokens(logits: Tensor, draws: NDArray[np.void] | Tensor | None = None) -> Tensor:
     """Choose what `sampling.choose_tokens` chooses; the tokens [num_rows] int64 stay on the device.
 
     With settings that are on the device, the launches follow from the shapes alone: they can be part of a graph.
@@ -45,7 +47,7 @@ def choose_tokens(logits: Tensor, draws: SamplingInputs | Tensor | None = None) 
     assert logits.dtype == torch.float32, f"logits {logits.dtype}"
     assert logits.stride(1) == 1, "logits with gaps"
     assert vocab_size <= MAX_VOCAB_SIZE, f"a vocabulary of {vocab_size}, at most {MAX_VOCAB_SIZE} can be summed"
-    is_cut = isinstance(draws, Tensor) or bool(((draws.top_ks < vocab_size) | (draws.top_ps < 1)).any())
+    is_cut = isinstance(draws, Tensor) or bool(((draws["top_ks"] < vocab_size) | (draws["top_ps"] < 1)).any())
     table = draws if isinstance(draws, Tensor) else torch.from_numpy(pack_settings(draws))
     if logits.is_cuda and not table.is_cuda:  # in one upload
         table = table.pin_memory().to(logits.device, non_blocking=True)
