@@ -11,12 +11,12 @@ from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata, 
 from quire.kernels.program import (
     INPUT,
     Activations,
-    Add,
-    Attention,
+    AddOp,
+    AttentionOp,
     LayerInputs,
     Op,
     Program,
-    RotaryWrite,
+    RotaryWriteOp,
 )
 from quire.kernels.support import CPU, SUPPORT, require_ops
 
@@ -50,14 +50,14 @@ def inputs_at(*positions: int) -> LayerInputs:
 
 def test_activations_are_dropped_after_their_last_reader() -> None:
     seen: list[set[str]] = []
-    ops: list[Op] = [Look("a", INPUT, seen), Add("b", "y", "y", "z", width=3), Look("c", "z", seen)]
+    ops: list[Op] = [Look("a", INPUT, seen), AddOp("b", "y", "y", "z", width=3), Look("c", "z", seen)]
     result = Program(tuple(ops), "y").run(torch.ones(2, 3), inputs_at(1, 10))
     assert result.tolist() == [[5.0] * 3, [32.0] * 3]
     assert seen == [{INPUT}, {"z"}]
 
 
 def test_ops_without_a_gpu_path_are_refused_by_name() -> None:
-    ops = [Add("a", "x", "y", "z", width=3), Look("b", "z", [])]
+    ops = [AddOp("a", "x", "y", "z", width=3), Look("b", "z", [])]
     require_ops("cpp", ops)
     require_ops("cuda", ops[:1])
     with pytest.raises(ConfigError, match="device cuda does not support Look yet; use --device cpu"):
@@ -66,8 +66,8 @@ def test_ops_without_a_gpu_path_are_refused_by_name() -> None:
 
 def test_features_without_a_gpu_path_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads(4, 2, 16)
-    rotary = RotaryWrite("a", 0, RotarySpec(heads, is_interleaved=True), write_kv)
-    attention = Attention("b", 0, AttentionSpec(heads, 1.0, softcap=50.0), paged_attention)
+    rotary = RotaryWriteOp("a", 0, RotarySpec(heads, is_interleaved=True), write_kv)
+    attention = AttentionOp("b", 0, AttentionSpec(heads, 1.0, softcap=50.0), paged_attention)
     sunk = replace(attention, spec=AttentionSpec(heads, 1.0, sinks=torch.zeros(4)))
     for back_end in ("cpp", "cuda"):
         require_ops(back_end, [rotary, attention, sunk])

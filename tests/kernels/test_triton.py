@@ -240,7 +240,7 @@ def test_layers_of_one_output_compile(capability: int) -> None:
 def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
     from quire.kernels.kv_cache_write import RotarySpec
     from quire.kernels.paged_attention import Heads
-    from quire.kernels.program import LayerInputs, RotaryWrite
+    from quire.kernels.program import LayerInputs, RotaryWriteOp
     from quire.kernels.triton.few_rows import few_rows_product, projected_query
     from quire.kernels.triton.kv_cache_write import write_kv
     from quire.kernels.triton.linear import CudaLinear
@@ -254,7 +254,7 @@ def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
         few_rows_product(x, CudaLinear(weight, activation="silu_and_mul"), norm=norm)
         few_rows_product(x, CudaLinear(weight), residual=x.clone())
         for is_interleaved in (False, True):
-            op = RotaryWrite("", 0, RotarySpec(Heads(2, 1, 128), torch.empty(9, 128), is_interleaved), write_kv)
+            op = RotaryWriteOp("", 0, RotarySpec(Heads(2, 1, 128), torch.empty(9, 128), is_interleaved), write_kv)
             inputs = LayerInputs(slots, slots, metadata, *caches)  # type: ignore[arg-type]
             projected_query(x, CudaLinear(weight), norm, op, inputs)
     assert [(kernel.overlaps, kernel.fetches_ahead) for kernel in kernels] == [(capability == 90,) * 2] * 5

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.core.errors import ModelError
 from quire.kernels.back_end import TORCH, BackEnd
 from quire.kernels.kv_quantization import ONES, KVScales
-from quire.kernels.program import Attention, RotaryWrite
+from quire.kernels.program import AttentionOp, RotaryWriteOp
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from support.random_model import write_random_model
@@ -30,7 +30,7 @@ def add(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 def scales_of(decoder: Decoder) -> list[KVScales]:
     ops = decoder._program.ops
-    return [op.spec.kv_scales for op in ops if isinstance(op, Attention | RotaryWrite)]
+    return [op.spec.kv_scales for op in ops if isinstance(op, AttentionOp | RotaryWriteOp)]
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels import linear as linears
-from quire.kernels import norm as norms
 from quire.kernels.kv_cache_write import RotarySpec, WriteKV
+from quire.kernels.linear import Linear
 from quire.kernels.low_rank import RowAdapters
+from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import Attend, AttentionMetadata, AttentionSpec, Heads
 
 INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]
@@ -70,11 +70,11 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormOp:
     """out = norm(x); with a residual, summed = x + residual and out = norm(summed), which consumes x and residual."""
 
     name: str
-    norm: norms.Norm
+    norm: Norm
     x: str
     out: str
     residual: str | None = None
@@ -95,11 +95,11 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearOp:
     """out = linear(x), activation included, with what the adapters of rows add to its sums."""
 
     name: str
-    linear: linears.Linear
+    linear: Linear
     x: str
     out: str
 
@@ -113,7 +113,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitHeads:
+class SplitHeadsOp:
     """query, key and value [num_tokens, their heads, head_dim]: views of qkv, which is consumed."""
 
     name: str
@@ -135,7 +135,7 @@ class SplitHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryWrite:
+class RotaryWriteOp:
     """Rotation of queries (in place) and keys by position, and the write of keys and values, consumed, to the cache."""
 
     name: str
@@ -159,7 +159,7 @@ class RotaryWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionOp:
     """out [num_tokens, num_heads * head_dim] = attention of the queries over the paged cache."""
 
     name: str
@@ -180,7 +180,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddOp:
     """out = x + y."""
 
     name: str
@@ -197,7 +197,7 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class CountLayer:
+class CountLayerOp:
     """The end of a layer: adds 1 to the counter that stall detection reads."""
 
     name: str

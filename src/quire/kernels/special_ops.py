@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.kernels import experts as mixtures
-from quire.kernels import linear as linears
-from quire.kernels import norm as norms
+from quire.kernels.experts import ExpertLayer
 from quire.kernels.gather import GatherHook, SumHook
+from quire.kernels.linear import Linear
+from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertsOp:
     """out = the weighted results of each row's experts; of ranks, each has some of the columns."""
 
     name: str
-    experts: mixtures.ExpertLayer
+    experts: ExpertLayer
     x: str
     out: str
 
@@ -29,7 +29,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeHeads:
+class TakeHeadsOp:
     """query, key and value of a part of the heads, consecutive ones: views."""
 
     name: str
@@ -53,15 +53,15 @@ class TakeHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class QKNorm:
+class QKNormOp:
     """Norms of queries and keys, in place, over each head or over all heads of a token together.
 
     A norm over each head may have a weight of its own for each.
     """
 
     name: str
-    query_norm: norms.Norm
-    key_norm: norms.Norm
+    query_norm: Norm
+    key_norm: Norm
     heads: Heads
     is_over_heads: bool = False  # all heads of a token together
     query: str = "query"
@@ -77,7 +77,7 @@ class QKNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class PositionScale:
+class PositionScaleOp:
     """Queries multiplied by a factor of their position, in place."""
 
     name: str
@@ -94,7 +94,7 @@ class PositionScale:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ScaleOp:
     """x multiplied by a factor."""
 
     name: str
@@ -110,7 +110,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class ClipOp:
     """Queries, keys and values clipped to [-limit, limit], in place."""
 
     name: str
@@ -129,7 +129,7 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherOp:
     """Exchange of an activation between ranks: each has some of its columns before, and all of them behind."""
 
     name: str
@@ -144,14 +144,14 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class SummedLinear:
+class SummedLinearOp:
     """out = the sum over ranks of linear(x), with what adapters add, of which each has the inputs in `inputs`.
 
     The results of `linear` are of the hook's `partial_dtype`, and its outputs are not activated.
     """
 
     name: str
-    linear: linears.Linear
+    linear: Linear
     x: str
     out: str
     hook: SumHook

@@ -10,7 +10,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.paged_attention import AttentionBackEnd
-from quire.kernels.program import Attention, Op, RotaryWrite
+from quire.kernels.program import AttentionOp, Op, RotaryWriteOp
 
 CPU = frozenset({"cpp", "torch", "reference"})
 EVERYWHERE = CPU | {"cuda"}
@@ -48,15 +48,15 @@ def require(back_end: str, features: Iterable[str]) -> None:
 def require_ops(back_end: str, ops: Iterable[Op]) -> None:
     """Raise ConfigError if a back end lacks one of these ops, or one of their specs' features."""
     for op in ops:
-        features = op.spec.features if isinstance(op, Attention | RotaryWrite) else ()
-        require(back_end, [type(op).__name__, *features])
+        features = op.spec.features if isinstance(op, AttentionOp | RotaryWriteOp) else ()
+        require(back_end, [type(op).__name__.removesuffix("Op"), *features])
 
 
 def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dtype: torch.dtype) -> None:
     """Raise ConfigError if an attention back end lacks a feature of these ops, their head sizes or `dtype`."""
     if attention is None:
         return
-    name, own = f"attention_backend {attention.name}", [op for op in ops if isinstance(op, Attention)]
+    name, own = f"attention_backend {attention.name}", [op for op in ops if isinstance(op, AttentionOp)]
     missing = sorted({feature for op in own for feature in op.spec.features} - attention.features)
     if missing:
         raise ConfigError(f"{name} does not support {', '.join(missing)}; use triton")

@@ -11,7 +11,7 @@ from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
-from quire.kernels.special_ops import SummedLinear
+from quire.kernels.special_ops import SummedLinearOp
 from quire.kernels.support import require, require_attention, require_kv_dtype, require_ops
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
@@ -82,7 +82,8 @@ class Decoder:
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
         shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
-        self.summed_inputs = {op.name: op.inputs for op in program.ops if isinstance(op, SummedLinear)}  # of this rank
+        summed = (op for op in program.ops if isinstance(op, SummedLinearOp))
+        self.summed_inputs = {op.name: op.inputs for op in summed}  # inputs of each such layer that this rank has
         require_ops(self.back_end.name, program.ops)
         require_attention(self.back_end.attention, program.ops, self.dtype)
         self._program = self.back_end.fuse(program)

@@ -51,7 +51,7 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
     if shape is not None:
         found.append(_norm_of_stream("final_norm", make_norm(spec, weights, shape), "x", is_summed=is_summed))
     elif not is_summed:
-        found.append(ops.Add("final_sum", "x", INPUT, "x", spec.hidden_size))
+        found.append(ops.AddOp("final_sum", "x", INPUT, "x", spec.hidden_size))
     return Program(tuple(found), INPUT if shape is None and is_summed else "x")
 
 
@@ -65,8 +65,8 @@ def make_norm(spec: DecoderSpec, weights: WeightReader, shape: NormShape, heads:
 
 def _norm_of_stream(name: str, norm: Norm, out: str, *, is_summed: bool) -> Op:
     if is_summed:
-        return ops.Norm(name, norm, INPUT, out)
-    return ops.Norm(name, norm, "x", out, residual=INPUT, summed=INPUT)
+        return ops.NormOp(name, norm, INPUT, out)
+    return ops.NormOp(name, norm, "x", out, residual=INPUT, summed=INPUT)
 
 
 class LayerBuilder:
@@ -92,7 +92,7 @@ class LayerBuilder:
         if self._parts:
             name, place = self._parts[0].name, self._parts[0].after
             raise SpecError(f"layer part {name}: a layer has no op {place!r} to follow")
-        self.ops.append(ops.CountLayer(f"{self._stem}end", self._shared.progress))
+        self.ops.append(ops.CountLayerOp(f"{self._stem}end", self._shared.progress))
 
     def _pre_norm(self) -> None:
         """Append norm, attention, add; norm, feed-forward, add (Radford et al. 2019), maybe with norms of outputs."""
@@ -144,11 +144,11 @@ class LayerBuilder:
     def norm(self, name: Place, shape: NormShape | None, x: str, out: str, residual: str | None = None) -> None:
         """Append out = norm(x), or norm(x + residual)."""
         assert shape is not None, f"{self._stem}{name} has no weights"
-        self._append(name, ops.Norm(self._stem + name, make_norm(self._spec, self._weights, shape), x, out, residual))
+        self._append(name, ops.NormOp(self._stem + name, make_norm(self._spec, self._weights, shape), x, out, residual))
 
     def add(self, name: str, x: str, y: str, out: str) -> None:
         """Append out = x + y, of hidden states."""
-        self.ops.append(ops.Add(self._stem + name, x, y, out, self._spec.hidden_size))
+        self.ops.append(ops.AddOp(self._stem + name, x, y, out, self._spec.hidden_size))
 
     def sum_stream(self, name: str) -> None:
         """Append the addition of `x` to the stream, if that is missing."""
@@ -158,12 +158,12 @@ class LayerBuilder:
 
     def linear(self, name: Place, shape: LinearShape, x: str, out: str, ranges: list[Range] | None = None) -> None:
         """Append out = linear(x); `ranges`: the outputs that a rank computes, module by module."""
-        self._append(name, ops.Linear(self._stem + name, self._weights.linear(shape, ranges), x, out))
+        self._append(name, ops.LinearOp(self._stem + name, self._weights.linear(shape, ranges), x, out))
 
     def exchange(self, name: str, x: str, cut: Cut) -> None:
         """Append the exchange of x, of which each rank has the columns of its part of `cut`, where ranks gather."""
         if self._ranks is not None and self._ranks.shard.mode == "gather":
-            self.ops.append(special_ops.Gather(f"{self._stem}{name}_gather", x, self._ranks.gather(cut)))
+            self.ops.append(special_ops.GatherOp(f"{self._stem}{name}_gather", x, self._ranks.gather(cut)))
 
     def attention(self, source: str) -> None:
         """Append attention of `source`: project, normalize per head, rotate and write to the cache, attend, project.
@@ -180,7 +180,7 @@ class LayerBuilder:
             if not layer.is_query_key_norm_over_heads:
                 heads, ranges = own, list(ranks.shard.qkv_ranges(layer))
         self.linear("qkv", shapes.qkv, source, "qkv", ranges)
-        self._append("split_heads", ops.SplitHeads(f"{self._stem}split_heads", heads))
+        self._append("split_heads", ops.SplitHeadsOp(f"{self._stem}split_heads", heads))
         if shapes.query_norm is not None and shapes.key_norm is not None:
             query_heads, kv_heads = (None, None) if taken is None else taken
             norms = (
@@ -188,12 +188,12 @@ class LayerBuilder:
                 make_norm(self._spec, weights, shapes.key_norm, kv_heads),
             )
             is_over_heads = layer.is_query_key_norm_over_heads
-            self.ops.append(special_ops.QKNorm(f"{self._stem}query_key_norm", *norms, heads, is_over_heads))
+            self.ops.append(special_ops.QKNormOp(f"{self._stem}query_key_norm", *norms, heads, is_over_heads))
         if layer.qkv_limit:
-            self.ops.append(special_ops.Clip(f"{self._stem}qkv_clip", heads, layer.qkv_limit))
+            self.ops.append(special_ops.ClipOp(f"{self._stem}qkv_clip", heads, layer.qkv_limit))
         if taken is not None and heads != own:
             first = taken.query[0], taken.kv[0]
-            self.ops.append(special_ops.TakeHeads(f"{self._stem}take_heads", heads, first, own))
+            self.ops.append(special_ops.TakeHeadsOp(f"{self._stem}take_heads", heads, first, own))
         self.attend(own, None if taken is None else taken.query)
         self._attention_out()
         self._end_sublayer("attention_out", "x", shapes.attention_output_norm)
@@ -207,17 +207,17 @@ class LayerBuilder:
             table, is_interleaved = shared.cos_sin[rotary], rotary.is_interleaved
         rotation = RotarySpec(heads, table, is_interleaved, scales)
         name, write = f"{self._stem}rotary_write", weights.back_end.write_kv
-        self._append("rotary_write", ops.RotaryWrite(name, self._index, rotation, write))
+        self._append("rotary_write", ops.RotaryWriteOp(name, self._index, rotation, write))
         if layer.position_scale is not None:
             assert table is not None, "factors of positions without rotary positions"
             factors = _position_factors(*layer.position_scale, table).to(weights.dtype).float()
-            self.ops.append(special_ops.PositionScale(f"{self._stem}position_scale", heads, factors))
+            self.ops.append(special_ops.PositionScaleOp(f"{self._stem}position_scale", heads, factors))
         sinks = None if shapes.sinks is None else weights.vector(shapes.sinks)
         if sinks is not None and query_heads is not None:
             sinks = sinks[slice(*query_heads)].clone()
         spec = AttentionSpec(heads, layer.scale, layer.window, layer.softcap, sinks, layer.is_causal, scales)
         attend = weights.back_end.paged_attention
-        self._append("attention", ops.Attention(f"{self._stem}attention", self._index, spec, attend))
+        self._append("attention", ops.AttentionOp(f"{self._stem}attention", self._index, spec, attend))
         if self._ranks is not None:
             self.exchange("attention", "attended", self._ranks.shard.attended_cut(layer))
 
@@ -230,7 +230,7 @@ class LayerBuilder:
         linear, _ = self._weights.partial_linear(
             shape, lambda unit: inputs, dtype=hook.partial_dtype, has_bias=ranks.shard.rank == 0  # adds it once
         )
-        self._append("attention_out", special_ops.SummedLinear(
+        self._append("attention_out", special_ops.SummedLinearOp(
             f"{self._stem}attention_out", linear, "attended", "x", hook, inputs
         ))  # fmt: skip
 
@@ -241,7 +241,7 @@ class LayerBuilder:
         if isinstance(mixture, Experts):
             assert shapes.experts is not None
             experts = self._experts(mixture, shapes.experts)
-            self._append(name, special_ops.Experts(self._stem + name, experts, source, out))
+            self._append(name, special_ops.ExpertsOp(self._stem + name, experts, source, out))
         elif ranks is None or ranks.shard.mode == "gather":
             ((up, down),) = shapes.feed_forwards
             self.linear("feed_forward_in", up, source, "inner", self._ranges(up))
@@ -252,8 +252,8 @@ class LayerBuilder:
             ((up, down),) = shapes.feed_forwards
             hook = ranks.sum(self._spec.hidden_size)
             linear_in, linear_out, inner = _partial_layers(up, down, self._weights, ranks.shard, hook.partial_dtype)
-            self._append("feed_forward_in", ops.Linear(f"{self._stem}feed_forward_in", linear_in, source, "inner"))
-            summed = special_ops.SummedLinear(self._stem + name, linear_out, "inner", out, hook, inner)
+            self._append("feed_forward_in", ops.LinearOp(f"{self._stem}feed_forward_in", linear_in, source, "inner"))
+            summed = special_ops.SummedLinearOp(self._stem + name, linear_out, "inner", out, hook, inner)
             self._append(name, summed)
         self._end_sublayer(name, out, shapes.feed_forward_output_norm)
 
@@ -285,10 +285,10 @@ class LayerBuilder:
         multiplier = self._layer.residual_multiplier
         if multiplier != 1:
             width = self._spec.hidden_size
-            self.ops.append(special_ops.Scale(f"{self._stem}{name}_multiplier", out, width, multiplier))
+            self.ops.append(special_ops.ScaleOp(f"{self._stem}{name}_multiplier", out, width, multiplier))
         if norm is not None:
             norm_name = f"{self._stem}{name}_norm"
-            self.ops.append(ops.Norm(norm_name, make_norm(self._spec, self._weights, norm), out, out))
+            self.ops.append(ops.NormOp(norm_name, make_norm(self._spec, self._weights, norm), out, out))
         self.is_summed = False
 
     def _ranges(self, shape: LinearShape) -> list[Range] | None:

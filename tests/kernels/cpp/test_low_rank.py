@@ -16,7 +16,7 @@ from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, RowAdapters
 from quire.kernels.paged_attention import build_metadata
-from quire.kernels.program import INPUT, LayerInputs, Linear, Norm, Program
+from quire.kernels.program import INPUT, LayerInputs, LinearOp, NormOp, Program
 from quire.kernels.quantized import round_to_nearest
 from support.adapters import adapter, random_layer
 
@@ -38,9 +38,9 @@ def program_of(weight_format: str, dtype: torch.dtype, activation: Activation) -
 
     return Program(
         (
-            Norm("norm", CppNorm(torch.ones(WIDTH, dtype=dtype), None, 1e-5, False), INPUT, "x"),
-            Linear("up", layer(WIDTH, INNER, activation), "x", "inner"),
-            Linear("down", layer(INNER, WIDTH, "none"), "inner", "out"),
+            NormOp("norm", CppNorm(torch.ones(WIDTH, dtype=dtype), None, 1e-5, False), INPUT, "x"),
+            LinearOp("up", layer(WIDTH, INNER, activation), "x", "inner"),
+            LinearOp("down", layer(INNER, WIDTH, "none"), "inner", "out"),
         ),
         "out",
     )

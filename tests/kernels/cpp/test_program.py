@@ -61,25 +61,25 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
     cos_sin = rotary_table(torch.rand(HEADS.head_dim // 2), 64) if is_pre else None
     norms = [norm(WIDTH, dtype, centers=centers) for _ in range(2)]
     out, summed = ("x", INPUT) if is_pre else (INPUT, None)
-    first, second = (ops.Norm(f"{stem}norm_{i + 1}", norms[i], "x", out, INPUT, summed) for i in range(2))
+    first, second = (ops.NormOp(f"{stem}norm_{i + 1}", norms[i], "x", out, INPUT, summed) for i in range(2))
     if is_pre and layer == 0:
-        first = ops.Norm(first.name, norms[0], INPUT, "x")
+        first = ops.NormOp(first.name, norms[0], INPUT, "x")
     by_head = HEADS[:2] if layer else (0, 0)  # heads with weights of their own
     head_norms = [norm(HEADS.head_dim, dtype, centers=False, num_heads=number) for number in by_head]
     attention: list[Op] = [
-        ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, formats[0]), source, "qkv"),
-        ops.SplitHeads(f"{stem}split", HEADS),
-        *([special_ops.QKNorm(f"{stem}qk_norm", head_norms[0], head_norms[1], HEADS)] if is_pre else []),
-        ops.RotaryWrite(f"{stem}rotary", layer, RotarySpec(HEADS, cos_sin), write_kv),
-        ops.Attention(f"{stem}attention", layer, AttentionSpec(HEADS, 0.3, 5 if layer else None), paged_attention),
-        ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, formats[1]), "attended", "x"),
+        ops.LinearOp(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, formats[0]), source, "qkv"),
+        ops.SplitHeadsOp(f"{stem}split", HEADS),
+        *([special_ops.QKNormOp(f"{stem}qk_norm", head_norms[0], head_norms[1], HEADS)] if is_pre else []),
+        ops.RotaryWriteOp(f"{stem}rotary", layer, RotarySpec(HEADS, cos_sin), write_kv),
+        ops.AttentionOp(f"{stem}attention", layer, AttentionSpec(HEADS, 0.3, 5 if layer else None), paged_attention),
+        ops.LinearOp(f"{stem}out", linear(query_width, WIDTH, dtype, formats[1]), "attended", "x"),
     ]
     feed_forward: list[Op] = [
-        ops.Linear(f"{stem}up", linear(WIDTH, INNER, dtype, formats[2], "silu_and_mul"), source, "inner"),
-        ops.Linear(f"{stem}down", linear(INNER, WIDTH, dtype, formats[3]), "inner", "x"),
+        ops.LinearOp(f"{stem}up", linear(WIDTH, INNER, dtype, formats[2], "silu_and_mul"), source, "inner"),
+        ops.LinearOp(f"{stem}down", linear(INNER, WIDTH, dtype, formats[3]), "inner", "x"),
     ]
     in_order = [first, *attention, second, *feed_forward] if is_pre else [*attention, first, *feed_forward, second]
-    return [*in_order, ops.CountLayer(f"{stem}end", progress)]
+    return [*in_order, ops.CountLayerOp(f"{stem}end", progress)]
 
 
 def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
@@ -91,14 +91,14 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
     """
     stem = f"layers.{layer}."
     query_width, kv_width = HEADS.num_heads * HEADS.head_dim, HEADS.num_kv_heads * HEADS.head_dim
-    first = ops.Norm(f"{stem}norm_1", norm(WIDTH, dtype, centers=False, offset=1.0), "x", "x", INPUT, INPUT)
+    first = ops.NormOp(f"{stem}norm_1", norm(WIDTH, dtype, centers=False, offset=1.0), "x", "x", INPUT, INPUT)
     if layer == 0:
-        first = ops.Norm(first.name, first.norm, INPUT, "x")
+        first = ops.NormOp(first.name, first.norm, INPUT, "x")
     widths = norm(query_width, dtype, centers=False, offset=0.0), norm(kv_width, dtype, centers=False, offset=1.0)
     table = rotary_table(torch.rand(HEADS.head_dim // 4), 64)
     feed_forward: list[Op] = [
-        ops.Linear(f"{stem}up", linear(WIDTH, INNER, dtype, DENSE, "gelu_tanh_and_mul"), "normed", "inner"),
-        ops.Linear(f"{stem}down", linear(INNER, WIDTH, dtype, DENSE), "inner", "y"),
+        ops.LinearOp(f"{stem}up", linear(WIDTH, INNER, dtype, DENSE, "gelu_tanh_and_mul"), "normed", "inner"),
+        ops.LinearOp(f"{stem}down", linear(INNER, WIDTH, dtype, DENSE), "inner", "y"),
     ]
     if layer:
         experts = [
@@ -108,24 +108,24 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
             for _ in range(4)
         ]
         mixture = CppExperts(linear(WIDTH, 4, dtype, DENSE, is_float=True), experts, Routing(2, True))
-        feed_forward = [special_ops.Experts(f"{stem}experts", mixture, "normed", "y")]
+        feed_forward = [special_ops.ExpertsOp(f"{stem}experts", mixture, "normed", "y")]
     attention = AttentionSpec(HEADS, 0.3, softcap=0.8, sinks=torch.randn(4))
     return [
         first,
-        ops.Linear(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, DENSE), "x", "qkv"),
-        ops.SplitHeads(f"{stem}split", HEADS),
-        special_ops.QKNorm(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
-        special_ops.Clip(f"{stem}clip", HEADS, 0.9),
-        ops.RotaryWrite(f"{stem}rotary", layer, RotarySpec(HEADS, table, is_interleaved=True), write_kv),
-        special_ops.PositionScale(f"{stem}position_scale", HEADS, (torch.rand(64) + 1).to(dtype).float()),
-        ops.Attention(f"{stem}attention", layer, attention, paged_attention),
-        ops.Linear(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
-        special_ops.Scale(f"{stem}multiplier", "x", WIDTH, 0.22),
-        ops.Norm(f"{stem}norm_2", norm(WIDTH, dtype, centers=False), INPUT, "normed"),
+        ops.LinearOp(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, DENSE), "x", "qkv"),
+        ops.SplitHeadsOp(f"{stem}split", HEADS),
+        special_ops.QKNormOp(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
+        special_ops.ClipOp(f"{stem}clip", HEADS, 0.9),
+        ops.RotaryWriteOp(f"{stem}rotary", layer, RotarySpec(HEADS, table, is_interleaved=True), write_kv),
+        special_ops.PositionScaleOp(f"{stem}position_scale", HEADS, (torch.rand(64) + 1).to(dtype).float()),
+        ops.AttentionOp(f"{stem}attention", layer, attention, paged_attention),
+        ops.LinearOp(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
+        special_ops.ScaleOp(f"{stem}multiplier", "x", WIDTH, 0.22),
+        ops.NormOp(f"{stem}norm_2", norm(WIDTH, dtype, centers=False), INPUT, "normed"),
         *feed_forward,
-        ops.Norm(f"{stem}norm_3", norm(WIDTH, dtype, centers=True), "y", "y"),
-        ops.Add(f"{stem}sublayers", "x", "y", "x", WIDTH),
-        ops.CountLayer(f"{stem}end", progress),
+        ops.NormOp(f"{stem}norm_3", norm(WIDTH, dtype, centers=True), "y", "y"),
+        ops.AddOp(f"{stem}sublayers", "x", "y", "x", WIDTH),
+        ops.CountLayerOp(f"{stem}end", progress),
     ]
 
 
@@ -211,7 +211,7 @@ COMPUTING = [
     (position, op.name)
     for position in ("pre", "parallel")
     for op in make(torch.float32, position).program.ops
-    if not isinstance(op, ops.SplitHeads)
+    if not isinstance(op, ops.SplitHeadsOp)
 ]
 
 
@@ -306,16 +306,16 @@ def test_gather_is_called_between_ops(is_in_c: bool) -> None:
             if op.name != "layers.1.up":
                 changed.append(op)
                 continue
-            assert isinstance(op, ops.Linear)
+            assert isinstance(op, ops.LinearOp)
             weight = torch.randn(half, op.linear.sizes[0], generator=torch.Generator().manual_seed(3))
             own = replace(op, linear=CppLinear(LinearWeight.dense(weight)))
-            changed += [own, special_ops.Gather("layers.1.gather", "inner", Hook(half, is_in_c))]
+            changed += [own, special_ops.GatherOp("layers.1.gather", "inner", Hook(half, is_in_c))]
         return changed
 
     step = make(torch.float32, "pre", change)
-    hook = next(op.hook for op in step.program.ops if isinstance(op, special_ops.Gather))
+    hook = next(op.hook for op in step.program.ops if isinstance(op, special_ops.GatherOp))
     fused = fuse(step.program)
-    assert [type(op) for op in fused.ops] == [FusedOps] if is_in_c else [FusedOps, special_ops.Gather, FusedOps]
+    assert [type(op) for op in fused.ops] == [FusedOps] if is_in_c else [FusedOps, special_ops.GatherOp, FusedOps]
     expected = step.run(step.program, 0)
     found = step.run(fused, 0)
     assert hook.calls == 2 * [f"{NUM_TOKENS} rows of {half} floats"]

@@ -16,7 +16,7 @@ from quire.kernels.linear import Activation, make_linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.norm import TorchNorm
 from quire.kernels.paged_attention import Heads
-from quire.kernels.program import LayerInputs, RotaryWrite
+from quire.kernels.program import LayerInputs, RotaryWriteOp
 from quire.kernels.triton.few_rows import MAX_ROWS, SummedProducts, few_rows_product, projected_query, serves
 from quire.kernels.triton.kv_cache_write import write_kv
 from quire.kernels.triton.linear import CudaLinear
@@ -88,7 +88,7 @@ def test_queries_and_caches_are_those_of_the_single_ops(
     x = random(num_rows, WIDTH, seed=5).to(HALF).to(device)
     positions, slots = torch.tensor([3, 0, 8, 0, 0]).to(device), torch.tensor([17, 0, 5, -1, -1]).to(device)
     cos_sin = None if rotary_dim is None else random(9, rotary_dim, seed=8).to(device)
-    op = RotaryWrite("write", 0, RotarySpec(heads, cos_sin, is_interleaved), write_kv)
+    op = RotaryWriteOp("write", 0, RotarySpec(heads, cos_sin, is_interleaved), write_kv)
     caches = [torch.zeros(2, 3, 8, num_kv_heads, head_dim, dtype=HALF, device=device) for _ in range(2)]
     keys, values = ([each] for each in caches[0])
     inputs = LayerInputs(positions, slots, SimpleNamespace(), keys, values)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ _PROGRAM = pair("Program")
 
 def fuse(program: Program) -> Program:
     """Return the program with stretches of known ops fused; unchanged in dtypes that kernels serve by conversion."""
-    norms = (op.norm for op in program.ops if isinstance(op, ops.Norm))
+    norms = (op.norm for op in program.ops if isinstance(op, ops.NormOp))
     dtype = next((norm.dtype for norm in norms if isinstance(norm, CppNorm)), None)
     if dtype is None or kernel_dtype(dtype) != dtype:
         return program
@@ -164,7 +164,7 @@ class FusedOps:
         self._outputs = buffers.outputs(alive.intersection(name for op in stretch for name in op.writes))
         self.reads, self.writes = tuple(buffers.inputs), tuple(self._outputs)
         self._externals = buffers.externals(self._outputs.values())
-        self._cache_ops = {op.layer: op for op in stretch if isinstance(op, ops.Attention | ops.RotaryWrite)}
+        self._cache_ops = {op.layer: op for op in stretch if isinstance(op, ops.AttentionOp | ops.RotaryWriteOp)}
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
         self._keys: Sequence[Tensor] | None = None  # the caches that the extension has addresses of
         self._linears = buffers.linears
@@ -241,7 +241,7 @@ class Translation(NamedTuple):
     records: Callable[[Any, Buffers], list[object]]
 
 
-def _norm(op: ops.Norm, buffers: Buffers) -> list[object]:
+def _norm(op: ops.NormOp, buffers: Buffers) -> list[object]:
     assert isinstance(op.norm, CppNorm)
     width = op.norm.width
     x = buffers.read(op.x, width)
@@ -253,7 +253,7 @@ def _norm(op: ops.Norm, buffers: Buffers) -> list[object]:
     return [_kernels.NormOp(x, residual, summed, buffers.write(op.out, width), op.norm.weights)]
 
 
-def _linear(op: ops.Linear, buffers: Buffers) -> list[object]:
+def _linear(op: ops.LinearOp, buffers: Buffers) -> list[object]:
     assert isinstance(op.linear, CppLinear)
     in_features, out_features = op.linear.sizes
     x, out = buffers.read(op.x, in_features), buffers.write(op.out, out_features)
@@ -261,13 +261,13 @@ def _linear(op: ops.Linear, buffers: Buffers) -> list[object]:
     return [_kernels.LinearOp(x, out, buffers.number_linear(op.name), op.linear.weights)]
 
 
-def _experts(op: special_ops.Experts, buffers: Buffers) -> list[object]:
+def _experts(op: special_ops.ExpertsOp, buffers: Buffers) -> list[object]:
     assert isinstance(op.experts, CppExperts)
     x, out = buffers.read(op.x, op.experts.width), buffers.write(op.out, op.experts.num_outputs)
     return [_kernels.ExpertsOp(x, out, op.experts.weights)]
 
 
-def _split_heads(op: ops.SplitHeads, buffers: Buffers) -> list[object]:
+def _split_heads(op: ops.SplitHeadsOp, buffers: Buffers) -> list[object]:
     num_heads, num_kv_heads, head_dim = op.heads
     widths = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
     qkv, offset = buffers.read(op.qkv, sum(widths)), 0
@@ -278,7 +278,7 @@ def _split_heads(op: ops.SplitHeads, buffers: Buffers) -> list[object]:
     return []
 
 
-def _take_heads(op: special_ops.TakeHeads, buffers: Buffers) -> list[object]:
+def _take_heads(op: special_ops.TakeHeadsOp, buffers: Buffers) -> list[object]:
     first_query, first_kv = op.first
     num_heads, num_kv_heads, head_dim = op.heads
     counts = (op.query, num_heads), (op.key, num_kv_heads), (op.value, num_kv_heads)
@@ -294,7 +294,7 @@ def _read_heads(name: str, num_heads: int, head_dim: int, buffers: Buffers) -> i
     return buffers.read(name, num_heads * head_dim, head_dim)
 
 
-def _qk_norm(op: special_ops.QKNorm, buffers: Buffers) -> list[object]:
+def _qk_norm(op: special_ops.QKNormOp, buffers: Buffers) -> list[object]:
     assert isinstance(op.query_norm, CppNorm)
     assert isinstance(op.key_norm, CppNorm)
     num_heads, num_kv_heads, head_dim = op.heads
@@ -308,7 +308,7 @@ def _qk_norm(op: special_ops.QKNorm, buffers: Buffers) -> list[object]:
     return [_kernels.QKNormOp(query, key, *norms, *sizes)]
 
 
-def _rotary_write(op: ops.RotaryWrite, buffers: Buffers) -> list[object]:
+def _rotary_write(op: ops.RotaryWriteOp, buffers: Buffers) -> list[object]:
     num_heads, num_kv_heads, head_dim = op.spec.heads
     query = _read_heads(op.query, num_heads, head_dim, buffers)
     key, value = (_read_heads(name, num_kv_heads, head_dim, buffers) for name in (op.key, op.value))
@@ -316,44 +316,44 @@ def _rotary_write(op: ops.RotaryWrite, buffers: Buffers) -> list[object]:
     return [_kernels.RotaryWriteOp(query, key, value, op.layer, rotary_parameters(op.spec))]
 
 
-def _attention(op: ops.Attention, buffers: Buffers) -> list[object]:
+def _attention(op: ops.AttentionOp, buffers: Buffers) -> list[object]:
     num_heads, _, head_dim = op.spec.heads
     query = _read_heads(op.query, num_heads, head_dim, buffers)
     out = buffers.write(op.out, num_heads * head_dim)
     return [_kernels.AttentionOp(query, out, op.layer, attention_parameters(op.spec))]
 
 
-def _position_scale(op: special_ops.PositionScale, buffers: Buffers) -> list[object]:
+def _position_scale(op: special_ops.PositionScaleOp, buffers: Buffers) -> list[object]:
     query = _read_heads(op.query, op.heads.num_heads, op.heads.head_dim, buffers)
     assert op.factors.dtype == torch.float32
     assert op.factors.is_contiguous()
     return [_kernels.PositionScaleOp(query, op.factors.data_ptr())]
 
 
-def _scale(op: special_ops.Scale, buffers: Buffers) -> list[object]:
+def _scale(op: special_ops.ScaleOp, buffers: Buffers) -> list[object]:
     x = buffers.read(op.x, op.width)
     return [_kernels.SumOp(x, -1, x, op.factor, 0.0)]
 
 
-def _clip(op: special_ops.Clip, buffers: Buffers) -> list[object]:
+def _clip(op: special_ops.ClipOp, buffers: Buffers) -> list[object]:
     num_heads, num_kv_heads, head_dim = op.heads
     counts = (op.query, num_heads), (op.key, num_kv_heads), (op.value, num_kv_heads)
     views = [_read_heads(name, count, head_dim, buffers) for name, count in counts]
     return [_kernels.SumOp(x, -1, x, 1.0, op.limit) for x in buffers.memory_of(views)]
 
 
-def _add(op: ops.Add, buffers: Buffers) -> list[object]:
+def _add(op: ops.AddOp, buffers: Buffers) -> list[object]:
     x, y = buffers.read(op.x, op.width), buffers.read(op.y, op.width)
     return [_kernels.SumOp(x, y, buffers.write(op.out, op.width), 1.0, 0.0)]
 
 
-def _gather(op: special_ops.Gather, buffers: Buffers) -> list[object]:
+def _gather(op: special_ops.GatherOp, buffers: Buffers) -> list[object]:
     assert op.hook.address is not None
     x = buffers.read(op.x, op.hook.num_own)
     return [_kernels.GatherOp(x, buffers.write(op.x, op.hook.width), _kernels.ColumnExchange(*op.hook.address))]
 
 
-def _summed_linear(op: special_ops.SummedLinear, buffers: Buffers) -> list[object]:
+def _summed_linear(op: special_ops.SummedLinearOp, buffers: Buffers) -> list[object]:
     assert isinstance(op.linear, CppLinear)
     assert op.hook.address is not None
     in_features, out_features = op.linear.sizes
@@ -362,28 +362,28 @@ def _summed_linear(op: special_ops.SummedLinear, buffers: Buffers) -> list[objec
     return [_kernels.SummedLinearOp(x, out, number, op.linear.weights, _kernels.SumExchange(*op.hook.address))]
 
 
-def _count_layer(op: ops.CountLayer, buffers: Buffers) -> list[object]:
+def _count_layer(op: ops.CountLayerOp, buffers: Buffers) -> list[object]:
     return [_kernels.CountLayerOp(op.progress.data_ptr())]
 
 
 TRANSLATIONS: dict[type, Translation] = {
-    ops.Norm: Translation(lambda op: isinstance(op.norm, CppNorm), _norm),
-    ops.Linear: Translation(lambda op: isinstance(op.linear, CppLinear), _linear),
-    special_ops.Experts: Translation(lambda op: isinstance(op.experts, CppExperts), _experts),
-    ops.SplitHeads: Translation(lambda op: True, _split_heads),
-    special_ops.TakeHeads: Translation(lambda op: True, _take_heads),
-    special_ops.QKNorm: Translation(
+    ops.NormOp: Translation(lambda op: isinstance(op.norm, CppNorm), _norm),
+    ops.LinearOp: Translation(lambda op: isinstance(op.linear, CppLinear), _linear),
+    special_ops.ExpertsOp: Translation(lambda op: isinstance(op.experts, CppExperts), _experts),
+    ops.SplitHeadsOp: Translation(lambda op: True, _split_heads),
+    special_ops.TakeHeadsOp: Translation(lambda op: True, _take_heads),
+    special_ops.QKNormOp: Translation(
         lambda op: isinstance(op.query_norm, CppNorm) and isinstance(op.key_norm, CppNorm), _qk_norm
     ),
-    ops.RotaryWrite: Translation(lambda op: op.write is write_kv, _rotary_write),
-    ops.Attention: Translation(lambda op: op.attend is paged_attention, _attention),
-    special_ops.PositionScale: Translation(lambda op: True, _position_scale),
-    special_ops.Scale: Translation(lambda op: True, _scale),
-    special_ops.Clip: Translation(lambda op: True, _clip),
-    ops.Add: Translation(lambda op: True, _add),
-    special_ops.Gather: Translation(lambda op: op.hook.address is not None, _gather),
-    special_ops.SummedLinear: Translation(
+    ops.RotaryWriteOp: Translation(lambda op: op.write is write_kv, _rotary_write),
+    ops.AttentionOp: Translation(lambda op: op.attend is paged_attention, _attention),
+    special_ops.PositionScaleOp: Translation(lambda op: True, _position_scale),
+    special_ops.ScaleOp: Translation(lambda op: True, _scale),
+    special_ops.ClipOp: Translation(lambda op: True, _clip),
+    ops.AddOp: Translation(lambda op: True, _add),
+    special_ops.GatherOp: Translation(lambda op: op.hook.address is not None, _gather),
+    special_ops.SummedLinearOp: Translation(
         lambda op: isinstance(op.linear, CppLinear) and op.hook.address is not None, _summed_linear
     ),
-    ops.CountLayer: Translation(lambda op: True, _count_layer),
+    ops.CountLayerOp: Translation(lambda op: True, _count_layer),
 }

@@ -21,14 +21,14 @@ from quire.kernels.linear import GATED
 from quire.kernels.linear_weight import DENSE
 from quire.kernels.program import (
     Activations,
-    CountLayer,
+    CountLayerOp,
     LayerInputs,
-    Linear,
-    Norm,
+    LinearOp,
+    NormOp,
     Op,
     Program,
-    RotaryWrite,
-    SplitHeads,
+    RotaryWriteOp,
+    SplitHeadsOp,
     live_after,
     run_ops,
 )
@@ -68,7 +68,7 @@ def few_rows_product(
     return out
 
 
-def projected_query(x: Tensor, layer: CudaLinear, norm: TritonNorm, op: RotaryWrite, inputs: LayerInputs) -> Tensor:
+def projected_query(x: Tensor, layer: CudaLinear, norm: TritonNorm, op: RotaryWriteOp, inputs: LayerInputs) -> Tensor:
     """Return the rotated queries [num_rows, num_heads, head_dim] of layer(norm(x)); write its keys and values.
 
     x: [num_rows, in_features], at most MAX_ROWS. The caches have x's dtype. As `few_rows_product` and then `op`.
@@ -120,11 +120,11 @@ class SummedProducts:
     """
 
     name: str
-    first: Linear
+    first: LinearOp
     between: tuple[Op, ...]
-    norm: Norm
-    second: Linear
-    behind: tuple[()] | tuple[SplitHeads, RotaryWrite]
+    norm: NormOp
+    second: LinearOp
+    behind: tuple[()] | tuple[SplitHeadsOp, RotaryWriteOp]
     dead: tuple[tuple[str, ...], ...]  # after each of the single ops, as of a program
 
     @property
@@ -175,12 +175,12 @@ def fuse(program: Program) -> Program:
 
 def _summed_products(ops: list[Op], dead: tuple[tuple[str, ...], ...]) -> SummedProducts | None:
     """Return the op for the first three to six ops, a layer's end among them; None if they are others."""
-    between = tuple(op for op in ops[1:2] if isinstance(op, CountLayer))
+    between = tuple(op for op in ops[1:2] if isinstance(op, CountLayerOp))
     first, *others = [ops[0], *ops[1 + len(between) :]]
     if len(others) < 2:
         return None
     norm, second = others[:2]
-    if not (isinstance(first, Linear) and isinstance(norm, Norm) and isinstance(second, Linear)):
+    if not (isinstance(first, LinearOp) and isinstance(norm, NormOp) and isinstance(second, LinearOp)):
         return None
     is_chain = first.out == norm.x and norm.out == second.x and norm.residual is not None and norm.summed is not None
     is_rms = isinstance(norm.norm, TritonNorm) and not norm.norm.centers
@@ -191,9 +191,9 @@ def _summed_products(ops: list[Op], dead: tuple[tuple[str, ...], ...]) -> Summed
     return SummedProducts(name, first, between, norm, second, behind, dead[:length])
 
 
-def _queries_behind(layer: Linear, ops: list[Op]) -> tuple[()] | tuple[SplitHeads, RotaryWrite]:
+def _queries_behind(layer: LinearOp, ops: list[Op]) -> tuple[()] | tuple[SplitHeadsOp, RotaryWriteOp]:
     """Return the two ops behind a layer if they split its results into heads, rotate and write them; else none."""
-    if len(ops) < 2 or not (isinstance(split := ops[0], SplitHeads) and isinstance(op := ops[1], RotaryWrite)):
+    if len(ops) < 2 or not (isinstance(split := ops[0], SplitHeadsOp) and isinstance(op := ops[1], RotaryWriteOp)):
         return ()
     is_chain = layer.out == split.qkv and split.writes == op.reads and split.heads == op.spec.heads
     is_whole = op.spec.heads.head_dim % 2 == 0 and op.write is kv_cache_write.write_kv
