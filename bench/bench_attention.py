@@ -176,7 +176,7 @@ def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: torch.dtyp
 
 
 def main(
-    isa: Annotated[str, typer.Option(help="instruction set, as of --cpu-isa")] = _kernels.usable_isas()[0],
+    isa: Annotated[str, typer.Option(help="instruction set, as in --cpu-isa")] = _kernels.usable_isas()[0],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
     block_size: Annotated[int, typer.Option(help="tokens per block")] = 16,
     repeats: Annotated[int, typer.Option(help="timed rounds")] = 15,

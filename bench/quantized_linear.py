@@ -123,7 +123,7 @@ def bench(steps: dict[str, Step], num_rows: int, macs: int, repeats: int) -> Non
 
 
 def main(
-    isa: Annotated[str, typer.Option(help="instruction set, as of --cpu-isa")] = _kernels.usable_isas()[0],
+    isa: Annotated[str, typer.Option(help="instruction set, as in --cpu-isa")] = _kernels.usable_isas()[0],
     threads: Annotated[int, typer.Option(help="threads of the kernels")] = 2,
     rows: Annotated[str, typer.Option(help="numbers of rows, with commas")] = "1,16,64,2048",
     layers: Annotated[int, typer.Option(help="layers of each shape")] = 24,

@@ -159,7 +159,7 @@ private:
     Scratch<E>& scratch_;
     long group_, rows_, row_stride_, padded_, width_, key_rows_, query_stride_;  // rows: of one KV head
     float scale_;
-    long* positions_;  // of the rows' tokens
+    long* positions_;  // positions of the rows' tokens
     TokenRange next_, live_;  // what this thread reads after this tile; what of the partition some row sees
     bool has_values_;      // whether the view of the partition has its values
     View view_;

@@ -99,11 +99,11 @@ struct ByIntegers {
     }
 
 private:
-    static constexpr int ROWS = 8, COLUMNS = 2;  // of sums at once
+    static constexpr int ROWS = 8, COLUMNS = 2;  // sums at once
     static constexpr int MEAN_ROWS = 6;          // each with sums of a group, and of all groups
-    static constexpr int QUADS = GROUP / 4;      // of tokens in a register, each of another group of weights
+    static constexpr int QUADS = GROUP / 4;      // quads of tokens in a register, each of another group of weights
     static constexpr long WEIGHT_STRIDE = SCORE_STRIDE * sizeof(float);
-    static constexpr float LEAST = 1e-36f;       // of a group's largest product: 255 / LEAST is finite
+    static constexpr float LEAST = 1e-36f;       // least largest product of a group: 255 / LEAST is finite
     static constexpr long num_groups(long rows) { return (rows + ROWS - 1) / ROWS; }
 
     // 0, or NaN if a value's scale is: rounded weights cannot be NaN.

@@ -72,7 +72,7 @@ struct ByVectors {
     }
 
 private:
-    static constexpr int ROWS = PARTS == 1 ? 8 : MAX_ROWS, COLUMNS = PARTS == 1 ? 2 : 1;  // of sums at once
+    static constexpr int ROWS = PARTS == 1 ? 8 : MAX_ROWS, COLUMNS = PARTS == 1 ? 2 : 1;  // sums at once
     static constexpr long num_groups(long rows) { return (rows + ROWS - 1) / ROWS; }
     static constexpr long WEIGHT_STRIDE = SCORE_STRIDE * sizeof(float) / sizeof(Query);
 

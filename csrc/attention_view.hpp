@@ -55,8 +55,8 @@ struct PartitionView {
     static constexpr long VALUE_TOKENS = VALUE_ROWS * PAIR<E>;
     static constexpr long VALUE_GROUPS = PARTITION / VALUE_TOKENS;
 
-    Rows<E> keys[KEY_GROUPS];      // of head_dim / PAIR rows, 16 columns of PAIR elements; live or not, safe to read
-    Rows<E> values[VALUE_GROUPS];  // of VALUE_ROWS rows, head_dim columns of PAIR elements, padded to 16; only where any is live
+    Rows<E> keys[KEY_GROUPS];      // head_dim / PAIR rows, 16 columns of PAIR elements; live or not, safe to read
+    Rows<E> values[VALUE_GROUPS];  // VALUE_ROWS rows, head_dim columns of PAIR elements, padded to 16; only where any is live
 };
 
 // What products of a model in T read of a cache that stores S: elements of this type.
@@ -102,7 +102,7 @@ public:
     static constexpr bool IS_QUANTIZED = sizeof(S) == 1;
     using PartitionView<E>::KEY_GROUPS, PartitionView<E>::VALUE_ROWS, PartitionView<E>::VALUE_TOKENS, PartitionView<E>::keys, PartitionView<E>::values;
 
-    float key_scales[IS_QUANTIZED ? PARTITION : 1];  // of the live tokens, else 0
+    float key_scales[IS_QUANTIZED ? PARTITION : 1];  // live tokens, else 0
     float value_scales[IS_QUANTIZED ? PARTITION : 1];
 
     // The rows of a key group are padded with zeros to a multiple of `key_rows`.
@@ -251,7 +251,7 @@ private:
         scratch += VALUE_ROWS * padded;
         for (long row = 0; row < VALUE_ROWS;) {
             const long at = token + row * PAIR<E>, offset = at % layout_.block_size;
-            const long rows = std::min(VALUE_ROWS - row, (layout_.block_size - offset) / PAIR<E>);  // in the same block
+            const long rows = std::min(VALUE_ROWS - row, (layout_.block_size - offset) / PAIR<E>);  // rows of the same block
             if (at < live.end && at + rows * PAIR<E> > live.begin) copy_values(value_place(live, at), rows, width, padded, out + row * padded);
             row += rows;
         }

@@ -5,7 +5,7 @@
 namespace quire {
 namespace {
 
-constexpr long MAX_ROWS = 256;       // of a query tile: its running results stay in the second-level cache
+constexpr long MAX_ROWS = 256;       // rows of a query tile: its running results stay in the second-level cache
 constexpr long FEW_ROWS = 32;        // tiles up to this many rows are bound by reading
 constexpr long ITEMS_PER_THREAD = 8;
 constexpr long READING = 2;          // a partition's keys and values cost as much as this many row tiles' arithmetic

@@ -16,8 +16,8 @@ constexpr long PARTITION = 256;  // tokens; 64 and 128 decode slower, 512 is no 
 
 struct QueryTile {
     long sequence, kv_head, num_kv_heads;
-    long first_token, num_tokens;           // in the flat batch
-    long first_position;                    // of the first token, in its sequence
+    long first_token, num_tokens;           // places in the flat batch
+    long first_position;                    // place of the first token in its sequence
     long first_partition, end_partition;
     long results = -1;                      // index of the first partition's result where several items share the tile
 };

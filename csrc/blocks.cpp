@@ -13,7 +13,7 @@ namespace quire {
 namespace {
 
 constexpr long ELEMENTS_AT_ONCE = 1 << 18;  // read by a thread
-constexpr long MAX_GROUPS = 16;             // of a block
+constexpr long MAX_GROUPS = 16;             // groups of a block
 constexpr long MAX_ELEMENTS = 256;
 
 constexpr float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -47,7 +47,7 @@ void add_fifth_bits(const std::uint8_t* bits, std::uint8_t* elements) {
     for (long i = 0; i < 32; i++) elements[i] |= (bits[i / 8] >> i % 8 & 1) << 4;
 }
 
-// Of the 8 groups of a Q4_K or Q5_K block. Bytes 4 to 15: the low 6 bits of the first and second four bytes are scales and
+// Scales and minimums of the 8 groups of a Q4_K or Q5_K block. Bytes 4 to 15: the low 6 bits of the first and second four bytes are scales and
 // minimums of groups 0 to 3; the last four bytes have the low 4 bits of those of groups 4 to 7, and the high 2 bits are at the
 // top of the first eight.
 void scales_and_minimums(const std::uint8_t* block, float* scales, float* minimums) {

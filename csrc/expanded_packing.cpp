@@ -8,7 +8,7 @@
 namespace quire {
 namespace {
 
-constexpr long BYTES_AT_ONCE = 1 << 20;  // of packed weights, by a thread
+constexpr long BYTES_AT_ONCE = 1 << 20;  // packed weights that a thread takes
 
 // Values [rows, num_groups] as [group][16], zeros for the rows that are missing.
 template <typename Given>

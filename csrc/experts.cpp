@@ -22,11 +22,11 @@ void linear(const Linear<T>&);
 
 namespace {
 
-constexpr long SCRATCH_BYTES = 64 << 20;  // of the rows that are computed at once
-constexpr long PIECE_BYTES = 1 << 19;     // of weights that one row is multiplied with, some 40 us of reading
+constexpr long SCRATCH_BYTES = 64 << 20;  // rows that are computed at once
+constexpr long PIECE_BYTES = 1 << 19;     // weights that one row is multiplied with, some 40 us of reading
 constexpr long TURNS = 16;                // pieces for each thread, if rows are few
-constexpr long MANY_ROWS = 64;            // of an expert, that is computed by itself
-constexpr long ROWS_AT_ONCE = 16;         // that a thread chooses experts for, gathers or adds up
+constexpr long MANY_ROWS = 64;            // an expert with as many is computed by itself
+constexpr long ROWS_AT_ONCE = 16;         // rows that a thread chooses experts for, gathers or adds up
 
 // Bytes of a strip of sixteen outputs; of a gated layer there are two.
 template <typename T>
@@ -130,14 +130,14 @@ private:
     long out_stride_;
     float* partial_;
     long num_rows_, num_experts_, width_, num_outputs_, num_places_;
-    // Of the choices of all rows, [row][place]: experts and their shares, and each one's place among the rows in their order
+    // Choices of all rows, [row][place]: experts and their shares, and each one's place among the rows in their order
     // by expert. The other way round: the row of each. Of the experts: their first one, how many, and those that are used, the
     // ones with most rows first.
     std::int32_t* ids_ = nullptr;
     float* shares_ = nullptr;
     long *sorted_ = nullptr, *row_of_ = nullptr, *first_ = nullptr, *count_ = nullptr, *used_ = nullptr;
     long num_used_ = 0;
-    long* piece_ = nullptr;  // of the used experts: each one's first piece of work
+    long* piece_ = nullptr;  // used experts: each one's first piece of work
     T* gathered_ = nullptr;
 
     long num_choices() const { return num_rows_ * num_places_; }
@@ -183,7 +183,7 @@ private:
         });
     }
 
-    // By counting: the rows of an expert stay in their order.
+    // Counting sort: the rows of an expert stay in their order.
     void sort_rows(Memory& memory) {
         long* numbers = memory.numbers.at_least(2 * num_choices() + 4 * num_experts_ + 1);
         for (long** each : {&first_, &count_, &used_}) *each = numbers, numbers += num_experts_;
@@ -255,7 +255,7 @@ private:
         });
     }
 
-    static constexpr long STEP = 2 * STRIP;  // of a piece's borders: kernels finish strips in pairs
+    static constexpr long STEP = 2 * STRIP;  // unit of a piece's borders: kernels finish strips in pairs
 
     // Enough for every thread to have several; but rounding or widening an expert's rows, which each piece does again, is to
     // be little beside the products.

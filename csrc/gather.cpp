@@ -20,7 +20,7 @@ namespace {
 
 constexpr int SPINS = 400;                // turns of 50 ns that a rank polls before it sleeps
 constexpr long SHARED_BYTES = 128 << 10;  // copied at once; of more, threads copy parts
-constexpr long ADDED_BYTES = 64 << 10;    // of a rank's partial sums, which every rank adds; of more, each rank adds some
+constexpr long ADDED_BYTES = 64 << 10;    // partial sums of a rank that every rank adds; of more, each rank adds some
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -119,7 +119,7 @@ void RankGroup::exchange(const char* own, char* rows, long num_rows, const std::
     const long row_bytes = bounds.back() * element_bytes;
     const auto first = [&](long rank) { return bounds[rank] * element_bytes; };
     const auto bytes = [&](long rank) { return (bounds[rank + 1] - bounds[rank]) * element_bytes; };
-    const auto place = [&](long rank) { return region + first(rank) * num_rows; };  // of its rows, one after the other
+    const auto place = [&](long rank) { return region + first(rank) * num_rows; };  // place of its rows, one after the other
     copy_rows(own, bytes(rank_), place(rank_), bytes(rank_), num_rows, bytes(rank_));
     publish();
     copy_rows(own, bytes(rank_), rows + first(rank_), row_bytes, num_rows, bytes(rank_));
@@ -145,7 +145,7 @@ void RankGroup::gather(const void* own, void* rows, long num_rows, const std::ve
 template <typename T>
 void RankGroup::sum_at_once(const float* own, T* out, long num_rows, long width) {
     const float* region = reinterpret_cast<float*>(regions_ + (num_exchanges_ & 1) * region_bytes_);
-    const long count = num_rows * width;  // of each rank's partial sums, one rank's after the other's
+    const long count = num_rows * width;  // elements of each rank's partial sums, one rank's after the other's
     copy_rows(reinterpret_cast<const char*>(own), width * sizeof(float), (char*)(region + rank_ * count), width * sizeof(float),
               num_rows, width * sizeof(float));
     meet();

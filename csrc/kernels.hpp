@@ -102,7 +102,7 @@ struct Linear {
 };
 
 // out = inner B^T, float32 [num_rows, num_outputs]: what a part of an adapter adds to the sums of a linear layer, to the bit.
-// inner [num_rows, rank], and `packed` as of LowRankPart.
+// inner [num_rows, rank], and `packed` as in LowRankPart.
 template <typename T>
 struct LowRankProduct {
     const T* inner;
@@ -113,7 +113,7 @@ struct LowRankProduct {
     long out_stride;
 };
 
-// What a layer keeps between calls, as of Linear.
+// What a layer keeps between calls, as in Linear.
 struct LinearWeights {
     const void* packed;
     const float* bias;
@@ -152,11 +152,11 @@ struct SumExchange {
 // `out` has these inputs alone, and the ranks add up their parts of a row's results.
 struct ExpertWeights {
     LinearWeights router;
-    std::vector<LinearWeights> in, out;  // of each expert: to its inner width, activated, and back
+    std::vector<LinearWeights> in, out;  // each expert: to its inner width, activated, and back
     long num_chosen;
     bool is_normalized, has_shared;
-    ColumnExchange routed_exchange, shared_exchange;  // of inner columns: of the chosen experts, and of the shared one
-    SumExchange result_exchange;                      // of the results of all rows
+    ColumnExchange routed_exchange, shared_exchange;  // inner columns of the chosen experts, and of the shared one
+    SumExchange result_exchange;                      // results of all rows
 };
 
 // out = sum of the results of a row's experts times their weights, in float32, the highest score first and the shared
@@ -311,7 +311,7 @@ namespace avx512_vnni { extern const Kernels kernels; }
 namespace avx512_bf16 { extern const Kernels kernels; }
 namespace amx { extern const Kernels kernels; }
 
-extern const Kernels* chosen;  // of the instruction set in use
+extern const Kernels* chosen;  // the instruction set in use
 
 // Names of the instruction sets that were built and can run here, the best first: amx, avx512_bf16, avx512_vnni, avx512,
 // avx2, portable; on Intel's CPUs avx512_vnni comes before avx512_bf16, as `vdpbf16ps` has half the rate of float32 there.

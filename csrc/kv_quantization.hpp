@@ -76,7 +76,7 @@ inline Words nearest(Floats v, E4M3) {
     const Words largest = (Words)splat(LARGEST<E4M3>), subnormal = (Words)splat(0x1p14f);
     const Words bits = (Words)v, sign = bits & 0x80000000u, absolute = bits ^ sign;
     const Words magnitude = where(less(largest, absolute), largest, absolute);
-    const Words small = (Words)(as_floats(magnitude) + as_floats(subnormal)) - subnormal;  // in steps of 2^-9
+    const Words small = (Words)(as_floats(magnitude) + as_floats(subnormal)) - subnormal;  // steps of 2^-9
     const Words normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
     const Words element = where(less(magnitude, Words{} + (121u << 23)), small, normal) | sign >> 24;
     return where(less(Words{} + 0x7f7fffffu, absolute), Words{} + 0x7fu, element);

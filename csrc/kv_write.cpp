@@ -15,7 +15,7 @@
 namespace quire::ISA {
 namespace {
 
-constexpr long PIECE_TOKENS = 8;  // that a thread takes at a time
+constexpr long PIECE_TOKENS = 8;  // tokens that a thread takes at a time
 
 // out = x turned by an angle per pair (i, half + i); what is past the pairs passes through. out may be x.
 template <typename T>

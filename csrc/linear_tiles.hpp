@@ -21,9 +21,9 @@ namespace quire::ISA {
 
 constexpr int FEW_TILES = 4;        // row tiles that share one pass over the weights
 constexpr long AHEAD = 4;           // tiles of weights prefetched, in each strip; 8 is no faster
-constexpr long EXPANDED_TILES = 6;  // of inputs, of few rows: four strips' take half of the first-level cache
+constexpr long EXPANDED_TILES = 6;  // tiles of inputs, few rows: four strips' take half of the first-level cache
 constexpr long BLOCK_INPUTS = 14;   // tiles of inputs at a time
-constexpr long TILE_WORDS = 16;     // of a strip
+constexpr long TILE_WORDS = 16;     // words of a strip
 constexpr long BLOCK_ROW_TILES = 16;
 constexpr long BLOCK_STRIPS = 16;
 constexpr int TILE_LINES = 16;      // cache lines of a tile
@@ -38,8 +38,8 @@ inline void prefetch_tile(const bf16* tile) {
 // Rows cut into tiles: [row tile][input tile][rows of a tile][32 inputs], zeros where there is nothing.
 struct RowTiles {
     const bf16* tiles;
-    long num_tiles;   // of inputs
-    int rows;         // of a tile
+    long num_tiles;   // tiles of inputs
+    int rows;         // rows of a tile
 
     const bf16* at(long row_tile, long tile) const { return tiles + (row_tile * num_tiles + tile) * rows * TILE_INPUTS; }
 };
@@ -216,7 +216,7 @@ struct FourSums { TileSums tiles[2][2]; };  // [row tile][strip]
 // Two row tiles x two strips, over some of the inputs. What comes next of the weights is prefetched.
 struct FourTiles {
     const bf16 *x[2], *w[2], *next_w[2];
-    long count;  // of input tiles
+    long count;  // input tiles
 
     void multiply(FourSums& four, bool is_first) const {
         auto& sums = four.tiles;

@@ -12,10 +12,10 @@
 
 namespace quire::ISA {
 
-constexpr long FEW_STRIPS = 4, FEW_ROWS = 96;  // of a block: its sums stay in the first-level cache
+constexpr long FEW_STRIPS = 4, FEW_ROWS = 96;  // size of a block: its sums stay in the first-level cache
 constexpr long SUMS_STRIDE = FEW_STRIPS * STRIP;
-constexpr long WORDS_AT_ONCE = 512;            // of inputs; 256 are slower
-constexpr long EXPANDED_WORDS = 64;            // of few rows: four strips' take half of the first-level cache
+constexpr long WORDS_AT_ONCE = 512;            // words of inputs; 256 are slower
+constexpr long EXPANDED_WORDS = 64;            // few rows: four strips' take half of the first-level cache
 
 // How many strips are multiplied at once with so many rows.
 constexpr int strips_beside(long rows) {

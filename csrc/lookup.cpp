@@ -152,7 +152,7 @@ std::vector<Token> SuffixLookup::vote(const Matches& matches, long limit) const 
     for (long index = 0; index < limit && !voters.empty(); index++) {
         Token chosen = 0;
         long most = 0;
-        for (const auto& own : voters) {  // of equal counts the first one's
+        for (const auto& own : voters) {  // equal counts: the first one's
             const Token token = own.tokens[index];
             const long count = std::count_if(
                 voters.begin(), voters.end(), [&](const auto& each) { return each.tokens[index] == token; });

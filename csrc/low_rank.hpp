@@ -34,7 +34,7 @@ public:
     void linear(const Linear<T>& layer, long number) const;
 
 private:
-    struct Rows {  // of one adapter
+    struct Rows {  // rows of one adapter
         const AdapterFactors* adapter;
         std::vector<std::int32_t> rows;
     };

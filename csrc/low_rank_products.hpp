@@ -179,7 +179,7 @@ inline void add_low_rank(const LowRankRows<T>& adapter, long row, long num_rows,
     const RowsWithin within = rows_within(adapter, row, num_rows);
     for (long i = 0; i < adapter.num_parts && within.count > 0; i++) {
         const LowRankPart& part = adapter.parts[i];
-        const long end = std::min(first + count - part.first_output, part.num_outputs);  // of the part's outputs
+        const long end = std::min(first + count - part.first_output, part.num_outputs);  // end of the part's outputs
         for (long output = std::max(first - part.first_output, 0L), added; output < end; output += added) {
             const T* packed = static_cast<const T*>(part.packed) + output / STRIP * low_rank_strip_elements<T>(part.rank);
             const long at = part.first_output + output - first, lane = output % STRIP, left = end - output;

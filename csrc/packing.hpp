@@ -33,7 +33,7 @@ long packed_size(long out_features, long in_features) {
 struct QuantizedLayout {
     long in_features, group_size, num_groups, tile_inputs, tile_bytes, header_bytes;
     long padded_group, padded_row;  // inputs of any group but the last, and of all groups, padded to whole tiles
-    long group_bytes, strip_bytes;  // of any group but the last, and of all groups
+    long group_bytes, strip_bytes;  // any group but the last, and all groups
 
     QuantizedLayout(WeightFormat format, const Quantization& quantization, long in_features)
         : in_features(in_features),

@@ -39,7 +39,7 @@ struct Multiplier<std::int8_t> {
 #elif defined(__FMA__)
         return (Register)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #else
-        typedef std::int32_t Word __attribute__((vector_size(16)));  // of four bytes each, the highest one of which counts
+        typedef std::int32_t Word __attribute__((vector_size(16)));  // four bytes each, the highest one of which counts
         typedef std::uint8_t Bytes __attribute__((vector_size(16)));
         typedef std::uint16_t Pairs __attribute__((vector_size(16)));
         std::int32_t four;
@@ -84,7 +84,7 @@ constexpr int SUM_REGISTERS = 10, MAX_ROWS = 5;
 constexpr int SUM_REGISTERS = 8, MAX_ROWS = 2;
 #endif
 
-constexpr long STEPS_BETWEEN = 8;  // of products, between two calls of what is done meanwhile
+constexpr long STEPS_BETWEEN = 8;  // products between two calls of what is done meanwhile
 
 struct Nothing {
     void operator()() const {}

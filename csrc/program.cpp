@@ -6,7 +6,7 @@
 namespace quire {
 namespace {
 
-constexpr long TOKENS_AT_ONCE = 8;  // of which a thread normalizes or scales the heads
+constexpr long TOKENS_AT_ONCE = 8;  // tokens for which a thread normalizes or scales the heads
 
 template <template <typename> class Kernel, typename T>
 void call(const ForBoth<Kernel>& kernel, const Kernel<T>& arguments) {
@@ -34,7 +34,7 @@ public:
         static thread_local ISA::Aligned<T> memory;  // kept from step to step
         const auto size = [&](const Buffer& buffer) {
             const bool is_scratch = buffer.base < 0 && !buffer.is_external;
-            return is_scratch ? rounded_up(step.num_tokens * buffer.width, 64 / sizeof(T)) : 0;  // in whole cache lines
+            return is_scratch ? rounded_up(step.num_tokens * buffer.width, 64 / sizeof(T)) : 0;  // whole cache lines
         };
         long total = 0;
         for (const Buffer& buffer : program.buffers_) total += size(buffer);
@@ -42,7 +42,7 @@ public:
         auto external = externals.begin();
         for (std::size_t i = 0; i < rows_.size(); i++) {
             const Buffer& buffer = program.buffers_[i];
-            if (buffer.base >= 0) {  // which comes before its views
+            if (buffer.base >= 0) {  // the base comes before its views
                 rows_[i] = {rows_[buffer.base].at + buffer.offset, rows_[buffer.base].stride};
                 continue;
             }

@@ -13,9 +13,9 @@ struct NormWeights {
     const void *weight = nullptr, *bias = nullptr;
     float eps = 0;
     bool is_layer_norm = false;  // else RMSNorm
-    bool is_wide = false;        // as of Norm
+    bool is_wide = false;        // as in Norm
     float offset = 0;
-    long num_heads = 1;  // as of Norm
+    long num_heads = 1;  // as in Norm
 };
 
 // An activation [num_tokens, width]: memory of its own, or columns from `offset` on of another activation, `base`. External

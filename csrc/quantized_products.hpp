@@ -77,7 +77,7 @@ inline RegisterIntegers add_shorts(RegisterIntegers a, RegisterIntegers b) {
 #endif
 }
 
-// Of unsigned bytes and signed ones, the sums of two products beside each other, as int16.
+// Sums of two products beside each other, of unsigned bytes and signed ones, as int16.
 inline RegisterIntegers multiply_bytes(RegisterIntegers a, RegisterIntegers b) {
 #if defined(__AVX512BW__)
     return (RegisterIntegers)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
@@ -108,7 +108,7 @@ struct Multiplier<Byte> {
 #else
 template <>
 struct Multiplier<Byte> {
-    using X = std::int16_t;  // of four inputs the even ones come first
+    using X = std::int16_t;  // even ones of four inputs come first
     static constexpr int TURNS = 2;
 
     static RegisterIntegers values(const Byte* quads, int turn) { return (RegisterIntegers)pair_of(load_quads(quads), turn); }

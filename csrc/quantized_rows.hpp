@@ -19,7 +19,7 @@ typedef std::int16_t Shorts __attribute__((vector_size(32)));
 template <typename X>
 struct QuantizedRows {
     const X* values;
-    long stride;                // of values, from row to row
+    long stride;                // values from row to row
     const float* scales;        // [row][group]
     const std::int32_t* sums;   // [row][group], of the rounded values; if one zero point serves all, times its negative
     long num_groups;

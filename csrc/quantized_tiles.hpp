@@ -12,7 +12,7 @@
 
 namespace quire::ISA {
 
-constexpr long TILES_AT_ONCE = 8;  // of inputs
+constexpr long TILES_AT_ONCE = 8;  // tiles of inputs
 constexpr long PAIR_ROWS = 2 * TILE_ROWS, PAIR_STRIPS = 2;
 
 // Int32 sums of two tiles of rows x two strips.

@@ -8,8 +8,8 @@
 
 namespace quire::ISA {
 
-constexpr long INPUTS_AT_ONCE = 1024;  // of many rows: the weights of so many stay in the caches next to the core
-constexpr long BYTES_AHEAD = 4096;     // of few rows: weights that are asked for
+constexpr long INPUTS_AT_ONCE = 1024;  // many rows: the weights of so many stay in the caches next to the core
+constexpr long BYTES_AHEAD = 4096;     // few rows: weights that are asked for
 
 // Some outputs and one group: how its sums of products begin, and how they are added to the outputs' float sums, each step
 // rounded by itself.

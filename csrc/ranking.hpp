@@ -21,7 +21,7 @@ constexpr std::int32_t INFINITY_KEY = 0x7f800000, MINUS_INFINITY_KEY = ~INFINITY
 
 inline Integers splat_key(std::int32_t key) { return key - Integers{}; }
 
-// Of a float's bits those of the integer, and back.
+// Bits of a float as those of the integer, and back.
 template <typename Bits>
 inline Bits risen(Bits bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 

@@ -27,7 +27,7 @@ Scratch& scratch() {
     return of_thread;
 }
 
-// Of the tokens that reach a bound, those up to a place in the order.
+// Tokens that reach a bound, up to a place in the order.
 void keep_up_to(Place last, const Candidates& reached, Candidates& kept, bool with_weights) {
     kept.begin(reached.count);
     for (long i = 0; i < reached.count; i += LANES) {

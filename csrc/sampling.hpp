@@ -27,7 +27,7 @@ struct TokenMasks {
     long num_words;
 };
 
-// Of some rows of logits, the logprob and the rank of one token and of the `counts[i]` most likely ones. ids, logprobs and
+// For some rows of logits, the logprob and the rank of one token and of the `counts[i]` most likely ones. ids, logprobs and
 // ranks [num_rows, width]; entries past a row's 1 + counts[i] are left unchanged.
 struct TopLogprobs {
     const float* logits;

@@ -37,7 +37,7 @@ class Weights {
 public:
     static constexpr long BLOCK = 512;
 
-    // Of `count` tokens; logits(i) gives those of tokens i to i + 15, anything behind the last one.
+    // Weights of `count` tokens; logits(i) gives those of tokens i to i + 15, anything behind the last one.
     template <typename SomeLogits>
     void of(long count, const Scale& scale, SomeLogits logits) {
         float* weights = begin(count);

@@ -50,7 +50,7 @@ inline Floats rough_power(Floats t, float half_step = 0.0f) {
 #endif
 
 #ifdef __AVX512BF16__
-// That rounded to bfloat16, in the upper half of each float, something in the lower half. sqrt(2) * 2^f lies in [1, 2], where
+// The same rounded to bfloat16, in the upper half of each float, something in the lower half. sqrt(2) * 2^f lies in [1, 2], where
 // rounding is to add 2^-8 and to cut.
 inline __m512i power_bf16(Floats t) { return (__m512i)rough_power(t, 0x1p-8f); }
 #endif

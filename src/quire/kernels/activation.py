@@ -15,7 +15,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up for gate_up [..., 2 * width], gate in the first half. Shazeer 2020 (SwiGLU)."""
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
-    divisor = wide.neg().exp_().add_(1.0)  # in place: fresh pages cost more than the arithmetic
+    divisor = wide.neg().exp_().add_(1.0)  # no new tensor: fresh pages cost more than the arithmetic
     return torch.div(wide, divisor, out=divisor).to(gate.dtype).mul_(up)
 
 

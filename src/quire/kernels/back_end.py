@@ -91,7 +91,7 @@ TORCH = BackEnd(
     sampling=sampling_ops.TORCH,
 )
 REFERENCE = replace(TORCH, name="reference", paged_attention=paged_attention.reference)
-NAMES = ("cpp", "torch", "reference")  # of the CPU's
+NAMES = ("cpp", "torch", "reference")  # back ends of CPUs
 
 
 def choose_back_end(

@@ -31,8 +31,8 @@ class ExpertSplit(NamedTuple):
     """
 
     num_outputs: int
-    routed: GatherHook | None  # of the experts that are chosen, which all have the same inner width
-    shared: GatherHook | None  # of the shared expert
+    routed: GatherHook | None  # inner columns of the chosen experts, all of one width
+    shared: GatherHook | None  # inner columns of the shared expert
     sums: SumHook | None = None
 
 

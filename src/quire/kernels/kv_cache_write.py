@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.kv_quantization import ONES, KVScales, as_bytes, encode, is_quantized
 from quire.kernels.paged_attention import Heads
 
-POSITIONS_AT_ONCE = 1 << 14  # of a rotary table under construction: 4 MiB with heads of 128
+POSITIONS_AT_ONCE = 1 << 14  # rows of a rotary table made at a time: 4 MiB with heads of 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RotarySpec:
     heads: Heads
     cos_sin: Tensor | None = None  # as in `rotary_table`; None: no rotation
     is_interleaved: bool = False   # pairs of dimensions are (2i, 2i + 1), else (i, rotary_dim / 2 + i)
-    kv_scales: KVScales = ONES     # of an 8-bit cache that stores none
+    kv_scales: KVScales = ONES     # where an 8-bit cache stores none
 
     def __post_init__(self) -> None:
         if self.cos_sin is not None:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # element of each dtype
 SMALLEST_MAGNITUDE = 1e-30  # a head with smaller numbers is stored as zeros with a scale of 0
-NAN_BITS = 0x7F             # of e4m3
-TOKENS_PER_PARTITION = 256  # that share their steps of integer weights, in NUM_WEIGHT_GROUPS groups
-TOKENS_PER_QUAD = 4         # of consecutive tokens of a group
+NAN_BITS = 0x7F             # a NaN in e4m3
+TOKENS_PER_PARTITION = 256  # they share steps of integer weights, in NUM_WEIGHT_GROUPS groups
+TOKENS_PER_QUAD = 4         # consecutive tokens of a group
 NUM_WEIGHT_GROUPS = 4
 LARGEST_WEIGHT = 255
 

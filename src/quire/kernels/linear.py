@@ -28,7 +28,7 @@ DISTINCT_OUTPUTS = 256    # rows of the probe's weight before they repeat: a voc
 Activation = Literal[
     "none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "relu"
 ]  # fmt: skip
-GATED: tuple[Activation, ...] = (  # of two layers, gate and up
+GATED: tuple[Activation, ...] = (  # two layers each, gate and up
     "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul"
 )  # fmt: skip
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -88,7 +88,7 @@ def make_linear(
     dtype: torch.dtype | None = None,
     activation: Activation = "none",
 ) -> Linear:
-    """Return a layer in PyTorch for a weight of any format; arguments as of `PackedLinear`.
+    """Return a layer in PyTorch for a weight of any format; arguments as in `PackedLinear`.
 
     A weight without int8 activations is expanded here, once, and kept as a dense one. Raises ConfigError for
     an unknown format.

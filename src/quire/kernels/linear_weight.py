@@ -34,18 +34,18 @@ class LinearWeight:
     last group may have fewer, and a longer group than the row is the row.
     """
 
-    format: str                              # by which a back end chooses its kernel
+    format: str                              # a back end chooses its kernel for it
     data: tuple[Tensor, ...]
     out_features: int
     in_features: int
     scales: Tensor | None = None             # float32 [out_features, num_groups]
-    zero_points: Tensor | int | None = None  # of integers: uint8, shaped as the scales; or one for all
+    zero_points: Tensor | int | None = None  # integers alone: uint8, shaped as the scales; or one for all
     group_size: int = 0
     group_index: Tensor | None = None        # int32 [in_features], each input's group; None: groups are consecutive
     activation_group_size: int = 0           # inputs of a row that share a scale of int8 activations; 0: not quantized
-    minimums: Tensor | None = None           # of integers, in place of zero points: float32, shaped as the scales
-    codebook: Tensor | None = None           # of codebook4: float32 [16]
-    dtype: torch.dtype | None = None         # of a quantized layer's inputs, results and expanded values: the model's
+    minimums: Tensor | None = None           # integers alone, in place of zero points: float32, shaped as the scales
+    codebook: Tensor | None = None           # codebook4 alone: float32 [16]
+    dtype: torch.dtype | None = None         # inputs, results and expanded values of a quantized layer: the model's
 
     def __post_init__(self) -> None:
         if self.format in QUANTIZED_FORMATS:

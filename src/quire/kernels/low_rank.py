@@ -46,7 +46,7 @@ class LowRankPart(NamedTuple):
     up: Up              # float32 [num_rows, num_outputs] of [num_rows, rank]
     first_input: int    # the first of A's outputs
     rank: int
-    first_output: int   # of a gated layer: gates, then ups
+    first_output: int   # gated layers: gates, then ups
     num_outputs: int
 
 
@@ -55,8 +55,8 @@ class LowRankLayer:
     """The factors of one layer: A of all its parts, and a B for each; outputs of no part are unchanged."""
 
     down: Linear                       # A: [num_rows, rank], in the model's dtype
-    rank: int                          # of all parts together
-    num_outputs: int                   # of the layer: rows of its weight
+    rank: int                          # all parts together
+    num_outputs: int                   # rows of the layer's weight
     parts: tuple[LowRankPart, ...]
 
     def addend(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class FactorSizes(NamedTuple):
     """Sizes of the factors that a linear op may have."""
 
     width: int                         # inputs of A
-    num_outputs: int                   # of the op
+    num_outputs: int                   # outputs of the op
     parts: tuple[tuple[int, int], ...]  # the first output of each module that has factors of its own, and how many
 
 
@@ -109,8 +109,8 @@ class RowAdapters(NamedTuple):
 
     adapters: Sequence[AdapterWeights]
     of_row: Tensor                     # int32 [num_rows], indices of `adapters`, or slots; -1: none
-    slots: AdapterSlots | None = None  # of a device that has some
-    groups: object = None              # of the rows, by the slots
+    slots: AdapterSlots | None = None  # None: the device has none
+    groups: object = None              # rows by slot, as the slots group them
 
     def grouped(self) -> "RowAdapters":
         """Return them as layers need them: with the rows grouped by slot, if there are slots."""

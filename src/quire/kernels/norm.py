@@ -46,7 +46,7 @@ class TorchNorm:
         if self.centers and self.weight.dim() == 1:
             return F.layer_norm(summed, self.weight.shape, self.weight, self.bias, self.eps), summed
         wide = summed.float()
-        if self.centers:  # by the float32 kernel, since torch's takes the same weights for all rows
+        if self.centers:  # the float32 kernel, since torch's takes the same weights for all rows
             return (F.layer_norm(wide, self.weight.shape[1:], eps=self.eps) * self.weight.float()).to(x.dtype), summed
         inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)
         if self.offset is not None:

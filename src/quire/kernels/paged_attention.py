@@ -69,7 +69,7 @@ class AttentionSpec:
     softcap: float = 0.0         # scores become softcap * tanh(score / softcap); 0: unchanged
     sinks: Tensor | None = None  # [num_heads] float32: the score of one more key, with a value of zeros (OpenAI 2025)
     is_causal: bool = True       # False: a token also sees as many tokens after itself as before itself
-    kv_scales: KVScales = ONES   # of an 8-bit cache that stores none
+    kv_scales: KVScales = ONES   # where an 8-bit cache stores none
 
     def __post_init__(self) -> None:
         assert self.scale > 0, f"scale {self.scale}"
@@ -108,7 +108,7 @@ class AttentionBackEnd:
     make: Callable[[Callable[..., Tensor]], Attend]
     serves: Callable[[torch.dtype, int], bool]  # heads of a dtype and a size
     shapes: str                              # the dtypes and head sizes that `serves` accepts, for errors
-    features: frozenset[str] = frozenset()   # those of `AttentionSpec.features` that it computes
+    features: frozenset[str] = frozenset()   # the part of `AttentionSpec.features` that it computes
     is_capturable: bool = True               # a step can be captured as a CUDA graph
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from quire.kernels.linear_weight import CODEBOOK4, FP8, INT4, INT8, LinearWeight
 
-ACTIVATION_LIMIT = 127  # of int8 activations; the least value is its negative
+ACTIVATION_LIMIT = 127  # largest int8 activation; the least is its negative
 SMALLEST_ABSMAX = 1e-30  # below it a group of activations counts as zeros: its scale's reciprocal would overflow
-ZERO_POINTS = {INT8: 128, INT4: 8}  # of weights that are quantized here
-NARROW_SCALE = 0.9  # of int4: clips a group's extreme, and rounds the others finer; decision 0018
+ZERO_POINTS = {INT8: 128, INT4: 8}  # weights that are quantized here
+NARROW_SCALE = 0.9  # int4: clips a group's extreme, and rounds the others finer; decision 0018
 WHOLE_NUMBERS = 1.5 * 2**23  # from 2^23 to 2^24 float32 has nothing else
 ELEMENTS_AT_ONCE = (1 << 15) - 1  # being quantized or expanded: too few for torch to start its threads
 ELEMENTS_AT_ONCE_ON_GPU = 1 << 24  # 64 MiB for each tensor of float32 on the way
-ROWS_AT_ONCE = 256  # of a weight that is being quantized, by one thread of ours
+ROWS_AT_ONCE = 256  # rows of a weight that a thread quantizes at a time
 
 
 def expand(weight: LinearWeight) -> Tensor:
@@ -143,7 +143,7 @@ def round_to_nearest(
             data[rows], scales[rows] = _round_rows(weight[rows].float(), size, zero)
 
     if is_on_host:
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # which meet once, and not after every operation
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # threads meet once, and not after every operation
             list(pool.map(lambda first: round_some(first, ROWS_AT_ONCE), range(0, out_features, ROWS_AT_ONCE)))
     else:
         round_some(0, out_features)

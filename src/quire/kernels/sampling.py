@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quire.kernels.ranking import order_keys, top_tokens
 
-SETTINGS = np.dtype([          # of a row's draw, 32 bytes
+SETTINGS = np.dtype([          # a row's draw, 32 bytes
     ("top_ps", np.float64),       # 1 is off
-    ("uniforms", np.float64),     # in [0, 1)
+    ("uniforms", np.float64),     # [0, 1)
     ("temperatures", np.float32),  # 0: the highest logit, and nothing else counts
     ("log_min_ps", np.float32),   # minus infinity is off
     ("top_ks", np.int64),         # from 1; the vocabulary's size is off
@@ -91,7 +91,7 @@ def _cut(logits: Tensor, weights: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_p == 1:
         return ids
     sums = weights[ids].double().cumsum(dim=0)
-    total = float(sums[-1]) if is_top_k else 1.0  # of all tokens, softmax makes it 1
+    total = float(sums[-1]) if is_top_k else 1.0  # softmax makes the sum over all tokens 1
     return ids[: 1 + int((sums[:-1] < top_p * total).sum())]
 
 

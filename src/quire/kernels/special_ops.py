@@ -33,7 +33,7 @@ class TakeHeadsOp:
     """query, key and value of a part of the heads, consecutive ones: views."""
 
     name: str
-    heads: Heads                # of all
+    heads: Heads                # all heads
     first: tuple[int, int]      # the first query head, and the first KV head
     taken: Heads
     query: str = "query"

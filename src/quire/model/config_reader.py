@@ -6,12 +6,12 @@ from typing import TypeVar
 from quire.core.errors import ModelError
 
 CONFIG_FILE = "config.json"
-MAX_SIZE = 2**24               # of vocabularies and widths: far past any real model, far from any overflow
+MAX_SIZE = 2**24               # vocabularies and widths: far past any real model, far from any overflow
 MAX_LAYERS = 4096
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of epsilons, factors and thetas: what float32 can divide by
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # epsilons, factors and thetas: what float32 can divide by
 MAX_POSITIONS = 2**24  # float32, in which angles are computed, holds every integer up to here
 MAX_HEAD_DIM = 2**16
-MAX_NAMES, MAX_NAME_CHARACTERS = 2**14, 512  # in a list of modules
+MAX_NAMES, MAX_NAME_CHARACTERS = 2**14, 512  # limits of a list of modules
 LAYER_TYPES = "sliding_attention", "full_attention"
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ class LayerKV:
 
     num_heads: int
     head_dim: int
-    dtype: str                       # of the stored elements; a torch dtype's name
-    scale_dtype: str | None = None   # of one scale per token and head; None: no scales
+    dtype: str                       # stored elements; a torch dtype's name
+    scale_dtype: str | None = None   # one scale per token and head; None: no scales
     window: int | None = None        # tokens that a token sees, itself included; None: all
 
     @property
@@ -64,7 +64,7 @@ class KVGeometry:
 
     @property
     def sliding_window(self) -> int | None:
-        """The widest window, as of `widest_window`."""
+        """The widest window, as in `widest_window`."""
         return widest_window([layer.window for layer in self.layers])
 
     def tensor_bytes(self, num_tokens: int) -> list[int]:

@@ -26,7 +26,7 @@ class ForwardBatch:
     context_lens: Tensor   # [S] int32, tokens that a sequence's last query may attend to, itself included
     block_tables: Tensor   # [S, max_blocks] int32
     token_types: Tensor | None = field(default=None, kw_only=True)  # [T] int64, 1 in a pair's second text; None: all 0
-    adapters: RowAdapters | None = field(default=None, kw_only=True)  # of the T tokens; None: the model alone
+    adapters: RowAdapters | None = field(default=None, kw_only=True)  # one per token; None: the model alone
 
     @property
     def tensors(self) -> list[Tensor]:

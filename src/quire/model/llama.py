@@ -36,7 +36,7 @@ WEIGHTS = WeightMap(
 def llama(
     config: ConfigReader, *, activation: Activation | None = None, partial_rotary: float | None = None
 ) -> DecoderSpec:
-    """Return the spec of a Llama. `activation`: read by a family of its own; `partial_rotary` as of `rope.py`."""
+    """Return the spec of a Llama. `activation`: read by a family of its own; `partial_rotary` as in `rope.py`."""
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
     has_head_dim = config.has("head_dim")
     head_dim = config.size("head_dim", limit=MAX_HEAD_DIM) if has_head_dim else config.divided("hidden_size", num_heads)

@@ -76,9 +76,9 @@ def build_decoder(
     kv_cache_dtype: str = "auto",
     ranks: Ranks | None = None,
 ) -> Decoder:
-    """Return the decoder of a spec with the weights of a checkpoint; positions as of `load_model`.
+    """Return the decoder of a spec with the weights of a checkpoint; positions as in `load_model`.
 
-    `weight_format`: that of the linear layers; None: dense. `ranks` as of `load_model`; ConfigError if the model cannot
+    `weight_format`: that of the linear layers; None: dense. `ranks` as in `load_model`; ConfigError if the model cannot
     be split like that.
 
     Raises ModelError for a tensor that is missing, of another shape, of integers, or not finite in `dtype`.

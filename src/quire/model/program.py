@@ -33,10 +33,10 @@ OFFSETS: dict[NormKind, float] = {"rms_float": 0.0, "rms_offset": 1.0}  # added 
 class ProgramInputs:
     """Inputs that the layers of a decoder share, besides its spec."""
 
-    cos_sin: Mapping[Rotary, Tensor]   # as of `rotary_table`, for each of `spec.rotaries`
+    cos_sin: Mapping[Rotary, Tensor]   # as in `rotary_table`, for each of `spec.rotaries`
     progress: Tensor                   # [1] int64, one more after each layer
-    ranks: Ranks | None = None         # of tensor parallelism; None: one
-    reads_kv_scales: bool = False      # of the KV cache's elements, from the checkpoint; else they are 1
+    ranks: Ranks | None = None         # tensor parallelism; None: one rank
+    reads_kv_scales: bool = False      # scales of an 8-bit KV cache are the checkpoint's; else 1
 
 
 def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs) -> Program:
@@ -263,7 +263,7 @@ class LayerBuilder:
         routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
         found, split = list[Expert](), None
         if ranks is not None and ranks.shard.mode == "reduce":
-            columns: dict[int, Range] = {}  # by the inner width: experts of equal width are cut alike
+            columns: dict[int, Range] = {}  # inner width -> columns: experts of equal width are cut alike
             for up, down in shapes.experts:
                 *layers, inner = _partial_layers(up, down, weights, ranks.shard, torch.float32, columns.get(down.width))
                 columns[down.width] = inner

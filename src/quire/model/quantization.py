@@ -17,7 +17,7 @@ Method = Literal["none", OnlineMethod, CheckpointMethod]
 Activations = Literal["int8", "bfloat16"]
 ONLINE_METHODS: tuple[OnlineMethod, ...] = get_args(OnlineMethod)
 CHECKPOINT_METHODS: tuple[CheckpointMethod, ...] = get_args(CheckpointMethod)
-CONFIG_KEYS = ("quantization_config", "compression_config")  # of config.json; the second in old folders
+CONFIG_KEYS = ("quantization_config", "compression_config")  # keys of config.json; the second in old folders
 
 DEFAULT_GROUP_SIZE = 128
 MIN_GROUP_SIZE = 32
@@ -49,7 +49,7 @@ class WeightScheme:
 class TableBlocks(NamedTuple):
     """Blocks of an embedding table that a CPU keeps as they are stored, unless the model's dtype is float16."""
 
-    num_elements: int  # of a block
+    num_elements: int  # elements of a block
     num_bytes: int
 
 
@@ -58,7 +58,7 @@ class Quantization:
     """Quantization of a model."""
 
     method: str = "none"
-    layers: WeightScheme = WeightScheme()  # of a checkpoint's, that of most
+    layers: WeightScheme = WeightScheme()  # the scheme of most layers
     head: WeightScheme = WeightScheme()
     table: TableBlocks | None = None       # None: the embedding table is of floats
 

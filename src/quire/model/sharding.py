@@ -15,7 +15,7 @@ from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
 from quire.model.spec import DecoderSpec, LayerSpec
 
-ADDED_BYTES = 64 << 10  # of a rank's partial sums, which one exchange moves; of more, two (csrc/gather.cpp)
+ADDED_BYTES = 64 << 10  # partial sums of a rank that one exchange moves; more take two (csrc/gather.cpp)
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
 Range = tuple[int, int]  # [start, stop)
 Mode = Literal["gather", "reduce"]

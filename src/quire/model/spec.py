@@ -31,7 +31,7 @@ Place = Literal[  # ops of a layer that a part may follow
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
 
 
-MAX_EXPERTS = 4096  # of a layer
+MAX_EXPERTS = 4096  # most experts of a layer
 
 
 class SpecError(ModelError):
@@ -97,22 +97,22 @@ class WeightMap:
     final_norm: str
     head: str = "lm_head"                   # or the last layer of a classifier
     classifier: str | None = None           # the layer before it; both have names without a prefix
-    classifier_norm: str | None = None      # of that layer's output, named like it
+    classifier_norm: str | None = None      # norm of that layer's output, named like it
     token_types: str | None = None          # embeddings of the two texts of a pair
     embedding_norm: str | None = None
     positions: str | None = None            # learned position embeddings
     query_norm: str | None = None           # `{head}`: the number of a head that has a module of its own
     key_norm: str | None = None
     sinks: str | None = None                # a tensor, its whole name
-    attention_output_norm: str | None = None     # of sublayers with norms around them
+    attention_output_norm: str | None = None     # sublayers with norms around them
     feed_forward_output_norm: str | None = None
-    experts: ExpertNames | None = None      # of layers with experts in place of a dense feed-forward
+    experts: ExpertNames | None = None      # layers with experts in place of a dense feed-forward
     project_in: str | None = None           # between embeddings and hidden states of another width
     project_out: str | None = None
     is_transposed: bool = False             # linear weights of layers are stored [in, out]
     is_qkv_grouped: bool = False            # the fused rows are, for each KV head, those of its queries, key and value
     other_heads: tuple[str, ...] = ()       # names of the head in other checkpoints, which count where they are found
-    skipped: tuple[str, ...] = ()           # in names of tensors of parts that are not served: vision
+    skipped: tuple[str, ...] = ()           # parts of names of tensors that are not served: vision
     harmless: tuple[str, ...] = ()          # ends of names that checkpoints have and no layer reads
 
 
@@ -128,7 +128,7 @@ class Rotary:
     ramp: tuple[float, float] | None = None  # YaRN: the last pair that is kept, the first that is interpolated
     scale: float = 1.0                      # multiplies cosines and sines (YaRN's attention factor)
     dynamic: tuple[int, float] | None = None  # dynamic NTK: original length, factor
-    divisors: tuple[float, ...] | None = None  # of each pair's frequency
+    divisors: tuple[float, ...] | None = None  # one for each pair's frequency
     long: tuple[int, tuple[float, ...]] | None = None  # longrope: original length, divisors of longer sequences
     is_interleaved: bool = False            # pairs are dimensions (2i, 2i + 1), else (i, head_dim / 2 + i)
 
@@ -165,7 +165,7 @@ class Experts:
     expert: FeedForward
     is_normalized: bool                # the weights of a token's experts sum to 1
     has_router_bias: bool = False
-    shared: FeedForward | None = None  # of every token, times the sigmoid of a score of its own
+    shared: FeedForward | None = None  # used by every token, times the sigmoid of a score of its own
 
     def __post_init__(self) -> None:
         if self.num_active > self.num_experts:
@@ -214,13 +214,13 @@ class LayerSpec:
     is_query_key_norm_over_heads: bool = False  # all heads of a token together
     is_query_key_norm_by_head: bool = False     # each head has weights of its own, and no bias
     is_parallel: bool = False                   # attention and feed-forward read the same stream
-    residual_multiplier: float = 1.0            # of what each sublayer adds to the stream
+    residual_multiplier: float = 1.0            # factor on what each sublayer adds to the stream
     softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: none
     has_sinks: bool = False                     # a score for each head, of one more key without values
     qkv_limit: float = 0.0                      # normed queries, keys, and values are clipped to +- limit; 0: not
     position_scale: tuple[float, int] | None = None  # b, n: queries times 1 + b * log(1 + position // n)
     has_rotary: bool = True                     # False: no positions in this layer
-    rotary: Rotary | None = None                # of this layer alone; None: the decoder's
+    rotary: Rotary | None = None                # this layer's alone; None: the decoder's
     is_causal: bool = True                      # False: a token attends to those after it as well
     parts: tuple[Part, ...] = ()
 
@@ -240,7 +240,7 @@ class Classifier:
 
     num_labels: int
     activation: Activation | Literal["tanh"]
-    has_bias: bool = True              # of the first layer
+    has_bias: bool = True              # the first layer has one
     pooling: PoolingOfTexts = "cls"
 
 
@@ -263,7 +263,7 @@ class DecoderSpec:
     position_offset: int = 0                    # rows of the position table before position 0
     embedding_size: int = 0                     # 0: hidden_size; else projected in and out
     norm_has_weight: bool = True
-    norm_has_bias: bool = True                  # of a LayerNorm
+    norm_has_bias: bool = True                  # LayerNorms alone
     has_final_norm: bool = True
     is_head_tied: bool = False                  # the head is the embedding table
     has_head: bool = True                       # False: a base model; its hidden states are pooled
@@ -362,7 +362,7 @@ class DecoderSpec:
 
     @property
     def sliding_window(self) -> int | None:
-        """The widest window, as of `widest_window`."""
+        """The widest window, as in `widest_window`."""
         return widest_window(self.windows)
 
 

@@ -24,7 +24,7 @@ class ExpertReads(NamedTuple):
     num_experts: int
     num_active: int
     share: float
-    num_weights: int  # of linear layers and the head, that a step of one token reads
+    num_weights: int  # linear layers and the head: read by a step of one token
 
     def weights(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the weights that numbers of tokens read, divided by those of one, if experts are chosen by chance."""

@@ -125,7 +125,7 @@ class WeightReader:
     def partial_linear(
         self, shape: LinearShape, inputs: Callable[[int], Range], *, dtype: torch.dtype | None, has_bias: bool
     ) -> tuple[Linear, Range]:
-        """Return the layer of some inputs, and these inputs. dtype as of `linear`; `has_bias`: with the shape's bias.
+        """Return the layer of some inputs, and these inputs. dtype as in `linear`; `has_bias`: with the shape's bias.
 
         `inputs` is called with the number of inputs at multiples of which the weight can be cut. Tensors are read, and
         quantized, whole. Raises ConfigError for inputs that cut groups with one scale.

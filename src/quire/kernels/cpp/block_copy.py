@@ -16,7 +16,7 @@ def copy_blocks(src_caches: list[Tensor], dst_caches: list[Tensor], src: Tensor,
     src, dst = src.contiguous(), dst.contiguous()
     for block_bytes, own_sources, own_targets in plain.by_block_bytes(src_caches, dst_caches):
         sources, destinations = ([cache.data_ptr() for cache in pool] for pool in (own_sources, own_targets))
-        if sources == destinations and set(src.tolist()) & set(dst.tolist()):  # which no plan asks for
+        if sources == destinations and set(src.tolist()) & set(dst.tolist()):  # no plan asks for it
             plain.copy_blocks(own_sources, own_targets, src, dst)
             continue
         assert sources == destinations or not set(sources) & set(destinations), "pools that share memory"

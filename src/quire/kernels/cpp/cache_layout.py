@@ -26,8 +26,8 @@ from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.support import serves_head_dim
 
 Shape = tuple[int, ...]
-DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn)  # of elements
-STORED = (KVDtype("bfloat16"), KVDtype("float32"), *QUANTIZED.values())    # that a cache may have
+DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn)  # element types
+STORED = (KVDtype("bfloat16"), KVDtype("float32"), *QUANTIZED.values())    # storages of a cache
 SCALE_BYTES = 4
 _FORMATS = {
     (torch.int8, True): _kernels.KV_FORMATS["int8_scaled"],

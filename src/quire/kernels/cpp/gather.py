@@ -11,7 +11,7 @@ from quire.kernels.cpp.linear import CppLinear
 
 InterruptedExchangeError = _kernels.InterruptedExchangeError
 HEADER_BYTES = _kernels.RankGroup.header_bytes
-REGION_BYTES = 4 << 20  # of each of the two regions, unless a row is longer; more rows are exchanged in parts
+REGION_BYTES = 4 << 20  # each of two regions, unless a row is longer; more rows are exchanged in parts
 
 
 class CppGather:

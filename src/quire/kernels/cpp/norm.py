@@ -14,7 +14,7 @@ _RMS_NORM, _LAYER_NORM = pair("rms_norm"), pair("layer_norm")
 
 
 class CppNorm:
-    """RMSNorm or, with `centers`, LayerNorm; parameters as of `norm.TorchNorm`, called as `norm.Norm` says."""
+    """RMSNorm or, with `centers`, LayerNorm; parameters as in `norm.TorchNorm`, called as `norm.Norm` says."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, offset: float | None = None

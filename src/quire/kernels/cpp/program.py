@@ -80,9 +80,9 @@ class Buffers:
 
     def __init__(self) -> None:
         self.inputs: dict[str, int] = {}            # what the stretch reads of ops before it
-        self._views: list[View] = []                # by index; of memory of its own, base is its index
+        self._views: list[View] = []                # at its index; memory of its own has its index as base
         self._bound: dict[str, int] = {}            # the index of each name at this point
-        self._own: dict[tuple[str, int], int] = {}  # by name and width
+        self._own: dict[tuple[str, int], int] = {}  # name, width -> index
         self.linears: list[str] = []                # names of linear ops, by number
 
     def read(self, name: str, width: int, head_dim: int | None = None) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-SHARED_BYTES = 40 << 10  # that a kernel may have beside up to 8 KiB of its own; more must be asked for
+SHARED_BYTES = 40 << 10  # limit of a kernel beside up to 8 KiB of its own; more must be asked for
 
 
 @cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.core.errors import ConfigError
 
-FOLDERS = ("nvidia/cuda_nvrtc/lib", "nvidia/cu12/lib", "nvidia/cu13/lib")  # of pip's packages; torch's wheels need one
+FOLDERS = ("nvidia/cuda_nvrtc/lib", "nvidia/cu12/lib", "nvidia/cu13/lib")  # pip's packages; torch's wheels need one
 
 
 @cache

@@ -43,7 +43,7 @@ __device__ inline Element to_element(float x) {  // to the nearest, ties to even
 constexpr int NUM_THREADS = 128, WARP = 32, NUM_WARPS = NUM_THREADS / WARP;
 constexpr int VECTOR = 16 / sizeof(Element), NUM_VECTORS = HEAD_DIM / VECTOR;
 constexpr int GROUP = BLOCK_SIZE < WARP ? WARP / BLOCK_SIZE : 1;       // threads of a key
-constexpr int VECTORS_PER_THREAD = (NUM_VECTORS + GROUP - 1) / GROUP;  // of a key
+constexpr int VECTORS_PER_THREAD = (NUM_VECTORS + GROUP - 1) / GROUP;  // vectors of a key
 __device__ constexpr int power_of_2(int least) { return least <= 1 ? 1 : 2 * power_of_2((least + 1) / 2); }
 constexpr int LANES = power_of_2(NUM_VECTORS) < WARP ? power_of_2(NUM_VECTORS) : WARP;  // threads of a value
 constexpr int VECTORS_PER_LANE = (NUM_VECTORS + LANES - 1) / LANES;
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) attend(
     int table_stride, long long token_stride, long long head_stride, float scale, int window) {
   const int head = blockIdx.x, sequence = blockIdx.y, partition = blockIdx.z;
   const int token = query_starts[sequence], context = context_lens[sequence];
-  const int begin = partition_begin(partition), behind = partition_begin(partition + 1);  // of v1: 0
+  const int begin = partition_begin(partition), behind = partition_begin(partition + 1);  // v1: 0
   const int end = PARTITION > 0 && behind < context ? behind : context;
   if (query_starts[sequence + 1] - token != 1 || begin >= context) return;
   const int first_seen = window > 0 && context > window ? context - window : 0;
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) combine(
   for (int dim = threadIdx.x; dim < HEAD_DIM; dim += NUM_THREADS) {
     float sum = 0.0f;
     for (int i = 0; i < num_partitions; ++i) sum += weights[i] * partials[(row + i) * HEAD_DIM + dim];
-    const float mean = num_partitions > 1 ? sum / total : partials[row * HEAD_DIM + dim];  // of one: v1's bits
+    const float mean = num_partitions > 1 ? sum / total : partials[row * HEAD_DIM + dim];  // one partition: v1's bits
     out[((long long)token * gridDim.x + head) * HEAD_DIM + dim] = to_element(mean);
   }
 }

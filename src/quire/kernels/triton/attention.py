@@ -38,11 +38,11 @@ MAX_HEAD_DIM = 256
 SEGMENT = tl.constexpr(256)   # tokens of a segment, a multiple of every key tile
 NUM_SHORT = tl.constexpr(16)  # segments of so many; beyond, each doubling of the context has half as many
 NUM_PROGRAMS = 2048           # about four on each of 132 processors, with as much again for uneven items
-DECODE_ITEMS, CHUNK_ITEMS = 1024, 264  # that a plan aims at: two to three rounds of as many programs as fit a card
+DECODE_ITEMS, CHUNK_ITEMS = 1024, 264  # aims of a plan: two to three rounds of as many programs as fit a card
 DECODE_ROWS = 16              # least height of a product on matrix units
-MAX_SCRATCH_BYTES = 256 << 20  # of what chunks leave behind to be added up; where it is more, tiles are many anyway
+MAX_SCRATCH_BYTES = 256 << 20  # partial results of chunks; where there are more, tiles are many anyway
 
-VARYING = ("num_seqs", "table_stride", "max_parts", "num_heads")  # by the step: they get no kernels of their own
+VARYING = ("num_seqs", "table_stride", "max_parts", "num_heads")  # vary with the step, get no kernels of their own
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -227,7 +227,7 @@ def _plan(
 def _count_segments(context_len):
     """Do what `count_segments` does, for any tensor: the number of segments that begin before `context_len`."""
     last = (context_len - 1) // SEGMENT  # the last token, in units
-    octave = (tl.maximum(last, NUM_SHORT).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 131  # of 16 units: 0
+    octave = (tl.maximum(last, NUM_SHORT).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 131  # 16 units: octave 0
     later = NUM_SHORT + octave * (NUM_SHORT // 2) + (last - (NUM_SHORT << octave)) // (2 << octave) + 1
     return tl.where(last < NUM_SHORT, last + 1, later)
 
@@ -462,7 +462,7 @@ def _attend_kernel(
     kv_head, num_items = tl.program_id(1), tl.load(plan + num_seqs)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        item = num_items - 1 - number  # those that see most begin first
+        item = num_items - 1 - number  # items that see most begin first
         sequence, first_token, num_queries, offset, part, num_parts = _item(plan, query_starts, item, num_seqs, TOKENS)
         context_len = tl.load(context_lens + sequence)
         queries = offset + rows // ROWS_PER_TOKEN
@@ -477,7 +477,7 @@ def _attend_kernel(
         )
         first_position = context_len - num_queries + offset
         positions = tl.where(is_row, context_len - num_queries + queries, -1)
-        end = tl.minimum(first_position + TOKENS, context_len)  # of what the tile sees
+        end = tl.minimum(first_position + TOKENS, context_len)  # end of what the tile sees
         first_seen = first_position * 0
         if WINDOW > 0:
             first_seen = tl.maximum(first_position - WINDOW + 1, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels import block_copy as plain
 
-WORDS = 2048         # of 8 bytes, that a program moves at a time
+WORDS = 2048         # words of 8 bytes that a program moves at a time
 COPY_PROGRAMS = 4096  # more would wait for these
 SWAP_PROGRAMS = 32
 

@@ -58,7 +58,7 @@ def few_rows_product(
 ) -> Tensor:
     """Return layer(norm(x)) + residual, [num_rows, num_outputs] of x's dtype; the sum takes the place of the residual.
 
-    x: [num_rows, in_features], at most MAX_ROWS; norm: an RMSNorm. Both are as of single ops, but for the
+    x: [num_rows, in_features], at most MAX_ROWS; norm: an RMSNorm. Both are as in single ops, but for the
     rounding of normed inputs.
     """
     assert residual is None or residual.is_contiguous()
@@ -125,7 +125,7 @@ class SummedProducts:
     norm: NormOp
     second: LinearOp
     behind: tuple[()] | tuple[SplitHeadsOp, RotaryWriteOp]
-    dead: tuple[tuple[str, ...], ...]  # after each of the single ops, as of a program
+    dead: tuple[tuple[str, ...], ...]  # after each of the single ops, as in a program
 
     @property
     def ops(self) -> tuple[Op, ...]:

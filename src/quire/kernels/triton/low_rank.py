@@ -24,7 +24,7 @@ from quire.kernels.triton.products import pack, product, tile_height
 from quire.kernels.triton.row_groups import RowGroups, add_in_order, group_rows
 
 RANK_MULTIPLE = 16  # rows of B are read 16 bytes at a time
-NUM_PARTS = 8       # of A's inputs, where they can be cut into as many
+NUM_PARTS = 8       # parts of A's inputs, where they can be cut into as many
 
 
 class SlotGroups(NamedTuple):

@@ -13,7 +13,7 @@ MAX_WIDTH = 1 << 16
 
 
 class TritonNorm:
-    """RMSNorm or, with `centers`, LayerNorm; parameters as of `norm.TorchNorm`, called as `norm.Norm` says."""
+    """RMSNorm or, with `centers`, LayerNorm; parameters as in `norm.TorchNorm`, called as `norm.Norm` says."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, offset: float | None = None

@@ -30,7 +30,7 @@ from quire.kernels.triton.row_groups import RowGroups
 LEAST_SLICE = 32   # the least depth of a product of int8 on matrix units
 COLUMNS = 64       # outputs of a tile
 FEW_ROWS = 16      # the least height of a product on matrix units
-EXACT_ROWS = 64    # of a tile, whatever the number of rows
+EXACT_ROWS = 64    # rows of a tile, however many there are
 
 LIMIT, SMALLEST = tl.constexpr(float(ACTIVATION_LIMIT)), tl.constexpr(SMALLEST_ABSMAX)
 ROUNDING = tl.constexpr(WHOLE_NUMBERS)
@@ -49,7 +49,7 @@ class PackedWeight:
     format: str
     out_features: int
     in_features: int
-    dtype: torch.dtype    # of inputs, and of expanded values
+    dtype: torch.dtype    # inputs, and expanded values
     slice_size: int
     group_size: int
     ratio: int = 1
@@ -237,7 +237,7 @@ def _product_kernel(
         is_row, is_column, x_stride, element_stride, num_inputs, num_groups, addend_stride,
         FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, SHARED_BY, ROWS, COLUMNS,
     )  # fmt: skip
-    if ACTIVATION != "none":  # of what a layer without it would have stored
+    if ACTIVATION != "none":  # applied to what a layer without it would have stored
         values = sums.to(out.dtype.element_ty)
         ups = values
         if IS_GATED:
@@ -317,7 +317,7 @@ def _fold(
         if zeros is not None:
             zero = tl.load(zeros + place, mask=is_scale, other=0).to(tl.int32)[None, :]
         if IS_A8:
-            CENTER: tl.constexpr = 128 if FORMAT == "int8" else 0  # of the elements, so that they are signed
+            CENTER: tl.constexpr = 128 if FORMAT == "int8" else 0  # taken off elements, so that they are signed
             signed = (some.to(tl.int32) - CENTER).to(tl.int8)
             exact = tl.dot(tile, signed, exact, out_dtype=tl.int32)
             is_group = is_row & (group < num_groups)

@@ -49,7 +49,7 @@ def choose_tokens(logits: Tensor, draws: NDArray[np.void] | Tensor | None = None
     assert vocab_size <= MAX_VOCAB_SIZE, f"a vocabulary of {vocab_size}, at most {MAX_VOCAB_SIZE} can be summed"
     is_cut = isinstance(draws, Tensor) or bool(((draws["top_ks"] < vocab_size) | (draws["top_ps"] < 1)).any())
     table = draws if isinstance(draws, Tensor) else torch.from_numpy(pack_settings(draws))
-    if logits.is_cuda and not table.is_cuda:  # in one upload
+    if logits.is_cuda and not table.is_cuda:  # one upload
         table = table.pin_memory().to(logits.device, non_blocking=True)
     block = min(BLOCK, triton.next_power_of_2(vocab_size))
     num_tiles = triton.cdiv(vocab_size, block)
@@ -59,7 +59,7 @@ def choose_tokens(logits: Tensor, draws: NDArray[np.void] | Tensor | None = None
         return torch.empty(count, dtype=dtype, device=logits.device)
 
     bests, sums, tokens = scratch(num_rows * num_tiles), scratch(num_rows * num_tiles), scratch(num_rows)
-    bins = scratch(num_cut * (2 * NUM_BINS.value + 1)).zero_()  # of a row: weights, counts; then all rows' candidates
+    bins = scratch(num_cut * (2 * NUM_BINS.value + 1)).zero_()  # each row: weights, counts; then all rows' candidates
     found = scratch(num_cut * CAPACITY, torch.int32)
     row = (logits, table, table.view(torch.float32), table.view(torch.int64), bests, vocab_size, logits.stride(0))
     tiles = {"NUM_TILES": triton.next_power_of_2(num_tiles), "BLOCK": block, "num_warps": 8}
@@ -182,7 +182,7 @@ def _collect_kernel(
         tl.store(sums + index * num_tiles + tile, tl.sum(tl.where(places < first, weights, 0), 0))
         is_near = (weights > 0) & (((places >= first) & (places <= last)) | (places == k_bin))
         num = tl.sum(is_near.to(tl.int32), 0)
-        if num > 0:  # in any order
+        if num > 0:  # any order
             start = tl.atomic_add(num_found + index, num.to(tl.int64), sem="relaxed")
             at = start + tl.cumsum(is_near.to(tl.int32), 0) - 1
             tl.store(found + index * CAPACITY + at, ids, mask=is_near & (at < CAPACITY))

@@ -68,7 +68,7 @@ def require_tensor(
         )
 
 
-ELEMENTS_AT_ONCE = 1 << 22  # of a tensor that is converted: an embedding table in float32 may be gigabytes
+ELEMENTS_AT_ONCE = 1 << 22  # converted at a time: an embedding table in float32 may be gigabytes
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -17,7 +17,7 @@ from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, Vec
 from quire.model.spec import DecoderSpec
 
 PERIOD = (1 << 22) - 3  # a prime; 16 MiB
-_WIDEST = 3**0.5        # of uniform numbers with variance 1
+_WIDEST = 3**0.5        # bound of uniform numbers with variance 1
 
 
 class _Entry(NamedTuple):

@@ -12,7 +12,7 @@ from quire.model.spec import ACTIVATIONS, Classifier, DecoderSpec, FeedForward, 
 DEFAULT_LABELS = 2
 MAX_LABELS = 2**16
 NORM_EPS = 1e-12
-PADDING = 1  # of RoBERTa, where config.json leaves it out
+PADDING = 1  # RoBERTa, where config.json leaves it out
 WEIGHTS = WeightMap(
     prefixes=("bert.", ""),
     layer="encoder.layer.{layer}.",

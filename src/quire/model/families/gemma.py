@@ -17,9 +17,9 @@ from quire.model.spec import Activation, DecoderSpec
 HEAD_DIM = 256
 DEFAULT_WINDOW = 4096
 DEFAULT_SCALAR = 256  # default of query_pre_attn_scalar
-SCORE_SOFTCAP, LOGIT_SOFTCAP = 50.0, 30.0  # of Gemma 2, where config.json leaves them out; null means none
-FULL_THETA, WINDOWED_THETA = 1_000_000.0, 10_000.0  # of Gemma 3
-WINDOWED_LAYERS = 5  # of Gemma 3, before each layer without a window
+SCORE_SOFTCAP, LOGIT_SOFTCAP = 50.0, 30.0  # Gemma 2, where config.json leaves them out; null means none
+FULL_THETA, WINDOWED_THETA = 1_000_000.0, 10_000.0  # Gemma 3
+WINDOWED_LAYERS = 5  # Gemma 3, before each layer without a window
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh_and_mul", "gelu_new": "gelu_tanh_and_mul"}
 OLD_ACTIVATIONS = ACTIVATIONS | {"gelu": "gelu_tanh_and_mul"}  # the first name of Gemma 1's activation
 AROUND = replace(

@@ -21,7 +21,7 @@ from quire.model.spec import (
 )
 
 MIXTRAL_THETA = 1_000_000.0
-NORM_EPS = 1e-5  # of Mixtral and OLMoE
+NORM_EPS = 1e-5  # Mixtral and OLMoE
 DEFAULT_LAST_WINDOWED = 28
 WEIGHTS = replace(LLAMA_WEIGHTS, experts=ExpertNames())
 W1, W2, W3 = (f"block_sparse_moe.experts.{{expert}}.w{number}" for number in (1, 2, 3))
