@@ -10,7 +10,7 @@ from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding import sampler
 from quire.decoding.sampler import SampledTokens, prompt_logprobs
-from quire.kernels.sampling_ops import SamplingOps
+from quire.kernels.sampling import SamplingOps
 
 SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]
 

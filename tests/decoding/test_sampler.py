@@ -17,7 +17,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.sampler import NOTHING_ALLOWED, SampledTokens, sample
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.philox import uniforms
-from quire.kernels.sampling_ops import SamplingOps
+from quire.kernels.sampling import SamplingOps
 
 SampleRows = Callable[..., SampledTokens]
 ANY_GRAMMAR = StructuredOutputsParams(regex=".*")  # the masks are made by the tests

@@ -9,7 +9,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.decoding.sampler import SampledTokens, sample
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.execution.row_results import num_accepted
-from quire.kernels.sampling_ops import SamplingOps
+from quire.kernels.sampling import SamplingOps
 
 VOCAB_SIZE, NUM_DRAFTS = 60, 7
 PARAMS = [

@@ -30,7 +30,7 @@ from quire.engine.requests.completion_builder import CompletionBuilder
 from quire.engine.requests.output_processor import OutputProcessor
 from quire.execution import worker
 from quire.execution.swapper import Swapper
-from quire.kernels.sampling_ops import SamplingOps
+from quire.kernels.sampling import SamplingOps
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch

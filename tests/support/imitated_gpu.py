@@ -30,10 +30,10 @@ from quire.kernels.block_copy import copy_blocks
 from quire.kernels.experts import Routing
 from quire.kernels.kv_cache_write import RotarySpec, write_kv
 from quire.kernels.linear_weight import DENSE, LinearWeight
+from quire.kernels.logits import mask_logits
 from quire.kernels.norm import TorchNorm
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, paged_attention
 from quire.kernels.sampling import choose_tokens
-from quire.kernels.token_masks import mask_logits
 from quire.kernels.triton import experts as triton_experts
 from quire.kernels.triton import linear as triton_linear
 from quire.kernels.triton import low_rank as triton_low_rank

@@ -25,7 +25,7 @@ from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.back_end import REFERENCE
 from quire.kernels.philox import uniforms
-from quire.kernels.sampling_ops import TORCH
+from quire.kernels.sampling import TORCH
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch

@@ -23,9 +23,8 @@ from quire.decoding.sampling_state import (
     TOKEN_LISTS,
     SamplingBatch,
 )
-from quire.kernels.penalties import Penalties
-from quire.kernels.sampling_ops import SamplingOps
-from quire.kernels.upload import upload
+from quire.kernels.logits import Penalties, upload
+from quire.kernels.sampling import SamplingOps
 
 FEW_TOKENS = 64
 LogitIndices = tuple[Tensor, Tensor]  # sample and token id of each index, both int64 [num], on the logits' device

@@ -40,7 +40,7 @@ from quire.decoding.sampling_state import (
     SCALED,
     SamplingBatch,
 )
-from quire.kernels.sampling_ops import TORCH, SamplingOps, Tokens
+from quire.kernels.sampling import TORCH, SamplingOps, Tokens
 
 CANDIDATES_AT_ONCE = 1 << 20  # arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
 NOT_FINITE = "the model gave logits that are NaN or infinite"

@@ -16,8 +16,7 @@ from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.bad_words import BadWords
 from quire.decoding.row_grammars import TokenMasks
-from quire.kernels.sampling import SETTINGS
-from quire.kernels.sampling_ops import SamplingOps
+from quire.kernels.sampling import SETTINGS, SamplingOps
 
 # Features of a row beyond the highest logit: the bits of `SamplingState.features`.
 SAMPLED = 1 << 0

@@ -25,7 +25,7 @@ from quire.kernels import (
     linear,
     low_rank,
     paged_attention,
-    sampling_ops,
+    sampling,
 )
 from quire.kernels import norm as norms
 from quire.kernels.cpp.back_end import cpp_ops, usable_isas
@@ -64,7 +64,7 @@ class BackEnd:
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], norms.Norm]
     embed: Callable[..., Tensor]
     all_finite: Callable[[Tensor], bool]
-    sampling: sampling_ops.SamplingOps
+    sampling: sampling.SamplingOps
     adapter_slots: Callable[..., low_rank.AdapterSlots] | None = None
     attention: AttentionBackEnd | None = None
 
@@ -88,7 +88,7 @@ TORCH = BackEnd(
     norm=norms.TorchNorm,
     embed=embedding.embed,
     all_finite=linear.all_finite,
-    sampling=sampling_ops.TORCH,
+    sampling=sampling.TORCH,
 )
 REFERENCE = replace(TORCH, name="reference", paged_attention=paged_attention.reference)
 NAMES = ("cpp", "torch", "reference")  # back ends of CPUs

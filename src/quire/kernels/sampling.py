@@ -1,15 +1,20 @@
-"""Token sampling: per row the highest logit, or a draw by temperature, min_p, top_k, top_p.
+"""Token sampling: per row the highest logit, or a draw by temperature, min_p, top_k, top_p; the ops of a back end.
 
 A row is computed by itself, so its token is the same whatever the batch: softmax in an order that its length alone
 decides (tested), sums in float64 one after the other.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.ranking import order_keys, top_tokens
+from quire.kernels.logits import Penalties, mask_logits, penalize
+from quire.kernels.philox import uniforms
+from quire.kernels.ranking import TopLogprobs, order_keys, top_logprobs, top_tokens
 
 SETTINGS = np.dtype([          # a row's draw, 32 bytes
     ("top_ps", np.float64),       # 1 is off
@@ -18,6 +23,20 @@ SETTINGS = np.dtype([          # a row's draw, 32 bytes
     ("log_min_ps", np.float32),   # minus infinity is off
     ("top_ks", np.int64),         # from 1; the vocabulary's size is off
 ])  # fmt: skip
+
+
+Tokens = NDArray[np.int64] | Tensor  # one per row; a tensor where the device has yet to choose them
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """One implementation of each op of sampling; a field has the signature of the function that `TORCH` names here."""
+
+    choose_tokens: Callable[..., Tokens]
+    uniforms: Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[np.float64]]
+    top_logprobs: Callable[..., TopLogprobs]
+    penalize: Callable[[Tensor, Penalties], None]
+    mask_logits: Callable[[Tensor, NDArray[np.int64], NDArray[np.uint32]], None]
 
 
 def pack_settings(draws: NDArray[np.void]) -> NDArray[np.float64]:
@@ -102,3 +121,12 @@ def _invert(weights: Tensor, uniform: float) -> int:
     """
     sums = weights.double().cumsum(dim=0)
     return min(int(torch.searchsorted(sums, sums[-1:] * uniform, right=True)), len(weights) - 1)
+
+
+TORCH = SamplingOps(
+    choose_tokens=choose_tokens,
+    uniforms=uniforms,
+    top_logprobs=top_logprobs,
+    penalize=penalize,
+    mask_logits=mask_logits,
+)

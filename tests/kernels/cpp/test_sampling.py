@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import penalties, philox, ranking, sampling, token_masks
+from quire.kernels import logits as edits
+from quire.kernels import philox, ranking, sampling
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.sampling import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
 from support.draws import draws_of
@@ -256,7 +257,7 @@ def test_penalties_are_the_plain_ones_to_the_bit(num_threads: int) -> None:
     logits[:, 7] = -torch.inf
     token_ids = rng.integers(0, 60, (12, 300)).astype(np.int32)
     num_tokens = np.array([1, 2, 300, 300, 40, 9])
-    arguments = penalties.Penalties(
+    arguments = edits.Penalties(
         np.array([8, 0, 3, 4, 7, 1]),
         token_ids,
         rng.permutation(12)[:6],
@@ -267,7 +268,7 @@ def test_penalties_are_the_plain_ones_to_the_bit(num_threads: int) -> None:
         np.array([0.7, 0, 1.9, -0.3, 0.1, 1], np.float32),
     )
     expected = logits.clone()
-    penalties.penalize(expected, arguments)
+    edits.penalize(expected, arguments)
     for _ in range(2):  # the second time on counts that the first one left
         found = logits.clone()
         penalize(found, arguments)
@@ -281,10 +282,10 @@ def test_masks_are_the_plain_ones_to_the_bit(isa: str, vocab_size: int, num_thre
     wide = torch.from_numpy(rng.normal(0, 2, (9, vocab_size + 7)).astype(np.float32))
     wide[3, vocab_size // 2 :] = torch.nan
     rows = np.array([8, 0, 3, 4, 7])
-    bits = rng.integers(0, 2**32, (5, token_masks.num_words(vocab_size) + 1), dtype=np.uint32)
+    bits = rng.integers(0, 2**32, (5, edits.num_words(vocab_size) + 1), dtype=np.uint32)
     bits[1], bits[2, ::2], bits[3, 1::3], bits[4] = 0, 0, 2**32 - 1, 2**32 - 1
     expected = wide.clone()
-    token_masks.mask_logits(expected[:, 3:-4], rows, bits)
+    edits.mask_logits(expected[:, 3:-4], rows, bits)
     found = wide.clone()
     mask_logits(found[:, 3:-4], rows, bits)
     assert found.numpy().tobytes() == expected.numpy().tobytes()  # what lies around the rows, too

@@ -21,7 +21,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.grammar_writing.grammar_limits import GRAMMAR_LIMITS, NOTHING_FOLLOWS
 from quire.grammar_writing.texts import without_forcing
 from quire.grammar_writing.writer import grammar_of
-from quire.kernels.token_masks import num_words
+from quire.kernels.logits import num_words
 
 MAX_ENTRIES = 64            # cached grammars that no row uses
 MAX_PENDING = 16            # grammars that wait to be compiled

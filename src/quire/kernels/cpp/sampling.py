@@ -9,13 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.penalties import Penalties
+from quire.kernels.logits import Penalties, num_words
 from quire.kernels.ranking import TopLogprobs, empty
-from quire.kernels.sampling import SETTINGS
-from quire.kernels.sampling_ops import SamplingOps
-from quire.kernels.token_masks import num_words
+from quire.kernels.sampling import SETTINGS, SamplingOps
 
-_COLUMNS = {  # of SETTINGS, as the kernel takes them
+_COLUMNS = {  # SETTINGS as the kernel takes them
     "temperatures": np.float32, "log_min_ps": np.float32, "top_ks": np.int32, "top_ps": np.float64,
     "uniforms": np.float64,
 }  # fmt: skip
@@ -26,7 +24,7 @@ def choose_tokens(logits: Tensor, draws: NDArray[np.void] | None = None) -> NDAr
     logits = _in_rows(logits)
     num_rows, vocab_size = logits.shape
     assert vocab_size, "logits of no token"
-    tokens, columns, addresses = np.empty(num_rows, dtype=np.int64), list[NDArray[Any]](), [0] * len(_COLUMNS)
+    tokens, columns, addresses = np.empty(num_rows, dtype=np.int64), list[NDArray[Any]](), [0] * (len(_COLUMNS) + 1)
     if draws is not None:
         assert draws.dtype == SETTINGS, f"settings of {draws.dtype}"
         assert draws.shape == (num_rows,), f"{draws.shape} settings for {num_rows} rows"
@@ -34,8 +32,8 @@ def choose_tokens(logits: Tensor, draws: NDArray[np.void] | None = None) -> NDAr
         for index, (name, dtype) in enumerate(_COLUMNS.items()):
             columns.append(np.ascontiguousarray(draws[name], dtype))
             addresses[index] = columns[index].__array_interface__["data"][0]
-    place = tokens.__array_interface__["data"][0]
-    _kernels.choose_tokens(logits.data_ptr(), num_rows, vocab_size, logits.stride(0), *addresses, place)
+    addresses[-1] = tokens.__array_interface__["data"][0]
+    _kernels.choose_tokens(logits.data_ptr(), num_rows, vocab_size, logits.stride(0), *addresses)
     return tokens
 
 
@@ -80,7 +78,7 @@ def top_logprobs(
 
 
 def penalize(logits: Tensor, penalties: Penalties) -> None:
-    """Edit what `penalties.penalize` edits. Known tokens are below the vocabulary's size: they have been embedded."""
+    """Edit what `logits.penalize` edits. Known tokens are below the vocabulary's size: they have been embedded."""
     logit_rows, token_ids, token_rows, num_tokens, num_prompt_tokens, *factors = penalties
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1, "rows with gaps cannot be edited in place"
@@ -101,7 +99,7 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
 
 
 def mask_logits(logits: Tensor, rows: NDArray[np.int64], bits: NDArray[np.uint32]) -> None:
-    """Edit what `token_masks.mask_logits` edits."""
+    """Edit what `logits.mask_logits` edits."""
     num, (num_rows, vocab_size) = len(rows), logits.shape
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1, "rows with gaps cannot be edited in place"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from quire.kernels import cache_layout, philox
-from quire.kernels.sampling_ops import SamplingOps
+from quire.kernels.sampling import SamplingOps
 from quire.kernels.triton import (
     attention,
     block_copy,
@@ -14,11 +14,10 @@ from quire.kernels.triton import (
     few_rows,
     kv_cache_write,
     linear,
-    logprobs,
+    logits,
     low_rank,
     norm,
     sampling,
-    token_masks,
 )
 
 
@@ -39,8 +38,8 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
         "sampling": SamplingOps(
             choose_tokens=sampling.choose_tokens,
             uniforms=philox.uniforms,
-            top_logprobs=logprobs.top_logprobs,
-            penalize=logprobs.penalize,
-            mask_logits=token_masks.mask_logits,
+            top_logprobs=logits.top_logprobs,
+            penalize=logits.penalize,
+            mask_logits=logits.mask_logits,
         ),
     }

@@ -1,11 +1,30 @@
-"""Repetition, presence and frequency penalties on rows of logits."""
+"""Edits of logits: masks of tokens that rows may draw, and penalties on tokens that they have; in place."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+WORD_BITS = 32  # tokens of a word of a mask
+
+
+def num_words(vocab_size: int) -> int:
+    """Return how many words of 32 bits hold one bit per token."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def mask_logits(logits: Tensor, rows: NDArray[np.int64], bits: NDArray[np.uint32]) -> None:
+    """Set the logits of forbidden tokens to minus infinity, in place, in some rows of float32 [num_rows, vocab].
+
+    rows int64 [num], no row twice; bits uint32 [num, num_words], at least `num_words(vocab)`: token t of row rows[i]
+    is allowed if bit t % 32 of bits[i, t // 32] is set.
+    """
+    as_bytes = np.ascontiguousarray(bits).astype("<u4", copy=False).view(np.uint8)
+    for row, own in zip(rows.tolist(), as_bytes, strict=True):
+        is_forbidden = np.unpackbits(own, count=logits.shape[1], bitorder="little") == 0
+        logits[row].masked_fill_(torch.from_numpy(is_forbidden).to(logits.device), -torch.inf)
 
 
 class Penalties(NamedTuple):
@@ -40,3 +59,15 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
         values = logits[row, where]
         values = torch.where(values > 0, values / float(repetition[i]), values * float(repetition[i]))
         logits[row, where] = values - float(frequency[i]) * times - float(presence[i]) * (times > 0)
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array as a tensor on `device`, without waiting for what the device computes; on the CPU as it is.
+
+    It goes by way of pinned memory, which PyTorch does not reuse before the transfer has ended.
+    """
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)

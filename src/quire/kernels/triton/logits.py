@@ -1,17 +1,21 @@
-"""Logprobs and penalties on the device, all rows at once, by PyTorch's own kernels: few rows ask for them.
+"""Edits and logprobs of logits on the device; the meanings are those of `quire.kernels.logits` and `ranking`.
 
-The meanings are those of `quire.kernels.ranking` and `penalties`.
+A mask is a kernel of Triton's: one program takes BLOCK tokens of one row. A word of bits for 32 logits is read,
+forbidden logits are written, and the others are not touched, so a row takes at most 4 bytes of writes and 1/8 byte of
+reads per token. Logprobs and penalties are PyTorch's own kernels, all rows at once: few rows ask for them.
 """
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.penalties import Penalties
+from quire.kernels.logits import Penalties, num_words, upload
 from quire.kernels.ranking import TopLogprobs, empty, order_keys
-from quire.kernels.upload import upload
 
+BLOCK = 4096
 ROWS_AT_ONCE = 32  # 32 x 150,000 tokens x 8 bytes are 38 MB
 
 
@@ -36,7 +40,7 @@ def top_logprobs(
 
 
 def penalize(logits: Tensor, penalties: Penalties) -> None:
-    """Edit what `penalties.penalize` edits."""
+    """Edit what `logits.penalize` edits."""
     logit_rows, token_ids, token_rows, num_tokens, num_prompt_tokens, repetition, presence, frequency = penalties
     device, vocab_size = logits.device, logits.shape[1]
     for begin in range(0, len(logit_rows), ROWS_AT_ONCE):
@@ -60,3 +64,29 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
         some = logits[rows]
         repeated = torch.where(some > 0, some / factor, some * factor)
         logits[rows] = torch.where(is_known, repeated - per_time * times - once * (times > 0), some)
+
+
+def mask_logits(logits: Tensor, rows: NDArray[np.int64], bits: NDArray[np.uint32]) -> None:
+    """Edit what `logits.mask_logits` edits, without waiting for the device."""
+    if not len(rows):
+        return
+    vocab_size = logits.shape[1]
+    assert logits.dtype == torch.float32, f"logits {logits.dtype}"
+    assert logits.stride(1) == 1, "logits with gaps"
+    assert bits.shape[1] >= num_words(vocab_size), f"{bits.shape[1]} words for {vocab_size} tokens"
+    words = upload(np.ascontiguousarray(bits).view(np.int32), logits.device)
+    block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    _mask_kernel[(len(rows), triton.cdiv(vocab_size, block))](
+        logits, upload(rows, logits.device), words, vocab_size, logits.stride(0), words.stride(0), BLOCK=block
+    )
+
+
+@triton.jit
+def _mask_kernel(all_logits, rows, words, vocab_size, stride, num_words, BLOCK: tl.constexpr):
+    """BLOCK tokens of one row."""
+    entry = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(words + entry.to(tl.int64) * num_words + ids // 32, mask=ids < vocab_size, other=-1)
+    is_forbidden = ((bits >> (ids % 32)) & 1) == 0
+    row = all_logits + tl.load(rows + entry) * stride
+    tl.store(row + ids, float("-inf"), mask=is_forbidden & (ids < vocab_size))
