@@ -204,17 +204,17 @@ def preempt_at_every_position(llm: LLM, num_tokens: int = 1) -> None:
     """
     llm._engine.engine._max_steps_in_flight = 1  # each step is planned when the tokens before it are known
     scheduler = llm._engine.engine.scheduler
-    plan_running: Callable[[PlanBuilder, int], int] = scheduler.planner.plan_running
+    plan_running: Callable[[PlanBuilder, PlanBuilder, int], int] = scheduler.planner.plan_running
     spared = {request.request_id for request in scheduler.queues.running}
     lengths: dict[int, int] = {}
 
-    def preempt_first(step: PlanBuilder, budget: int) -> int:
+    def preempt_first(step: PlanBuilder, last: PlanBuilder, budget: int) -> int:
         for request in scheduler.queues.running[::-1]:
             change = abs(length_of(request) - lengths.get(request.request_id, 0))
             if request.request_id not in spared and change >= num_tokens and length_of(request) > 0:
                 lengths[request.request_id] = length_of(request)
                 scheduler.planner.preempt(step, request)
-        return plan_running(step, budget)
+        return plan_running(step, last, budget)
 
     scheduler.planner.plan_running = preempt_first  # type: ignore[method-assign]
 

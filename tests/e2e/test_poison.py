@@ -63,14 +63,14 @@ def alone(model: Path, isa: str, dtype: str, kv_dtype: str) -> list[list[Answer]
 
 def preempt_now_and_then(scheduler: Scheduler) -> None:
     """Take the blocks of the latest arrival at the beginning of every fourth step, whether they are needed or not."""
-    inner, steps = scheduler.planner.preempt_excess, count(1)
+    inner, steps = scheduler.planner.start_step, count(1)
 
     def preempt_latest(step: PlanBuilder) -> None:
         inner(step)
         if next(steps) % 4 == 0 and len(scheduler.queues.running) > 1:
             scheduler.planner.preempt(step, scheduler.queues.running[-1])
 
-    scheduler.planner.preempt_excess = preempt_latest  # type: ignore[method-assign]
+    scheduler.planner.start_step = preempt_latest  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("isa", "dtype", "kv_dtype"), CASES)

@@ -328,16 +328,16 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
     with LLM(demo_model, max_model_len=160, preemption_mode=mode, num_swap_blocks=num_swap_blocks) as llm:
         (expected,) = run(llm, [(PROMPTS[0], params("json", seed=4))])
         scheduler = llm._engine.engine.scheduler
-        plan_running: Callable[[PlanBuilder, int], int] = scheduler.planner.plan_running
+        plan_running: Callable[[PlanBuilder, PlanBuilder, int], int] = scheduler.planner.plan_running
         seen = dict[int, int]()
 
-        def preempt_first(step: PlanBuilder, budget: int) -> int:
+        def preempt_first(step: PlanBuilder, last: PlanBuilder, budget: int) -> int:
             requests: list[Request] = scheduler.queues.running[::-1]
             for request in requests:
                 if seen.get(request.request_id) != (length := request.live[0].num_output_tokens) > 0:
                     seen[request.request_id] = length
                     scheduler.planner.preempt(step, request)
-            return plan_running(step, budget)
+            return plan_running(step, last, budget)
 
         scheduler.planner.plan_running = preempt_first  # type: ignore[method-assign]
         (found,) = run(llm, [(PROMPTS[0], params("json", seed=4))])
