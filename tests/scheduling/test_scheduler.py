@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from quire.cache.block_table import TableUpdate
+from quire.cache.block_table import BlockTable, TableUpdate
 from quire.core.deltas import TokenLogprobs
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.logprob_table import LogprobTable
@@ -460,3 +460,14 @@ def test_random_run_whose_plans_and_results_are_sent_as_bytes_is_the_same(seed: 
 def test_many_random_runs_are_safe_live_and_right() -> None:
     """`random_run` asserts safety after each step, and at its end an empty cache and the tokens of each request."""
     fuzz(lambda seed: random_run(seed, crowded=seed % 2 == 0, windowed=seed % 4 < 2), 10_000 * STEPS_PER_RUN)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_repeated_steps_are_planned_as_if_each_sequence_was_looked_at(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    plans = random_run(seed, crowded=seed % 2 == 1).executor.trace
+    with monkeypatch.context() as patched:
+        patched.setattr(PlanBuilder, "repeated_by", lambda step, requests: False)
+        patched.setattr(BlockTable, "append_blocks", lambda tables: None)
+        assert random_run(seed, crowded=seed % 2 == 1).executor.trace == plans
