@@ -1,7 +1,8 @@
 """EngineOptions: every setting of an engine under its public name, checked before anything is loaded.
 
 A subject has a class of its own, in a module of this package, with its fields, its defaults and the checks that concern
-it alone. An engine's options have the fields of all of them; here is what concerns several subjects.
+it alone. They are not made alone, and have no constructors: an engine's options have the fields of all of them. Here is
+what concerns several subjects.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.options import SIZE, engine_option, option
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class CacheOptions:
     """Memory of keys and values, and what is kept in it."""
 

@@ -21,7 +21,7 @@ def parse_sizes(texts: list[str]) -> tuple[int, ...]:
         raise ConfigError(f"cudagraph_capture_sizes must be integers: {error}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class DeviceOptions:
     """Where a model runs, and by which kernels."""
 

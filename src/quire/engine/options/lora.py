@@ -7,7 +7,7 @@ from quire.core.lora import DEFAULT_MAX_LORAS, DEFAULT_MAX_RANK, MAX_ADAPTERS, M
 from quire.core.options import engine_option
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class LoRAOptions:
     """Adapters that requests may name, and their bounds."""
 

@@ -15,7 +15,7 @@ LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class ModelOptions:
     """A model and what is read with it."""
 

@@ -12,7 +12,7 @@ MAX_ENGINES = 64
 START_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ParallelOptions:
     """Engines, ranks and nodes, and the times after which they count as lost."""
 

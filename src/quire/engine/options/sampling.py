@@ -8,7 +8,7 @@ from quire.core.options import engine_option, parse_json_object
 OVERRIDE = "override_generation_config"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class SamplingOptions:
     """What requests have that say nothing else, and what they may ask for."""
 

@@ -10,7 +10,7 @@ MAX_NUM_SEQS = (1 << 16) - 1  # every row has room for max_model_len tokens; a G
 DEFAULT_ITL_TARGET_MS = "500"  # a gap that a reader of a stream hardly notices
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class SchedulingOptions:
     """What a step may hold and take."""
 

@@ -6,7 +6,7 @@ from quire.core.options import engine_option
 from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class SpeculationOptions:
     """Drafts, by one JSON object or by its keys."""
 
