@@ -21,8 +21,8 @@ from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.host_memory import free_memory_bytes
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.executor import Executor
-from quire_lab.bench.calibrate import time_steps
 from quire_lab.bench.machine import machine_facts
+from quire_lab.bench.passes import time_steps
 from quire_lab.sim.calibration import StepSize, fit_hardware, step_sizes
 from quire_lab.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
 from quire_lab.sim.datasets import DATA_FOLDER, due_times, workload

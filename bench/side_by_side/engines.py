@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import uvloop
 
 from quire_lab.bench.http_load import HttpLoad, ServerUnusableError, Target, first_model, open_session
-from quire_lab.sim.arrivals import Schedule
 from quire_lab.sim.statistics import Timeline
-from quire_lab.sim.workloads import WorkItem
+from quire_lab.sim.workloads import Schedule, WorkItem
 from side_by_side.process_tree import cpu_s, end_group, peak_rss_bytes
 
 LIMIT_S = 900.0  # of a load or a run; a first load of vLLM compiles for minutes

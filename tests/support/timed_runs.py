@@ -17,8 +17,7 @@ from quire.engine.schedulers import make_scheduler
 from quire.execution.step_timer import StepTimer
 from quire.scheduling.policies import AGEING_STEPS
 from quire.scheduling.time_budget import MOST_STEPS
-from quire_lab.sim.executor import SimulatedExecutor
-from quire_lab.sim.simulation import Answer, Simulation
+from quire_lab.sim.simulation import Answer, SimulatedExecutor, Simulation
 from quire_lab.sim.workloads import WorkItem
 from support.scheduling import make_request
 

@@ -17,7 +17,6 @@ from quire.core.host_memory import free_memory_bytes
 from quire.engine.options import EngineOptions
 from quire.model.quantization import UNQUANTIZED
 from quire_lab.bench import report
-from quire_lab.bench.calibrate import time_steps
 from quire_lab.bench.flags import (
     ArrivalFlags,
     LimitFlags,
@@ -29,7 +28,7 @@ from quire_lab.bench.flags import (
     WorkloadFlags,
 )
 from quire_lab.bench.machine import machine_facts
-from quire_lab.bench.passes import latency_pass, throughput_pass, watched_pass
+from quire_lab.bench.passes import latency_pass, throughput_pass, time_steps, watched_pass
 from quire_lab.sim.calibration import fit_hardware, step_sizes
 from quire_lab.sim.hardware import write_hardware
 from quire_lab.sim.models import read_model
@@ -171,7 +170,7 @@ def control_plane(load: ControlPlaneFlags, run: RunFlags) -> None:
 
 def _control_plane_growth(load: ControlPlaneFlags, run: RunFlags) -> None:
     """Time the longest step of bursts, forks and beam searches, in milliseconds."""
-    from quire_lab.bench.control_plane_growth import CASES, longest_step_ms  # noqa: PLC0415 (--help loads no torch)
+    from quire_lab.bench.control_plane import CASES, longest_step_ms  # noqa: PLC0415 (--help loads no torch)
 
     for make in CASES.values():
         longest_step_ms(make(1))                # warms up

@@ -8,9 +8,8 @@ from quire_lab.bench.diagnosis import LatencyLimits
 from quire_lab.bench.flags import ArrivalFlags, SearchFlags
 from quire_lab.bench.http_load import SentRequest
 from quire_lab.bench.server import Measured, ServerUnderTest
-from quire_lab.sim.arrivals import Schedule, poisson_arrivals
 from quire_lab.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed
-from quire_lab.sim.workloads import WorkItem, renewed
+from quire_lab.sim.workloads import Schedule, WorkItem, poisson_arrivals, renewed
 
 _FEWEST_REQUESTS = 10   # of a probe: a share of fewer says nothing
 _SHORTEST_END_S = 10.0  # for the answers to the last arrivals of a short probe

@@ -13,10 +13,18 @@ from quire.core.errors import ConfigError
 from quire.core.options import option, same_option
 from quire.engine.options import EngineOptions
 from quire_lab.bench.diagnosis import LatencyLimits
-from quire_lab.sim.arrivals import ArrivalKind, Schedule, poisson_arrivals, trace_arrivals
 from quire_lab.sim.datasets import DATA_FOLDER, DATASETS, is_dataset, named_file, workload
 from quire_lab.sim.traces import TraceSlice, is_trace, trace_workload
-from quire_lab.sim.workloads import WorkItem, length_workload, random_workload, token_id_workload
+from quire_lab.sim.workloads import (
+    ArrivalKind,
+    Schedule,
+    WorkItem,
+    length_workload,
+    poisson_arrivals,
+    random_workload,
+    token_id_workload,
+    trace_arrivals,
+)
 
 _DEFAULT_NUM = 64
 _LIMIT_NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e"}  # of --goodput: vLLM's, and the flags'

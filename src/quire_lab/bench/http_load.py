@@ -17,9 +17,8 @@ import msgspec
 
 from quire.cli import openai_stream
 from quire.core.errors import EngineError
-from quire_lab.sim.arrivals import Schedule
 from quire_lab.sim.statistics import Timeline
-from quire_lab.sim.workloads import WorkItem
+from quire_lab.sim.workloads import Schedule, WorkItem
 
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0   # below the servers' 5 s and more, else a request meets a connection that is just being closed

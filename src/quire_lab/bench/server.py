@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire_lab.bench.flags import ServerFlags
 from quire_lab.bench.http_load import HttpLoad, LoadRun, SentRequest, Target, first_model, open_session
 from quire_lab.bench.report import Record
-from quire_lab.sim.arrivals import Schedule
-from quire_lab.sim.workloads import WorkItem
+from quire_lab.sim.workloads import Schedule, WorkItem
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 KV_USAGE, TAIL_WASTE = "vllm:kv_cache_usage_perc", "quire:kv_tail_waste_ratio"

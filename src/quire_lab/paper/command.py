@@ -54,7 +54,7 @@ def paper(
     flags: PaperFlags,
 ) -> None:
     """Make figures of the PagedAttention paper (Kwon et al. 2023) on Quire's scheduler and cache."""
-    from quire_lab.paper import kernel, measured, pictures, serving  # noqa: F401, PLC0415 (registered there)
+    from quire_lab.paper import measured, pictures, serving  # noqa: F401, PLC0415 (registered there)
     from quire_lab.paper.plots import drawn, rendered  # noqa: PLC0415
 
     settings = Settings(flags.full, flags.trace_s, flags.seed, flags.data or DATA_FOLDER)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from quire.core.errors import ConfigError
 from quire.model.spec import DecoderSpec
 from quire.model.weight_counts import num_layer_weights
-from quire_lab.sim.footprint import stored_kv_bytes_per_token
+from quire_lab.sim.footprint import CPU_PACKING, stored_kv_bytes_per_token
 from quire_lab.sim.hardware import CurvePoint, Hardware
-from quire_lab.sim.packing import CPU_PACKING
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)          # sequences of a step, one token each
 PREFILLS = (64, 128, 256, 512, 1024, 2048)  # tokens of a prompt

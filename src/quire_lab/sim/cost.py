@@ -15,9 +15,8 @@ from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.sharding import ADDED_BYTES, Mode, head_ranges
 from quire.model.spec import DecoderSpec
 from quire.model.weight_counts import num_layer_weights
-from quire_lab.sim.footprint import stored_kv_bytes_per_token
+from quire_lab.sim.footprint import DTYPE_BYTES, scheme_bits, stored_kv_bytes_per_token
 from quire_lab.sim.hardware import CurvePoint, Hardware
-from quire_lab.sim.packing import DTYPE_BYTES, scheme_bits
 
 # Kwon et al. 2023, section 7.1: the paged attention kernel takes 20 to 26 % longer than one over contiguous memory.
 PAGED_ATTENTION_FACTOR = 1.23

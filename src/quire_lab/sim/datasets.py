@@ -16,16 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import ConfigError
-from quire_lab.sim.arrivals import poisson_arrivals, trace_arrivals
 from quire_lab.sim.traces import TraceSlice, is_trace, trace_workload
 from quire_lab.sim.workloads import (
     NO_LIMIT,
     Lengths,
     WorkItem,
     fitting,
+    poisson_arrivals,
     read_columns,
     read_lengths,
     token_id_workload,
+    trace_arrivals,
     with_random_prompts,
 )
 

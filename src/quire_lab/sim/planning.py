@@ -24,10 +24,16 @@ from quire.model.sharding import Mode, Shard, check_shardable
 from quire.model.spec import widest_window
 from quire.model.weight_counts import expert_reads, num_parameters
 from quire_lab.sim.cost import ExchangeMode, Exchanges, exchange_mode
-from quire_lab.sim.footprint import stored_kv_bytes_per_token, weight_bytes
+from quire_lab.sim.footprint import (
+    CPU_PACKING,
+    DTYPE_BYTES,
+    PLAIN_PACKING,
+    Packing,
+    stored_kv_bytes_per_token,
+    weight_bytes,
+)
 from quire_lab.sim.hardware import Hardware
 from quire_lab.sim.models import Model
-from quire_lab.sim.packing import CPU_PACKING, DTYPE_BYTES, PLAIN_PACKING, Packing
 
 MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

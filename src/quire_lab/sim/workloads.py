@@ -6,11 +6,11 @@ run does the same work. Where a file gives only lengths, the prompts are random 
 
 import csv
 import gzip
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar, cast
+from typing import Annotated, Any, Literal, TextIO, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -191,3 +191,46 @@ def _first_turns(turns: Iterable[tuple[int, int, int, str]]) -> Iterator[Lengths
             asked[conversation] = num_tokens
         if turn == 1 and role == "gpt" and conversation in asked:
             yield asked[conversation], num_tokens
+
+
+ArrivalKind = Literal["trace", "poisson", "burst", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Due time of each request, in order, and the most that may be open at once.
+
+    Without due times it is a closed loop: `max_open` clients, each asking anew when it is answered.
+    """
+
+    due_s: list[float] | None
+    max_open: int
+
+    @property
+    def offered_rps(self) -> float | None:
+        """Requests per second that are due; None for a burst, a single request and a closed loop."""
+        if not self.due_s or self.due_s[-1] == self.due_s[0]:
+            return None
+        return (len(self.due_s) - 1) / (self.due_s[-1] - self.due_s[0])
+
+
+def poisson_arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Return times with gaps of mean 1 / rate, the first at 0.
+
+    `burstiness` is the shape of the gaps' gamma distribution: 1 is Poisson's process, less is burstier (coefficient of
+    variation 1 / sqrt(shape)), more is steadier. The gaps drawn are scaled to exactly that mean: ten
+    requests could otherwise have half the rate asked for, or twice.
+    """
+    gaps = np.random.default_rng(seed).standard_gamma(burstiness, size=count)
+    times = np.cumsum(gaps) - gaps[0]
+    if times[-1] > 0:
+        times *= (count - 1) / (rate * times[-1])
+    return times.tolist()  # type: ignore[no-any-return]
+
+
+def trace_arrivals(items: Sequence[WorkItem]) -> list[float]:
+    """Return the workload's own times. Raises ConfigError when it is no trace."""
+    times = [item.arrival_s for item in items if item.arrival_s is not None]
+    if len(times) != len(items):
+        raise ConfigError("arrivals trace needs a workload with arrival times: a .jsonl file, or a .csv with arrival_s")
+    return times

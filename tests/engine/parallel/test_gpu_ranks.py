@@ -26,10 +26,9 @@ from quire.kernels.cpp.back_end import usable_isas
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import ForwardBatch
 from quire.model.sharding import Shard
-from quire_lab.sim.footprint import weight_bytes
+from quire_lab.sim.footprint import PLAIN_PACKING, weight_bytes
 from quire_lab.sim.hardware import Hardware
 from quire_lab.sim.models import read_model
-from quire_lab.sim.packing import PLAIN_PACKING
 from quire_lab.sim.planning import plan_memory
 from support.faults import raising
 from support.imitated_ranks import Answers, Case, Fault, answer, run_imitated

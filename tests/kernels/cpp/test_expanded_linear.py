@@ -14,7 +14,7 @@ from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.quantization import WHOLE_ROW, WeightScheme
-from quire_lab.sim.packing import CPU_PACKING, packed_bytes
+from quire_lab.sim.footprint import CPU_PACKING, packed_bytes
 from support.pairwise import covering
 
 WHOLE = 1 << 20  # a group longer than any row

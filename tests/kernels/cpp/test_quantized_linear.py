@@ -15,7 +15,7 @@ from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import INTEGER_FORMATS, LinearWeight
 from quire.kernels.quantized import a8_sums, exact_product, round_to_nearest
 from quire.model.quantization import WHOLE_ROW, WeightScheme
-from quire_lab.sim.packing import CPU_PACKING, packed_bytes
+from quire_lab.sim.footprint import CPU_PACKING, packed_bytes
 from support.pairwise import covering
 
 NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 11, 16, 17, 31, 64, 65, 97, 200)

@@ -17,8 +17,7 @@ from quire_lab.bench.http_load import (
     first_model,
     open_session,
 )
-from quire_lab.sim.arrivals import Schedule
-from quire_lab.sim.workloads import WorkItem
+from quire_lab.sim.workloads import Schedule, WorkItem
 from support.completions_server import DONE, Body, CompletionsServer, Stream, all_tokens, event, token_chunk
 
 ITEMS = [WorkItem([7, index], output_len=2 + index) for index in range(5)]

@@ -10,8 +10,7 @@ from quire_lab.bench.find_rate import Probe, RateFinder
 from quire_lab.bench.flags import ArrivalFlags, SearchFlags
 from quire_lab.bench.http_load import AnswerStream, LoadRun, SentRequest
 from quire_lab.bench.server import Measured
-from quire_lab.sim.arrivals import Schedule
-from quire_lab.sim.workloads import WorkItem
+from quire_lab.sim.workloads import Schedule, WorkItem
 
 
 class SlowingServer:

@@ -14,7 +14,7 @@ import torch
 
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
-from quire_lab.paper import command, kernel, measured, pictures, runs, serving
+from quire_lab.paper import command, measured, pictures, runs, serving
 from quire_lab.paper.command import NAMES
 from quire_lab.paper.figures import FIGURES, Result, Settings, made
 from quire_lab.sim.datasets import DATASETS, workload
@@ -68,7 +68,7 @@ def test_a_figure_is_a_table_a_record_and_two_plots(run: Run, tmp_path: Path) ->
 
 
 def test_no_way_of_figure_18a_finds_what_another_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    back_end, seen = choose_back_end(torch.device("cpu"), head_dim=kernel.HEAD_DIM), set[int]()
+    back_end, seen = choose_back_end(torch.device("cpu"), head_dim=measured.HEAD_DIM), set[int]()
 
     def attend(
         spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata
@@ -76,8 +76,8 @@ def test_no_way_of_figure_18a_finds_what_another_has_read(monkeypatch: pytest.Mo
         seen.add(keys.data_ptr())
         return back_end.paged_attention(spec, query, keys, values, metadata)
 
-    monkeypatch.setattr(kernel, "choose_back_end", lambda *_, **__: replace(back_end, paged_attention=attend))
-    kernel._measure(128, rounds=2, seed=0)
+    monkeypatch.setattr(measured, "choose_back_end", lambda *_, **__: replace(back_end, paged_attention=attend))
+    measured._measure(128, rounds=2, seed=0)
     assert len(seen) == 2
 
 
@@ -99,7 +99,7 @@ def test_all_figures_make_one_report(run: Run, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(runs, "map_processes", in_this_process)
     monkeypatch.setattr(serving, "map_processes", in_this_process)
     monkeypatch.setattr(measured, "NUM_PASSES", 1)
-    monkeypatch.setattr(kernel, "CONTEXTS", (128,))
+    monkeypatch.setattr(measured, "CONTEXTS", (128,))
     ran = run("paper", "all", "--trace-s", "1", "--data", str(tmp_path), "--output", str(tmp_path / "out"))
     assert ran.code == 0, ran.err
     report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")

@@ -22,8 +22,7 @@ from quire.model.quantization import (
 )
 from quire.model.sharding import Mode, Shard
 from quire.model.weight_counts import expert_reads, num_layer_weights, num_parameters
-from quire_lab.sim.footprint import weight_bytes
-from quire_lab.sim.packing import CPU_PACKING, PLAIN_PACKING
+from quire_lab.sim.footprint import CPU_PACKING, PLAIN_PACKING, weight_bytes
 from support.zero_model import FAMILIES, spec_of, write_zero_model
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from quire.core.errors import ConfigError
-from quire_lab.sim.arrivals import Schedule, poisson_arrivals, trace_arrivals
-from quire_lab.sim.workloads import WorkItem
+from quire_lab.sim.workloads import Schedule, WorkItem, poisson_arrivals, trace_arrivals
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

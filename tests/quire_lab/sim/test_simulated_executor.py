@@ -6,7 +6,7 @@ from quire.core.beam_search_params import BeamSearchParams
 from quire.core.plan import BlockCopy, MeasuredRates, NewRow, StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.execution.step_timer import StepTimer
-from quire_lab.sim.executor import SimulatedExecutor
+from quire_lab.sim.simulation import SimulatedExecutor
 
 
 def run(executor: SimulatedExecutor, plan: StepPlan) -> list[int]:
