@@ -24,9 +24,9 @@ from bench_attention import clock_of_threads, in_turns, spread
 from quantized_linear import FORMATS, random_weight
 from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.experts import CppExperts
+from quire.kernels.cpp.cpp_experts import CppExperts
+from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
-from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight
 from quire.model.checkpoints.tensor_reader import TensorReader

@@ -28,7 +28,7 @@ from torch.distributed import FileStore, ProcessGroupGloo
 from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.engine.parallel.tcp import NetworkRanks
-from quire.kernels.cpp.gather import REGION_BYTES
+from quire.kernels.cpp.cpp_gather import REGION_BYTES
 from quire.model.sharding import Cut, Shard
 from quire_lab.bench.machine import machine_facts
 

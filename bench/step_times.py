@@ -20,7 +20,7 @@ import typer
 
 from adapters import write_adapter
 from quire import LLM, LoRARequest, SamplingParams
-from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire_lab.bench.machine import machine_facts
 
 PROMPTS, OUTPUTS, CHUNKS = (4, 16, 60, 200, 700, 1500, 3000, 8000), (10, 50, 200), (8, 16, 32, 64, 128, 256, 512)

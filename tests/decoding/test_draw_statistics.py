@@ -20,7 +20,7 @@ LOGITS = np.random.default_rng(11).normal(0, 1.3, VOCAB_SIZE).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def ops() -> SamplingOps:
-    """Return the fastest ops: the others choose the same tokens (tests/kernels/cpp/test_sampling.py)."""
+    """Return the fastest ops: the others choose the same tokens (tests/kernels/cpp/test_cpp_sampling.py)."""
     return choose_back_end(torch.device("cpu")).sampling
 
 

@@ -14,7 +14,7 @@ import torch
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import RequestFailedError
-from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 from support.answers import Answer, answers_of

@@ -9,7 +9,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.kernels import back_end
 from quire.kernels.back_end import TORCH, choose_back_end
-from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.cpp.cpp_back_end import usable_isas
 
 CPU = torch.device("cpu")
 needs_extension = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")

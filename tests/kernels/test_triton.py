@@ -58,7 +58,7 @@ def test_kernels_of_a_layer_compile_without_spilling(
 ) -> None:
     from quire.kernels.back_end import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
-    from quire.kernels.triton import attention
+    from quire.kernels.triton import triton_attention
 
     ops, (num_heads, num_kv_heads, head_dim) = cuda_back_end(), heads
     cache = torch.empty(3, 16, num_kv_heads, head_dim, dtype=dtype)
@@ -69,7 +69,7 @@ def test_kernels_of_a_layer_compile_without_spilling(
         spec = plain_spec(query, num_kv_heads)
         ops.paged_attention(spec, query, cache, cache, metadata)
         if capability in (80, 90):
-            attention.paged_attention(spec, query, cache, cache, metadata, is_exact=True)
+            triton_attention.paged_attention(spec, query, cache, cache, metadata, is_exact=True)
         ops.write_kv(rotary_spec(query, key, torch.empty(9, head_dim)), query, key, key, int64, cache, cache, int64)
         ops.norm(torch.empty(4096, dtype=dtype), None, 1e-5, False)(torch.empty(4, 4096, dtype=dtype), None)
     assert {kernel.name for kernel in kernels} >= {"_attend_kernel", "_plan_kernel", "_combine_kernel"}
@@ -86,7 +86,7 @@ def test_kernels_of_a_layer_compile_without_spilling(
 def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capability: int) -> None:
     from quire.kernels.back_end import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
-    from quire.kernels.triton import attention
+    from quire.kernels.triton import triton_attention
 
     ops, stored = cuda_back_end(), QUANTIZED[kv]
     cache = torch.empty(3, 16, 8, 128 + stored.scale_bytes, dtype=torch.int8).view(getattr(torch, stored.element))
@@ -95,7 +95,7 @@ def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capabili
     with compiled_launches(capability) as kernels:
         metadata = build_metadata(torch.zeros(4, 2048, dtype=torch.int32), int32, int32[:4], 16)
         for is_exact in (False, True):
-            attention.paged_attention(plain_spec(query, 8), query, cache, cache, metadata, is_exact=is_exact)
+            triton_attention.paged_attention(plain_spec(query, 8), query, cache, cache, metadata, is_exact=is_exact)
         ops.write_kv(rotary_spec(query, key, torch.empty(9, 128)), query, key, key, int64, cache, cache, int64)
     assert sum(kernel.name == "_attend_kernel" for kernel in kernels) == 3
     assert any(kernel.name == "_write_quantized_kernel" for kernel in kernels)
@@ -158,7 +158,7 @@ def test_products_compile_without_spilling(
     weight_format: str, kind: str, activation_group_size: int, capability: int
 ) -> None:
     from kernels.test_quantized import random_weight
-    from quire.kernels.triton.linear import CudaLinear
+    from quire.kernels.triton.triton_linear import CudaLinear
 
     half, fields = torch.bfloat16, {"activation_group_size": activation_group_size}
     weight = dense(torch.empty(256, 512, dtype=half))
@@ -185,8 +185,8 @@ def test_products_compile_without_spilling(
 def test_experts_compile_without_spilling(weight_format: str, kind: str, capability: int) -> None:
     from kernels.test_quantized import random_weight
     from quire.kernels.experts import Expert, Routing
-    from quire.kernels.triton.experts import TritonExperts
-    from quire.kernels.triton.linear import CudaLinear
+    from quire.kernels.triton.triton_experts import TritonExperts
+    from quire.kernels.triton.triton_linear import CudaLinear
 
     half, is_dense = torch.bfloat16, weight_format == "dense"
 
@@ -209,7 +209,7 @@ def test_experts_compile_without_spilling(weight_format: str, kind: str, capabil
 @pytest.mark.parametrize("capability", [80, 90])
 def test_adapters_compile_without_spilling(capability: int) -> None:
     from quire.kernels.low_rank import FactorSizes, RowAdapters
-    from quire.kernels.triton.low_rank import TritonSlots
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
     sizes = {"qkv": FactorSizes(1024, 512, ((0, 256), (256, 128), (384, 128)))}
     slots = TritonSlots(sizes, 2, 16, torch.bfloat16, torch.device("cpu"))
@@ -226,7 +226,7 @@ def test_adapters_compile_without_spilling(capability: int) -> None:
 def test_layers_of_one_output_compile(capability: int) -> None:
     """Triton makes arguments of 1 constants."""
     from quire.kernels.triton.few_rows import few_rows_product
-    from quire.kernels.triton.linear import CudaLinear
+    from quire.kernels.triton.triton_linear import CudaLinear
 
     x = torch.empty(3, 64, dtype=torch.bfloat16)
     with compiled_launches(capability) as kernels:
@@ -242,9 +242,9 @@ def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
     from quire.kernels.paged_attention import Heads
     from quire.kernels.program import LayerInputs, RotaryWriteOp
     from quire.kernels.triton.few_rows import few_rows_product, projected_query
-    from quire.kernels.triton.kv_cache_write import write_kv
-    from quire.kernels.triton.linear import CudaLinear
-    from quire.kernels.triton.norm import TritonNorm
+    from quire.kernels.triton.triton_kv_cache_write import write_kv
+    from quire.kernels.triton.triton_linear import CudaLinear
+    from quire.kernels.triton.triton_norm import TritonNorm
 
     x, slots = torch.empty(4, 512, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
     caches, metadata = [[torch.empty(3, 16, 1, 128, dtype=torch.bfloat16)] for _ in range(2)], SimpleNamespace()

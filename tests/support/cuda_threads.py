@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda import attention
+from quire.kernels.cuda import cuda_attention
 from quire.kernels.cuda.cuda_source import PARTITION, count_partitions, definitions, shared_floats, source
 from quire.kernels.cuda.launch import _value
 from quire.kernels.paged_attention import AttentionMetadata
@@ -134,7 +134,7 @@ class HostModule:
 
 
 def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let `kernels.cuda.attention` run its kernels on the CPU, compiled in `folder`, and need no NVRTC."""
+    """Let `kernels.cuda.cuda_attention` run its kernels on the CPU, compiled in `folder`, and need no NVRTC."""
 
     @cache
     def module(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, partition: int) -> HostModule:
@@ -142,8 +142,8 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> None:
         own.mkdir(parents=True)
         return HostModule(compile_on_host(own, dtype, head_dim, block_size, partition))
 
-    patch.setattr(attention, "_module", module)
-    patch.setattr(attention, "library", lambda: None)
+    patch.setattr(cuda_attention, "_module", module)
+    patch.setattr(cuda_attention, "library", lambda: None)
 
 
 def recorded_loads(library: ctypes.CDLL) -> list[Load]:

@@ -34,9 +34,7 @@ from quire.kernels.logits import mask_logits
 from quire.kernels.norm import TorchNorm
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, paged_attention
 from quire.kernels.sampling import choose_tokens
-from quire.kernels.triton import experts as triton_experts
-from quire.kernels.triton import linear as triton_linear
-from quire.kernels.triton import low_rank as triton_low_rank
+from quire.kernels.triton import triton_experts, triton_linear, triton_low_rank
 from quire.kernels.triton.products import PackedWeight
 from quire.model.decoder import Decoder
 from quire.model.sharding import Shard

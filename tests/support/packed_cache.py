@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.back_end import TORCH
-from quire.kernels.cpp.attention import paged_attention
-from quire.kernels.cpp.cache_layout import cache_shapes
+from quire.kernels.cpp.cpp_attention import paged_attention
+from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.back_end import BackEnd, choose_back_end
-from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch

@@ -17,7 +17,7 @@ from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank import serve
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.engine.parallel.starters import ForkedRanks
-from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.sharding import Mode, Shard
 from quire.model.spec import DecoderSpec

@@ -36,9 +36,9 @@ from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
 from quire.execution.worker import StepCompute
 from quire.kernels.cache_layout import dtype_name
-from quire.kernels.cpp.back_end import usable_isas
-from quire.kernels.cuda.attention import CUDA_ATTENTION
-from quire.kernels.flashinfer.attention import FLASHINFER_ATTENTION
+from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
+from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError

@@ -28,7 +28,7 @@ from quire.kernels import (
     sampling,
 )
 from quire.kernels import norm as norms
-from quire.kernels.cpp.back_end import cpp_ops, usable_isas
+from quire.kernels.cpp.cpp_back_end import cpp_ops, usable_isas
 from quire.kernels.kv_cache_write import WriteKV
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
@@ -137,13 +137,12 @@ def cuda_back_end(
     """
     if find_spec("triton") is None:
         raise ConfigError("device cuda needs Triton; install quire[gpu]")
-    from quire.kernels.triton import attention as triton_attention  # noqa: PLC0415 (an optional package)
-    from quire.kernels.triton import back_end  # noqa: PLC0415
+    from quire.kernels.triton import triton_attention, triton_back_end  # noqa: PLC0415 (an optional package)
 
     if head_dim > triton_attention.MAX_HEAD_DIM:
         limit = triton_attention.MAX_HEAD_DIM
         raise ConfigError(f"device cuda serves heads of at most {limit}, the model's have {head_dim}; use cpu")
-    chosen = replace(TORCH, name="cuda", **back_end.triton_ops(is_exact=is_exact))
+    chosen = replace(TORCH, name="cuda", **triton_back_end.triton_ops(is_exact=is_exact))
     if attention is None:
         return chosen
     if is_exact:

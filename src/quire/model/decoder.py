@@ -17,7 +17,7 @@ from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
-from quire.model.program import ProgramInputs, build_program, make_norm
+from quire.model.layer_builder import ProgramInputs, build_program, make_norm
 from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.spec import DecoderSpec, Rotary

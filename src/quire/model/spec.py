@@ -1,4 +1,4 @@
-"""DecoderSpec: a model family as data, layer by layer. `quire.model.program` turns its layers into a layer program.
+"""DecoderSpec: a model family as data, layer by layer; `quire.model.layer_builder` makes a layer program of it.
 
 A family is two things: a function from config.json to a `DecoderSpec`, and a `WeightMap` with the names of its tensors.
 Sizes are checked here, once.

@@ -16,8 +16,8 @@ from quire.formats.gguf.blocks import (
     read_values,
     reference,
 )
-from quire.kernels.cpp.back_end import usable_isas
-from quire.kernels.cpp.embedding import embed
+from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.cpp_embedding import embed
 from support.gguf_blocks import HALVES, random_rows
 
 LEAST = {"MXFP4": -50}  # magnitudes of scales

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import activation
-from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from support.pairwise import covering

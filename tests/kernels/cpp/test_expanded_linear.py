@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
-from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand

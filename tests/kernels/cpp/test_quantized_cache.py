@@ -11,8 +11,8 @@ from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels import kv_cache_write
 from quire.kernels.back_end import REFERENCE, BackEnd
-from quire.kernels.cpp.cache_layout import cache_shapes
-from quire.kernels.cpp.kv_cache_write import write_kv
+from quire.kernels.cpp.cpp_cache_layout import cache_shapes
+from quire.kernels.cpp.cpp_kv_cache_write import write_kv
 from quire.kernels.kv_cache_write import apply_rotary, rotary_table
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.paged_attention import reference

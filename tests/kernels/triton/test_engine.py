@@ -10,7 +10,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.execution.cuda.cuda_graphs import CudaGraphRunner
 from quire.execution.cuda.cuda_worker import CudaWorker
 from quire.kernels.back_end import TORCH, cuda_back_end
-from quire.kernels.cuda.attention import CUDA_ATTENTION
+from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.loader import load_model
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of

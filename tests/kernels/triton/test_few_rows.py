@@ -18,9 +18,9 @@ from quire.kernels.norm import TorchNorm
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import LayerInputs, RotaryWriteOp
 from quire.kernels.triton.few_rows import MAX_ROWS, SummedProducts, few_rows_product, projected_query, serves
-from quire.kernels.triton.kv_cache_write import write_kv
-from quire.kernels.triton.linear import CudaLinear
-from quire.kernels.triton.norm import TritonNorm
+from quire.kernels.triton.triton_kv_cache_write import write_kv
+from quire.kernels.triton.triton_linear import CudaLinear
+from quire.kernels.triton.triton_norm import TritonNorm
 from quire.model.loader import load_model
 from support.interpreter import rows_alike
 from support.paged_runner import PagedRunner

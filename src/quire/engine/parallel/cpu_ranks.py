@@ -19,7 +19,7 @@ from quire.engine.parallel.peer import Commands
 from quire.engine.parallel.rank_set import RankSet
 from quire.execution.executor import Executor, LocalExecutor, StepWorker
 from quire.execution.worker import StepCompute, Worker
-from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry
 

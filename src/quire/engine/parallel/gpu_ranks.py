@@ -32,7 +32,7 @@ from quire.execution.cuda.cuda_graphs import CudaGraphRunner, GraphSize, dummy_b
 from quire.execution.cuda.cuda_memory import pinned_bytes
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight, graph_setup
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import ForwardBatch

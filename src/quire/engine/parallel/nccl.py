@@ -28,7 +28,7 @@ from quire.engine.parallel import messages
 from quire.engine.parallel.link import GatheredHead, as_bytes, joined, padded, widest
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.shared_memory import MemoryLayout
-from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
 from quire.model.sharding import Cut, Shard
 

@@ -30,7 +30,7 @@ from quire.engine.parallel.tcp import NetworkRanks
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import StepLimits
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.model.decoder import Decoder
 from quire.model.resolve import model_digest, resolve_model
 

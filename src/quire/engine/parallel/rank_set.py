@@ -33,7 +33,7 @@ from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.execution.device import Device, StepLimits
 from quire.execution.executor import Executor
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.back_end import usable_isas
+from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.kernels.low_rank import AdapterSlots
 from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry

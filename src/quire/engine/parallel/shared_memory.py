@@ -16,8 +16,8 @@ from torch import Tensor
 from quire.engine.parallel.messages import Report
 from quire.engine.parallel.peer import Peer
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.gather import HEADER_BYTES, REGION_BYTES, CppGather, CppSum, JoinedHead
-from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.cpp_gather import HEADER_BYTES, REGION_BYTES, CppGather, CppSum, JoinedHead
+from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.linear import Linear
 from quire.model.sharding import Cut, Shard
 from quire.model.spec import DecoderSpec

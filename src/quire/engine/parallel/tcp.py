@@ -27,7 +27,7 @@ from quire.engine.parallel.messages import Published, Report
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.gather import InterruptedExchangeError
+from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
 from quire.model.sharding import ADDED_BYTES, Cut, Shard
 

@@ -32,10 +32,10 @@ from quire.kernels.program import (
     live_after,
     run_ops,
 )
-from quire.kernels.triton import attention, kv_cache_write
-from quire.kernels.triton.activation import activated
-from quire.kernels.triton.linear import CudaLinear
-from quire.kernels.triton.norm import TritonNorm
+from quire.kernels.triton import triton_attention, triton_kv_cache_write
+from quire.kernels.triton.triton_activation import activated
+from quire.kernels.triton.triton_linear import CudaLinear
+from quire.kernels.triton.triton_norm import TritonNorm
 
 MAX_ROWS = 16  # the least height of a product on matrix units
 COLUMNS = 16   # outputs of a program: 4,096 outputs are shared by 256 programs
@@ -100,7 +100,7 @@ def _launch(
     num_outputs = weight.out_features // (2 if is_gated else 1)
     if not num_rows:
         return
-    is_overlapping = attention.capability(x.device) >= 90
+    is_overlapping = triton_attention.capability(x.device) >= 90
     _few_rows_kernel[(triton.cdiv(num_outputs, COLUMNS),)](
         x, weight.elements, layer.bias, None if norm is None else norm.weight, residual, out, *target, num_rows,
         x.stride(0), num_inputs, num_outputs, 0.0 if norm is None else norm.eps, IS_GATED=is_gated,
@@ -196,7 +196,7 @@ def _queries_behind(layer: LinearOp, ops: list[Op]) -> tuple[()] | tuple[SplitHe
     if len(ops) < 2 or not (isinstance(split := ops[0], SplitHeadsOp) and isinstance(op := ops[1], RotaryWriteOp)):
         return ()
     is_chain = layer.out == split.qkv and split.writes == op.reads and split.heads == op.spec.heads
-    is_whole = op.spec.heads.head_dim % 2 == 0 and op.write is kv_cache_write.write_kv
+    is_whole = op.spec.heads.head_dim % 2 == 0 and op.write is triton_kv_cache_write.write_kv
     return (split, op) if is_chain and is_whole else ()
 
 

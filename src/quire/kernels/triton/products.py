@@ -24,8 +24,8 @@ from quire.core.errors import ConfigError
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, INT4, LinearWeight
 from quire.kernels.quantized import ACTIVATION_LIMIT, SMALLEST_ABSMAX, WHOLE_NUMBERS, in_group_order
-from quire.kernels.triton.activation import activate, activated
 from quire.kernels.triton.row_groups import RowGroups
+from quire.kernels.triton.triton_activation import activate, activated
 
 LEAST_SLICE = 32   # the least depth of a product of int8 on matrix units
 COLUMNS = 64       # outputs of a tile

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import NOTHING, AdapterWeights, FactorSizes, LowRankLayer
-from quire.kernels.triton.linear import CudaLinear
 from quire.kernels.triton.products import pack, product, tile_height
 from quire.kernels.triton.row_groups import RowGroups, add_in_order, group_rows
+from quire.kernels.triton.triton_linear import CudaLinear
 
 RANK_MULTIPLE = 16  # rows of B are read 16 bytes at a time
 NUM_PARTS = 8       # parts of A's inputs, where they can be cut into as many

@@ -16,14 +16,14 @@ from torch import Tensor
 from quire.kernels import program as ops
 from quire.kernels import special_ops
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.attention import attention_parameters, metadata_arguments, paged_attention
-from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
+from quire.kernels.cpp.cpp_attention import attention_parameters, metadata_arguments, paged_attention
+from quire.kernels.cpp.cpp_cache_layout import CacheSizes, layer_cache
+from quire.kernels.cpp.cpp_experts import CppExperts
+from quire.kernels.cpp.cpp_kv_cache_write import rotary_parameters, write_kv
+from quire.kernels.cpp.cpp_linear import CppLinear
+from quire.kernels.cpp.cpp_low_rank import CppUp
+from quire.kernels.cpp.cpp_norm import CppNorm
 from quire.kernels.cpp.dtypes import kernel_dtype, pair
-from quire.kernels.cpp.experts import CppExperts
-from quire.kernels.cpp.kv_cache_write import rotary_parameters, write_kv
-from quire.kernels.cpp.linear import CppLinear
-from quire.kernels.cpp.low_rank import CppUp
-from quire.kernels.cpp.norm import CppNorm
 from quire.kernels.linear import Linear
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, Up
 from quire.kernels.program import Activations, LayerInputs, Op, Program, live_after

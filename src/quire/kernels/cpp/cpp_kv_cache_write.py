@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.cache_layout import CacheSizes, block_size_of, layer_cache
+from quire.kernels.cpp.cpp_cache_layout import CacheSizes, block_size_of, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.support import MAX_HEAD_DIM

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import kernel_dtype
-from quire.kernels.cpp.linear import CppLinear
 
 InterruptedExchangeError = _kernels.InterruptedExchangeError
 HEADER_BYTES = _kernels.RankGroup.header_bytes

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
-from quire.kernels.cpp.gather import InterruptedExchangeError
-from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
+from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.linear_weight import LinearWeight
 from quire.model.sharding import Cut
 from support.thread_ranks import in_threads, make_ranks

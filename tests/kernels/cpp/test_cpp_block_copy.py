@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import block_copy
-from quire.kernels.cpp.block_copy import copy_blocks
+from quire.kernels.cpp.cpp_block_copy import copy_blocks
 
 COPIES = {
     "apart": ([1, 1, 7], [0, 9, 3]),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.cache_layout import CacheSizes, layer_cache
+from quire.kernels.cpp.cpp_cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 

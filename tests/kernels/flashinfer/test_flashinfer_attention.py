@@ -10,7 +10,7 @@ import torch
 from quire import LLM
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import REFERENCE, TORCH, BackEnd, cuda_back_end
-from quire.kernels.flashinfer.attention import FLASHINFER_ATTENTION, FlashInferAttention, pages_of
+from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION, FlashInferAttention, pages_of
 from quire.kernels.paged_attention import build_metadata
 from quire.model.loader import load_model
 from support import flashinfer_stand_in

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.kernels import embedding
-from quire.kernels.cpp.embedding import embed
+from quire.kernels.cpp.cpp_embedding import embed
 from support.pairwise import covering
 
 

@@ -12,7 +12,7 @@ from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 from support.interpreter import rows_alike
 from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 
-attention = pytest.importorskip("quire.kernels.triton.attention")
+attention = pytest.importorskip("quire.kernels.triton.triton_attention")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_host_tensors = pytest.mark.skipif(not IS_INTERPRETED, reason="host tensors")
 DTYPES = [(torch.float32, 2e-5), (torch.float16, 3e-3)] + ([] if IS_INTERPRETED else [(torch.bfloat16, 2e-2)])
@@ -84,7 +84,7 @@ def test_neighbours_block_size_and_programs_never_change_a_bit(
     back_end = cuda_back_end()
     watched, *neighbours = parts_of([(599, 600), (700, 701), (0, 20)], (2, 1, 32), torch.float32)
     (alone,) = attend([watched], Paging(16), back_end=back_end, device=device)
-    monkeypatch.setattr("quire.kernels.triton.attention.DECODE_ITEMS", 2)  # an item is a whole context
+    monkeypatch.setattr("quire.kernels.triton.triton_attention.DECODE_ITEMS", 2)  # an item is a whole context
     among = attend([neighbours[0], watched, neighbours[1]], Paging(32, 1), back_end=back_end, device=device)
     assert torch.equal(among[1], alone)
 
@@ -159,7 +159,7 @@ def test_exact_rows_have_the_same_bits_in_every_batch_and_chunk(
     ways = [[(500, 540)], [(500, 507), (507, 538), (538, 540)], [(at, at + 1) for at in (511, 512, 539)]]
     rows = dict[int, torch.Tensor]()
     for items in (264, 1):  # programs of a step: the context is shared, and it is not
-        monkeypatch.setattr("quire.kernels.triton.attention.CHUNK_ITEMS", items)
+        monkeypatch.setattr("quire.kernels.triton.triton_attention.CHUNK_ITEMS", items)
         for block_size, way in zip((16, 8, 32), ways, strict=True):
             for start, stop in way:
                 parts = [Part(other, 3, 9), Part(tokens, start, stop), Part(other, 539, 540)][block_size < 16 :]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.cpp.cpp_linear import CppLinear
+from quire.kernels.cpp.cpp_low_rank import CppUp
+from quire.kernels.cpp.cpp_norm import CppNorm
+from quire.kernels.cpp.fused_ops import FusedOps, fuse
 from quire.kernels.cpp.huge_pages import PackedMemory
-from quire.kernels.cpp.linear import CppLinear
-from quire.kernels.cpp.low_rank import CppUp
-from quire.kernels.cpp.norm import CppNorm
-from quire.kernels.cpp.program import FusedOps, fuse
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, RowAdapters

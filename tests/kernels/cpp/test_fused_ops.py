@@ -10,13 +10,13 @@ from torch import Tensor
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.cpp.attention import paged_attention
-from quire.kernels.cpp.cache_layout import cache_shapes
-from quire.kernels.cpp.experts import CppExperts
-from quire.kernels.cpp.kv_cache_write import write_kv
-from quire.kernels.cpp.linear import CppLinear
-from quire.kernels.cpp.norm import CppNorm
-from quire.kernels.cpp.program import TRANSLATIONS, FusedOps, fuse
+from quire.kernels.cpp.cpp_attention import paged_attention
+from quire.kernels.cpp.cpp_cache_layout import cache_shapes
+from quire.kernels.cpp.cpp_experts import CppExperts
+from quire.kernels.cpp.cpp_kv_cache_write import write_kv
+from quire.kernels.cpp.cpp_linear import CppLinear
+from quire.kernels.cpp.cpp_norm import CppNorm
+from quire.kernels.cpp.fused_ops import TRANSLATIONS, FusedOps, fuse
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.kv_cache_write import RotarySpec, rotary_table
 from quire.kernels.linear import GATED, Activation

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.kernels.cpp.cpp_linear import CppHead, CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
-from quire.kernels.cpp.linear import CppHead, CppLinear
 from quire.kernels.linear import Activation, reference
 from quire.kernels.linear_weight import LinearWeight
 from support.pairwise import covering

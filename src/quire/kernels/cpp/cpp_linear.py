@@ -6,9 +6,9 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels import linear
 from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.cpp_packing import kernel_format, pack
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory, huge_pages
-from quire.kernels.cpp.packing import kernel_format, pack
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 

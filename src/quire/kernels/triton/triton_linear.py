@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import DENSE, LinearWeight
-from quire.kernels.triton.activation import activate
 from quire.kernels.triton.products import pack, product
+from quire.kernels.triton.triton_activation import activate
 
 
 class CudaLinear:

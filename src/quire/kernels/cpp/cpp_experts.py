@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import pair
-from quire.kernels.cpp.linear import CppLinear
 from quire.kernels.experts import Expert, ExpertSplit, Routing
 from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.linear import Linear

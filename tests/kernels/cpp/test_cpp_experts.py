@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
-from quire.kernels.cpp.experts import CppExperts
-from quire.kernels.cpp.linear import CppLinear
+from quire.kernels.cpp.cpp_experts import CppExperts
+from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.experts import Expert, ExpertSplit, Routing, TorchExperts
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, INT8, LinearWeight

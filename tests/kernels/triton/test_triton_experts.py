@@ -9,9 +9,9 @@ from quire.core.errors import ConfigError
 from quire.kernels.experts import Expert, Routing, TorchExperts
 from quire.kernels.linear import Activation, make_linear
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.triton.experts import TritonExperts, choose
-from quire.kernels.triton.linear import CudaLinear
 from quire.kernels.triton.row_groups import group_rows
+from quire.kernels.triton.triton_experts import TritonExperts, choose
+from quire.kernels.triton.triton_linear import CudaLinear
 from support.interpreter import rows_alike
 
 WIDTH, INNER, NUM_EXPERTS = 40, 24, 5

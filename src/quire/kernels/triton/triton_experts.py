@@ -17,9 +17,9 @@ from torch import Tensor
 from quire.kernels.experts import Expert, ExpertSplit, Routing
 from quire.kernels.gather import GatherHook
 from quire.kernels.linear import Linear
-from quire.kernels.triton.linear import CudaLinear
 from quire.kernels.triton.products import product, stack, tile_height
 from quire.kernels.triton.row_groups import RowGroups, add_in_order, group_rows
+from quire.kernels.triton.triton_linear import CudaLinear
 
 
 class TritonExperts:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.back_end import REFERENCE, TORCH
-from quire.kernels.cpp.attention import paged_attention
-from quire.kernels.cpp.cache_layout import cache_shapes
+from quire.kernels.cpp.cpp_attention import paged_attention
+from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.paged_attention import build_metadata
 from support.packed_cache import CPP, pack, unpack

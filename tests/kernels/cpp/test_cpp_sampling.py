@@ -7,7 +7,7 @@ import torch
 from quire.kernels import logits as edits
 from quire.kernels import philox, ranking, sampling
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.sampling import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
+from quire.kernels.cpp.cpp_sampling import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
 from support.draws import draws_of
 
 VOCAB_SIZES = [1, 2, 16, 17, 1000, 1025, 20_011]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import norm
-from quire.kernels.cpp.norm import CppNorm
+from quire.kernels.cpp.cpp_norm import CppNorm
 from support.pairwise import covering
 
 DTYPES = [(torch.float32, 4e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
