@@ -71,7 +71,7 @@ def test_long_generations_in_a_pool_for_one_and_a_half(long: Long, mode: str, nu
 
 def preempting(scheduler: Scheduler, num_steps: int) -> Callable[[PlanBuilder], None]:
     """Return what opens a step as before, but preempts the latest request in the step after so many."""
-    inner, left = scheduler.planner.preempt_excess, [num_steps]
+    inner, left = scheduler.planner.start_step, [num_steps]
 
     def preempt_latest(step: PlanBuilder) -> None:
         inner(step)
@@ -103,7 +103,7 @@ def test_request_swapped_at_any_position_goes_on_as_if_alone(
         for num_steps in range(2, 24):
             unseen = {"prompt_token_ids": prompt, "cache_salt": str(num_steps)}
             with monkeypatch.context() as patched:
-                patched.setattr(scheduler.planner, "preempt_excess", preempting(scheduler, num_steps))
+                patched.setattr(scheduler.planner, "start_step", preempting(scheduler, num_steps))
                 output = llm.generate([[30, 31, 32], unseen], [others, params], use_tqdm=False)[1]
             assert answers_of(output) == alone, f"swapped after {num_steps} steps"
             assert output.metrics is not None

@@ -88,14 +88,14 @@ def run_random_steps(cuda: FakeCuda, seed: int) -> int:
     rng = random.Random(seed)
     harness = Harness(16, BLOCK_SIZE, num_swap_blocks=40, mode="swap")
     scheduler = harness.scheduler
-    preempt_excess = scheduler.planner.preempt_excess
+    start_step = scheduler.planner.start_step
 
     def preempt_some(step: PlanBuilder) -> None:
-        preempt_excess(step)
+        start_step(step)
         if len(scheduler.queues.running) > 1 and rng.random() < 0.3:
             scheduler.planner.preempt(step, scheduler.queues.running[-1])
 
-    scheduler.planner.preempt_excess = preempt_some  # type: ignore[method-assign]
+    scheduler.planner.start_step = preempt_some  # type: ignore[method-assign]
     recorder = Recorder(harness, Device(cuda, 16, 40))
     for _ in range(100):
         if rng.random() < 0.5:
