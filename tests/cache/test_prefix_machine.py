@@ -174,7 +174,7 @@ class World:
             return  # its last token is to be computed again
         pin_id = next(self.new_ids)
         self.cache.pin(pin_id, seq_id)
-        table = self.cache.prefixes.pinned[pin_id].blocks
+        table = self.cache.pins[pin_id].table.blocks
         self.pinned[pin_id] = Pinned(sequence.tokens[:num_tokens], sequence.scope, table.copy())
         self.seen.update(pinned=True, tail=num_tokens % self.block_size > 0)
 

@@ -1,6 +1,7 @@
 """Formats of models: the package that reads a model's files, imported for a model that needs it.
 
-A model is a folder of floating-point weights, unless one of `FORMATS` recognizes it. Loads no torch.
+A model is a folder of floating-point weights, unless one of `FORMATS` recognizes it. Loads no torch. The imports inside
+functions are for the start: most models need none of them.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,8 @@ from typing import Literal
 from quire.core.errors import ModelError
 from quire.core.model_files import is_gguf, read_json_object
 from quire.core.pooling import FoundPooler, Runner
-from quire.formats.gguf.gguf_source import gguf_tokenizer_loader, read_gguf
-from quire.formats.quantized.quantized_source import read_quantized
 from quire.formats.sentence_transformers import pooler
 from quire.model.config_reader import CONFIG_FILE
-from quire.model.dummy_weights.dummy_source import read_dummy
 from quire.model.source import ModelSource, is_quantized, read_folder
 from quire.model.spec import DecoderSpec
 from quire.text.text_settings import (
@@ -27,7 +25,6 @@ from quire.text.text_settings import (
     warn_missing_tokenizer,
 )
 from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_formats.folder_tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,8 @@ def read_source(path: Path, load_format: str = "auto") -> ModelSource:
     Raises ModelError for a folder or file that is no model of a known family, and names what is wrong.
     """
     if load_format == "dummy":
+        from quire.model.dummy_weights.dummy_source import read_dummy  # noqa: PLC0415
+
         return read_dummy(path)
     found = _format_of(path)
     return read_folder(path) if found is None else found.read(path)
@@ -89,21 +88,47 @@ def load_tokenizer(path: Path, use: TokenizerUse = "optional") -> Tokenizer | No
 
 
 def tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
-    """Return what loads the tokenizer of a folder or file, or None if it has none. Errors as of `load_tokenizer`."""
+    """Return what loads the tokenizer of a folder or file, or None if it has none. Errors as in `load_tokenizer`."""
     for each in FORMATS:
         if each.tokenizer_loader is not None and each.recognizes(path):
             return each.tokenizer_loader(path)
     name = tokenizer_file(path)
     if name is None or name == TOKENIZER_FILE:
         return None if name is None else partial(Tokenizer.from_folder, path)
-    return lambda: Tokenizer.load(f"{path}/{name}", lambda: (read_tokenizer(path, name), read_text_settings(path)))
+    return partial(_load_other_tokenizer, path, name)
+
+
+def _load_other_tokenizer(path: Path, name: str) -> Tokenizer:
+    """Load the tokenizer of a folder without a tokenizer.json, from the file `name`."""
+    from quire.text.tokenizer_formats.folder_tokenizer import read_tokenizer  # noqa: PLC0415
+
+    return Tokenizer.load(f"{path}/{name}", lambda: (read_tokenizer(path, name), read_text_settings(path)))
 
 
 def _format_of(path: Path) -> Format | None:
     return next((each for each in FORMATS if each.recognizes(path)), None)
 
 
+def _read_gguf(path: Path) -> ModelSource:
+    from quire.formats.gguf.gguf_source import read_gguf  # noqa: PLC0415
+
+    return read_gguf(path)
+
+
+def _gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
+    from quire.formats.gguf.gguf_source import gguf_tokenizer_loader  # noqa: PLC0415
+
+    return gguf_tokenizer_loader(path)
+
+
 def _is_quantized_folder(path: Path) -> bool:
     return is_quantized(read_json_object(path, CONFIG_FILE))
 
-FORMATS = (Format(is_gguf, read_gguf, gguf_tokenizer_loader), Format(_is_quantized_folder, read_quantized))
+
+def _read_quantized(path: Path) -> ModelSource:
+    from quire.formats.quantized.quantized_source import read_quantized  # noqa: PLC0415
+
+    return read_quantized(path)
+
+
+FORMATS = (Format(is_gguf, _read_gguf, _gguf_tokenizer_loader), Format(_is_quantized_folder, _read_quantized))
