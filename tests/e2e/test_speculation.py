@@ -224,7 +224,7 @@ def keeps_one_rejected_draft(patch: pytest.MonkeyPatch) -> None:
 
 def takes_nothing_back(patch: pytest.MonkeyPatch) -> None:
     """Rejected drafts count as computed tokens, with their slots."""
-    patch.setattr(result_recorder, "truncations", lambda step, result: ())
+    patch.setattr(result_recorder, "_truncations", lambda step, result: ())
 
 
 def penalizes_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
