@@ -3,14 +3,16 @@
 import importlib.util
 import os
 import shutil
+from typing import TYPE_CHECKING
 
 import torch
 
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
-from quire.execution.cuda.cuda_device import CudaDevice
-from quire.execution.cuda.cuda_graphs import GraphSizes, graph_sizes
 from quire.execution.device import Device, HostDevice
+
+if TYPE_CHECKING:
+    from quire.execution.cuda.cuda_graphs import GraphSizes
 
 
 def open_device(options: EngineOptions) -> Device:
@@ -37,13 +39,17 @@ def _open_gpu(options: EngineOptions) -> Device:
     missing = _what_cuda_lacks()
     if missing is not None:
         raise ConfigError(f"device cuda: {missing}; use cpu or auto")
+    from quire.execution.cuda.cuda_device import CudaDevice  # noqa: PLC0415 (for the start on a CPU)
+
     return CudaDevice(
         options.gpu_memory_utilization, graph_sizes_of(options), captures_graphs=options.capture_graphs
     )
 
 
-def graph_sizes_of(options: EngineOptions) -> GraphSizes:
+def graph_sizes_of(options: EngineOptions) -> "GraphSizes":
     """Return the sizes of CUDA graphs that the options ask for; none with `enforce_eager`."""
+    from quire.execution.cuda.cuda_graphs import GraphSizes, graph_sizes  # noqa: PLC0415 (for the start on a CPU)
+
     if options.enforce_eager:
         return GraphSizes((), ())
     return graph_sizes(
