@@ -1,11 +1,12 @@
 """KV cache tensors: keys and values of all layers, cut into blocks. Knows no owner of a block."""
 
 import math
+import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from quire.core.kv_dtypes import KVDtype
 from quire.kernels.back_end import BackEnd
 from quire.model.kv_geometry import KVGeometry
 
-ALIGNMENT = 64  # bytes: a cache line, and a vector register
+ALIGNMENT = 64  # bytes: a cache line, and a vector register; a page has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,15 @@ class KVCache:
 
 
 def _zeros(num_bytes: int) -> Tensor:
-    """Return zeros that take memory only where something has been written.
+    """Return zeros that take memory only where something has been written, aligned to a page.
 
-    NumPy asks the system for zero pages; `torch.zeros` writes them, 4 s for each GB of a cache that may stay empty.
+    `torch.zeros` writes them, 4 s for each GB of a cache that may stay empty, and so does `calloc` where it finds a
+    free block of that size, as in a process that had a model before.
     """
-    memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
-    skipped = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[skipped : skipped + num_bytes])
+    try:
+        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes:,} bytes of the KV cache: {error}") from None
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]

@@ -181,7 +181,7 @@ def test_usage_tells_how_much_of_the_prompts_was_found_in_the_cache(server: Open
     answers = [server.ask(COMPLETIONS, prompt=prompt, **GREEDY) for _ in range(2)]
     assert [cached_tokens(answer) for answer in answers] == [0, 32]
     assert answers[0]["choices"] == answers[1]["choices"]
-    several = server.ask(COMPLETIONS, prompt=[prompt, prompt[:32], [3] * 20], n=2, seed=1, max_tokens=2)
+    several = server.ask(COMPLETIONS, prompt=[prompt, prompt[:32], [271] * 20], n=2, seed=1, max_tokens=2)
     assert cached_tokens(several) == 32 + 31
     stream = server.stream(COMPLETIONS, prompt=prompt, stream_options={"include_usage": True}, **GREEDY)
     assert cached_tokens(stream[-1]) == 32
