@@ -35,7 +35,7 @@ from http_overhead import server
 NUM_SEATS = 16
 PROMPT_TOKENS, VOCABULARY = (64, 512), 500
 BURST = 96
-SHORTEST_S = 0.001  # of the clients that try to gain by a short deadline
+SHORTEST_S = 0.001  # deadline of clients that try to gain by a short one
 SHARE_OF_SHORTEST, SHARE_SENT_AGAIN = 0.05, 0.2
 ARGUMENTS = ("--max-num-seqs", str(NUM_SEATS), "--max-queued-requests", "4000", "--no-enable-prefix-caching")
 

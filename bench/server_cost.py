@@ -1,7 +1,7 @@
 """Cost of the server's own process: CPU of short completions and of streamed tokens, memory of waiting requests.
 
-    python bench/server_cost.py                       # of this checkout
-    python bench/server_cost.py OLD NEW --rounds 5    # of two trees with a .venv each, in turn
+    python bench/server_cost.py                       # this checkout
+    python bench/server_cost.py OLD NEW --rounds 5    # two trees with a .venv each, in turn
 
 The demo model answers, so that the engine, a process of its own, costs little and is not counted. CPU time is that of
 all threads of the server's process, by Linux' accounting of the scheduler, between the first request and the last

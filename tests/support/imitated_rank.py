@@ -3,7 +3,7 @@
 from quire.engine.parallel import node, process
 
 MODULE = "support.imitated_rank"
-START = f"from quire.engine.parallel import node; node.PROCESS_MODULE = {MODULE!r}; "  # of a node's command
+START = f"from quire.engine.parallel import node; node.PROCESS_MODULE = {MODULE!r}; "  # start of a node's command
 
 
 def use() -> None:

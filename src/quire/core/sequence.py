@@ -43,7 +43,7 @@ class Sequence:
     num_lost_tokens: int = 0          # computed before a preemption, and not yet looked up in the cache again
     row: int = NO_ROW                 # the worker's row while running
     status: SequenceStatus = SequenceStatus.WAITING
-    repetitions: RepetitionDetector | None = None  # in its output, where the request asks for it
+    repetitions: RepetitionDetector | None = None  # patterns in the output, if the request asks for them
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
 
-if TYPE_CHECKING:  # they load torch and llguidance, which a simulated engine needs not
+if TYPE_CHECKING:  # they load torch and llguidance, which a simulated engine does not need
     from quire.decoding.grammars.constrained import ConstrainedDecoding
     from quire.engine.adapters.store import AdapterStore
 
@@ -170,8 +170,7 @@ class Engine:
         """Recover from a step that has just failed: the next steps isolate the request that makes them fail.
 
         Returns the deltas recorded before. Raises `error` if no request is the cause (quire.scheduling.isolation, or
-        RankLostError), and
-        AssertionError if the failed step has leaked blocks or rows.
+        RankLostError), and AssertionError if the failed step has leaked blocks or rows.
         """
         if isinstance(error, RankLostError):
             raise error

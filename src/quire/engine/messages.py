@@ -87,7 +87,7 @@ OF_TEXTS = frozenset((
     "stop", "bad_words", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens",
 ))  # fmt: skip
 _PARAMS = [(each.name, each.default) for each in fields(SamplingParams) if each.name not in OF_TEXTS]
-_STATE_OF_ENGINE = frozenset((   # of a request, set by the engine
+_STATE_OF_ENGINE = frozenset((   # fields of a request that the engine sets
     "arrived_s", "live", "prompt_logprobs", "prompt_scores", "queue_key", "must_see_tokens", "num_preemptions",
     "num_cached_tokens", "waited", "num_recomputed_tokens", "num_swapped_blocks",
 ))  # fmt: skip

@@ -66,7 +66,7 @@ class OfflineEngine(ABC):
         """Free all memory, and end all requests. Idempotent."""
 
 
-_NO_STATE = EngineState(0, 0, 0)  # of a step: `observe` looks at the engine itself
+_NO_STATE = EngineState(0, 0, 0)  # steps report none: `observe` looks at the engine itself
 
 
 class LocalEngine(OfflineEngine):
@@ -80,7 +80,7 @@ class LocalEngine(OfflineEngine):
         self.tokenizer, self.ready = self._assembled.tokenizer, self._assembled.ready
         self.pinned = PinnedPrefixes(self.ready.limits.block_size)
         self.outputs = OutputProcessor(self.tokenizer, itl_target_s=options.itl_target_s)
-        self.unread: dict[int, RequestOutput | Exception] = {}  # of each request, until its iterator gives it out
+        self.unread: dict[int, RequestOutput | Exception] = {}  # outputs that no iterator has yielded yet
         self._observer = observer
         observer.engine_ready(self.ready)
 

@@ -13,7 +13,7 @@ class AdapterRows:
 
     def __init__(self, weights: Callable[[str], AdapterWeights], slots: AdapterSlots | None = None) -> None:
         self._weights, self.slots = weights, slots
-        self._digests = dict[int, str]()  # of rows that have one, or had until their sequence ended
+        self._digests = dict[int, str]()  # digests of rows that have one, or had until their sequence ended
 
     def of_step(self, plan: StepPlan) -> RowAdapters | None:
         """Apply a plan's new rows; return the adapters of its tokens, None if none of them has one."""

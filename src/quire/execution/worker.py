@@ -49,7 +49,7 @@ class StepCompute:
         grammars: GrammarRows | None = None, drafter: Drafter | None = None, adapters: AdapterRows | None = None,
     ) -> None:  # fmt: skip
         self.model = model
-        self.cache = cache            # of every model that shares the block tables; the first layers are the model's
+        self.cache = cache            # all models that share the block tables; the model's layers first
         num_layers = model.kv_geometry.num_layers
         self.own_cache, _ = cache.split([num_layers, len(cache.keys) - num_layers])
         self.batch = batch

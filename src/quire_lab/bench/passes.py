@@ -117,7 +117,7 @@ def greedy_requests(workload: list[WorkItem]) -> tuple[list[list[int]], list[Sam
 
 
 Clock = Callable[[], float]
-_DECODE_STEPS = 12  # that one measurement is over
+_DECODE_STEPS = 12  # steps of one measurement
 
 
 def time_steps(

@@ -111,7 +111,7 @@ def _engine(name: str) -> LLM:
     )
 
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of one layer of Llama-3.1-8B
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # one layer of Llama-3.1-8B
 BATCH, BLOCK_SIZE, DTYPE = 8, 16, torch.bfloat16
 CONTEXTS = (128, 512, 2048)                     # tokens
 NUM_ROUNDS, NUM_ROUNDS_FULL = 11, 51

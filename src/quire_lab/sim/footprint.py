@@ -17,7 +17,7 @@ from quire.model.weight_counts import num_elements
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
-STRIP_ROWS = 16                                   # of packed quantized weights
+STRIP_ROWS = 16                                   # rows of a strip of packed quantized weights
 TILE_INPUTS = {"int8": (16, 32, 64), "int4": (32, 64)}  # the smallest that holds a group, or else the largest
 CACHE_LINE = 64  # bytes
 
@@ -30,7 +30,7 @@ class Packing:
     """
 
     row_multiple: int
-    input_multiple: int            # of bfloat16 weights
+    input_multiple: int            # bfloat16 weights need inputs of a multiple of this
     kernel_dtypes: frozenset[str]  # everything else is float32, the KV cache too
     copies_tied_head: bool
     keeps_table_blocks: bool

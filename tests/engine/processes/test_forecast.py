@@ -194,7 +194,7 @@ def test_correction_is_the_median_error_where_no_deadline_is_close_to_the_wait()
 
 
 def test_correction_keeps_nineteen_of_twenty_accepted_requests_in_time() -> None:
-    run = measured(ERRORS, [0.9, 1.2, 1.4, 1.6] * 30)       # by deadlines from 1.2 s on, a third is late, or one in 20
+    run = measured(ERRORS, [0.9, 1.2, 1.4, 1.6] * 30)       # deadlines from 1.2 s on: a third is late, or one in 20
     assert run.forecast.correct(1.0, run.now_s) == pytest.approx(1.5)
     run = measured(ERRORS, [1.1, 1.2, 1.3, 1.4, 0.9] + [4.0] * 20)      # three times a third late, of 23, is one in 20
     assert run.forecast.correct(1.0, run.now_s) == pytest.approx(1.2)

@@ -119,7 +119,7 @@ class BatchLineReader:
                 for line in lines:
                     self._put(line)
                 self._put(None)
-            except Exception as error:  # which `next` raises
+            except Exception as error:  # `next` raises it
                 self._put(error)
 
     def _put(self, found: Line | Exception | None) -> None:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 HEALTHY_S = 60.0        # an engine that lived for so long is started again after the first pause
-MAX_FAILED_STARTS = 5   # of each engine, in a row, while none is alive
+MAX_FAILED_STARTS = 5   # failures in a row of each engine, while none is alive
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class ModelOptions:
 
     @property
     def model_files(self) -> tuple[str, ...]:
-        """Patterns of the files of a hub id that are needed, as of `resolve_model`."""
+        """Patterns of the files of a hub id that are needed, as in `resolve_model`."""
         return TOKENIZER_FILES if self.load_format == "dummy" else HUB_FILES
 
     @property

@@ -231,7 +231,7 @@ class GpuRank:
         self._channel, self._commands, self._exchange, self._model = channel, commands, exchange, compute.model
         self._graphs = RankGraphs(compute.forward, *graph_setup(compute, graph_sizes_of(options)))
         self._worker = CudaWorker(compute, graphs=self._graphs)
-        self._batch: ForwardBatch | None = None  # of the step, on the device
+        self._batch: ForwardBatch | None = None  # the step's inputs, on the device
 
     def run(self) -> NoReturn:
         """Follow commands. A step that fails ends the process, since the other ranks wait for it on their devices."""

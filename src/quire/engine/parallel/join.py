@@ -42,7 +42,7 @@ MAX_WAITING = 256           # connections that were accepted and not greeted; fu
 TURN_S = 1.0                # seconds of a handshake while others wait; an honest one takes milliseconds
 POLL_S, BUSY_POLL_S = 0.25, 0.02
 MAX_LOGGED = 10             # refused connections: others could fill the log
-CONNECT_SHARE = 0.8         # of the start timeout, for node 0 to listen: before it gives up
+CONNECT_SHARE = 0.8         # part of the start timeout within which node 0 must listen
 CONNECT_PAUSE_S = 0.2
 
 

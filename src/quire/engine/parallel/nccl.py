@@ -229,7 +229,7 @@ class Nccl:
     def __init__(self, num_ranks: int, address: str | None) -> None:
         self._num_ranks, self._address = num_ranks, address
         self._open_store: Callable[[], Store] | None = None
-        self._place = ""  # of the address book, for ranks on other machines
+        self._place = ""  # address of the address book, for ranks on other machines
 
     @contextmanager
     def inherited(self, layout: MemoryLayout) -> Iterator[Sequence[int]]:

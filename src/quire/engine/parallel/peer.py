@@ -31,7 +31,7 @@ class Peer:
     def __init__(self, rank: int, channel: Channel, process: Process | None, place: str) -> None:
         self.rank, self.channel, self.process, self.place = rank, channel, process, place
         self.refusal: EngineError | None = None  # the rank's reason to end
-        self._reads = dict[str, Future[None]]()  # of adapters, by digests
+        self._reads = dict[str, Future[None]]()  # reads of adapters, by digests
         self._has_ended = False
 
     def start(self, on_end: Callable[["Peer"], None], handles: Callable[["Peer", messages.Report], bool]) -> None:

@@ -40,7 +40,7 @@ def run_forked(connection: int, inherited: int) -> None:
     _start_beating(channel, lambda: os._exit(1))
     try:
         serve(channel, inherited)
-    except (ConfigError, ModelError):  # which have been reported
+    except (ConfigError, ModelError):  # reported before
         sys.exit(1)
 
 

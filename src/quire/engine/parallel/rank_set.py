@@ -43,7 +43,7 @@ from quire.model.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
 
-SILENCE_SHARE = 0.8      # of the stall limit, after which a rank without heartbeats is lost
+SILENCE_SHARE = 0.8      # part of the stall limit after which a rank without heartbeats is lost
 # Settings of a machine, which may differ; of the model the digest decides.
 OWN_SETTINGS = {
     "model", "tokenizer", "node_rank", "swap_dir", "start_timeout", "node_secret_file", "chat_template",
@@ -265,7 +265,7 @@ class RankSet:
         """Raise ConfigError for a rank that cannot be one of this run."""
         if hello.version != __version__:
             raise ConfigError(f"rank {peer.rank} runs Quire {hello.version}, rank 0 runs {__version__}")
-        if hello.options is None:  # of a process that this one has started
+        if hello.options is None:  # a process that this one has started
             return
         for each in declared_options(EngineOptions):
             default = each.option.flag_default  # what None means

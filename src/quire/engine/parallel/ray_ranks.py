@@ -27,8 +27,8 @@ from quire.engine.parallel.node import Members
 NODE_ID = "ray.io/node-id"      # Ray's label of every node
 CONNECT_TIMEOUT_S = 5.0         # of a head at RAY_ADDRESS
 KEY_BYTES = 32
-PLACE_SHARE = 0.5               # of the start timeout, for Ray to find room
-DEFAULT_ADDRESS = "127.0.0.1"   # of master_addr: then Ray's own address of this machine is taken
+PLACE_SHARE = 0.5               # part of the start timeout, for Ray to find room
+DEFAULT_ADDRESS = "127.0.0.1"   # the default of master_addr: then Ray's own address of this machine is used
 
 
 class PlacedByRay:

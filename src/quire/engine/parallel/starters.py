@@ -17,7 +17,7 @@ from quire.engine.parallel.join import Joined, JoinPort
 from quire.engine.parallel.node import Members, threads_of
 from quire.engine.parallel.peer import Peer
 
-JOIN_SHARE = 0.9            # of the start timeout, for all ranks to join
+JOIN_SHARE = 0.9            # part of the start timeout, for all ranks to join
 
 
 class ForkedRanks:
@@ -53,7 +53,7 @@ class Placement(Protocol):
     """Starts processes that join a run. `address`: where rank 0 listens for them."""
 
     address: RunAddress
-    num_first_threads: int  # of rank 0
+    num_first_threads: int  # threads of rank 0
 
     def start(self, port: int, lose: Callable[[EngineError], None]) -> None:
         """Start the processes. `lose` is called, by any thread, when one has ended, if that can be known here."""

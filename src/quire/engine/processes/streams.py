@@ -26,7 +26,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def __init__(self, table: "RequestStreams", request_id: int, metrics: RequestMetrics) -> None:
         self.metrics = metrics                            # kept up to date while the request lives
         self._table, self._request_id = table, request_id
-        self._waiter: asyncio.Future[None] | None = None  # of a reader that waits
+        self._waiter: asyncio.Future[None] | None = None  # set while a reader waits
         self._has_output = self._is_over = False
         self._error: EngineError | None = None            # raised after the output that is there
 

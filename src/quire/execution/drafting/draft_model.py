@@ -201,7 +201,7 @@ class DraftModel:
                 as_bytes(tensor).index_fill_(0, blocks, 0)
 
 
-HALF_WINDOW = 0.1  # by the table above
+HALF_WINDOW = 0.1  # from the table above
 _TARGETS_ALONE = np.uint32(GRAMMAR | LOGPROBS | NAMED_LOGPROBS | SCALED)  # features of samples that drafts lack
 
 

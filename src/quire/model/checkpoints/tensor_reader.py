@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
 
 class Checkpoint(Protocol):

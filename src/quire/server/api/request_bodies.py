@@ -35,7 +35,7 @@ Schema = dict[str, Any]
 
 MAX_HTTP_SEED = 2**63 - 1  # as in vLLM's server; Python takes more
 
-ELEMENT = "element"         # type of an error of pydantic whose text begins with the place in a list, as in `[0].text`
+ELEMENT = "element"         # type of pydantic's errors that begin with the place in a list, as in `[0].text`
 
 NULL: Schema = {"type": "null"}
 TEXT: Schema = {"type": "string", "minLength": 1}
