@@ -63,7 +63,7 @@ class CudaWorker:
     ) -> None:
         self.compute, batch, device = compute, compute.batch, compute.model.device
         self._idle_row = len(batch.block_tables)
-        self._last_tokens = torch.zeros(self._idle_row + 1, dtype=torch.int64, device=device)  # the last belongs to no row
+        self._last_tokens = torch.zeros(self._idle_row + 1, dtype=torch.int64, device=device)  # the last: no row
         self._no_hidden = torch.empty(0, device=device)
         self._tables = DeviceTables(batch.block_tables.shape, device)
         self._completed_s = 0.0
