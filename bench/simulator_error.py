@@ -18,7 +18,7 @@ import typer
 
 from quire import LLM
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.core.host_memory import free_memory_bytes
+from quire.core.host_limits import free_memory_bytes
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.executor import Executor
 from quire_lab.bench.machine import machine_facts

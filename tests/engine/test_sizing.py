@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.core.host_memory import free_memory_bytes
+from quire.core.host_limits import free_memory_bytes
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine, table_positions
 

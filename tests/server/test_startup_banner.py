@@ -8,9 +8,10 @@ import pytest
 from msgspec import structs
 from typing_extensions import Buffer
 
+from quire.core.host_limits import Cpus, Memory
 from quire.engine.messages import Ready
 from quire.scheduling.limits import AdmissionLimits
-from quire.server.startup_banner import print_banner
+from quire.server.startup_banner import host_rows, print_banner
 
 
 def ready(num_blocks: int, max_model_len: int, num_swap_blocks: int = 0) -> Ready:
@@ -103,3 +104,9 @@ def test_stdout_on_a_full_device_is_no_reason_to_fail() -> None:
         print_banner("tiny", "http://host:1", ready(1, 16), stdout)
         told = True
     assert told, "nothing was raised before the stream was closed"
+
+
+def test_table_tells_what_a_container_leaves() -> None:
+    rows = host_rows(Cpus(2, 64, "cgroup"), Memory(3 << 30, 4 << 30, "cgroup"))
+    assert rows == [("CPUs", "2 of 64 (cgroup)"), ("memory", "3.0 GiB free of a limit of 4.0 GiB (cgroup)")]
+    assert host_rows(Cpus(8, 8, ""), Memory(3 << 30, None, "")) == [("CPUs", "8")]

@@ -19,6 +19,7 @@ import msgspec
 
 from quire.core.errors import ConfigError
 from quire.core.frames import frame
+from quire.core.host_limits import num_threads
 from quire.engine.options import EngineOptions
 
 # Iterations of about 50 ns for which a thread of the engine spins at a barrier before it sleeps. libgomp's default of
@@ -101,15 +102,14 @@ def spawn_engines(options: EngineOptions) -> list[EngineProcess]:
 
 def num_threads_of(number: int, num_engines: int, environment: Mapping[str, str]) -> int:
     """Return an engine's share of the threads: of OMP_NUM_THREADS, or of the CPUs of this process; at least 1."""
-    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    total = int(given) if given.isdecimal() else num_cpus
+    total = num_threads(environment)
     return max(1, total // num_engines + (number < total % num_engines))
 
 
 def spinning_environment() -> dict[str, str]:
-    """Return the environment of a process that computes."""
-    return dict(os.environ) if "OMP_WAIT_POLICY" in os.environ else SPINS | os.environ
+    """Return the environment of a process that computes: with as many threads as there are CPUs for them."""
+    threads = {"OMP_NUM_THREADS": str(num_threads())}  # OpenMP by itself would not know of a container's quota
+    return threads | ({} if "OMP_WAIT_POLICY" in os.environ else SPINS) | os.environ
 
 
 def wait_or_kill(processes: Iterable[Process]) -> None:

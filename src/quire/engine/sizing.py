@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
-from quire.core.host_memory import HOST_KV_SHARE
+from quire.core.host_limits import HOST_KV_SHARE
 from quire.core.options import parse_bytes
 from quire.engine.options import EngineOptions
 

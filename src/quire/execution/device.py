@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from quire.core.host_memory import HOST_KV_SHARE, free_memory_bytes
+from quire.core.host_limits import HOST_KV_SHARE, free_memory_bytes
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
 from quire.execution.worker import StepCompute, Worker

@@ -8,6 +8,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
+from quire.core.host_limits import Cpus, Memory, find_cpus, find_memory
 from quire.engine.messages import Ready
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -23,6 +24,8 @@ def print_banner(
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in _rows(name, ready):
         table.add_row(*row)
+    for row in host_rows(find_cpus(), find_memory()):
+        table.add_row(*row)
     if num_engines > 1:
         table.add_row("engines", f"{num_engines}, each with the weights, KV cache and swap above")
     if not has_tokenizer:
@@ -35,6 +38,15 @@ def print_banner(
             out.reconfigure(errors="replace")  # the name may have characters that the terminal cannot show
         out.write(f"{printed.getvalue()}Quire is serving {name} on {url}\n")  # one write: no log line comes between
         out.flush()
+
+
+def host_rows(cpus: Cpus, memory: Memory) -> list[tuple[str, str]]:
+    """Return the rows of what this host, or container, has; of its memory only where that is limited."""
+    rows = [("CPUs", str(cpus))]
+    if memory.limit_bytes is not None:
+        limit = f"of a limit of {format_bytes(memory.limit_bytes)} (cgroup)"
+        rows.append(("memory", f"{format_bytes(memory.free_bytes)} free {limit}"))
+    return rows
 
 
 def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from quire.cli.command import Command
 from quire.cli.flag_groups import COMMAND_SETTINGS, JSON, flag, flag_field, with_config_file, with_flag_groups
 from quire.cli.model_flags import load
 from quire.core.errors import ConfigError
-from quire.core.host_memory import free_memory_bytes
+from quire.core.host_limits import free_memory_bytes
 from quire.engine.options import EngineOptions
 from quire.model.quantization import UNQUANTIZED
 from quire_lab.bench import report

@@ -1,10 +1,10 @@
 """Facts about the machine on which a figure was measured."""
 
-import os
 import platform
 from pathlib import Path
 
 import quire
+from quire.core.host_limits import find_cpus
 
 
 def machine_facts() -> dict[str, str | int]:
@@ -22,7 +22,7 @@ def client_facts() -> dict[str, str | int]:
     """Return what is known of this machine without torch: all that matters to a client of a server elsewhere."""
     return {
         "cpu": _cpu_model(),
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "num_cpus": find_cpus().num_usable,
         "python": platform.python_version(),
         "quire": quire.__version__,
     }

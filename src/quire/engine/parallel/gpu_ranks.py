@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
-from quire.core.host_memory import free_memory_bytes
+from quire.core.host_limits import free_memory_bytes
 from quire.core.plan import StepPlan, StepResult, decode_plan
 from quire.engine.devices import graph_sizes_of
 from quire.engine.options import EngineOptions

@@ -5,7 +5,7 @@ import gc
 import torch
 
 from quire.core.errors import ConfigError
-from quire.core.host_memory import free_memory_bytes
+from quire.core.host_limits import free_memory_bytes
 from quire.execution.cuda.cuda_graphs import GraphSizes
 from quire.execution.cuda.cuda_memory import (
     PinnedMemory,
