@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "blocks.hpp"
+#include "convert.hpp"
 #include "thread_pool.hpp"
 #include "expanded_packing.hpp"
 #include "gather.hpp"
@@ -32,7 +33,7 @@ struct Argument {
     operator Wanted() const {
         if constexpr (std::is_pointer_v<Wanted>)
             return reinterpret_cast<Wanted>(nb::cast<std::uintptr_t>(passed));
-        else if constexpr (std::is_same_v<Wanted, WeightFormat> || std::is_same_v<Wanted, KVFormat> || std::is_same_v<Wanted, BlockType>)
+        else if constexpr (std::is_same_v<Wanted, WeightFormat> || std::is_same_v<Wanted, KVFormat> || std::is_same_v<Wanted, BlockType> || std::is_same_v<Wanted, ValueType>)
             return static_cast<Wanted>(nb::cast<std::uint8_t>(passed));  // any tag: a kernel refuses unknown ones
         else
             return nb::cast<Wanted>(passed);
@@ -248,6 +249,12 @@ NB_MODULE(_kernels, module) {
              {"IQ4_NL", BlockType::iq4_nl}, {"IQ4_XS", BlockType::iq4_xs}, {"MXFP4", BlockType::mxfp4}})
         block_types[name] = static_cast<int>(type);
     module.attr("BLOCK_TYPES") = block_types;
+    nb::dict value_types;
+    for (const auto& [name, type] : std::initializer_list<std::pair<const char*, ValueType>>{
+             {"float64", ValueType::float64}, {"float32", ValueType::float32}, {"float16", ValueType::float16},
+             {"bfloat16", ValueType::bfloat16}, {"float8_e4m3", ValueType::float8_e4m3}})
+        value_types[name] = static_cast<int>(type);
+    module.attr("VALUE_TYPES") = value_types;
     nb::enum_<Activation>(module, "Activation")
         .value("none", Activation::none)
         .value("silu_and_mul", Activation::silu_and_mul)
@@ -309,6 +316,7 @@ NB_MODULE(_kernels, module) {
     def_long(module, "copy_blocks", copy_blocks);
     def_long(module, "read_block_values", read_block_values);
     def(module, "look_up_blocks", look_up_blocks);
+    def_long(module, "convert", convert);
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);

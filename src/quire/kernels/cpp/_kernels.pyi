@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 WEIGHT_FORMATS: dict[str, int]
 KV_FORMATS: dict[str, int]
 BLOCK_TYPES: dict[str, int]  # by ggml's names
+VALUE_TYPES: dict[str, int]  # by the names of `quire.core.arrays.dtype_name`
 
 def usable_isas() -> list[str]: ...
 def use_isa(name: str) -> None: ...
@@ -41,6 +42,7 @@ def pack_expanded(
     packed: int,
     every: int,
 ) -> None: ...
+def convert(values: int, value_type: int, results: int, result_type: int, count: int) -> None: ...
 def read_blocks(
     block_type: int,
     rows: int,
