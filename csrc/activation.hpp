@@ -1,4 +1,4 @@
-// The activations of feed-forward layers, sixteen floats at a time, each as quire/kernels/activation.py defines it.
+// The activations of feed-forward layers, sixteen floats at a time, each as quire/kernels/reference/activation.py defines it.
 #pragma once
 
 #include "exp.hpp"

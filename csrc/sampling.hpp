@@ -7,7 +7,7 @@ namespace quire {
 
 // One token per row of logits, drawn by a uniform number in [0, 1); temperature 0, or no temperatures at all: the highest
 // logit. logits: float32 [num_rows, vocab_size], rows `stride` elements apart. Everything else has one entry per row, as
-// quire/kernels/sampling.py says.
+// quire/kernels/reference/sampling.py says.
 struct TokenChoice {
     const float* logits;
     long num_rows, vocab_size, stride;

@@ -12,8 +12,8 @@ from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
 from quire.execution.device import HostDevice
-from quire.kernels.back_end import REFERENCE
 from quire.kernels.paged_attention import build_metadata
+from quire.kernels.reference.back_ends import REFERENCE
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch, LanguageModel

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation import (
+from quire.kernels.reference.activation import (
     clamped_silu_and_mul,
     gelu,
     gelu_and_mul,

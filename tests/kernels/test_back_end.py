@@ -8,8 +8,9 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels import back_end
-from quire.kernels.back_end import TORCH, choose_back_end
+from quire.kernels.back_end import choose_back_end
 from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.reference.back_ends import TORCH
 
 CPU = torch.device("cpu")
 needs_extension = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.block_copy import copy_blocks
-from quire.kernels.kv_quantization import as_bytes
+from quire.kernels.reference.block_copy import copy_blocks
+from quire.kernels.reference.kv_quantization import as_bytes
 
 
 def layers(count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import Expert, Routing, TorchExperts
-from quire.kernels.linear import make_linear
+from quire.kernels.experts import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.reference.experts import TorchExperts
+from quire.kernels.reference.linear import make_linear
 
 WIDTH, INNER = 24, 40
 ROUTINGS = [Routing(2, True), Routing(3, False), Routing(2, False, True), Routing(5, True, True), Routing(1, True)]

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.kv_cache_write import write_kv
-from quire.kernels.kv_quantization import encode
+from quire.kernels.reference.kv_cache_write import write_kv
+from quire.kernels.reference.kv_quantization import encode
 from support.paged_cache import rotary_spec
 
 

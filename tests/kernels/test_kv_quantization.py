@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
-from quire.kernels.kv_quantization import decode, encode
+from quire.kernels.reference.kv_quantization import decode, encode
 from quire.kernels.support import require_kv_dtype
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn

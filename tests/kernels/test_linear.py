@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import linear
-from quire.kernels.linear import MAX_ROWS, Activation, PackedLinear, equal_row_counts, reference
+from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.reference import linear
+from quire.kernels.reference.linear import MAX_ROWS, PackedLinear, equal_row_counts, reference
 
 dense = LinearWeight.dense
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from quire.kernels.norm import Norm, TorchNorm
+from quire.kernels.norm import Norm
+from quire.kernels.reference.norm import TorchNorm
 
 WIDTHS = [8, 32, 64, 80, 128, 172, 333, 768, 896, 2048, 4864]
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]

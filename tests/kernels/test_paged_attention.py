@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels import paged_attention
-from quire.kernels.back_end import REFERENCE
+from quire.kernels.paged_attention import build_metadata
+from quire.kernels.reference import paged_attention
+from quire.kernels.reference.back_ends import REFERENCE
 from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
@@ -175,7 +176,7 @@ def test_layers_with_and_without_window_share_a_plan() -> None:
     tokens = Tokens.random(32, (4, 2, 32))
     caches = tokens.key.view(4, 8, 2, 32), tokens.value.view(4, 8, 2, 32)
     step = torch.arange(4).view(1, 4).int(), torch.tensor([0, 32]).int(), torch.tensor([32]).int()
-    metadata = paged_attention.build_metadata(*step, block_size=8)
+    metadata = build_metadata(*step, block_size=8)
     for window in (None, 5, None):
         spec = plain_spec(tokens.query, 2, window=window)
         result = paged_attention.paged_attention(spec, tokens.query, *caches, metadata)
@@ -187,8 +188,8 @@ def test_sequence_without_tokens_in_the_step_is_passed_over() -> None:
     tokens = Tokens.random(8, (4, 2, 32))
     caches = tokens.key.view(1, 8, 2, 32), tokens.value.view(1, 8, 2, 32)
     starts, lengths = torch.tensor([0, 0, 8]).int(), torch.tensor([5, 8]).int()
-    metadata = paged_attention.build_metadata(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
-    alone = paged_attention.build_metadata(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
+    metadata = build_metadata(torch.zeros(2, 1).int(), starts, lengths, block_size=8)
+    alone = build_metadata(torch.zeros(1, 1).int(), starts[1:], lengths[1:], block_size=8)
     spec = plain_spec(tokens.query, 2)
     attended = [paged_attention.paged_attention(spec, tokens.query, *caches, each) for each in (metadata, alone)]
     assert torch.equal(*attended)
@@ -208,7 +209,7 @@ def test_attention_sinks_are_in_the_files_that_the_page_lists_for_a_new_feature(
 def test_block_size_that_kernels_do_not_take_is_refused(block_size: int) -> None:
     ints = torch.zeros(2).int()
     with pytest.raises(AssertionError, match="block size"):
-        paged_attention.build_metadata(torch.zeros(1, 1).int(), ints, ints[:1], block_size)
+        build_metadata(torch.zeros(1, 1).int(), ints, ints[:1], block_size)
 
 
 @pytest.mark.matrix

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels import quantized
-from quire.kernels.linear import make_linear, reference
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import (
     a8_sums,
@@ -20,6 +19,7 @@ from quire.kernels.quantized import (
     quantize_activations,
     round_to_nearest,
 )
+from quire.kernels.reference.linear import make_linear, reference
 
 F = np.float32
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from quire.kernels.kv_cache_write import apply_rotary, rotary_table
+from quire.kernels.reference.kv_cache_write import apply_rotary, rotary_table
 
 
 def frequencies(rotary_dim: int) -> Tensor:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.kernels.back_end import TORCH
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import Checkpoint, read_rows
 from quire.model.config import read_config, spec_from_config

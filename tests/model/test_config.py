@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.core.errors import ModelError
-from quire.kernels.back_end import TORCH
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.config import spec_from_config
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.back_end import TORCH
-from quire.kernels.linear import all_finite
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import round_to_nearest
+from quire.kernels.reference.back_ends import TORCH
+from quire.kernels.reference.linear import all_finite
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import read_config, spec_from_config
 from quire.model.loader import build_decoder, load_model

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quire.kernels.kv_cache_write import POSITIONS_AT_ONCE, rotary_table
+from quire.kernels.reference.kv_cache_write import POSITIONS_AT_ONCE, rotary_table
 from quire.model.config import spec_from_config
 from quire.model.frequencies import inverse_frequencies
 

@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.kernels.back_end import TORCH, BackEnd
+from quire.kernels.back_end import BackEnd
 from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.program import AttentionOp, RotaryWriteOp
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from support.random_model import write_random_model

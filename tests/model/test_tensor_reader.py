@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.core.errors import ModelError
-from quire.kernels.linear import all_finite
+from quire.kernels.reference.linear import all_finite
 from quire.model.checkpoints import tensor_reader
 from quire.model.checkpoints.tensor_reader import TensorReader
 from support.memory_checkpoint import MemoryCheckpoint

@@ -25,15 +25,19 @@ from quire.engine.parallel import nccl
 from quire.execution.cuda import cuda_device
 from quire.execution.cuda import cuda_worker as worker
 from quire.execution.cuda.memory_profiling import available_kv_bytes
-from quire.kernels import back_end, linear
-from quire.kernels.block_copy import copy_blocks
+from quire.kernels import back_end
 from quire.kernels.experts import Routing
-from quire.kernels.kv_cache_write import RotarySpec, write_kv
+from quire.kernels.kv_cache_write import RotarySpec
+from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import DENSE, LinearWeight
-from quire.kernels.logits import mask_logits
-from quire.kernels.norm import TorchNorm
-from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, paged_attention
-from quire.kernels.sampling import choose_tokens
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
+from quire.kernels.reference import linear
+from quire.kernels.reference.block_copy import copy_blocks
+from quire.kernels.reference.kv_cache_write import write_kv
+from quire.kernels.reference.logits import mask_logits
+from quire.kernels.reference.norm import TorchNorm
+from quire.kernels.reference.paged_attention import paged_attention
+from quire.kernels.reference.sampling import choose_tokens
 from quire.kernels.triton import triton_experts, triton_linear, triton_low_rank
 from quire.kernels.triton.products import PackedWeight
 from quire.model.decoder import Decoder
@@ -152,7 +156,7 @@ def _attend(
     return out
 
 
-def _linear(weight: LinearWeight, *args: Any, **kwargs: Any) -> linear.Linear:  # noqa: ANN401
+def _linear(weight: LinearWeight, *args: Any, **kwargs: Any) -> Linear:  # noqa: ANN401
     """Return a layer of the card: the real one of a dense weight, PyTorch's of others."""
     if weight.format == DENSE:
         return triton_linear.CudaLinear(weight, *args, **kwargs)
@@ -168,7 +172,7 @@ class StackedLayer:
 
     is_exact = False
 
-    def __init__(self, layers: Sequence[linear.Linear]) -> None:
+    def __init__(self, layers: Sequence[Linear]) -> None:
         self._layers = layers
 
     def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from quire.core.sampling_params import branch_seed
 from quire.core.sequence import Request
 from quire.decoding.logits_processors import process_logits
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
-from quire.kernels.back_end import REFERENCE
 from quire.kernels.philox import uniforms
-from quire.kernels.sampling import TORCH
+from quire.kernels.reference.back_ends import REFERENCE
+from quire.kernels.reference.sampling import SAMPLING
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
@@ -82,7 +82,7 @@ def beyond_margin(asked: Asked, index: int, tokens: list[int], margin: float | N
     for place, (token, number) in enumerate(zip(tokens, numbers.tolist(), strict=True)):
         samples = SamplingBatch.of(state, np.array([0]), known, np.array([len(prompt) + place]))
         own = logits[place : place + 1].clone()
-        process_logits(samples, own, TORCH)
+        process_logits(samples, own, SAMPLING)
         values = own[0].double().numpy()
         if request.params.temperature == 0:
             is_allowed = values.max() - values[token] <= margin

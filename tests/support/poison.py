@@ -14,7 +14,7 @@ from quire.cache.block_pool import BlockPool
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.executor import LocalExecutor
 from quire.execution.worker import Worker
-from quire.kernels.kv_quantization import as_bytes
+from quire.kernels.reference.kv_quantization import as_bytes
 
 POISON_TOKEN = 3
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from quire.core.model_files import read_json_object
 from quire.formats.quantized.method_configs import quantization_from_config
 from quire.formats.quantized.quantized_weights import QuantizedFormat
-from quire.kernels.linear import all_finite
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.quantized import expand
+from quire.kernels.reference.linear import all_finite
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations

@@ -23,7 +23,8 @@ from quire.decoding.sampling_state import (
     TOKEN_LISTS,
     SamplingBatch,
 )
-from quire.kernels.logits import Penalties, upload
+from quire.kernels.logits import Penalties
+from quire.kernels.reference.logits import upload
 from quire.kernels.sampling import SamplingOps
 
 FEW_TOKENS = 64

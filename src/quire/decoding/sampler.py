@@ -40,7 +40,8 @@ from quire.decoding.sampling_state import (
     SCALED,
     SamplingBatch,
 )
-from quire.kernels.sampling import TORCH, SamplingOps, Tokens
+from quire.kernels.reference.sampling import SAMPLING
+from quire.kernels.sampling import SamplingOps, Tokens
 
 CANDIDATES_AT_ONCE = 1 << 20  # arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
 NOT_FINITE = "the model gave logits that are NaN or infinite"
@@ -62,7 +63,7 @@ class SampledTokens(NamedTuple):
     failures: Mapping[int, str] = {}
 
 
-def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> SampledTokens:
+def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = SAMPLING) -> SampledTokens:
     """Choose one token per sample, from logits float32 [num_samples, vocab].
 
     Steps 1 and 2, and beams' temperatures, edit `logits`: do not use them afterwards.
@@ -96,7 +97,7 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> 
     return SampledTokens(chosen.tolist(), records, failures)
 
 
-def sample_async(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = TORCH) -> Tensor:
+def sample_async(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = SAMPLING) -> Tensor:
     """Do what `sample` does without waiting for the device; for samples without logprobs.
 
     Returns int64 [2, num_samples], where the logits are: the tokens, and whether each has a finite logit.
@@ -153,14 +154,14 @@ def _without_distribution(logits: Tensor, chosen: NDArray[np.int64]) -> dict[int
 
 
 def prompt_logprobs(
-    logits: Tensor, next_tokens: Tensor, num_logprobs: int, ops: SamplingOps = TORCH
+    logits: Tensor, next_tokens: Tensor, num_logprobs: int, ops: SamplingOps = SAMPLING
 ) -> list[TokenLogprobs]:
     """Return the logprobs of known tokens: row i of float32 `logits` [num, vocab] predicts `next_tokens[i]` [num]."""
     counts = np.full(len(logits), min(num_logprobs, logits.shape[1]))
     return _token_logprobs(logits, np.arange(len(logits)), next_tokens.long().numpy(force=True), counts, ops)
 
 
-def prompt_scores(logits: Tensor, token_ids: NDArray[np.int64], ops: SamplingOps = TORCH) -> NDArray[np.float32]:
+def prompt_scores(logits: Tensor, token_ids: NDArray[np.int64], ops: SamplingOps = SAMPLING) -> NDArray[np.float32]:
     """Return the logprobs [num, width] of `token_ids` [num, width] in the rows of float32 `logits` [num, vocab].
 
     -inf for padding. Each costs a pass over its row, and has the bits that it has among other logprobs.

@@ -9,31 +9,23 @@ each op. A further back end is one more `BackEnd` here.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import (
-    block_copy,
-    cache_layout,
-    embedding,
-    experts,
-    kv_cache_write,
-    linear,
-    low_rank,
-    paged_attention,
-    sampling,
-)
-from quire.kernels import norm as norms
+from quire.kernels.cache_layout import CacheLayout
 from quire.kernels.cpp.cpp_back_end import cpp_ops, usable_isas
+from quire.kernels.experts import ExpertLayer
 from quire.kernels.kv_cache_write import WriteKV
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.low_rank import AdapterSlots, Up
+from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import Attend, AttentionBackEnd
 from quire.kernels.program import Program
+from quire.kernels.sampling import SamplingOps
 from quire.kernels.support import MAX_HEAD_DIM, serves_head_dim
 
 log = logging.getLogger(__name__)
@@ -41,31 +33,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BackEnd:
-    """One implementation of every op; each field has the signature of the function of its name in the op's module.
+    """One implementation of every op; each field has the signature that `reference.back_ends.TORCH` has there.
 
-    `linear` makes a layer from a `LinearWeight`, as `linear.make_linear` does; `head` makes one to float32 logits,
+    `linear` makes a layer from a `LinearWeight`, as `make_linear` does; `head` makes one to float32 logits,
     which are defined until its next call; `low_rank_up` makes B of an adapter's module from its weight, as
-    `low_rank.TorchUp` is one; `adapter_slots` makes `low_rank.AdapterSlots` where adapters are computed on a device of
-    their own memory; `experts` makes a mixture of layers, as `experts.TorchExperts` is one; `norm` makes one from its
-    parameters, as `norm.TorchNorm` does. `fuse` replaces those stretches of a layer program that the back end runs in
+    `TorchUp` is one; `adapter_slots` makes `low_rank.AdapterSlots` where adapters are computed on a device of
+    their own memory; `experts` makes a mixture of layers, as `TorchExperts` is one; `norm` makes one from its
+    parameters, as `TorchNorm` does. `fuse` replaces those stretches of a layer program that the back end runs in
     one call. `attention` is what --attention-backend chose for a GPU in place of Triton's kernels, if anything.
     """
 
     name: str
     linear: Callable[..., Linear]
     head: Callable[[LinearWeight, Tensor | None], Linear]
-    low_rank_up: Callable[..., low_rank.Up]
-    experts: Callable[..., experts.ExpertLayer]
+    low_rank_up: Callable[..., Up]
+    experts: Callable[..., ExpertLayer]
     fuse: Callable[[Program], Program]
-    cache_layout: cache_layout.CacheLayout
+    cache_layout: CacheLayout
     paged_attention: Attend
     write_kv: WriteKV
     copy_blocks: Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
-    norm: Callable[[Tensor, Tensor | None, float, bool, float | None], norms.Norm]
+    norm: Callable[[Tensor, Tensor | None, float, bool, float | None], Norm]
     embed: Callable[..., Tensor]
     all_finite: Callable[[Tensor], bool]
-    sampling: sampling.SamplingOps
-    adapter_slots: Callable[..., low_rank.AdapterSlots] | None = None
+    sampling: SamplingOps
+    adapter_slots: Callable[..., AdapterSlots] | None = None
     attention: AttentionBackEnd | None = None
 
     @property
@@ -74,23 +66,6 @@ class BackEnd:
         return self.attention is None or self.attention.is_capturable
 
 
-TORCH = BackEnd(
-    name="torch",
-    linear=linear.make_linear,
-    head=partial(linear.make_linear, dtype=torch.float32),
-    low_rank_up=low_rank.TorchUp,
-    experts=experts.TorchExperts,
-    fuse=lambda program: program,
-    cache_layout=cache_layout.PLAIN,
-    paged_attention=paged_attention.paged_attention,
-    write_kv=kv_cache_write.write_kv,
-    copy_blocks=block_copy.copy_blocks,
-    norm=norms.TorchNorm,
-    embed=embedding.embed,
-    all_finite=linear.all_finite,
-    sampling=sampling.TORCH,
-)
-REFERENCE = replace(TORCH, name="reference", paged_attention=paged_attention.reference)
 NAMES = ("cpp", "torch", "reference")  # back ends of CPUs
 
 
@@ -111,12 +86,12 @@ def choose_back_end(
     if name not in ("auto", *NAMES):
         raise ConfigError(f"the back end must be auto, {' or '.join(NAMES)}, got {name!r}")
     if name in ("torch", "reference"):
-        return TORCH if name == "torch" else REFERENCE
+        return _plain(name)
     if not usable_isas():
         if name == "cpp" or isa != "auto":
             raise ConfigError(f"cpu_isa {isa}: the C++ kernels were not built; install with a C++ compiler or use auto")
         log.warning("the C++ kernels were not built, PyTorch's serve: several times slower; a C++ compiler is missing")
-        return TORCH
+        return _plain("torch")
     if isa not in ("auto", *usable_isas()):
         raise ConfigError(f"cpu_isa must be auto, {' or '.join(usable_isas())} on this CPU, got {isa!r}")
     if not serves_head_dim(head_dim):
@@ -124,8 +99,14 @@ def choose_back_end(
         if name == "cpp" or isa != "auto":
             raise ConfigError(f"cpu_isa {isa}: the C++ kernels need heads of {limit}, the model's have {head_dim}")
         log.warning("heads of %d are not %s: PyTorch's kernels serve, several times slower", head_dim, limit)
-        return TORCH
-    return replace(TORCH, name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
+        return _plain("torch")
+    return BackEnd(name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
+
+
+def _plain(name: str) -> BackEnd:
+    from quire.kernels.reference.back_ends import REFERENCE, TORCH  # noqa: PLC0415 (loads torch)
+
+    return TORCH if name == "torch" else REFERENCE
 
 
 def cuda_back_end(
@@ -137,6 +118,7 @@ def cuda_back_end(
     """
     if find_spec("triton") is None:
         raise ConfigError("device cuda needs Triton; install quire[gpu]")
+    from quire.kernels.reference.back_ends import TORCH  # noqa: PLC0415 (loads torch)
     from quire.kernels.triton import triton_attention, triton_back_end  # noqa: PLC0415 (an optional package)
 
     if head_dim > triton_attention.MAX_HEAD_DIM:

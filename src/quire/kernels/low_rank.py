@@ -6,6 +6,7 @@ Each product is of linear layers, a row of which does not depend on the other ro
 alone. Rows without an adapter get the addend -0, which changes no number.
 """
 
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -13,8 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import Linear, make_linear
-from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.linear import Linear
 
 NOTHING = -0.0  # x + -0.0 is x, also where x is -0.0
 
@@ -27,17 +27,6 @@ class Up(Protocol):
     def __call__(self, inner: Tensor, /) -> Tensor:
         """Return float32 [num_rows, num_outputs] for A's outputs [num_rows, rank], in the model's dtype."""
         ...
-
-
-class TorchUp:
-    """B [num_outputs, rank] by PyTorch: the linear layer with float32 outputs."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._linear = make_linear(LinearWeight.dense(weight), dtype=torch.float32)
-        self.num_bytes = self._linear.num_bytes
-
-    def __call__(self, inner: Tensor, /) -> Tensor:
-        return self._linear(inner)
 
 
 class LowRankPart(NamedTuple):
@@ -129,13 +118,3 @@ class RowAdapters(NamedTuple):
                 addend = torch.full((len(x), layer.num_outputs), NOTHING)
             addend[rows] = layer.addend(x[rows])
         return addend
-
-
-def reference(x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Return the addend of one module, float32 [num_rows, out_features]: the meaning of an adapter.
-
-    x [num_rows, in_features]; A `down` [rank, in_features]; B `up` [out_features, rank] in float32, which is scaled
-    and then rounded to x's dtype, as is A x.
-    """
-    inner = (x.float() @ down.float().T).to(x.dtype)
-    return inner.float() @ (up.float() * scale).to(x.dtype).float().T

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
 from quire.kernels.embedding import Table
-from quire.kernels.kv_cache_write import rotary_table
 from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
+from quire.kernels.reference.kv_cache_write import rotary_table
 from quire.kernels.special_ops import SummedLinearOp
 from quire.kernels.support import require, require_attention, require_kv_dtype, require_ops
 from quire.model.frequencies import inverse_frequencies

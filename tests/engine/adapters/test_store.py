@@ -14,8 +14,8 @@ from quire.core.lora import AdapterUse
 from quire.engine.adapters import store as store_module
 from quire.engine.adapters.store import AdapterStore
 from quire.engine.options import EngineOptions
-from quire.kernels.back_end import TORCH
 from quire.kernels.low_rank import AdapterSlots
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.loader import load_model
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model

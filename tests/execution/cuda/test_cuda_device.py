@@ -12,7 +12,7 @@ from quire.engine.sizing import ModelLimits, size_engine
 from quire.execution.cuda import cuda_device
 from quire.execution.cuda.cuda_device import CudaDevice
 from quire.execution.cuda.cuda_graphs import GraphSizes
-from quire.kernels.back_end import REFERENCE
+from quire.kernels.reference.back_ends import REFERENCE
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
 

@@ -16,7 +16,8 @@ from quire.execution.cuda.cuda_graphs import CudaGraphRunner, Graph, GraphSize
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight
 from quire.execution.device import Device
 from quire.execution.worker import StepCompute
-from quire.kernels.sampling import SamplingOps, unpack_settings
+from quire.kernels.reference.sampling import unpack_settings
+from quire.kernels.sampling import SamplingOps
 from quire.model.language_model import ForwardBatch
 from support.embedders import write_embedder
 from support.random_model import write_random_model

@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams
 from quire.core.plan import BlockCopy, StepPlan, StepResult
 from quire.execution.batch import PersistentBatch
 from quire.execution.cuda.cuda_swapper import CudaSwapper
-from quire.kernels import block_copy
+from quire.kernels.reference import block_copy
 from quire.model.kv_cache import KVCache
 from quire.scheduling.plan_builder import PlanBuilder
 from support.fake_cuda import FakeCuda, FakeStream

@@ -18,9 +18,9 @@ from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_quantization import SCHEMES, GGUFQuantization, block_scheme
 from quire.formats.gguf.gguf_weights import GGUFFormat
 from quire.kernels.back_end import BackEnd
-from quire.kernels.linear import all_finite, reference
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
+from quire.kernels.reference.linear import all_finite, reference
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.formats import load_tokenizer, read_source
-from quire.kernels.back_end import TORCH
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.loader import load_model
 from quire.model.resolve import resolve_model
 from support import small_tokenizers

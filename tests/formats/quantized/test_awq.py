@@ -9,7 +9,7 @@ import torch
 
 from quire.core.errors import ModelError
 from quire.engine.formats import read_source
-from quire.kernels.back_end import TORCH
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.loader import load_model
 from support.quantized_folder import INNER, LAYER_LINEARS, WIDTH, awq, awq_config, change_tensor, write_pair
 from support.quantized_reading import misread, read, values

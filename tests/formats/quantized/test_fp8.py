@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.core.errors import ModelError
 from quire.engine.formats import read_source
-from quire.kernels.back_end import TORCH
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.loader import load_model
 from support.quantized_folder import INNER, WIDTH, Pair, Quantize, e4m3, fp8, fp8_config, write_pair
 from support.quantized_reading import misread, read, values

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.formats import read_source
-from quire.kernels.back_end import TORCH
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.loader import load_model
 from support.fuzz_seeds import fuzz
 from support.hostile_models import is_refused

@@ -13,8 +13,9 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
 from quire.engine.formats import read_source
 from quire.engine.parallel.shared_memory import MemoryLayout
-from quire.kernels.back_end import TORCH, BackEnd
-from quire.kernels.linear import reference
+from quire.kernels.back_end import BackEnd
+from quire.kernels.reference.back_ends import TORCH
+from quire.kernels.reference.linear import reference
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.back_end import REFERENCE, TORCH
 from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.paged_attention import build_metadata
+from quire.kernels.reference.back_ends import REFERENCE, TORCH
 from support.packed_cache import CPP, pack, unpack
 from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 from support.pairwise import covering

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels import embedding
 from quire.kernels.cpp.cpp_embedding import embed
+from quire.kernels.reference import embedding
 from support.pairwise import covering
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
 from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.experts import Expert, ExpertSplit, Routing, TorchExperts
+from quire.kernels.experts import Expert, ExpertSplit, Routing
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, INT8, LinearWeight
 from quire.kernels.quantized import round_to_nearest
+from quire.kernels.reference.experts import TorchExperts
 from support.pairwise import covering
 from support.thread_ranks import in_threads, make_ranks
 

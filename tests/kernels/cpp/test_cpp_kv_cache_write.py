@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from quire.kernels import kv_cache_write
 from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.cpp_kv_cache_write import write_kv
 from quire.kernels.cpp.dtypes import kernel_dtype
-from quire.kernels.kv_cache_write import apply_rotary, rotary_table
+from quire.kernels.reference import kv_cache_write
+from quire.kernels.reference.kv_cache_write import apply_rotary, rotary_table
 from support.packed_cache import pack, unpack
 from support.paged_cache import rotary_spec
 from support.pairwise import covering

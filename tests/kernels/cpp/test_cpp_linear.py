@@ -10,8 +10,9 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels.cpp.cpp_linear import CppHead, CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
-from quire.kernels.linear import Activation, reference
+from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.reference.linear import reference
 from support.pairwise import covering
 
 dense = LinearWeight.dense

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import norm
 from quire.kernels.cpp.cpp_norm import CppNorm
+from quire.kernels.norm import Norm
+from quire.kernels.reference import norm
 from support.pairwise import covering
 
 DTYPES = [(torch.float32, 4e-6), (torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)]
@@ -18,13 +19,13 @@ def parameters(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(width, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
 
 
-def plain(kind: str, width: int, dtype: torch.dtype) -> norm.Norm:
+def plain(kind: str, width: int, dtype: torch.dtype) -> Norm:
     weight, bias = parameters(width, dtype)
     centers = kind.startswith("layer")
     return norm.TorchNorm(weight, bias if kind == "layer" else None, 1e-6, centers, OFFSETS.get(kind))
 
 
-def ours(kind: str, width: int, dtype: torch.dtype) -> norm.Norm:
+def ours(kind: str, width: int, dtype: torch.dtype) -> Norm:
     weight, bias = parameters(width, dtype)
     return CppNorm(weight, bias if kind == "layer" else None, 1e-6, kind.startswith("layer"), OFFSETS.get(kind))
 

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import logits as edits
-from quire.kernels import philox, ranking, sampling
+from quire.kernels import philox
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_sampling import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
+from quire.kernels.logits import Penalties, num_words
+from quire.kernels.reference import logits as edits
+from quire.kernels.reference import ranking, sampling
 from support.draws import draws_of
 
 VOCAB_SIZES = [1, 2, 16, 17, 1000, 1025, 20_011]
@@ -257,7 +259,7 @@ def test_penalties_are_the_plain_ones_to_the_bit(num_threads: int) -> None:
     logits[:, 7] = -torch.inf
     token_ids = rng.integers(0, 60, (12, 300)).astype(np.int32)
     num_tokens = np.array([1, 2, 300, 300, 40, 9])
-    arguments = edits.Penalties(
+    arguments = Penalties(
         np.array([8, 0, 3, 4, 7, 1]),
         token_ids,
         rng.permutation(12)[:6],
@@ -282,7 +284,7 @@ def test_masks_are_the_plain_ones_to_the_bit(isa: str, vocab_size: int, num_thre
     wide = torch.from_numpy(rng.normal(0, 2, (9, vocab_size + 7)).astype(np.float32))
     wide[3, vocab_size // 2 :] = torch.nan
     rows = np.array([8, 0, 3, 4, 7])
-    bits = rng.integers(0, 2**32, (5, edits.num_words(vocab_size) + 1), dtype=np.uint32)
+    bits = rng.integers(0, 2**32, (5, num_words(vocab_size) + 1), dtype=np.uint32)
     bits[1], bits[2, ::2], bits[3, 1::3], bits[4] = 0, 0, 2**32 - 1, 2**32 - 1
     expected = wide.clone()
     edits.mask_logits(expected[:, 3:-4], rows, bits)

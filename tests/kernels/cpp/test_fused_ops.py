@@ -18,12 +18,13 @@ from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_norm import CppNorm
 from quire.kernels.cpp.fused_ops import TRANSLATIONS, FusedOps, fuse
 from quire.kernels.experts import Expert, Routing
-from quire.kernels.kv_cache_write import RotarySpec, rotary_table
+from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
 from quire.kernels.quantized import round_to_nearest
+from quire.kernels.reference.kv_cache_write import rotary_table
 
 HEADS, WIDTH, INNER, BLOCK_SIZE = Heads(4, 2, 16), 48, 80, 8
 NUM_TOKENS = 7  # a chunk of 6 and a decode

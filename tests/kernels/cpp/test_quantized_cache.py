@@ -9,13 +9,14 @@ from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels import kv_cache_write
-from quire.kernels.back_end import REFERENCE, BackEnd
+from quire.kernels.back_end import BackEnd
 from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.cpp_kv_cache_write import write_kv
-from quire.kernels.kv_cache_write import apply_rotary, rotary_table
 from quire.kernels.kv_quantization import KVScales
-from quire.kernels.paged_attention import reference
+from quire.kernels.reference import kv_cache_write
+from quire.kernels.reference.back_ends import REFERENCE
+from quire.kernels.reference.kv_cache_write import apply_rotary, rotary_table
+from quire.kernels.reference.paged_attention import reference
 from support.packed_cache import CPP, pack
 from support.paged_cache import Paging, Part, Tokens, attend, rotary_spec
 from support.pairwise import covering

@@ -13,7 +13,8 @@ from quire.core.errors import ConfigError
 from quire.kernels.cuda import launch
 from quire.kernels.cuda.cuda_source import PARTITION, count_partitions, definitions, shared_floats, source
 from quire.kernels.cuda.nvrtc import compile_source, library
-from quire.kernels.paged_attention import AttentionMetadata, build_metadata, reference
+from quire.kernels.paged_attention import AttentionMetadata, build_metadata
+from quire.kernels.reference.paged_attention import reference
 from support.cuda_threads import StuckError, attend_on_host, compile_on_host, recorded_loads
 from support.paged_cache import plain_spec
 from support.triton_compiler import resources

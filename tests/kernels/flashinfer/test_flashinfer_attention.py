@@ -9,9 +9,10 @@ import torch
 
 from quire import LLM
 from quire.core.errors import ConfigError
-from quire.kernels.back_end import REFERENCE, TORCH, BackEnd, cuda_back_end
+from quire.kernels.back_end import BackEnd, cuda_back_end
 from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION, FlashInferAttention, pages_of
 from quire.kernels.paged_attention import build_metadata
+from quire.kernels.reference.back_ends import REFERENCE, TORCH
 from quire.model.loader import load_model
 from support import flashinfer_stand_in
 from support.cuda_engine import PROMPTS, differences_beyond_margin, tokens_of

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.back_end import REFERENCE, BackEnd, cuda_back_end
+from quire.kernels.back_end import BackEnd, cuda_back_end
 from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
 from quire.kernels.paged_attention import build_metadata
+from quire.kernels.reference.back_ends import REFERENCE
 from quire.model.loader import load_model
 from support.cuda_threads import run_on_host
 from support.paged_cache import Paging, Part, Tokens, attend, plain_spec

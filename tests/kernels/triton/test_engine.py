@@ -9,9 +9,10 @@ import torch
 from quire import LLM, LoRARequest, SamplingParams
 from quire.execution.cuda.cuda_graphs import CudaGraphRunner
 from quire.execution.cuda.cuda_worker import CudaWorker
-from quire.kernels.back_end import TORCH, cuda_back_end
+from quire.kernels.back_end import cuda_back_end
 from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
 from quire.kernels.paged_attention import AttentionBackEnd
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.loader import load_model
 from support.cuda_engine import PROMPTS, check_sharing, differences_beyond_margin, tokens_of
 from support.cuda_threads import run_on_host

@@ -12,11 +12,12 @@ from kernels.triton.test_engine import SMALL
 from kernels.triton.test_products import random
 from quire.kernels.back_end import cuda_back_end
 from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.linear import Activation, make_linear
+from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.norm import TorchNorm
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import LayerInputs, RotaryWriteOp
+from quire.kernels.reference.linear import make_linear
+from quire.kernels.reference.norm import TorchNorm
 from quire.kernels.triton.few_rows import MAX_ROWS, SummedProducts, few_rows_product, projected_query, serves
 from quire.kernels.triton.triton_kv_cache_write import write_kv
 from quire.kernels.triton.triton_linear import CudaLinear

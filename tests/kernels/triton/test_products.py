@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels.test_quantized import random_weight
-from quire.kernels.linear import Activation, make_linear, reference
+from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import a8_sums, quantize_activations
+from quire.kernels.reference.linear import make_linear, reference
 from quire.kernels.triton.products import EXACT_ROWS, FEW_ROWS, quantize
 from quire.kernels.triton.triton_linear import CudaLinear
 from support.interpreter import rows_alike

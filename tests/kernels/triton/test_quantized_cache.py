@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels import kv_cache_write
-from quire.kernels.back_end import REFERENCE, cuda_back_end
-from quire.kernels.block_copy import copy_blocks
+from quire.kernels.back_end import cuda_back_end
 from quire.kernels.kv_quantization import ONES, KVScales
+from quire.kernels.reference import kv_cache_write
+from quire.kernels.reference.back_ends import REFERENCE
+from quire.kernels.reference.block_copy import copy_blocks
 from support.paged_cache import Paging, Part, Tokens, attend, rotary_spec, scales_behind
 
 OPS = pytest.importorskip("triton") and cuda_back_end()

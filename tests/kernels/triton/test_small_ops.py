@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels import activation as activations
-from quire.kernels import block_copy, kv_cache_write, norm
 from quire.kernels.back_end import cuda_back_end
 from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.reference import activation as activations
+from quire.kernels.reference import block_copy, kv_cache_write, norm
 from support.paged_cache import rotary_spec
 
 dense = LinearWeight.dense

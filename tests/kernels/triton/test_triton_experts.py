@@ -6,9 +6,11 @@ import torch
 from kernels.test_quantized import random_weight
 from kernels.triton.test_products import on, random
 from quire.core.errors import ConfigError
-from quire.kernels.experts import Expert, Routing, TorchExperts
-from quire.kernels.linear import Activation, make_linear
+from quire.kernels.experts import Expert, Routing
+from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.reference.experts import TorchExperts
+from quire.kernels.reference.linear import make_linear
 from quire.kernels.triton.row_groups import group_rows
 from quire.kernels.triton.triton_experts import TritonExperts, choose
 from quire.kernels.triton.triton_linear import CudaLinear

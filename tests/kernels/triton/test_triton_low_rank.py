@@ -5,7 +5,8 @@ import torch
 
 from kernels.triton.test_products import random
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.low_rank import AdapterWeights, FactorSizes, RowAdapters, TorchUp, reference
+from quire.kernels.low_rank import AdapterWeights, FactorSizes, RowAdapters
+from quire.kernels.reference.low_rank import TorchUp, reference
 from quire.kernels.triton.triton_linear import CudaLinear
 from quire.kernels.triton.triton_low_rank import KeptUp, TritonSlots
 from support.adapters import adapter, random_layer

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import logits as edits
-from quire.kernels import ranking
 from quire.kernels.back_end import cuda_back_end
-from quire.kernels.sampling import choose_tokens, pack_settings
+from quire.kernels.logits import Penalties, num_words
+from quire.kernels.reference import logits as edits
+from quire.kernels.reference import ranking
+from quire.kernels.reference.sampling import choose_tokens
+from quire.kernels.sampling import pack_settings
 from support.draws import draws_of
 
 OPS = pytest.importorskip("triton") and cuda_back_end().sampling
@@ -147,8 +149,8 @@ def test_penalties_are_those_of_the_reference(device: torch.device) -> None:
     floats = [chooser.random(num).astype(np.float32) + shift for shift in (1.0, -0.5, -0.5)]
     rows = (chooser.permutation(50)[:num], token_ids, chooser.permutation(60)[:num], num_tokens, num_tokens // 2)
     on_device = logits.clone().to(device)
-    OPS.penalize(on_device, edits.Penalties(*rows, *floats))
-    edits.penalize(logits, edits.Penalties(*rows, *floats))
+    OPS.penalize(on_device, Penalties(*rows, *floats))
+    edits.penalize(logits, Penalties(*rows, *floats))
     torch.testing.assert_close(on_device.cpu(), logits)
 
 
@@ -156,7 +158,7 @@ def test_penalties_are_those_of_the_reference(device: torch.device) -> None:
 def test_masks_are_those_of_the_reference(vocab_size: int, device: torch.device) -> None:
     chooser = np.random.default_rng(0)
     logits = torch.randn(6, vocab_size + 5, generator=torch.Generator().manual_seed(0))
-    bits = chooser.integers(0, 2**32, (4, edits.num_words(vocab_size) + 1), dtype=np.uint32)
+    bits = chooser.integers(0, 2**32, (4, num_words(vocab_size) + 1), dtype=np.uint32)
     bits[1], bits[2] = 0, 2**32 - 1
     rows, on_device = np.array([5, 0, 2, 3]), logits.clone().to(device)
     OPS.mask_logits(on_device[:, 2:-3], rows, bits)

@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from quire.kernels import activation
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.quantized import round_to_nearest
+from quire.kernels.reference import activation
 from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
 
 _OFFSETS: dict[type[nn.Module], float | None] = {LlamaRMSNorm: None, Olmo2RMSNorm: 0.0, GemmaRMSNorm: 1.0}

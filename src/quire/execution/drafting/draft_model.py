@@ -35,7 +35,7 @@ from quire.decoding.sampling_state import (
 )
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
-from quire.kernels.kv_quantization import as_bytes
+from quire.kernels.reference.kv_quantization import as_bytes
 from quire.kernels.sampling import SamplingOps
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch, LanguageModel

@@ -1,4 +1,4 @@
-"""Paged attention in C++; the meaning is `quire.kernels.paged_attention.reference`'s. csrc/attention.cpp explains it.
+"""Paged attention in C++; the meaning is that of `quire.kernels.reference`; csrc/attention.cpp explains it.
 
 The caches are laid out as `cache_layout` says.
 """

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from quire.kernels import block_copy as plain
+from quire.kernels.block_copy import by_block_bytes
 from quire.kernels.cpp import _kernels
+from quire.kernels.reference import block_copy as plain
 
 
 def copy_blocks(src_caches: list[Tensor], dst_caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
@@ -14,7 +15,7 @@ def copy_blocks(src_caches: list[Tensor], dst_caches: list[Tensor], src: Tensor,
     if not src_caches or not len(src):
         return
     src, dst = src.contiguous(), dst.contiguous()
-    for block_bytes, own_sources, own_targets in plain.by_block_bytes(src_caches, dst_caches):
+    for block_bytes, own_sources, own_targets in by_block_bytes(src_caches, dst_caches):
         sources, destinations = ([cache.data_ptr() for cache in pool] for pool in (own_sources, own_targets))
         if sources == destinations and set(src.tolist()) & set(dst.tolist()):  # no plan asks for it
             plain.copy_blocks(own_sources, own_targets, src, dst)

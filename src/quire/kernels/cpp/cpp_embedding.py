@@ -1,11 +1,11 @@
-"""The embedding lookup in C++; the meaning is `quire.kernels.embedding.embed`'s."""
+"""The embedding lookup in C++; the meaning is `quire.kernels.reference.embedding.embed`'s."""
 
 import torch
 from torch import Tensor
 
-from quire.kernels import embedding
 from quire.kernels.cpp.dtypes import pair
 from quire.kernels.embedding import Table
+from quire.kernels.reference import embedding
 
 _KERNELS = pair("embedding")
 

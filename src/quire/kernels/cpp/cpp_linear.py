@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import linear
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_packing import kernel_format, pack
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory, huge_pages
-from quire.kernels.linear import Activation
+from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.reference import linear
 
 _MULTIPLY, _ALL_FINITE = pair("linear"), pair("all_finite")
 
@@ -39,7 +39,7 @@ class CppLinear:
             raise ConfigError(
                 f"the C++ kernels do not support weight format {kernel_format(weight)} yet; they serve {served}"
             )
-        self._num_layers = num_layers = 2 if activation in linear.GATED else 1
+        self._num_layers = num_layers = 2 if activation in GATED else 1
         self._out_features, self._in_features = weight.out_features // num_layers, weight.in_features
         self._dtype = kernel_dtype(weight.value_dtype)
         self._out_dtype = dtype or weight.value_dtype

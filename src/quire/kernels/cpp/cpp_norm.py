@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm in C++; the meanings are those of `quire.kernels.norm`.
+"""RMSNorm and LayerNorm in C++; the meanings are those of `quire.kernels.reference.norm`.
 
 A decode step calls them twice per layer for a row that takes the kernel less than a microsecond, so a call does little
 else: parameters are checked at construction, and with a residual the results take the arguments' place.

@@ -1,4 +1,4 @@
-"""Sampling in C++; the meaning of each op is that of its module in `quire.kernels`. csrc/sampling.cpp explains it."""
+"""Sampling in C++; the meaning of each op is that of `quire.kernels.reference`. csrc/sampling.cpp explains it."""
 
 from collections.abc import Sequence
 from typing import Any

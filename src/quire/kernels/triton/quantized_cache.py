@@ -1,8 +1,9 @@
 """Keys and values in 8 bits on a GPU: the layout of a block, and the two conversions of an element.
 
-The arithmetic is that of `kernels/kv_quantization`. Where scales are stored, a block is its elements [block_size,
-num_kv_heads, head_dim] and then their float32 scales [block_size, num_kv_heads], so that elements are read 16 bytes at
-a time. e4m3 is made and widened by integer operations, of which every card has all: the bits are those of PyTorch.
+The arithmetic is that of `kernels/reference/kv_quantization`. Where scales are stored, a block is its elements
+[block_size, num_kv_heads, head_dim] and then their float32 scales [block_size, num_kv_heads], so that elements are
+read 16 bytes at a time. e4m3 is made and widened by integer operations, of which every card has all: the bits are
+those of PyTorch.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.kv_quantization import LARGEST, is_quantized
+from quire.kernels.reference.kv_quantization import LARGEST, is_quantized
 
 KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 assert KINDS.keys() == LARGEST.keys()

@@ -1,12 +1,12 @@
-"""Activations in Triton: the meanings are those of `quire.kernels.activation`, each element by itself in float32."""
+"""Activations in Triton: the meanings are those of `quire.kernels.reference`, each element by itself in float32."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.activation import CLAMPED_SILU_GAIN, CLAMPED_SILU_LIMIT
 from quire.kernels.linear import GATED, Activation
+from quire.kernels.reference.activation import CLAMPED_SILU_GAIN, CLAMPED_SILU_LIMIT
 
 BLOCK = 1024
 SQRT_HALF = tl.constexpr(0.5**0.5)

@@ -30,8 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.kv_quantization import ONES, as_bytes
+from quire.kernels.kv_quantization import ONES
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
+from quire.kernels.reference.kv_quantization import as_bytes
 from quire.kernels.triton.quantized_cache import float_scales, form_of, places_of, widen
 
 MAX_HEAD_DIM = 256

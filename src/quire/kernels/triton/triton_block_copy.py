@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels import block_copy as plain
+from quire.kernels.block_copy import by_block_bytes
+from quire.kernels.reference import block_copy as plain
 
 WORDS = 2048         # words of 8 bytes that a program moves at a time
 COPY_PROGRAMS = 4096  # more would wait for these
@@ -31,7 +32,7 @@ def copy_blocks(sources: list[Tensor], targets: list[Tensor], src: Tensor, dst: 
         plain.copy_blocks(sources, targets, src.to(device), dst.to(device))
         return
     assert src.dtype == dst.dtype == torch.int64
-    for block_bytes, own_sources, own_targets in plain.by_block_bytes(sources, targets):
+    for block_bytes, own_sources, own_targets in by_block_bytes(sources, targets):
         _launch(own_sources, own_targets, src, dst, block_bytes, device, is_swap=is_swap)
 
 

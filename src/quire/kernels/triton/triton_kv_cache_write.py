@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.kv_quantization import as_bytes
+from quire.kernels.reference.kv_quantization import as_bytes
 from quire.kernels.triton.quantized_cache import (
     encode,
     float_scales,

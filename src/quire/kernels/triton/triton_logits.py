@@ -1,4 +1,4 @@
-"""Edits and logprobs of logits on the device; the meanings are those of `quire.kernels.logits` and `ranking`.
+"""Edits and logprobs of logits on the device; the meanings are those of `quire.kernels.reference`.
 
 A mask is a kernel of Triton's: one program takes BLOCK tokens of one row. A word of bits for 32 logits is read,
 forbidden logits are written, and the others are not touched, so a row takes at most 4 bytes of writes and 1/8 byte of
@@ -12,8 +12,10 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.logits import Penalties, num_words, upload
-from quire.kernels.ranking import TopLogprobs, empty, order_keys
+from quire.kernels.logits import Penalties, num_words
+from quire.kernels.ranking import TopLogprobs, empty
+from quire.kernels.reference.logits import upload
+from quire.kernels.reference.ranking import order_keys
 
 BLOCK = 4096
 ROWS_AT_ONCE = 32  # 32 x 150,000 tokens x 8 bytes are 38 MB

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm in Triton, the residual added in the same pass; the meanings are `quire.kernels.norm`'s.
+"""RMSNorm and LayerNorm in Triton, the residual added in the same pass; meanings as in `quire.kernels.reference`.
 
 One program takes one row, which stays in registers between its sum and its result: a row is read once, and with a
 residual written twice. The order of a row's sum depends on its width alone.

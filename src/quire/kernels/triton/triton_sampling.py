@@ -1,4 +1,4 @@
-"""Token sampling in Triton: the meaning is `quire.kernels.sampling.choose_tokens`'s; a row is read two to four times.
+"""Token sampling in Triton: the meaning is that of `quire.kernels.reference`; a row is read two to four times.
 
 One program takes a tile of a row, and a row's tiles run side by side:
 

@@ -1,0 +1,36 @@
+"""Back ends in PyTorch: TORCH, where the C++ kernels cannot serve, and REFERENCE, with the plainest attention."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from quire.kernels.back_end import BackEnd
+from quire.kernels.cache_layout import PLAIN
+from quire.kernels.reference import paged_attention as attention
+from quire.kernels.reference.block_copy import copy_blocks
+from quire.kernels.reference.embedding import embed
+from quire.kernels.reference.experts import TorchExperts
+from quire.kernels.reference.kv_cache_write import write_kv
+from quire.kernels.reference.linear import all_finite, make_linear
+from quire.kernels.reference.low_rank import TorchUp
+from quire.kernels.reference.norm import TorchNorm
+from quire.kernels.reference.sampling import SAMPLING
+
+TORCH = BackEnd(
+    name="torch",
+    linear=make_linear,
+    head=partial(make_linear, dtype=torch.float32),
+    low_rank_up=TorchUp,
+    experts=TorchExperts,
+    fuse=lambda program: program,
+    cache_layout=PLAIN,
+    paged_attention=attention.paged_attention,
+    write_kv=write_kv,
+    copy_blocks=copy_blocks,
+    norm=TorchNorm,
+    embed=embed,
+    all_finite=all_finite,
+    sampling=SAMPLING,
+)
+REFERENCE = replace(TORCH, name="reference", paged_attention=attention.reference)

@@ -1,0 +1,47 @@
+"""Mixtures of experts, an expert at a time."""
+
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.experts import Expert, ExpertSplit, Routing
+from quire.kernels.linear import Linear
+
+
+class TorchExperts:
+    """A mixture of experts in PyTorch, an expert at a time: the meaning that every other one must match.
+
+    router: a layer with float32 results, a score for each of `experts`. split: of the experts' layers; None: whole.
+    """
+
+    def __init__(
+        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
+    ) -> None:
+        self._router, self._experts, self._routing, self._split = router, tuple(experts), routing, split
+        self.num_bytes = router.num_bytes + sum(layer.num_bytes for expert in experts for layer in expert)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute all rows of each expert that is used."""
+        chosen, weights = self._routing(self._router(x))
+        num_outputs = x.shape[1] if self._split is None else self._split.num_outputs
+        results = torch.empty(*chosen.shape, num_outputs)  # [num_rows, num_places, num_outputs]
+        for number in sorted(set(chosen.flatten().tolist())):
+            expert, (rows, places) = self._experts[number], torch.where(chosen == number)
+            results[rows, places] = expert.layer_out(self._inner(number, x[rows]))
+        out = torch.zeros_like(results[:, 0])
+        for place in range(chosen.shape[1]):
+            out += results[:, place] * weights[:, place, None]
+        if self._split is not None and self._split.sums is not None:
+            return self._split.sums(out.to(self._split.sums.partial_dtype or x.dtype), x.dtype)
+        return out.to(x.dtype)
+
+    def _inner(self, number: int, x: Tensor) -> Tensor:
+        inner = self._experts[number].layer_in(x)
+        if self._split is None or self._split.sums is not None:
+            return inner
+        is_shared = self._routing.has_shared and number == len(self._experts) - 1
+        gather = self._split.shared if is_shared else self._split.routed
+        assert gather is not None, "an expert without its exchange"
+        return gather(inner)
