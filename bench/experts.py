@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench_attention import clock_of_threads, in_turns, spread
 from quantized_linear import FORMATS, random_weight
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_linear import CppLinear

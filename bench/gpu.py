@@ -40,7 +40,7 @@ import quire.model.checkpoints.safetensors  # noqa: E402
 import quire.model.checkpoints.tensor_reader  # noqa: E402
 import quire.model.loader  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
-from quire.kernels.back_end import cuda_back_end  # noqa: E402
+from quire.kernels.choice import cuda_back_end  # noqa: E402
 from quire.kernels.cuda.cuda_attention import attend  # noqa: E402
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata  # noqa: E402
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quire.core.kv_dtypes import QUANTIZED
 from quire.engine.formats import load_tokenizer
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder

@@ -11,7 +11,7 @@ from quire.core.plan import NewRow
 from quire.decoding.row_grammars import TokenMasks
 from quire.decoding.sampler import SampledTokens, sample
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.kernels.sampling import SamplingOps
 

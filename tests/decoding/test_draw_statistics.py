@@ -9,7 +9,7 @@ from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams, branch_seed
 from quire.decoding.sampler import sample
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.sampling import SamplingOps
 
 NUM_DRAWS = 100_000

@@ -25,7 +25,7 @@ from quire.core.sequence import Request
 from quire.core.step_times import StepTimes
 from quire.engine.parallel import choice
 from quire.engine.parallel.starters import ForkedRanks
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import Answer, answers_of

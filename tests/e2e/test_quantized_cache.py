@@ -11,7 +11,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, RequestFailedError
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import TORCH
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache

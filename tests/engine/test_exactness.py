@@ -18,7 +18,7 @@ import torch
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.cpp_back_end import usable_isas
 from support.answers import Answer, answers_of
 from support.random_model import MAX_MODEL_LEN, VOCAB_SIZE, write_random_model

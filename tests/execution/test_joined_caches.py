@@ -21,7 +21,7 @@ from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
 from quire.execution.worker import StepCompute, Worker
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch

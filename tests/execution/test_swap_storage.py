@@ -8,7 +8,8 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.execution.swapper import UnlinkedFile, allocate_swap_space
-from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.kernels.back_end import BackEnd
+from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import REFERENCE
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry

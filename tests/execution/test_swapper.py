@@ -7,7 +7,8 @@ import torch
 
 from quire.core.plan import BlockCopy, StepPlan
 from quire.execution.swapper import Swapper
-from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.kernels.back_end import BackEnd
+from quire.kernels.choice import choose_back_end
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
 

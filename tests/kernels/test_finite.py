@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.kernels.back_end import BackEnd
+from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.cpp_back_end import usable_isas
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

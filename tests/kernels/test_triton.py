@@ -56,7 +56,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that a car
 def test_kernels_of_a_layer_compile_without_spilling(
     heads: tuple[int, int, int], dtype: torch.dtype, capability: int
 ) -> None:
-    from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.choice import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
     from quire.kernels.triton import triton_attention
 
@@ -84,7 +84,7 @@ def test_kernels_of_a_layer_compile_without_spilling(
     "kv", ["int8_per_token_head", *(pytest.param(kv, marks=pytest.mark.matrix) for kv in ("fp8_per_token_head", "fp8"))]
 )
 def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capability: int) -> None:
-    from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.choice import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
     from quire.kernels.triton import triton_attention
 
@@ -106,7 +106,7 @@ def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capabili
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_softcap_sinks_window_and_interleaved_rotary_compile_without_spilling(capability: int) -> None:
-    from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.choice import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
 
     ops, cache = cuda_back_end(), torch.empty(3, 16, 8, 128, dtype=torch.bfloat16)
@@ -126,7 +126,7 @@ def test_softcap_sinks_window_and_interleaved_rotary_compile_without_spilling(ca
 def test_other_kernels_compile_without_spilling(capability: int) -> None:
     import numpy as np
 
-    from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.choice import cuda_back_end
     from quire.kernels.sampling import SETTINGS
 
     ops, half = cuda_back_end(), torch.empty(64, 4096, dtype=torch.bfloat16)
@@ -267,7 +267,7 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     """Launch what a step of so many sequences needs, with so many tokens of each."""
     import numpy as np
 
-    from quire.kernels.back_end import cuda_back_end
+    from quire.kernels.choice import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
     from quire.kernels.sampling import SETTINGS
 

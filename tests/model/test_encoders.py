@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError, ModelError
-from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.kernels.back_end import BackEnd
+from quire.kernels.choice import choose_back_end
 from quire.model.config import spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache

@@ -7,8 +7,9 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVDtype
-from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.kernels.back_end import BackEnd
 from quire.kernels.cache_layout import dtype_name
+from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import TORCH
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.quantized import expand, round_to_nearest
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder

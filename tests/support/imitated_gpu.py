@@ -25,7 +25,7 @@ from quire.engine.parallel import nccl
 from quire.execution.cuda import cuda_device
 from quire.execution.cuda import cuda_worker as worker
 from quire.execution.cuda.memory_profiling import available_kv_bytes
-from quire.kernels import back_end
+from quire.kernels import choice
 from quire.kernels.experts import Routing
 from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.linear import Linear
@@ -235,7 +235,7 @@ def turn_on(
     replace_by: Callable[[object, str, object], None] = setattr, num_cards: int = 1, *, is_noisy: bool = True
 ) -> None:
     """Let torch see GPUs from now on, and the engine use them. `is_noisy`: logits have errors."""
-    cuda, real = FakeCuda(), back_end.cuda_back_end()
+    cuda, real = FakeCuda(), choice.cuda_back_end()
     for name, value in WITHOUT_ANY.items():
         replace_by(torch.cuda, name, lambda *args, value=value: value)
     replace_by(torch.cuda, "is_available", lambda: True)
@@ -264,7 +264,7 @@ def turn_on(
         copy_blocks=lambda *args: cuda.launch(partial(_kernel(copy_blocks), *args)),
         sampling=replace(real.sampling, choose_tokens=_kernel(choose_tokens), mask_logits=_kernel(mask_logits)),
     )
-    replace_by(back_end, "cuda_back_end", lambda head_dim=8, is_exact=False, attention=None: imitated)
+    replace_by(choice, "cuda_back_end", lambda head_dim=8, is_exact=False, attention=None: imitated)
     replace_by(triton_linear, "activate", lambda x, name: _kernel(linear._ACTIVATIONS[name])(x))
     replace_by(triton_experts, "_StackedLayer", StackedLayer)
     replace_by(triton_experts, "choose", _choose)

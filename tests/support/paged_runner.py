@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.back_end import BackEnd, choose_back_end
+from quire.kernels.back_end import BackEnd
+from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache

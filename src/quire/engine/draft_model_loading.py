@@ -17,8 +17,8 @@ from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.draft_model import DraftModel
-from quire.kernels.back_end import choose_back_end
 from quire.kernels.cache_layout import dtype_name
+from quire.kernels.choice import choose_back_end
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model

@@ -16,7 +16,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.requests.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.sizing import ModelLimits, table_positions
 from quire.execution.device import Device
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.support import require_kv_dtype
 from quire.model.kv_geometry import KVGeometry

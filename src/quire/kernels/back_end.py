@@ -1,22 +1,11 @@
-"""Back ends: the choice of each op's implementation, made once, when a worker starts.
+"""Back end: one implementation of every op. A further one is one more `BackEnd`, in a package of its own."""
 
-`cuda` is the GPU's: Triton, compiled for the card when a kernel first runs (docs/decisions/0012). `cpp` is the CPU's:
-C++ kernels for AMX, AVX-512, AVX2 and anything else (csrc/). `torch` stands in where they were not built: batched
-PyTorch, exact to the bit too (docs/decisions/0002). `reference` is what tests hold them against: the plainest form of
-each op. A further back end is one more `BackEnd` here.
-"""
-
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from quire.core.errors import ConfigError
 from quire.kernels.cache_layout import CacheLayout
-from quire.kernels.cpp.cpp_back_end import cpp_ops, usable_isas
 from quire.kernels.experts import ExpertLayer
 from quire.kernels.kv_cache_write import WriteKV
 from quire.kernels.linear import Linear
@@ -26,9 +15,6 @@ from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import Attend, AttentionBackEnd
 from quire.kernels.program import Program
 from quire.kernels.sampling import SamplingOps
-from quire.kernels.support import MAX_HEAD_DIM, serves_head_dim
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,69 +50,3 @@ class BackEnd:
     def is_capturable(self) -> bool:
         """Return whether a step can be captured as a CUDA graph."""
         return self.attention is None or self.attention.is_capturable
-
-
-NAMES = ("cpp", "torch", "reference")  # back ends of CPUs
-
-
-def choose_back_end(
-    device: torch.device, name: str = "auto", isa: str = "auto", head_dim: int = 8, *, is_exact: bool = False,
-    attention: AttentionBackEnd | None = None,
-) -> BackEnd:  # fmt: skip
-    """Return the back end for `device`: the fastest one there is for it, or the one named.
-
-    `is_exact`: on CUDA, too, a row's result does not depend on the other rows. `attention`: on CUDA, in place of
-    Triton's.
-
-    `isa` is the instruction set of the C++ kernels; auto is the best that the CPU has. Where they were not built, or
-    cannot serve heads of `head_dim`, auto is the PyTorch stand-in. Raises ConfigError for what is not there.
-    """
-    if device.type == "cuda":
-        return cuda_back_end(head_dim, is_exact=is_exact, attention=attention)
-    if name not in ("auto", *NAMES):
-        raise ConfigError(f"the back end must be auto, {' or '.join(NAMES)}, got {name!r}")
-    if name in ("torch", "reference"):
-        return _plain(name)
-    if not usable_isas():
-        if name == "cpp" or isa != "auto":
-            raise ConfigError(f"cpu_isa {isa}: the C++ kernels were not built; install with a C++ compiler or use auto")
-        log.warning("the C++ kernels were not built, PyTorch's serve: several times slower; a C++ compiler is missing")
-        return _plain("torch")
-    if isa not in ("auto", *usable_isas()):
-        raise ConfigError(f"cpu_isa must be auto, {' or '.join(usable_isas())} on this CPU, got {isa!r}")
-    if not serves_head_dim(head_dim):
-        limit = f"a multiple of 8 up to {MAX_HEAD_DIM}"
-        if name == "cpp" or isa != "auto":
-            raise ConfigError(f"cpu_isa {isa}: the C++ kernels need heads of {limit}, the model's have {head_dim}")
-        log.warning("heads of %d are not %s: PyTorch's kernels serve, several times slower", head_dim, limit)
-        return _plain("torch")
-    return BackEnd(name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
-
-
-def _plain(name: str) -> BackEnd:
-    from quire.kernels.reference.back_ends import REFERENCE, TORCH  # noqa: PLC0415 (loads torch)
-
-    return TORCH if name == "torch" else REFERENCE
-
-
-def cuda_back_end(
-    head_dim: int = 8, *, is_exact: bool = False, attention: AttentionBackEnd | None = None
-) -> BackEnd:
-    """Return the back end for CUDA. ConfigError where Triton is missing, or cannot serve heads of `head_dim`.
-
-    With an `attention` in place of Triton's, also where that is not installed, or where `is_exact` is asked for.
-    """
-    if find_spec("triton") is None:
-        raise ConfigError("device cuda needs Triton; install quire[gpu]")
-    from quire.kernels.reference.back_ends import TORCH  # noqa: PLC0415 (loads torch)
-    from quire.kernels.triton import triton_attention, triton_back_end  # noqa: PLC0415 (an optional package)
-
-    if head_dim > triton_attention.MAX_HEAD_DIM:
-        limit = triton_attention.MAX_HEAD_DIM
-        raise ConfigError(f"device cuda serves heads of at most {limit}, the model's have {head_dim}; use cpu")
-    chosen = replace(TORCH, name="cuda", **triton_back_end.triton_ops(is_exact=is_exact))
-    if attention is None:
-        return chosen
-    if is_exact:
-        raise ConfigError(f"attention_backend {attention.name} does not support exact True; use triton")
-    return replace(chosen, attention=attention, paged_attention=attention.make(triton_attention.paged_attention))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from quire import LLM
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire_lab.bench.passes import greedy_requests
 from quire_lab.paper.figures import Comparison, Result, Row, Settings, figure

@@ -11,7 +11,7 @@ from quire.engine.adapters.store import make_slots
 from quire.engine.options import EngineOptions
 from quire.execution.cuda.cuda_graphs import MIXED_TOKENS, GraphSizes, dummy_batch
 from quire.execution.cuda.memory_profiling import GRAPHS_SHARE, CudaMemoryMeter, available_kv_bytes
-from quire.kernels.back_end import cuda_back_end
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.reference.back_ends import REFERENCE
 from quire.kernels.sampling import SETTINGS
 from quire.model.decoder import Decoder

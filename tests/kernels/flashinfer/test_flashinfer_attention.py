@@ -9,7 +9,8 @@ import torch
 
 from quire import LLM
 from quire.core.errors import ConfigError
-from quire.kernels.back_end import BackEnd, cuda_back_end
+from quire.kernels.back_end import BackEnd
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION, FlashInferAttention, pages_of
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.reference.back_ends import REFERENCE, TORCH

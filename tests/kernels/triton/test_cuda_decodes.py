@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.back_end import BackEnd, cuda_back_end
+from quire.kernels.back_end import BackEnd
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.reference.back_ends import REFERENCE

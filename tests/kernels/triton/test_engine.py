@@ -9,7 +9,7 @@ import torch
 from quire import LLM, LoRARequest, SamplingParams
 from quire.execution.cuda.cuda_graphs import CudaGraphRunner
 from quire.execution.cuda.cuda_worker import CudaWorker
-from quire.kernels.back_end import cuda_back_end
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.reference.back_ends import TORCH

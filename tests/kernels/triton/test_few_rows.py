@@ -10,7 +10,7 @@ import torch
 
 from kernels.triton.test_engine import SMALL
 from kernels.triton.test_products import random
-from quire.kernels.back_end import cuda_back_end
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.back_end import cuda_back_end
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.reference import kv_cache_write
 from quire.kernels.reference.back_ends import REFERENCE

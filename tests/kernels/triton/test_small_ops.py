@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.back_end import cuda_back_end
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference import activation as activations
 from quire.kernels.reference import block_copy, kv_cache_write, norm

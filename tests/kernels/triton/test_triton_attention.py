@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.back_end import cuda_back_end
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 from quire.kernels.reference.back_ends import REFERENCE
 from support.interpreter import rows_alike

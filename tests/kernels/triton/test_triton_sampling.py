@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.back_end import cuda_back_end
+from quire.kernels.choice import cuda_back_end
 from quire.kernels.logits import Penalties, num_words
 from quire.kernels.reference import logits as edits
 from quire.kernels.reference import ranking

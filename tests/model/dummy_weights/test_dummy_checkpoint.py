@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.model.config import spec_from_config
 from quire.model.dummy_weights.dummy_checkpoint import PERIOD, DummyCheckpoint
 from quire.model.dummy_weights.dummy_source import read_dummy

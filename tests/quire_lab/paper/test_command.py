@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire_lab.paper import command, measured, pictures, runs, serving
 from quire_lab.paper.command import NAMES

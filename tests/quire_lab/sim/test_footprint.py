@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.model.config import spec_from_config
 from quire.model.loader import load_model
 from quire.model.quantization import (

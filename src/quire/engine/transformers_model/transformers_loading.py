@@ -28,7 +28,7 @@ from quire.engine.transformers_model.attention_hook import AttentionLayer, Trace
 from quire.engine.transformers_model.replaced_parts import Replacer
 from quire.engine.transformers_model.transformers_model import TransformersModel
 from quire.execution.device import HostDevice
-from quire.kernels.back_end import choose_back_end
+from quire.kernels.choice import choose_back_end
 from quire.model.config import dtype_name
 from quire.model.config import eos_token_ids as own_eos_token_ids
 from quire.model.config_reader import CONFIG_FILE

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels import back_end
-from quire.kernels.back_end import choose_back_end
+from quire.kernels import choice
+from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.kernels.reference.back_ends import TORCH
 
@@ -34,7 +34,7 @@ def test_each_usable_instruction_set_can_be_forced(isa: str) -> None:
 def test_without_the_extension_the_stand_in_serves_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(back_end, "usable_isas", lambda: ())
+    monkeypatch.setattr(choice, "usable_isas", lambda: ())
     with caplog.at_level(logging.WARNING):
         assert choose_back_end(CPU) is TORCH
     assert "C++ kernels were not built" in caplog.text
@@ -44,7 +44,7 @@ def test_without_the_extension_the_stand_in_serves_and_says_so(
 
 @needs_extension
 def test_instruction_set_that_the_cpu_lacks_is_refused_with_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(back_end, "usable_isas", lambda: ("portable",))
+    monkeypatch.setattr(choice, "usable_isas", lambda: ("portable",))
     with pytest.raises(ConfigError, match="cpu_isa must be auto, portable on this CPU, got 'amx'"):
         choose_back_end(CPU, isa="amx")
 
@@ -69,7 +69,7 @@ def test_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 def test_cuda_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(back_end, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs Triton; install quire\[gpu\]"):
         choose_back_end(torch.device("cuda"))
 
