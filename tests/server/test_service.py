@@ -100,8 +100,8 @@ def prepared(num_tokens: int, n: int = 1) -> PreparedRequest:
 
 
 def token_refusal(service: Service, *requests: PreparedRequest) -> ApiError:
-    with pytest.raises(ApiError) as refused, service.reserve_tokens(requests):
-        pass
+    with pytest.raises(ApiError) as refused:
+        service.admission.reserve_tokens(service.client, service.options, requests)
     return refused.value
 
 
@@ -109,8 +109,8 @@ def test_queued_tokens_are_bounded_in_sum() -> None:
     """Of all calls that are being sent and all requests that wait, each prompt counted n times."""
     service: Service = make_app(max_queued_tokens=100).state.service
     service.client.num_queued_tokens = 30  # type: ignore[misc]
-    with service.reserve_tokens([prepared(10, n=4), prepared(20)]):
-        with service.reserve_tokens([prepared(10)]):
+    with service.admission.reserve_tokens(service.client, service.options, [prepared(10, n=4), prepared(20)]):
+        with service.admission.reserve_tokens(service.client, service.options, [prepared(10)]):
             error = token_refusal(service, prepared(1))
         assert (error.status, error.type, error.code) == (429, "rate_limit_error", "server_overloaded")
         assert int(error.headers["Retry-After"]) >= 1
@@ -122,7 +122,7 @@ def test_queued_tokens_are_bounded_in_sum() -> None:
 def test_request_that_has_been_sent_is_counted_once() -> None:
     service: Service = make_app(max_queued_tokens=100).state.service
     requests = [prepared(10, n=4), prepared(60)]
-    with service.reserve_tokens(requests) as reserved:
+    with service.admission.reserve_tokens(service.client, service.options, requests) as reserved:
         service.client.num_queued_tokens = 40  # type: ignore[misc]
         reserved.sent(requests[0])
         assert service.admission.num_preparing_tokens == 60
@@ -132,7 +132,7 @@ def test_request_that_has_been_sent_is_counted_once() -> None:
 
 def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
     service: Service = make_app(max_queued_tokens=100).state.service
-    with service.reserve_tokens([prepared(25, n=4)]):
+    with service.admission.reserve_tokens(service.client, service.options, [prepared(25, n=4)]):
         pass
     error = token_refusal(service, prepared(25, n=4), prepared(1))
     assert (error.status, error.param) == (400, "n")
@@ -145,14 +145,14 @@ def test_call_with_more_tokens_than_may_ever_wait_is_refused_for_good() -> None:
 
 def test_hold_is_released_with_the_call_unless_it_is_kept(service: Service) -> None:
     with service.admit(2, client_id="key:1") as first:
-        assert service.admission.concurrency["key:1"] == 2
-        first.keep()
+        assert service.admission.num_by_client["key:1"] == 2
+        first.is_kept = True
     with pytest.raises(RuntimeError), service.admit(1, client_id="key:1"):
         raise RuntimeError
-    assert service.admission.concurrency["key:1"] == 2
+    assert service.admission.num_by_client["key:1"] == 2
     first.release()
     first.release()
-    assert (service.admission.concurrency["key:1"], len(service.admission.concurrency)) == (0, 0)
+    assert (service.admission.num_by_client.get("key:1", 0), len(service.admission.num_by_client)) == (0, 0)
 
 
 def test_one_client_does_not_take_the_places_of_another() -> None:
@@ -162,7 +162,7 @@ def test_one_client_does_not_take_the_places_of_another() -> None:
             pass
         assert (refused.value.status, refused.value.code) == (429, "key_limit")
         with service.admit(1, client_id="key:1"):
-            assert service.admission.concurrency["key:1"] == 3
+            assert service.admission.num_by_client["key:1"] == 3
     with pytest.raises(ApiError) as refused, service.admit(4, client_id="key:1"):
         pass
     assert (refused.value.status, refused.value.param) == (400, "prompt")

@@ -184,7 +184,8 @@ class SamplingParams:
             if (value := getattr(self, field)) is not default:
                 setattr(self, field, check(field, value))
         self.top_k = max(0, self.top_k)
-        self._set_structured_outputs()
+        if self.structured_outputs is not None or self.guided_decoding is not None:
+            self._set_structured_outputs()
         if self.repetition_detection is not None:
             self.repetition_detection = repetition_detection_from(self.repetition_detection)
         if self.seed is not None:
@@ -200,7 +201,8 @@ class SamplingParams:
             refuse("logprob_token_ids", named, f"a list of at most {MAX_LOGPROB_TOKEN_IDS} token ids")
         if named and self.logprobs not in (None, len(named)):
             refuse("logprobs", self.logprobs, f"null or the number of logprob_token_ids ({len(named)})")
-        self._check_logprobs()
+        if self.flat_logprobs is not False or self.prompt_logprob_start is not None:
+            self._check_logprobs()
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings are found in text: detokenize must be true", param="stop")
 
@@ -210,7 +212,9 @@ class SamplingParams:
             highest = max(getattr(self, field) or (), default=0)
             if highest >= vocab_size:
                 refuse(field, highest, f"token ids below the vocabulary size of {vocab_size}")
-        highest = max((max(row, default=0) for row in self.prompt_logprob_token_ids or ()), default=0)
+        if self.prompt_logprob_token_ids is None:
+            return
+        highest = max((max(row, default=0) for row in self.prompt_logprob_token_ids), default=0)
         if highest >= vocab_size:
             refuse("prompt_logprob_token_ids", highest, f"token ids below the vocabulary size of {vocab_size}")
 

@@ -6,6 +6,7 @@ scheduler refuses by these limits; the server and `LLM` check them before they q
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NoReturn
 
 from quire.cache.block_table import blocks_for, worst_case_blocks
 from quire.cache.manager import KVCacheManager
@@ -37,11 +38,12 @@ class AdmissionLimits:
             raise InvalidRequestError(
                 f"n is {n}, but at most {self.max_num_seqs} sequences run at once (max_num_seqs)", param="n"
             )
-        self._check_length(num_prompt_tokens, max_tokens)
+        if num_prompt_tokens + max_tokens > self.max_model_len:
+            self._refuse_length(num_prompt_tokens, max_tokens)
         if self.num_blocks == 0:
             return
         need = worst_case_blocks(num_prompt_tokens, max_tokens, n, self.block_size)
-        if need > self._num_usable_blocks:
+        if need > self.num_blocks - self.num_pinned_blocks:
             pinned = f", {self.num_pinned_blocks} of them pinned" if self.num_pinned_blocks else ""
             raise ContextLengthError(
                 f"a prompt of {num_prompt_tokens} tokens with max_tokens {max_tokens} and n {n} may need {need} KV "
@@ -79,11 +81,9 @@ class AdmissionLimits:
     def _num_usable_blocks(self) -> int:
         return self.num_blocks - self.num_pinned_blocks
 
-    def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+    def _refuse_length(self, num_prompt_tokens: int, max_tokens: int) -> NoReturn:
         """Refuse in OpenAI's words: litellm and langchain recognize a context that is too long by them."""
         length = num_prompt_tokens + max_tokens
-        if length <= self.max_model_len:
-            return
         given = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together {length}"
         excess = None
         limit = f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"

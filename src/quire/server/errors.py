@@ -59,17 +59,21 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the parameters of errors, which are the engine's names, to the fields that the client used."""
     try:
         yield
-    except InvalidRequestError as error:
-        asked = names.get(error.param or "")
-        if asked is None:
-            raise
-        message = str(error)
-        if message.startswith(f"{error.param} "):
-            message = asked + message.removeprefix(error.param or "")
-        raise ApiError(400, message, param=asked, code=error.code) from error
-    except DeadlineExceededError as error:
-        asked = names.get(error.param or "", error.param)
+    except (InvalidRequestError, DeadlineExceededError) as error:
+        raise_renamed(error, names)
+
+
+def raise_renamed(error: InvalidRequestError | DeadlineExceededError, names: Mapping[str, str]) -> NoReturn:
+    """Raise an error with its parameter, an engine's name, renamed to the field that the client used."""
+    asked = names.get(error.param or "")
+    if asked is None:
+        raise error
+    if isinstance(error, DeadlineExceededError):
         raise DeadlineExceededError(str(error).replace(f"({error.param})", f"({asked})"), param=asked) from error
+    message = str(error)
+    if message.startswith(f"{error.param} "):
+        message = asked + message.removeprefix(error.param or "")
+    raise ApiError(400, message, param=asked, code=error.code) from error
 
 
 def engine_unhealthy(message: str) -> ApiError:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +10,13 @@ from quire.core.errors import DeadlineExceededError
 from quire.core.lora import Adapter
 from quire.engine.metrics.page import Metrics
 from quire.engine.processes.base_client import BaseClient
-from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.adapter_names import AdapterNames
 from quire.server.errors import ApiError, as_api_error, engine_unhealthy, shutting_down
 from quire.server.grammars.grammar_checker import GrammarChecker
 from quire.server.history import History
 from quire.server.limits.active_responses import ActiveResponses
 from quire.server.limits.fair_semaphore import Lanes, PreparationThreads
-from quire.server.limits.queue_reservations import AdmittedCall, QueueReservations, TokenReservation
+from quire.server.limits.queue_reservations import AdmittedCall, QueueReservations
 from quire.server.limits.time_slices import TimeSlices
 from quire.server.options import ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer
@@ -115,11 +113,7 @@ class Service:
         if not self.is_draining:
             self.admission.check_call(self.client, self.options, num_requests, param)
         self.check_capacity(num_requests, client_id)
-        return self.admission.reserve_requests(num_requests, client_id)
-
-    def reserve_tokens(self, requests: Iterable[PreparedRequest], param: str = "n") -> TokenReservation:
-        """Reserve room in the queue for a call's prompt tokens x n; see `QueueReservations.reserve_tokens`."""
-        return self.admission.reserve_tokens(self.client, self.options, requests, param)
+        return AdmittedCall(self.admission, client_id, num_requests)
 
     def to_api_error(self, error: Exception) -> ApiError:
         """Return the error that a client receives for an exception, and count it if the call did not cause it."""

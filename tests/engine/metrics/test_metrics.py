@@ -154,7 +154,8 @@ def processed(
     finished: list[FinishedRequest] | None = None,
     num_output_tokens: int = 0,
 ) -> ProcessedStep:
-    return ProcessedStep([], [], first_tokens or [], itl_s or [], finished or [], num_output_tokens)
+    begun, num_prompt_tokens = [metrics for metrics, _ in first_tokens or []], sum(n for _, n in first_tokens or [])
+    return ProcessedStep([], [], begun, itl_s or [], finished or [], num_output_tokens, num_prompt_tokens)
 
 
 def kv_stats(**values: Any) -> KVStats:  # noqa: ANN401

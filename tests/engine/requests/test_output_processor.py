@@ -505,9 +505,8 @@ def test_tokens_found_in_the_cache_are_told(tokenizer: Tokenizer) -> None:
 def test_step_tells_first_tokens_gaps_and_ends(tokenizer: Tokenizer) -> None:
     processor = start(tokenizer, n=2)
     first = processor.process([SequenceDelta(7, 0, [9]), SequenceDelta(7, 1, [9])], 101.0)
-    assert [(metrics.first_token_s, num_tokens) for metrics, num_tokens in first.first_tokens] == [
-        (101.0, len(tokenizer.encode(PROMPT)))
-    ]
+    (metrics,) = first.first_tokens
+    assert (metrics.first_token_s, first.num_prompt_tokens) == (101.0, len(tokenizer.encode(PROMPT)))
     assert (first.itl_s, first.finished) == ([], [])
     second = processor.process([SequenceDelta(7, index, [9], finish_reason="length") for index in (0, 1)], 101.5)
     assert (second.first_tokens, second.itl_s) == ([], [0.5, 0.5])

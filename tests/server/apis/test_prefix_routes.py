@@ -231,7 +231,7 @@ def test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all(demo_model: Path
         assert [pin(server, "op", first=first).status_code for first in (6, 7)] == [200, 400]
         assert "102 (max_pinned_share 0.2)" in pin(server, "op", first=7).json()["error"]["message"]
         assert pin(server, "op", first=7, num_tokens=16).status_code == 200, "a block"
-        server.wait_until(lambda: len(server.service.admission.concurrency) == 0)
+        server.wait_until(lambda: len(server.service.admission.num_by_client) == 0)
 
 
 def test_pins_under_way_count_towards_the_share(demo_model: Path) -> None:

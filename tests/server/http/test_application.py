@@ -141,8 +141,7 @@ def test_operators_key_alone_does_not_close_the_server() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/prefixes", "/tokenize"])
 def test_client_with_too_many_requests_is_refused_before_its_body_is_read(path: str) -> None:
     app = make_app(max_requests_per_key=3, api_key=KEYS)
-    loads = app.state.service.admission.concurrency
-    held = loads.reserve("key:1", 3)
+    held = app.state.service.admit(3, client_id="key:1")
     mine, other = ({"Authorization": b"Bearer " + key.encode()} for key in KEYS)
     response = ask(app, "POST", path, content=b"no JSON", headers=mine)
     assert (response.status_code, code_of(response)) == (429, "key_limit")

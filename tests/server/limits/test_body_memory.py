@@ -47,7 +47,7 @@ def test_the_client_that_holds_the_most_makes_room_with_the_body_that_waits_long
 def test_a_complete_body_is_never_dropped() -> None:
     bodies, dropped = BodyMemory(MAX_BYTES), list[str]()
     for client in "ab":
-        held(bodies, client, NUM_LARGE // 2, dropped).complete()
+        held(bodies, client, NUM_LARGE // 2, dropped).is_complete = True
     newcomer = BufferedBody(bodies, "c", lambda: None)
     with pytest.raises(BodyMemoryFullError):
         newcomer.grow(100)
@@ -69,7 +69,7 @@ def test_one_client_holds_half_at_most() -> None:
 def test_small_bodies_have_room_beside_any_number_of_large_ones() -> None:
     bodies = BodyMemory(MAX_BYTES)
     for number in range(3):
-        held(bodies, f"hostile {number}", NUM_LARGE // 3).complete()
+        held(bodies, f"hostile {number}", NUM_LARGE // 3).is_complete = True
     for number in range(16):
         held(bodies, f"honest {number}", 64)
     assert (bodies.large.num_bytes, bodies.small.num_bytes) == (NUM_LARGE, 16 * 64)
@@ -89,7 +89,7 @@ def test_bound_holds_whatever_comes() -> None:
             if action < 0.7 and not body.is_complete:
                 body.grow(rng.choice([1, 10, 64, 300]))
             elif action < 0.8:
-                body.complete()
+                body.is_complete = True
             elif action < 0.9:
                 raise BodyMemoryFullError
         except BodyMemoryFullError:

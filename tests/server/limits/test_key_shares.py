@@ -49,7 +49,7 @@ def streaming(server: OpenAIServer, key: str, path: str = "/v1/completions") -> 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("held_by", ["/v1/completions", "/v1/chat/completions"])
 def test_requests_of_a_key_are_bounded_whatever_they_ask_for(server: OpenAIServer, path: str, held_by: str) -> None:
-    loads = server.service.admission.concurrency
+    loads = server.service.admission.num_by_client
     with ExitStack() as held:
         for _ in range(3):
             held.enter_context(streaming(server, "one", held_by))
@@ -69,13 +69,13 @@ def test_prompts_of_a_call_count_one_by_one(server: OpenAIServer) -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
     with streaming(server, "one"):
         assert ask(server, "one", prompt=["a"] * 3).json()["error"]["code"] == "key_limit"
-    server.wait_until(lambda: len(server.service.admission.concurrency) == 0)
+    server.wait_until(lambda: len(server.service.admission.num_by_client) == 0)
 
 
 def test_calls_that_fail_give_their_places_back(server: OpenAIServer) -> None:
     for body in ({"prompt": []}, {"temperature": -1}, {"model": "other"}, {"prompt": [1] * 2000}, {"prompt": [10**9]}):
         assert ask(server, "one", **body).status_code in (400, 404)
-    assert len(server.service.admission.concurrency) == 0
+    assert len(server.service.admission.num_by_client) == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -4,13 +4,16 @@ import pytest
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
+from quire.core.token_ids import pack_tokens
+from quire.engine.requests.input_processor import PreparedRequest, TokenizedPrompt
 from quire.server.errors import ApiError
 from quire.server.limits.memory import LogprobMemory
 from quire.server.options import Limits
 
 
-def request(max_tokens: int = 10, prompt: int = 5, **params: object) -> Request:
-    return Request(1, [5] * prompt, SamplingParams(**params), seed=0, max_tokens=max_tokens)  # type: ignore[arg-type]
+def request(max_tokens: int = 10, prompt: int = 5, **params: object) -> PreparedRequest:
+    tokens, sampling = pack_tokens([5] * prompt), SamplingParams(**params)  # type: ignore[arg-type]
+    return PreparedRequest(Request(1, tokens, sampling, seed=0, max_tokens=max_tokens), TokenizedPrompt(None, tokens))
 
 
 def test_what_a_call_may_come_to_is_reserved_until_it_is_released() -> None:

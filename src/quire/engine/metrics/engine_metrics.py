@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quire.core.config import PreemptionKind
-from quire.core.deltas import FinishReason
+from quire.core.deltas import FinishReason, SequenceDelta
 from quire.core.lora import NO_ADAPTER_USE
 from quire.core.outputs import KVStats
 from quire.core.owner_labels import OTHER
@@ -49,10 +49,10 @@ class TargetCounts:
             met["deadline"] = ended.met_deadline
         self._add(met)
 
-    def count_unbegun(self, num_requests: int) -> None:
-        """Count requests whose deadline has passed before their first token."""
+    def count_unbegun(self) -> None:
+        """Count a request whose deadline has passed before its first token."""
         for target in ("deadline", "all"):
-            self.num_with[target] += num_requests
+            self.num_with[target] += 1
 
     def _add(self, met: dict[str, bool]) -> None:
         if not met:
@@ -129,26 +129,24 @@ class EngineMetrics:
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Count a step of the engine and the requests that it advanced."""
         if step.admissions:
-            num_admitted = sum([not admission.num_preemptions for admission in step.admissions])
+            num_admitted = 0
+            for admission in step.admissions:
+                num_admitted += not admission.num_preemptions
             self._admissions.record(num_admitted, step.started_s, self._number)
         self._update_state(step.state)
-        self._counters.num_prompt_tokens += sum([num_tokens for _, num_tokens in processed.first_tokens])
+        self._counters.num_prompt_tokens += processed.num_prompt_tokens
         self._counters.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
             self._targets.count(ended)
-        if step.timing is not None:
-            self._histograms.on_timing(step.timing)
-        late: dict[str, set[int]] = {"prompt": set(), "decoding": set()}
+        late_ids = set()
         for delta in step.deltas:
             if delta.num_draft_tokens:
                 self._count_draft(delta.num_draft_tokens, delta.num_accepted_tokens)
-            if delta.is_late:
-                late["prompt" if delta.error is not None else "decoding"].add(delta.request_id)
-        for state, ended_late in late.items():
-            self._counters.num_late[state] += len(ended_late)
-        self._targets.count_unbegun(len(late["prompt"]))
-        self._histograms.on_step(step.num_computed_tokens, processed)
+            if delta.is_late and delta.request_id not in late_ids:
+                late_ids.add(delta.request_id)
+                self._count_late(delta)
+        self._histograms.on_step(step, processed)
 
     def on_idle(self, state: EngineState) -> None:
         """Record that no request waits or runs."""
@@ -188,6 +186,13 @@ class EngineMetrics:
             self._kv = state.kv if self._earlier is None else _counted_on(self._earlier, state.kv)
             if state.kv.blocks_by_owner is not None:
                 self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
+
+    def _count_late(self, delta: SequenceDelta) -> None:
+        """Count a request whose deadline has passed, by what it did."""
+        is_unbegun = delta.error is not None
+        self._counters.num_late["prompt" if is_unbegun else "decoding"] += 1
+        if is_unbegun:
+            self._targets.count_unbegun()
 
     def _count_draft(self, num_tokens: int, num_accepted: int) -> None:
         self._counters.num_drafts += 1

@@ -11,7 +11,8 @@ from typing import get_args
 
 from prometheus_client.metrics_core import HistogramMetricFamily
 
-from quire.core.step_times import StepKind, StepTiming
+from quire.core.step_times import StepKind
+from quire.engine.messages import Stepped
 from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
 
 _TTFT_BOUNDS_S = (
@@ -85,29 +86,26 @@ class RequestHistograms:
         about = "quire:step_seconds", "Seconds of one engine step.", _STEP_BOUNDS_S
         self._step_s: dict[str, BucketCounts] = {kind: BucketCounts(*about) for kind in get_args(StepKind)}
 
-    def on_step(self, num_computed_tokens: int, processed: ProcessedStep) -> None:
+    def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Observe a step and the requests that it advanced."""
-        if num_computed_tokens:  # 0: part of a step, of which other servers have parts as well
-            self._by_name["quire:step_computed_tokens"].observe(num_computed_tokens)
+        if step.num_computed_tokens:  # 0: part of a step, of which other servers have parts as well
+            self._by_name["quire:step_computed_tokens"].observe(step.num_computed_tokens)
+        if step.timing is not None and step.timing.seconds is not None:
+            self._step_s[step.timing.kind].observe(step.timing.seconds)
+        if step.timing is not None and step.timing.ratio is not None:
+            self._by_name["quire:step_prediction_ratio"].observe(step.timing.ratio)
         if processed.num_output_tokens:
-            num_prompt_tokens = sum([num_tokens for _, num_tokens in processed.first_tokens])
-            self._by_name["vllm:iteration_tokens_total"].observe(num_prompt_tokens + processed.num_output_tokens)
+            num_tokens = processed.num_prompt_tokens + processed.num_output_tokens
+            self._by_name["vllm:iteration_tokens_total"].observe(num_tokens)
         itl_s = self._by_name["vllm:inter_token_latency_seconds"]
         ttft_s = self._by_name["vllm:time_to_first_token_seconds"]
         for gap_s, times in Counter(processed.itl_s).items():  # equal for all with a token in both steps
             itl_s.observe(gap_s, times)
-        for metrics, _ in processed.first_tokens:
+        for metrics in processed.first_tokens:
             assert metrics.first_token_s is not None, "begun without a token"
             ttft_s.observe(metrics.first_token_s - metrics.arrival_s)
         for ended in processed.finished:
             _observe_all(self._by_name, _of_end(ended))
-
-    def on_timing(self, timing: StepTiming) -> None:
-        """Observe how long a step took, and how well that was predicted."""
-        if timing.seconds is not None:
-            self._step_s[timing.kind].observe(timing.seconds)
-        if timing.ratio is not None:
-            self._by_name["quire:step_prediction_ratio"].observe(timing.ratio)
 
     def families(self, labels: dict[str, str], own: dict[str, str]) -> Iterator[HistogramMetricFamily]:
         """Yield the families of all histograms; `labels` are those of vLLM's, `own` of Quire's."""

@@ -147,7 +147,7 @@ class SingleEngine(BaseClient):
     @property
     def num_queued(self) -> int:
         """Requests that were sent and not yet admitted."""
-        return len(self._streams.queued)
+        return len(self._streams.queued.requests)
 
     @property
     def num_queued_tokens(self) -> int:

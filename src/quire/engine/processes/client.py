@@ -218,11 +218,12 @@ class EngineClient(SingleEngine):
     @property
     def stalled_s(self) -> float:
         """Seconds since the engine made progress, although it has work or was asked for a sign; else 0."""
-        return 0.0 if self._has_no_work else time.monotonic() - self._last_progress_s
+        has_no_work = self._is_idle and not self._streams.queued.requests
+        return 0.0 if has_no_work else time.monotonic() - self._last_progress_s
 
     @property
     def _has_no_work(self) -> bool:
-        return self._is_idle and not self._streams.queued
+        return self._is_idle and not self._streams.queued.requests
 
     def log_stacks(self) -> None:
         """Make the engine write the stacks of its threads to its error stream, as soon as it can."""
@@ -350,7 +351,8 @@ class EngineClient(SingleEngine):
                 self._stop_at_strings(processed.stopped)
             if processed.failed:
                 self._fail_outputs(processed.failed)
-            self._streams.wake(processed.ready)
+            if processed.ready:
+                self._streams.wake(processed.ready)
             if whole is None:
                 whole = processed
             else:
@@ -365,7 +367,8 @@ class EngineClient(SingleEngine):
         self.state, limits = state, self.inputs.limits
         if state.num_pinned_blocks != limits.num_pinned_blocks:
             self.inputs.limits = replace(limits, num_pinned_blocks=state.num_pinned_blocks)
-        self._pending.resolve_unpinned(state.pins)
+        if self._pending.futures:
+            self._pending.resolve_unpinned(state.pins)
 
     def _stop_at_strings(self, branches: Iterable[tuple[int, int]]) -> None:
         """Finish branches in the engine that a stop string has ended."""

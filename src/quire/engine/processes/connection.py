@@ -2,8 +2,8 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -26,14 +26,16 @@ class EngineConnection:
         tokenizer: Tokenizer | None, ready: messages.Ready,
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.ready = engine, tokenizer, ready
-        self._reader, self._writer = reader, writer
+        self._writer = writer
+        # Waits for the next report. EOFError or ConnectionError when the engine is gone.
+        self.receive = partial(_receive, reader)
 
     @classmethod
     async def open(
         cls, engine: EngineProcess, start_timeout_s: float, tokenizer_use: TokenizerUse = "optional",
         tokenizer: Tokenizer | None = None,
     ) -> Self:  # fmt: skip
-        """Wait until the engine is ready. Errors as of `EngineClient.connect`; after one the process has ended.
+        """Wait until the engine is ready. Errors as in `EngineClient.connect`; after one the process has ended.
 
         `tokenizer`: read already; else that of the folder that the engine names is read.
         """
@@ -59,10 +61,6 @@ class EngineConnection:
     async def drain(self) -> None:
         """Wait until the engine has taken most of what was sent. ConnectionError if it is gone."""
         await self._writer.drain()
-
-    def receive(self) -> Coroutine[None, None, Report]:
-        """Wait for the next report. EOFError or ConnectionError when the engine is gone."""
-        return _receive(self._reader)
 
     def abort(self) -> None:
         """Close the connection at once; `receive` raises."""

@@ -104,14 +104,16 @@ class Forecast:
         for delta in step.deltas:
             if (answer := self._sent.get(delta.request_id)) is None:
                 continue
-            if not answer.num_steps and (delta.token_ids or delta.is_late):
+            if answer.predicted_s > 0 and not answer.num_steps and (delta.token_ids or delta.is_late):
                 self._measure(answer, (now_s - answer.sent_s) * (LATE_LONGER if delta.is_late else 1.0), now_s)
             if delta.index == 0 and delta.token_ids:
                 answer.num_steps += 1
             if delta.finish_reason is not None or delta.error is not None:
                 answer.num_branches -= 1
                 if not answer.num_branches or delta.error is not None:
-                    self._end(delta.request_id, answer)
+                    if answer.num_steps:
+                        self._ended.append(answer.num_steps)
+                    self.forget(delta.request_id)
 
     def record_asked(self, predicted_s: float, within_s: float) -> None:
         """Record that a first token is wanted within some seconds, accepted or refused, with its prediction."""
@@ -188,17 +190,10 @@ class Forecast:
 
     def _measure(self, answer: _Answer, first_s: float, now_s: float) -> None:
         """Compare the seconds to a first token with their prediction."""
-        if answer.predicted_s <= 0:
-            return
         self._measured_s = now_s
         self._measured.append((first_s / answer.predicted_s, answer.predicted_s))
         if len(self._measured) >= LEAST_MEASURED:
             self._correction = min(max(_least_correction(self._measured, self._asked), 1 / MOST_OFF), MOST_OFF)
-
-    def _end(self, request_id: int, answer: _Answer) -> None:
-        if answer.num_steps:
-            self._ended.append(answer.num_steps)
-        self.forget(request_id)
 
 
 def _steps_left(answer: _Answer, lengths: list[int], sums: list[int]) -> float:

@@ -14,13 +14,13 @@ class PendingCommands:
 
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
-        self._futures: dict[Command, asyncio.Future[Any]] = {}
+        self.futures: dict[Command, asyncio.Future[Any]] = {}
         self._map_numbers, self._adapter_numbers = itertools.count(), itertools.count()
         self._map_lock = asyncio.Lock()      # the engine is asked for one map at a time: each costs a step some time
 
     def __len__(self) -> int:
         """Count the commands that are awaited."""
-        return len(self._futures)
+        return len(self.futures)
 
     async def unpin(self, request_id: int) -> None:
         """Release what a request has pinned; returns once its blocks are free."""
@@ -39,30 +39,28 @@ class PendingCommands:
         return reply
 
     async def _request(self, command: Command) -> Any:  # noqa: ANN401 (whatever the engine answers)
-        future = self._futures[command] = asyncio.get_running_loop().create_future()
+        future = self.futures[command] = asyncio.get_running_loop().create_future()
         try:
             self._send(command)
             return await future
         finally:
-            del self._futures[command]
+            del self.futures[command]
 
     def resolve(self, command: Command, answer: object = None) -> None:
         """Return an answer to the caller of a command, unless it was cancelled."""
-        future = self._futures.get(command)
+        future = self.futures.get(command)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def resolve_unpinned(self, pins: Collection[int]) -> None:
         """Resolve each `unpin` of a request that is no longer among the pinned ones."""
-        if not self._futures:
-            return
         left = set(pins)
-        for command in self._futures:
+        for command in self.futures:
             if isinstance(command, Abort) and command.request_id not in left:
                 self.resolve(command)
 
     def fail_all(self, reason: str) -> None:
         """Raise EngineDeadError in every caller."""
-        for future in self._futures.values():
+        for future in self.futures.values():
             if not future.done():
                 future.set_exception(EngineDeadError(reason))

@@ -44,32 +44,32 @@ class QueuedRequests:
     """The requests by number."""
 
     def __init__(self) -> None:
-        self._requests = dict[int, Request]()
+        self.requests = dict[int, Request]()
         self.num_tokens = 0                         # prompt tokens x n
         self._by_priority = dict[int, Before]()
         self._by_client = dict[str, Before]()
         self._weights = dict[str, float]()          # clients, by their last requests
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __contains__(self, request_id: int) -> bool:
         """Return whether a request is here."""
-        return request_id in self._requests
+        return request_id in self.requests
 
     def add(self, request: Request) -> None:
         """Add a request that is about to be sent."""
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         self._weights[request.client_id] = request.weight
         self._count(request, 1)
 
     def discard(self, request_id: int) -> None:
         """Remove a request, if it is here."""
-        if (request := self._requests.pop(request_id, None)) is not None:
+        if (request := self.requests.pop(request_id, None)) is not None:
             self._count(request, -1)
 
     def clear(self) -> None:
-        for request_id in list(self._requests):
+        for request_id in list(self.requests):
             self.discard(request_id)
 
     def before(self, asked: Asked, policy: SchedulingPolicy) -> Before:
@@ -92,8 +92,8 @@ class QueuedRequests:
 
     def _count(self, request: Request, sign: int) -> None:
         """Add a request to the totals, or subtract it."""
-        self.num_tokens += sign * request.num_queued_tokens
         num_tokens, num_attended, num_context = chunk_work(0, len(request.prompt_token_ids))
+        self.num_tokens += sign * len(request.prompt_token_ids) * request.params.n
         work = StepWork(sign * num_tokens, sign * num_attended, sign * num_context)
         _add(self._by_priority, request.priority, sign, work)
         _add(self._by_client, request.client_id, sign, work)

@@ -49,14 +49,16 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def abort(self) -> None:
         """End the request if it runs, and close the stream; a pending read ends. Idempotent."""
-        self._is_over = True
-        self._wake_reader()
-        self._table.abort(self._request_id)
+        if not self._is_over:
+            self._is_over = True
+            self._wake_reader()
+            self._table.abort(self._request_id)
 
     def wake(self) -> None:
         """Notify the reader of a new output."""
         self._has_output = True
-        self._wake_reader()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, error: EngineError) -> None:
         """Raise an error in the reader, after the output that is there. Only the first error counts."""

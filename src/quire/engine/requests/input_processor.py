@@ -292,7 +292,8 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} must be at most {self.max_logprobs} (max_logprobs), got {asked}", param=name
                 )
-        if (num_scored := width_of(params.prompt_logprob_token_ids)) > self.max_logprobs:
+        rows = params.prompt_logprob_token_ids
+        if rows is not None and (num_scored := width_of(rows)) > self.max_logprobs:
             raise InvalidRequestError(
                 f"prompt_logprob_token_ids must have rows of at most {self.max_logprobs} token ids (max_logprobs), got "
                 f"{num_scored}", param="prompt_logprob_token_ids",
@@ -323,8 +324,11 @@ class InputProcessor:
         params, beam = checked.params, checked.beam
         request = self.new_request(request_id, prompt, params, GENERATE if beam is None else BeamTask(beam))
         request.max_tokens = self._resolve_max_tokens(len(prompt.token_ids), params)
-        check_num_rows(params.prompt_logprob_token_ids, params.prompt_logprob_start or 0, len(prompt.token_ids))
-        request.bad_words_token_ids, request.priority = checked.bad_words_token_ids, checked.priority
+        if params.prompt_logprob_token_ids is not None:
+            check_num_rows(params.prompt_logprob_token_ids, params.prompt_logprob_start or 0, len(prompt.token_ids))
+        if params.bad_words:
+            request.bad_words_token_ids = checked.bad_words_token_ids
+        request.priority = checked.priority
         request.client_id, request.weight = client_id, weight
         return PreparedRequest(request, prompt)
 

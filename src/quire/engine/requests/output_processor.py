@@ -19,7 +19,14 @@ from msgspec import structs
 from quire.core.deltas import WAIT_REASONS, Admission, FinishReason, SequenceDelta
 from quire.core.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError
 from quire.core.logprob_table import LogprobTable
-from quire.core.outputs import MAX_PREEMPTIONS_KEPT, Logprob, Preemption, RequestMetrics, RequestOutput
+from quire.core.outputs import (
+    MAX_PREEMPTIONS_KEPT,
+    CompletionOutput,
+    Logprob,
+    Preemption,
+    RequestMetrics,
+    RequestOutput,
+)
 from quire.core.prompt_scores import unpacked, width_of
 from quire.engine.requests.completion_builder import CompletionBuilder, logprob_dict
 from quire.engine.requests.input_processor import PreparedRequest
@@ -63,10 +70,11 @@ class ProcessedStep:
 
     ready: list[int] = field(default_factory=list)
     stopped: list[tuple[int, int]] = field(default_factory=list)
-    first_tokens: list[tuple[RequestMetrics, int]] = field(default_factory=list)  # with the number of prompt tokens
+    first_tokens: list[RequestMetrics] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
     num_output_tokens: int = 0
+    num_prompt_tokens: int = 0                   # of the requests in `first_tokens`
     failed: list[tuple[int, Exception]] = field(default_factory=list)
     is_last: bool = True                         # the last slice of the step
 
@@ -78,6 +86,7 @@ class ProcessedStep:
         self.itl_s += later.itl_s
         self.finished += later.finished
         self.num_output_tokens += later.num_output_tokens
+        self.num_prompt_tokens += later.num_prompt_tokens
         self.failed += later.failed
 
 
@@ -116,14 +125,15 @@ class _RequestState:
             )  # fmt: skip
         return branch
 
-    def all_branches(self) -> list[CompletionBuilder]:
-        """Return every branch in order; those without a token end with the request."""
-        branches = [self.branch(index) for index in range(self.prepared.request.params.n)]
-        if not self.num_unfinished:
-            for branch in branches:
-                if branch.finish_reason is None:
-                    branch.finish("abort")
-        return branches
+    def whole_outputs(self) -> list[CompletionOutput]:
+        """Return the output of every branch in order; a branch without a token ends with the request."""
+        outputs = []
+        for index in range(self.prepared.request.params.n):
+            branch = self.branches.get(index) or self.branch(index)
+            if branch.finish_reason is None and not self.num_unfinished:
+                branch.finish("abort")
+            outputs.append(branch.snapshot())
+        return outputs
 
 
 class OutputProcessor:
@@ -258,7 +268,7 @@ class OutputProcessor:
             outputs = [branch.drain() for branch in branches]
             request.prompt_logprobs = request.prompt_scores = None
         else:
-            outputs = [branch.snapshot() for branch in request.all_branches()]
+            outputs = request.whole_outputs()
         return RequestOutput(
             request_id=request.external_id,
             prompt=request.prepared.prompt.text,
@@ -356,7 +366,8 @@ def _extend(
     request = opened.prepared.request
     if opened.metrics.first_token_s is None:
         opened.metrics.first_token_s = now_s
-        step.first_tokens.append((opened.metrics, len(request.prompt_token_ids)))
+        step.first_tokens.append(opened.metrics)
+        step.num_prompt_tokens += len(request.prompt_token_ids)
     if branch.last_token_s is None:
         if delta.index == 0 and request.params.prompt_logprobs is not None:
             opened.prompt_logprobs = delta.prompt_logprobs or LogprobTable()
@@ -383,9 +394,11 @@ def _end(opened: _RequestState, now_s: float) -> FinishedRequest:
     """Record the end of a request's last branch."""
     opened.metrics.finished_s = now_s
     request = opened.prepared.request
-    num_output_tokens = sum(branch.num_tokens for branch in opened.branches.values())
-    ends = {index: branch.finish_reason for index, branch in opened.branches.items()}
-    reasons: list[FinishReason] = [ends.get(index) or "abort" for index in range(request.params.n)]
+    num_output_tokens = 0
+    reasons: list[FinishReason] = ["abort"] * request.params.n
+    for index, branch in opened.branches.items():
+        num_output_tokens += branch.num_tokens
+        reasons[index] = branch.finish_reason or "abort"
     num_prompt_tokens = len(request.prompt_token_ids)
     return FinishedRequest(
         opened.metrics, num_prompt_tokens, num_output_tokens, reasons, request.max_tokens, opened.num_gaps,

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.core.sampling_params import SamplingParams
 from quire.engine.requests.input_processor import CheckedParams, PreparedRequest
 from quire.server.tools.served_formats import OutputReading
 from quire.server.tools.tool_use import NO_TOOLS, ToolUse
@@ -37,11 +36,6 @@ class ApiRequest:
     reading: OutputReading | None = None        # None: outputs are content, without calls and reasoning
 
     @property
-    def params(self) -> SamplingParams:
-        """The sampling parameters, of a beam search too."""
-        return self.checked.params
-
-    @property
-    def tells_times_of_answer(self) -> bool:
-        """Whether the response tells the times of the only answer; several have none in common."""
-        return self.tells_times and len(self.requests) * self.params.n == 1
+    def num_answers(self) -> int:
+        """Answers to all prompts."""
+        return len(self.requests) * self.checked.params.n

@@ -45,8 +45,10 @@ def deadlines_of(request: Request, body: WithDeadlines) -> dict[str, object]:
     for name in ("ttft_deadline_ms", "deadline_ms"):
         if (value := getattr(body, name)) is not None:
             given[name] = check_int(name, value, 1, MAX_DEADLINE_MS)
-    lines = [value.decode("latin-1") for name, value in request.scope["headers"] if name == _HEADER]
-    sent = [_of_header(text) for line in lines for text in line.split(",")]
+    sent: list[int] = []
+    for name, value in request.scope["headers"]:
+        if name == _HEADER:
+            sent += map(_of_header, value.decode("latin-1").split(","))
     if sent:
         own = [] if body.deadline_ms is None else [body.deadline_ms]
         given["deadline_ms"] = min(sent + own)
@@ -81,7 +83,8 @@ def check_deadline(service: Service, call: ApiRequest, num_chars: int = 0) -> No
 
 def _first_deadline(call: ApiRequest) -> tuple[str, float]:
     """Return the field, or header, of the earlier deadline, and its seconds."""
-    fields = {"ttft_deadline_ms": call.params.ttft_deadline_ms, call.deadline_field: call.params.deadline_ms}
+    params = call.checked.params
+    fields = {"ttft_deadline_ms": params.ttft_deadline_ms, call.deadline_field: params.deadline_ms}
     given = {name: value / 1e3 for name, value in fields.items() if value is not None}
     return min(given.items(), key=lambda item: item[1])
 

@@ -104,7 +104,7 @@ async def prepare_chat(
 def _forced_tools(call: ApiRequest) -> Sequence[Tool]:
     """Return the tools with schemas that become part of the grammar of the output."""
     use = call.tools
-    if use.is_required or call.params.structured_outputs is not None:
+    if use.is_required or call.checked.params.structured_outputs is not None:
         return use.allowed
     return [tool for tool in use.allowed if tool["function"].get("strict")]
 
@@ -113,7 +113,7 @@ async def _add_formats(service: Service, call: ApiRequest, prompt: str, *, shows
     """Add the reading of outputs that continue a rendered prompt to a call, and their grammar."""
     formats, use = service.formats, call.tools
     call.reading = formats.reading(prompt, use, shows_reasoning=shows_reasoning)
-    answer = call.params.structured_outputs
+    answer = call.checked.params.structured_outputs
     applies_at_once = service.grammars.applies_in_reasoning
     is_free = answer is None and call.max_reasoning_tokens is None
     if not use.is_constrained and (is_free or (answer is not None and applies_at_once)):
@@ -138,7 +138,7 @@ async def _add_formats(service: Service, call: ApiRequest, prompt: str, *, shows
         await service.grammars.check_grammar(own, "tools", call.client_id)
 
     def checked() -> CheckedParams:
-        params = replace(call.params, structured_outputs=StructuredOutputsParams(grammar=grammar))
+        params = replace(call.checked.params, structured_outputs=StructuredOutputsParams(grammar=grammar))
         return service.client.inputs.check_params(params, call.checked.beam, call.checked.priority, is_own=True)
 
     call.checked = await service.threads.run(len(grammar), checked, call.client_id)

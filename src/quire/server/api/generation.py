@@ -5,18 +5,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
+from quire.core.errors import DeadlineExceededError, InvalidRequestError
 from quire.core.logprob_table import LogprobBuffer
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.output_processor import OutputKind
 from quire.server.api.api_request import ApiRequest
 from quire.server.api.call_deadlines import check_deadline
-from quire.server.api.usage import RequestUsage, fill_record
-from quire.server.errors import renamed_fields
+from quire.server.api.usage import RequestUsage, TokenUsage, fill_record
+from quire.server.errors import raise_renamed
 from quire.server.history import PastRequest
 from quire.server.http.request_log import RequestRecord
 from quire.server.limits.memory import LogprobReservation
-from quire.server.limits.queue_reservations import ConcurrencyReservation
+from quire.server.limits.queue_reservations import AdmittedCall
 from quire.server.service import Service
 
 _REQUESTS_PER_ITERATION = 4        # queued per iteration of the event loop: 0.6 ms each with the longest lists
@@ -31,44 +32,40 @@ class Generation:
 
     def __init__(
         self, service: Service, request: ApiRequest, streams: Sequence[RequestStream], record: RequestRecord,
-        logprobs: LogprobReservation, concurrency: ConcurrencyReservation,
+        logprobs: LogprobReservation, admitted: AdmittedCall,
     ) -> None:  # fmt: skip
-        self.usage = [
-            RequestUsage(stream.metrics, len(prepared.prompt.token_ids))
-            for prepared, stream in zip(request.requests, streams, strict=True)
-        ]
+        self.usage: list[RequestUsage] = []
+        self._past: list[PastRequest] = []
+        for prepared, stream in zip(request.requests, streams, strict=True):
+            self.usage.append(RequestUsage(stream.metrics, len(prepared.prompt.token_ids)))
+            self._past.append(PastRequest(prepared.prompt, stream.metrics, prepared.request.reads_cache))
         self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
         # fields in the engine's errors -> fields of the body
         self._names = {"structured_outputs": request.constraint_field, "deadline_ms": request.deadline_field}
-        self._logprobs, self._concurrency = logprobs, concurrency.keep()
+        self._logprobs, self._admitted = logprobs, admitted
+        admitted.is_kept = True
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
         self._history = service.history
-        self._past = [
-            PastRequest(prepared.prompt, stream.metrics, prepared.request.reads_cache)
-            for prepared, stream in zip(request.requests, streams, strict=True)
-        ]
         self._history.add(request.id, self._past)
 
     @classmethod
     async def start(
         cls, service: Service, request: ApiRequest, record: RequestRecord, arrival_s: float,
-        concurrency: ConcurrencyReservation,
+        admitted: AdmittedCall,
     ) -> Self:  # fmt: skip
         """Queue all engine requests of an API request, or none. Raises EngineDeadError if the engine is dead.
 
         ApiError 429 if a deadline cannot be met, 429 or 400 if the prompts have more tokens than may wait, or the
         logprobs exceed their memory.
-        `concurrency` is kept until the generation finishes.
+        `admitted` is kept until the generation finishes.
         """
         check_deadline(service, request)
         kind: OutputKind = "delta" if request.stream else "final"
         streams: list[RequestStream] = []
-        logprobs = service.admission.logprobs.reserve(
-            [each.request for each in request.requests], service.options
-        )
+        logprobs = service.admission.logprobs.reserve(request.requests, service.options)
         num_tokens = 0                            # queued in this iteration of the event loop
         try:
-            with service.reserve_tokens(request.requests) as reserved:
+            with service.admission.reserve_tokens(service.client, service.options, request.requests) as reserved:
                 for number, prepared in enumerate(request.requests, start=1):
                     prepared.request.received_s = request.received_s or None
                     stream = await service.client.add(prepared, external_id=request.id, arrival_s=arrival_s, kind=kind)
@@ -82,14 +79,16 @@ class Generation:
             logprobs.release()
             _abort(streams)
             raise
-        return cls(service, request, streams, record, logprobs, concurrency)
+        return cls(service, request, streams, record, logprobs, admitted)
 
     async def last_outputs(self) -> list[RequestOutput]:
         """Wait for the last output of every prompt. The streams are of kind "final"."""
         outputs = []
-        with renamed_fields(self._names):
+        try:
             for index, stream in enumerate(self._streams):
                 outputs.append(await self._record_output(index, await anext(stream)))
+        except (InvalidRequestError, DeadlineExceededError) as error:
+            raise_renamed(error, self._names)
         return outputs
 
     async def send_all(self, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
@@ -103,21 +102,23 @@ class Generation:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    def finish(self) -> None:
-        """Abort the requests that still run, and record tokens and times."""
+    def finish(self) -> TokenUsage:
+        """Abort the requests that still run, and record tokens and times; return the tokens."""
         _abort(self._streams)
-        self._concurrency.release()
+        self._admitted.release()
         self._history.finish(self._request.id)
-        fill_record(self._record, self.usage, self._request.params.n)
+        return fill_record(self._record, self.usage, self._request.checked.params.n)
 
     def release(self) -> None:
         """Release the memory reserved for logprobs, once the response has been encoded. Idempotent."""
         self._logprobs.release()
 
     async def _send(self, index: int, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
-        with renamed_fields(self._names):
+        try:
             async for output in self._streams[index]:
                 await consume(index, await self._record_output(index, output))
+        except (InvalidRequestError, DeadlineExceededError) as error:
+            raise_renamed(error, self._names)
 
     async def _record_output(self, index: int, output: RequestOutput) -> RequestOutput:
         """Record the tokens of an output, in slices of _PIECES_PER_ITERATION pieces."""

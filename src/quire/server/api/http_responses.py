@@ -113,36 +113,35 @@ async def create_response(
     """
     release_request(request)
     if builder.streams:
-        return _with_headers(EventStream(service, generation, builder), headers)
+        return EventStream(service, generation, builder, headers)
     is_long = False
     try:
         outputs = await service.responses.run(generation.last_outputs(), request.scope, request.receive)
         is_long = sum(map(builder.weight, range(len(outputs)), outputs)) > MAX_SLICE_UNITS
     finally:
-        generation.finish()
+        usage = generation.finish()
         if not is_long:
             generation.release()
-    pieces = builder.response(outputs, total_usage(generation.usage))
-    response = LongResponse(service, generation, pieces) if is_long else json_response(b"".join(pieces))
-    return _with_headers(response, headers)
+    pieces = builder.response(outputs, usage)
+    if is_long:
+        return LongResponse(service, generation, pieces, headers)
+    return json_response(b"".join(pieces), headers)
 
 
-def _with_headers(response: Response, headers: Mapping[str, str] | None) -> Response:
-    response.headers.update(headers or {})
-    return response
-
-
-def json_response(body: object) -> Response:
+def json_response(body: object, headers: Mapping[str, str] | None = None) -> Response:
     """Return a JSON response; bytes are JSON already."""
-    return Response(body if isinstance(body, bytes) else encode(body), media_type="application/json")
+    return Response(body if isinstance(body, bytes) else encode(body), 200, headers, "application/json")
 
 
 class LongResponse(Response):
     """A JSON response that is encoded and sent in slices, no faster than the client reads."""
 
-    def __init__(self, service: Service, generation: Generation | None, pieces: Iterable[bytes]) -> None:
+    def __init__(
+        self, service: Service, generation: Generation | None, pieces: Iterable[bytes],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.status_code, self.background = 200, None
-        self.init_headers({"content-type": "application/json"})
+        self.init_headers({"content-type": "application/json", **(headers or {})})
         self._service, self._generation, self._pieces = service, generation, pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,12 +165,15 @@ class LongResponse(Response):
 class EventStream(Response):
     """A stream of server-sent events: one send per output that has something to show, and no task per output."""
 
-    def __init__(self, service: Service, generation: Generation, builder: ResponseBuilder) -> None:
+    def __init__(
+        self, service: Service, generation: Generation, builder: ResponseBuilder, headers: Mapping[str, str] | None
+    ) -> None:
         self.status_code, self.background = 200, None  # the base's constructor would announce an empty body
         self.init_headers({
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",  # nginx would buffer the events
+            **(headers or {}),
         })
         self._service, self._generation, self._builder = service, generation, builder
         self._is_within_event = False

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from quire.cache.block_table import blocks_for
 from quire.core.outputs import PinnedPrefix
 from quire.engine.requests.input_processor import PreparedRequest, TokenizedPrompt
-from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
 from quire.server.service import Service
 
 
@@ -30,7 +30,7 @@ async def pin_prompt(
     request, and ApiError where the bounds on pins leave no room. At a disconnect nothing stays pinned.
     """
     client, options, pins = service.client, service.options, service.admission.pins
-    key_number, client_id = key_number_of(request), client_id_of(request.scope)
+    key_number, client_id = request.scope[KEY_NUMBER], request.scope[CLIENT_ID]
 
     def prepare() -> PreparedRequest:
         return client.prepare_pin(tokenize(), client_id, options.weight_of(key_number))
@@ -44,10 +44,11 @@ async def pin_prompt(
             holding.enter_context(
                 pins.reserve_blocks(key_number, num_blocks, limits.num_blocks, client.pinned, options)
             )
-            with service.reserve_tokens([prepared], param="prompt") as reserved:
+            with service.admission.reserve_tokens(client, options, [prepared], param="prompt") as reserved:
                 stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s)
                 reserved.sent(prepared)
-            holding.callback(reservation.keep().release)
+            reservation.is_kept = True
+            holding.callback(reservation.release)
         try:
             output = await service.responses.run(anext(stream), request.scope, request.receive)
         except BaseException:

@@ -68,9 +68,9 @@ async def prepare(
     A prompt that is too long for the model is reported before the sum: clients look for that error and shorten it.
     """
     num_chars = sum(map(len, prompts))
-    if all(isinstance(prompt, str) for prompt in prompts):
+    if set(map(type, prompts)) == {str}:
         check_deadline(service, call, num_chars)
-    if len(prompts) == 1 and num_chars <= SHORT_CHARS and not call.params.bad_words:
+    if len(prompts) == 1 and num_chars <= SHORT_CHARS and not call.checked.params.bad_words:
         _prepare(service, call, tokenize, prompts)
     else:
         work = partial(_prepare, service, call, tokenize, prompts)
@@ -80,22 +80,25 @@ async def prepare(
 def _prepare(
     service: Service, call: ApiRequest, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
 ) -> None:
-    limits, params, checked = service.client.inputs.limits, call.params, call.checked
+    limits, params, checked = service.client.inputs.limits, call.checked.params, call.checked
     tokenized: list[TokenizedPrompt] = []
     num_tokens = 0
     for prompt in prompts:
         adapter = service.adapter_of(call.model)
         tokens = tokenize(prompt)._replace(cache_salt=call.cache_salt, key_number=call.key_number, adapter=adapter)
         tokenized.append(tokens)
-        most = limits.most_tokens(len(tokens.token_ids), params.n)
-        if call.cuts_max_tokens and 0 < most < (params.max_tokens or 0):
+        if call.cuts_max_tokens and 0 < (most := limits.most_tokens(len(tokens.token_ids), params.n)) < (
+            params.max_tokens or 0
+        ):
             params = replace(params, max_tokens=most)
             checked = service.client.inputs.check_params(params, checked.beam, checked.priority, is_own=True)
         limits.check_admissible(len(tokens.token_ids), params.max_tokens or 1, params.n)
         num_tokens += len(tokens.token_ids)
         _check_total(num_tokens, params, service.options)
     weight = service.options.weight_of(call.key_number)
-    requests = [service.client.prepare(prompt, checked, call.client_id, weight) for prompt in tokenized]
+    requests = []
+    for prompt in tokenized:
+        requests.append(service.client.prepare(prompt, checked, call.client_id, weight))  # noqa: PERF401 (a call less)
     if call.reading is not None:
         kept = service.formats.kept_token_ids
         reasoning = call.reading.reasoning
@@ -105,7 +108,7 @@ def _prepare(
 
 def cut_header(asked: int | None, call: ApiRequest) -> dict[str, str]:
     """Return the header that names the maximum of output tokens if it is lower than the client asked for."""
-    most = call.params.max_tokens
+    most = call.checked.params.max_tokens
     return {} if asked is None or most is None or most >= asked else {"X-Max-Output-Tokens": str(most)}
 
 
@@ -113,6 +116,8 @@ def _check_total(num_tokens: int, params: SamplingParams, limits: Limits) -> Non
     if num_tokens > limits.max_call_tokens:
         most = limits.max_call_tokens
         invalid(f"the prompts of one call may have at most {most} tokens together (max_call_tokens)", param="prompt")
+    if params.prompt_logprobs is None and params.prompt_logprob_token_ids is None:
+        return
     num_listed = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     num_each = num_listed + width_of(params.prompt_logprob_token_ids)
     num_logprobs = num_tokens * num_each * params.n

@@ -26,7 +26,7 @@ from quire.server.api.json_decoding import (
     loads,
 )
 from quire.server.errors import invalid, unsupported
-from quire.server.http.api_keys import client_id_of
+from quire.server.http.api_keys import CLIENT_ID
 from quire.server.limits.time_slices import run_at_once, run_sliced
 from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
 from quire.server.service import Service
@@ -140,7 +140,7 @@ async def read_body(request: Request, body_type: type[B]) -> B:
     raw = await _raw(request)
     if len(raw) <= SLICE_BYTES and (num_values := _most_values(raw)) <= SLICE_VALUES:
         return _body_of(_object(raw, num_values, body_type, service.options), body_type, service.options)
-    async with service.decode_lanes.slot(client_id_of(request.scope), is_long=len(raw) > LONG_BYTES):
+    async with service.decode_lanes.slot(request.scope[CLIENT_ID], is_long=len(raw) > LONG_BYTES):
         given = await run_sliced(_object_in_slices(raw, body_type, service.options))
         await asyncio.sleep(0)
         return _body_of(given, body_type, service.options)
@@ -150,7 +150,7 @@ async def read_field_names(request: Request) -> tuple[bytes, set[str]]:
     """Return the bytes of a body and the names of its fields; as `read_body`, without its checks of fields."""
     service: Service = request.app.state.service
     raw = await _raw(request)
-    async with service.decode_lanes.slot(client_id_of(request.scope), is_long=len(raw) > LONG_BYTES):
+    async with service.decode_lanes.slot(request.scope[CLIENT_ID], is_long=len(raw) > LONG_BYTES):
         return raw, set(await run_sliced(_object_in_slices(raw, Body, service.options)))
 
 
@@ -206,8 +206,10 @@ def _checked_object(given: object) -> dict[str, Any]:
 def _body_of(given: dict[str, Any], body_type: type[B], limits: Limits) -> B:
     """Return a body of its fields, after the checks of their names and numbers of elements."""
     fields = body_type.model_fields.keys()
-    check_field_names(given, fields, body_type.OTHERS)
-    for field in MAX_ELEMENTS.keys() & given.keys() & fields:
+    if not given.keys() <= fields:
+        check_field_names(given, fields, body_type.OTHERS)
+        given = {name: given[name] for name in fields & given.keys()}
+    for field in MAX_ELEMENTS.keys() & given.keys():
         limit = getattr(limits, MAX_ELEMENTS[field])
         if isinstance(given[field], list | dict) and len(given[field]) > limit:
             refuse(field, given[field], f"at most {limit} of them ({MAX_ELEMENTS[field]})")
@@ -215,7 +217,7 @@ def _body_of(given: dict[str, Any], body_type: type[B], limits: Limits) -> B:
         if isinstance(given.get(field), dict):
             check_field_names(given[field], nested.model_fields, body_type.OTHERS, f"{field}.")
     try:
-        return body_type.model_validate({name: given[name] for name in fields & given.keys()})
+        return body_type.model_validate(given)
     except ValidationError as error:
         _refuse_first(error)
 

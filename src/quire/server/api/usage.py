@@ -72,9 +72,12 @@ def _ms(duration_s: float | None) -> float | None:
     return None if duration_s is None else 1000 * duration_s
 
 
-def fill_record(record: RequestRecord, requests: Sequence[RequestUsage], n: int) -> None:
-    """Set the fields of a log line: tokens and preemptions of all prompts, the earliest queue time and TTFT."""
-    record.prompt_tokens, record.output_tokens, record.cached_tokens = total_usage(requests)
+def fill_record(record: RequestRecord, requests: Sequence[RequestUsage], n: int) -> TokenUsage:
+    """Set the fields of a log line: tokens and preemptions of all prompts, the earliest queue time and TTFT.
+
+    Return the tokens.
+    """
+    record.prompt_tokens, record.output_tokens, record.cached_tokens = usage = total_usage(requests)
     record.finish_reasons, record.preemptions = [], 0
     for request in requests:
         metrics = request.metrics
@@ -87,3 +90,4 @@ def fill_record(record: RequestRecord, requests: Sequence[RequestUsage], n: int)
         if metrics.first_token_s is not None:
             ttft_s = metrics.first_token_s - metrics.arrival_s
             record.ttft_s = ttft_s if record.ttft_s is None else min(record.ttft_s, ttft_s)
+    return usage

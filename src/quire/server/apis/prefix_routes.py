@@ -14,7 +14,7 @@ from quire.server.api.http_responses import json_response
 from quire.server.api.pinning import pin_prompt
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.completions.completion_bodies import PrefixBody
-from quire.server.http.api_keys import key_number_of
+from quire.server.http.api_keys import KEY_NUMBER
 from quire.server.http.request_log import record_of
 from quire.server.service import Service
 
@@ -35,7 +35,7 @@ async def pin_prefix(request: Request) -> Response:
 
     def tokenize() -> TokenizedPrompt:
         prompt, body.prompt = body.prompt, None     # packed: each garbage collection would walk a list of it
-        salted = service.client.inputs.tokenize(prompt).salted(salt, key_number_of(request))
+        salted = service.client.inputs.tokenize(prompt).salted(salt, request.scope[KEY_NUMBER])
         return salted.adapted(service.adapter_of(model))
 
     pinned = await pin_prompt(
@@ -68,7 +68,7 @@ async def unpin_prefix(request: Request, prefix_id: str) -> Response:
 
 def _keys_of(request: Request) -> int | None:
     """Return the number of a request's key, which selects the visible pins; None for all keys."""
-    number = key_number_of(request)
+    number = request.scope[KEY_NUMBER]
     return None if number == OPERATOR else number
 
 

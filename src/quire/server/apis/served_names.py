@@ -14,7 +14,7 @@ from quire.server.api.http_responses import json_response
 from quire.server.api.request_bodies import documented_as, read_body, request_body
 from quire.server.apis.completions.completion_bodies import OpenAIBody
 from quire.server.errors import ApiError, invalid
-from quire.server.http.api_keys import key_number_of
+from quire.server.http.api_keys import KEY_NUMBER
 from quire.server.service import Service
 
 router = APIRouter()
@@ -122,7 +122,7 @@ async def unload_lora_adapter(request: Request) -> Response:
 def _service(request: Request) -> Service:
     """Return the service. ApiError 403 where there is an operator's key, and the request has another one."""
     service: Service = request.app.state.service
-    if service.options.operator_api_key is not None and key_number_of(request) != OPERATOR:
+    if service.options.operator_api_key is not None and request.scope[KEY_NUMBER] != OPERATOR:
         raise ApiError(403, "adapters are loaded with the operator's key (operator_api_key)", code="operator_only")
     return service
 

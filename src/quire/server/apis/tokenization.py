@@ -10,7 +10,7 @@ from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.completions.completion_bodies import DetokenizeBody, TokenizeBody
 from quire.server.apis.completions.completion_routes import conversation_of
 from quire.server.errors import invalid
-from quire.server.http.api_keys import client_id_of
+from quire.server.http.api_keys import CLIENT_ID
 from quire.server.service import Service
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import check_tools
@@ -26,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, TokenizeBody)
     service.check_model(body.model)
-    client_id = client_id_of(request.scope)
+    client_id = request.scope[CLIENT_ID]
     with service.admit(1, client_id=client_id):
         return json_response(await _tokenized(service, body, client_id))
 
@@ -37,7 +37,7 @@ async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody)
     service.check_model(body.model)
-    client_id = client_id_of(request.scope)
+    client_id = request.scope[CLIENT_ID]
     with service.admit(1, param="tokens", client_id=client_id):
         return json_response(await _detokenized(service, body, client_id))
 

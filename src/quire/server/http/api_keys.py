@@ -5,13 +5,14 @@ import binascii
 import hashlib
 import hmac
 
-from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.core.owner_labels import OPERATOR
 from quire.server.options import ServerOptions
 
-KEY_NUMBER = "quire.key_number"  # key of a scope
+# Keys of a scope, which the application sets.
+KEY_NUMBER = "quire.key_number"  # of the key that a request carries, from 1, or OPERATOR; 0 without keys
+CLIENT_ID = "quire.client_id"    # see `client_id_of`
 
 
 class ApiKeys:
@@ -27,8 +28,6 @@ class ApiKeys:
 
         Takes the same time whichever key matches, or nearly matches. A header that is sent twice counts as none.
         """
-        if not self._keys:
-            return 0
         scheme, _, key = _only(scope, b"authorization").partition(b" ")
         is_basic = allows_basic and scheme.lower() == b"basic"
         bearer = self._number_of(_password(key.strip()) if is_basic else key.strip())
@@ -45,12 +44,6 @@ def _only(scope: Scope, name: bytes) -> bytes:
     """Return the value of a header that is sent once; else an empty one, which is no key."""
     sent = [value for each, value in scope["headers"] if each == name]
     return sent[0] if len(sent) == 1 else b""
-
-
-def key_number_of(request: Request) -> int:
-    """Return the number of the key that a request carries, from 1, or OPERATOR; 0 without keys."""
-    number: int = request.scope[KEY_NUMBER]
-    return number
 
 
 def client_id_of(scope: Scope) -> str:

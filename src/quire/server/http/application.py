@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import EngineError
 from quire.server.errors import ApiError, answer_error, error_response, shutting_down
-from quire.server.http.api_keys import KEY_NUMBER, ApiKeys, client_id_of
+from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER, ApiKeys, client_id_of
 from quire.server.http.request_body import RequestBody, release_body_of
 from quire.server.http.request_log import RECORD, RequestRecord, client_id_in, id_of, write_line
 from quire.server.limits.active_responses import ClientDisconnectedError
@@ -54,7 +54,8 @@ class Application(FastAPI):
         super().__init__(docs_url=None, redoc_url=None, redirect_slashes=False, **documentation)
         self.state.service = self._service = service
         options = service.options
-        self._keys, self._needs_key = ApiKeys(options), bool(options.api_key)
+        self._needs_key = bool(options.api_key)
+        self._keys = ApiKeys(options) if self._needs_key or options.operator_api_key is not None else None
         self._returns_client_ids = options.enable_request_id_headers
         self._root_path, self._raw_root_path = options.root_path, options.root_path.encode()
         self._endpoints: dict[tuple[str, str], Endpoint] = {}   # keyed by method and path
@@ -144,7 +145,9 @@ class Application(FastAPI):
         path = scope["raw_path"]
         is_debugged = self._service.options.enable_debug and path.startswith(_FOR_BROWSERS)
         is_for_browsers = is_debugged or path == _DOCS
-        scope[KEY_NUMBER] = self._keys.number_of(scope, allows_basic=is_for_browsers or path == _SCHEMA)
+        allows_basic = is_for_browsers or path == _SCHEMA
+        scope[KEY_NUMBER] = 0 if self._keys is None else self._keys.number_of(scope, allows_basic=allows_basic)
+        scope[CLIENT_ID] = client_id_of(scope)
         if self._needs_key and path not in _NO_KEY_NEEDED and not scope[KEY_NUMBER]:
             message = "this server needs one of its keys, as a header 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
             schemes = 'Bearer, Basic realm="Quire: any user name, a key as password", charset="UTF-8"'
@@ -154,7 +157,7 @@ class Application(FastAPI):
             self._service.metrics.refused("shutting_down")
             raise shutting_down()
         if path in _QUEUED and scope["method"] == "POST":
-            self._service.check_capacity(1, client_id_of(scope))
+            self._service.check_capacity(1, scope[CLIENT_ID])
 
 
 class _Sender:

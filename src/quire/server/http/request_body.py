@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from quire.server.errors import ApiError, body_memory_full
-from quire.server.http.api_keys import client_id_of
+from quire.server.http.api_keys import CLIENT_ID
 from quire.server.limits.memory import BodyMemoryFullError, BufferedBody
 from quire.server.service import Service
 
@@ -34,7 +34,7 @@ class RequestBody:
         self._check_headers()
         clock = asyncio.timeout(self._limit_s)
         bodies = self._service.admission.bodies
-        body = BufferedBody(bodies, client_id_of(self._scope), lambda: clock.reschedule(0))
+        body = BufferedBody(bodies, self._scope[CLIENT_ID], lambda: clock.reschedule(0))
         self._scope[_BODY] = body
         try:
             if self._scope.get(IS_RECEIVED):
@@ -79,7 +79,7 @@ class RequestBody:
             body.grow(len(piece))
             received += piece
             if not message.get("more_body", False):
-                body.complete()
+                body.is_complete = True
                 self._scope[_RECEIVED] = time.monotonic()
                 return {"type": "http.request", "body": bytes(received), "more_body": False}
 

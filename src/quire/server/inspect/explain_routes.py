@@ -19,7 +19,7 @@ from quire.server.api.http_responses import LongResponse, json_response
 from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
 from quire.server.errors import ApiError
 from quire.server.history import History, Miss, MissReason, PastRequest
-from quire.server.http.api_keys import key_number_of
+from quire.server.http.api_keys import KEY_NUMBER
 from quire.server.limits.time_slices import MAX_SLICE_UNITS
 from quire.server.service import Service
 
@@ -152,7 +152,7 @@ async def explain(request: Request, request_id: str) -> Response:
     """Explain a running or finished request to clients with the same key."""
     service: Service = request.app.state.service
     history = service.history
-    past = history.find(request_id, key_number_of(request))
+    past = history.find(request_id, request.scope[KEY_NUMBER])
     if past is None:
         message = f"no request {shown(request_id)} of yours is among the last ones"
         raise ApiError(404, message, param="request_id", code="request_not_found")

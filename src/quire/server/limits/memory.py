@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from quire.core.logprob_table import CANDIDATE_BYTES
 from quire.core.prompt_scores import width_of
 from quire.core.sequence import Request
+from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.errors import invalid, logprob_memory_full
 from quire.server.options import Limits
 
@@ -86,24 +87,21 @@ class BufferedBody:
     """One body. `on_drop` is called when it is dropped for another client's."""
 
     def __init__(self, bodies: BodyMemory, client_id: str, on_drop: Callable[[], None]) -> None:
-        self.client_id, self.num_bytes, self.is_complete, self.is_dropped = client_id, 0, False, False
+        self.client_id, self.num_bytes, self.is_dropped = client_id, 0, False
+        self.is_complete = False            # its receiver sets it
         self._bodies, self._on_drop = bodies, on_drop
-        self._part: _Part | None = bodies.small
-        self._part.add(self)
+        self._part: _Part | None = None     # the part that it counts towards, once it has bytes
 
     def grow(self, num_bytes: int) -> None:
         """Count received bytes. BodyMemoryFullError past the bound: the caller releases the body."""
-        if self._part is None:
+        if self.is_dropped:
             raise BodyMemoryFullError
-        self._part.remove(self)
+        if self._part is not None:
+            self._part.remove(self)
         self.num_bytes += num_bytes
         self._part = self._bodies.small if self.num_bytes <= self._bodies.small_bytes else self._bodies.large
         self._part.add(self)
         self._part.make_room(self)
-
-    def complete(self) -> None:
-        """Mark the body as complete."""
-        self.is_complete = True
 
     def drop(self) -> None:
         """Release the body in favour of another one."""
@@ -124,11 +122,12 @@ class LogprobMemory:
     def __init__(self) -> None:
         self.num_bytes = 0                       # reserved by running calls
 
-    def reserve(self, requests: Sequence[Request], limits: Limits) -> "LogprobReservation":
+    def reserve(self, prepared: Sequence[PreparedRequest], limits: Limits) -> "LogprobReservation":
         """Reserve memory for a call. ApiError 400 if it alone exceeds the bound, 429 if it does with other calls."""
-        params = requests[0].params      # the same for all prompts of a call
+        params = prepared[0].request.params      # the same for all prompts of a call
         if params.logprobs is None and params.prompt_logprobs is None and params.prompt_logprob_token_ids is None:
             return LogprobReservation(self, 0)
+        requests = [each.request for each in prepared]
         num_candidates = sum(_num_output_candidates(request) for request in requests)
         most = limits.max_output_candidates
         if num_candidates > most:

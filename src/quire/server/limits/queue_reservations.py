@@ -15,7 +15,7 @@ from quire.engine.metrics.page import Metrics
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.engine.requests.pinned_prefixes import PinnedPrefixes
-from quire.server.errors import ApiError, invalid, overloaded, too_many_queued_tokens, too_many_requests
+from quire.server.errors import invalid, overloaded, too_many_queued_tokens, too_many_requests
 from quire.server.limits.memory import BodyMemory, LogprobMemory
 from quire.server.options import Limits
 
@@ -78,66 +78,6 @@ class PendingPins:
             invalid(message, param="prompt")
 
 
-class ConcurrencyReservation:
-    """Requests of one call, counted until the first `release`."""
-
-    __slots__ = ("_client_id", "_limiter", "_num_requests", "is_kept")
-
-    def __init__(self, limiter: "ConcurrencyLimiter", client_id: str, num_requests: int) -> None:
-        self._limiter, self._client_id, self._num_requests = limiter, client_id, num_requests
-        limiter.add(client_id, num_requests)
-        self.is_kept = False    # the generation releases it
-
-    def keep(self) -> "ConcurrencyReservation":
-        """Keep the reservation beyond the admission; the caller releases it."""
-        self.is_kept = True
-        return self
-
-    def release(self) -> None:
-        """Stop counting the requests. Idempotent."""
-        self._limiter.release(self._client_id, self._num_requests)
-        self._num_requests = 0
-
-
-class ConcurrencyLimiter:
-    """Number of requests of each client that wait or run. Lives on the event loop."""
-
-    def __init__(self) -> None:
-        self._num_requests: dict[str, int] = {}
-
-    def __getitem__(self, client_id: str) -> int:
-        """Return the number of a client's requests."""
-        return self._num_requests.get(client_id, 0)
-
-    def __len__(self) -> int:
-        """Count the clients with requests."""
-        return len(self._num_requests)
-
-    def refusal(self, client_id: str, num_requests: int, limit: int) -> ApiError | None:
-        """Return the error for so many further requests, or None within the limit; a limit of 0 is none."""
-        held = self[client_id]
-        return too_many_requests(held, limit) if limit and held + num_requests > limit else None
-
-    def reserve(self, client_id: str, num_requests: int) -> ConcurrencyReservation:
-        """Count the requests of a call until the reservation is released."""
-        return ConcurrencyReservation(self, client_id, num_requests)
-
-    def add(self, client_id: str, num_requests: int) -> None:
-        """Add requests to a client's count."""
-        self._num_requests[client_id] = self._num_requests.get(client_id, 0) + num_requests
-
-    def release(self, client_id: str, num_requests: int) -> None:
-        """Subtract requests from a client's count, and remove a client without any."""
-        if not num_requests:
-            return
-        left = self._num_requests[client_id] - num_requests
-        assert left >= 0, f"{client_id} has {left} requests"
-        if left:
-            self._num_requests[client_id] = left
-        else:
-            del self._num_requests[client_id]
-
-
 class QueueReservations:
     """Reservations of all API requests of a service. Lives on the event loop."""
 
@@ -145,7 +85,7 @@ class QueueReservations:
         self._metrics = metrics
         self.num_preparing = 0           # engine requests admitted and not yet sent to the engine
         self.num_preparing_tokens = 0    # prompt tokens x n of requests that are being sent
-        self.concurrency = ConcurrencyLimiter()
+        self.num_by_client: dict[str, int] = {}     # requests that wait or run; clients without any are not in it
         self.bodies = BodyMemory(max_total_body_bytes)
         self.logprobs = LogprobMemory()
         self.pins = PendingPins()
@@ -156,10 +96,10 @@ class QueueReservations:
         While no request waits, as many are admitted beyond the bound of the queue as the engine can start at once: a
         burst is not refused by an idle engine.
         """
-        refusal = self.concurrency.refusal(client_id, num_requests, limits.max_requests_per_key)
-        if refusal is not None:
+        held, most = self.num_by_client.get(client_id, 0), limits.max_requests_per_key
+        if most and held + num_requests > most:
             self._metrics.refused("key_limit")
-            raise refusal
+            raise too_many_requests(held, most)
         limit, num_queued = limits.max_queued_requests, self.num_preparing + client.num_queued
         if num_queued + num_requests > limit + client.num_free_seqs:
             self._metrics.queue_full("max_num_queued_reqs")
@@ -175,18 +115,16 @@ class QueueReservations:
         if num_requests > limit:
             invalid(f"{num_requests} prompts in one call; at most {bounds}", param=param)
 
-    def reserve_requests(self, num_requests: int, client_id: str) -> "AdmittedCall":
-        """Count requests as queued while they are tokenized and sent, in the context of the result."""
-        return AdmittedCall(self, client_id, num_requests)
-
     def reserve_tokens(
-        self, client: BaseClient, limits: Limits, requests: Iterable[PreparedRequest], param: str
+        self, client: BaseClient, limits: Limits, requests: Iterable[PreparedRequest], param: str = "n"
     ) -> "TokenReservation":
         """Count the prompt tokens x n of requests as queued while they are sent, in the context of the result.
 
         ApiError 429 while too many tokens wait, 400 if the call alone has more than may ever wait.
         """
-        num_tokens = sum([prepared.request.num_queued_tokens for prepared in requests])
+        num_tokens = 0
+        for prepared in requests:
+            num_tokens += prepared.request.num_queued_tokens
         limit, num_queued = limits.max_queued_tokens, self.num_preparing_tokens + client.num_queued_tokens
         if num_tokens > limit:
             invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param=param)
@@ -197,15 +135,20 @@ class QueueReservations:
         return TokenReservation(self, num_tokens)
 
 
-class AdmittedCall(ConcurrencyReservation):
-    """Requests of one call: queued ones within its context, at the end of which it is released unless it is kept."""
+class AdmittedCall:
+    """Requests of one call, which count for their client until the first `release`.
 
-    __slots__ = ("_control", "_num_preparing")
+    They are queued within its context, while they are tokenized and sent. At its end they are released, unless
+    `is_kept` was set: then the generation releases them.
+    """
+
+    __slots__ = ("_client_id", "_control", "_num_preparing", "_num_requests", "is_kept")
 
     def __init__(self, control: QueueReservations, client_id: str, num_requests: int) -> None:
-        super().__init__(control.concurrency, client_id, num_requests)
-        self._control, self._num_preparing = control, num_requests
+        self._control, self._client_id, self._num_requests = control, client_id, num_requests
+        self._num_preparing, self.is_kept = num_requests, False
         control.num_preparing += num_requests
+        control.num_by_client[client_id] = control.num_by_client.get(client_id, 0) + num_requests
 
     def __enter__(self) -> Self:
         return self
@@ -214,6 +157,17 @@ class AdmittedCall(ConcurrencyReservation):
         self._control.num_preparing -= self._num_preparing
         if not self.is_kept:
             self.release()
+
+    def release(self) -> None:
+        """Stop counting the requests. Idempotent."""
+        num_requests, self._num_requests = self._num_requests, 0
+        if not num_requests:
+            return
+        held = self._control.num_by_client
+        held[self._client_id] -= num_requests
+        assert held[self._client_id] >= 0, f"{self._client_id} has {held[self._client_id]} requests"
+        if not held[self._client_id]:
+            del held[self._client_id]
 
 
 class TokenReservation:
@@ -230,8 +184,9 @@ class TokenReservation:
 
     def sent(self, prepared: PreparedRequest) -> None:
         """Stop counting a request that was sent: from now on the engine's client counts it."""
-        self._num_unsent -= prepared.request.num_queued_tokens
-        self._control.num_preparing_tokens -= prepared.request.num_queued_tokens
+        num_tokens = prepared.request.num_queued_tokens
+        self._num_unsent -= num_tokens
+        self._control.num_preparing_tokens -= num_tokens
 
     def __exit__(self, *error: object) -> None:
         self._control.num_preparing_tokens -= self._num_unsent

@@ -5,11 +5,11 @@ against the model. Parameters that a beam search does not support are refused by
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields
 
 from quire.core.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams
 from quire.core.checks import check_float, check_int, check_optional_int, refuse, shown
+from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import MAX_LOGIT_BIAS, MIN_SEED, SamplingParams
 from quire.engine.requests.input_processor import CheckedParams
 from quire.server.api.preparation import sampling_params
@@ -20,7 +20,7 @@ from quire.server.apis.completions.completion_bodies import (
     CompletionBody,
     GenerationBody,
 )
-from quire.server.errors import invalid, renamed_fields, unsupported
+from quire.server.errors import invalid, raise_renamed, unsupported
 from quire.server.service import Service
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -49,7 +49,8 @@ def checked_params(
     """
     names = _SAME_NAMES & body.model_fields_set
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    check_int("n", given.get("n", 1), 1, service.options.max_n)
+    if "n" in given:
+        check_int("n", given["n"], 1, service.options.max_n)
     if body.stream_options is not None and not body.stream:
         invalid("stream_options is only allowed when stream is true", param="stream_options")
     _check_as_vllm(body)
@@ -60,15 +61,20 @@ def checked_params(
     given |= deadlines
     given |= _completion_params(body) if isinstance(body, CompletionBody) else _chat_params(body)
     params = sampling_params(service, given, is_beam_search=bool(body.use_beam_search))
-    with field_names(body):
+    try:
         beam = _beam_search_params(body, params)
         return service.client.inputs.check_params(params, beam, body.priority or 0, is_own=True)
+    except InvalidRequestError as error:
+        raise_renamed(error, field_names(body))
 
 
 def _beam_search_params(body: CompletionBody | ChatBody, params: SamplingParams) -> BeamSearchParams | None:
     """Return the beam search of a call, or None. `params` are the sampling parameters of its body."""
-    length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
-    check_float("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    length_penalty = 1.0
+    if body.length_penalty is not None:
+        length_penalty = check_float(
+            "length_penalty", body.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        )
     if not body.use_beam_search:
         return None
     for name, value in _unsupported_by_beams(body, params):
@@ -111,15 +117,13 @@ def _clipped(bias: object) -> object:
     }
 
 
-@contextmanager
-def field_names(body: GenerationBody) -> Iterator[None]:
-    """Rename the parameters of errors to the fields of the body that the client used."""
+def field_names(body: GenerationBody) -> dict[str, str]:
+    """Return the fields of the body that the client used, by the parameters that errors name."""
     names = {"beam_width": "n"}
     if isinstance(body, ChatBody):
         names |= {"prompt": "messages", "logprobs": "top_logprobs"}
         names |= {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    with renamed_fields(names):
-        yield
+    return names
 
 
 def _completion_params(body: CompletionBody) -> dict[str, object]:

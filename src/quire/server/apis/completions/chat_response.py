@@ -159,7 +159,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
 
     def _first_choices(self) -> Iterator[Json]:
         delta = {"role": ROLE, "content": self._echo}
-        return (_chunk(index, delta) for index in range(self.request.params.n))
+        return (_chunk(index, delta) for index in range(self.request.checked.params.n))
 
     def _has_text_chunks(self, index: int) -> bool:
         return self.request.reading is None
@@ -201,7 +201,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder):
     def _logprobs(self, piece: CompletionOutput) -> JsonStream | WholeChatLogprobs | None:
         if piece.packed_logprobs is None:
             return None
-        params = self.request.params
+        params = self.request.checked.params
         num_top = None if params.logprob_token_ids else params.logprobs or 0
         return chat_logprobs(self._names, piece.packed_logprobs, num_top)
 

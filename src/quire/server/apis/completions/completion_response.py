@@ -1,6 +1,7 @@
 """Responses of /v1/completions."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from quire.core.outputs import CompletionOutput
 from quire.engine.requests.input_processor import TokenizedPrompt
@@ -34,14 +35,17 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         super().__init__(request)
         self._tokenizer = tokenizer
         self._echoes = [self._echo(prompt_index) for prompt_index in range(len(request.requests))] if echo else None
-        has_logprobs = echo and request.params.logprobs is not None
-        self._num_added = [
-            self._num_added_chars(request.prompt) if has_logprobs else 0 for request in request.requests
-        ]
-        self._names = TokenNames(tokenizer, as_ids=request.writes_token_ids)
+        has_logprobs = echo and request.checked.params.logprobs is not None
+        # characters that tokenizing added to each prompt
+        self._num_added = [self._num_added_chars(each.prompt) for each in request.requests] if has_logprobs else None
         self._null_fields = _NULL_FIELDS_OF_CHUNKS if request.stream else _NULL_FIELDS
         self._logprobs: dict[int, CompletionLogprobs] = {}  # choice -> its logprobs, once it has output
         self._begun: set[int] = set()            # choices with a first part
+
+    @cached_property
+    def _names(self) -> TokenNames:
+        """Texts of the tokens of logprobs."""
+        return TokenNames(self._tokenizer, as_ids=self.request.writes_token_ids)
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> Json:
         index = self._index(prompt_index, output)
@@ -77,7 +81,8 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         if self.request.returns_prompt_logprobs:
             table = self._prompt_logprobs[prompt_index]
             choice["prompt_logprobs"] = None if table is None else prompt_logprobs(self._names, table)
-        choice |= self._scores_of_prompt(prompt_index)
+        if self.request.checked.params.prompt_logprob_token_ids is not None:
+            choice |= self._scores_of_prompt(prompt_index)
         if self._echoes is not None:
             choice["text"] = self._echoes[prompt_index] + choice["text"]
 
@@ -98,7 +103,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         table = self._prompt_logprobs[prompt_index]
         assert table is not None, "logprobs with echo include the prompt's"
         prompt = self.request.requests[prompt_index].prompt
-        start = 0 if prompt.text is None else -self._num_added[prompt_index]
+        start = 0 if prompt.text is None or self._num_added is None else -self._num_added[prompt_index]
         written = CompletionLogprobs(
             self._tokenizer, [], skip_special_tokens=False, start=start, names=self._names
         )
@@ -115,7 +120,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
     def _choice_logprobs(self, prompt_index: int, index: int) -> CompletionLogprobs:
         start = 0 if self._echoes is None else len(self._echoes[prompt_index])
         token_ids = self.request.requests[prompt_index].prompt.token_ids
-        skip = self.request.params.skip_special_tokens
+        skip = self.request.checked.params.skip_special_tokens
         written = self._logprobs[index] = CompletionLogprobs(
             self._tokenizer, token_ids, skip_special_tokens=skip, start=start, names=self._names
         )

@@ -32,9 +32,9 @@ from quire.server.apis.completions.completion_bodies import (
 )
 from quire.server.apis.completions.completion_response import CompletionResponseBuilder
 from quire.server.apis.completions.openai_response import OpenAIRequest
-from quire.server.errors import invalid
+from quire.server.errors import invalid, renamed_fields
 from quire.server.grammars.grammar_checker import CONSTRAINT_FIELDS
-from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
 from quire.server.http.request_body import received_s_of
 from quire.server.http.request_log import RequestRecord, record_of
 from quire.server.options import Limits
@@ -57,7 +57,7 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     call, record = _checked_request(request, service, body, "cmpl")
     prompts = parse_prompts(body.prompt)
-    check_num_choices(len(prompts), call.params.n, service.options)
+    check_num_choices(len(prompts), call.checked.params.n, service.options)
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
         check_deadline(service, call)
@@ -76,10 +76,10 @@ async def create_chat_completion(request: Request) -> Response:
     arrival_s, service = time.monotonic(), _service(request)
     body = await read_body(request, ChatBody)
     call, record = _checked_request(request, service, body, "chatcmpl")
-    check_num_choices(1, call.params.n, service.options)
+    check_num_choices(1, call.checked.params.n, service.options)
     record.num_prompts = 1
     with service.admit(1, param="messages", client_id=call.client_id) as reservation:
-        with field_names(body):
+        with renamed_fields(field_names(body)):
             check_deadline(service, call)
             await constrain(service, call, constraint_fields(body))
             conversation = replace(
@@ -115,14 +115,15 @@ def _checked_request(
     request_id, model = f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
     record.request_id, record.model, record.stream = request_id, model, bool(body.stream)
     checked = checked_params(body, service, deadlines_of(request, body))
-    check_cache_salt(body.cache_salt, service.options.max_salt_chars)
-    key_number = key_number_of(request)
+    if body.cache_salt is not None:
+        check_cache_salt(body.cache_salt, service.options.max_salt_chars)
+    key_number = request.scope[KEY_NUMBER]
     check_priority_granted(service, checked.priority, key_number)
     call = OpenAIRequest(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
         received_s=received_s_of(request), deadline_field=deadline_field(body, checked.params),
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
-        client_id=client_id_of(request.scope), body=body,
+        client_id=request.scope[CLIENT_ID], body=body,
         always_includes_usage=service.options.enable_force_include_usage,
         names_tokens_by_id=service.options.return_tokens_as_token_ids,
         tells_times=service.options.enable_per_request_metrics,
@@ -199,7 +200,10 @@ async def prepare_prompts(
 
 def truncation_of(service: Service, call: OpenAIRequest, body: GenerationBody) -> Truncation | None:
     """Return the truncation of the prompts; from the left unless the body says otherwise, as in vLLM."""
-    return service.client.inputs.truncation_of(call.params, keeps_last=body.truncation_side != "right")
+    params = call.checked.params
+    if params.truncate_prompt_tokens is None:
+        return None
+    return service.client.inputs.truncation_of(params, keeps_last=body.truncation_side != "right")
 
 
 def conversation_of(

@@ -102,7 +102,7 @@ class OpenAIRequest(ApiRequest):
     @property
     def shows_tokens(self) -> bool:
         """Whether a token is sent even while its text is incomplete."""
-        return self.returns_token_ids or self.params.logprobs is not None
+        return self.returns_token_ids or self.checked.params.logprobs is not None
 
 
 def _message_echo(body: ChatBody) -> str:
@@ -143,15 +143,15 @@ class OpenAIResponseBuilder(ABC):
         between = b""
         for prompt_index, output in enumerate(outputs):
             for piece in output.outputs:
-                yield between
+                if between:
+                    yield between
                 yield from self._choice_pieces(prompt_index, piece)
                 between = b","
         fields = _UNUSED | {"usage": _with_nulls(self._usage(usage))} | self._prompt_fields()
-        if self.request.tells_times_of_answer:
+        if self.request.tells_times and self.request.num_answers == 1:
             fields["metrics"] = request_times(outputs[0].metrics, usage.num_output_tokens)
-        yield b"],"
         pieces = iter(encode_streamed(fields))
-        yield next(pieces)[1:]
+        yield b"]," + next(pieces)[1:]
         yield from pieces
 
     def _note_prompt(self, prompt_index: int, output: RequestOutput) -> None:
@@ -160,7 +160,7 @@ class OpenAIResponseBuilder(ABC):
 
     def _scores_of_prompt(self, prompt_index: int) -> Json:
         """Return the field of the token ids that the request names for its prompt; no field if there are none."""
-        rows, scores = self.request.params.prompt_logprob_token_ids, self._prompt_scores[prompt_index]
+        rows, scores = self.request.checked.params.prompt_logprob_token_ids, self._prompt_scores[prompt_index]
         if rows is None:
             return {}
         return {"prompt_token_id_logprobs": None if scores is None else prompt_scores(rows, scores)}
@@ -243,14 +243,14 @@ class OpenAIResponseBuilder(ABC):
         num_chars = len(prompt.text or "") + len(prompt.token_ids) if self.request.shows_prompt else 0
         scores = output.prompt_token_id_logprobs
         num_candidates = (0 if table is None else table.num_candidates) + (0 if scores is None else scores.size)
-        return self.request.params.n * (num_candidates + num_chars // _UNIT_CHARS)
+        return self.request.checked.params.n * (num_candidates + num_chars // _UNIT_CHARS)
 
     def last_chunk(self, usage: TokenUsage) -> bytes:
         """Return the end of a stream, after the usage if the client asked for it."""
         if not self.request.include_usage:
             return DONE
         message = self._envelope(self.CHUNK_OBJECT, []) | {"usage": self._usage(usage)}
-        if self.request.tells_times_of_answer:
+        if self.request.tells_times and self.request.num_answers == 1:
             times = request_times(self._metrics, usage.num_output_tokens)
             message["metrics"] = {name: value for name, value in times.items() if value is not None}
         return event(message) + DONE
@@ -273,7 +273,7 @@ class OpenAIResponseBuilder(ABC):
 
     def _index(self, prompt_index: int, piece: CompletionOutput) -> int:
         """Return the number of a choice: the choices of a prompt follow those of the prompt before."""
-        return prompt_index * self.request.params.n + piece.index
+        return prompt_index * self.request.checked.params.n + piece.index
 
     def _is_shown(self, piece: CompletionOutput) -> bool:
         return bool(piece.text or piece.finish_reason or (piece.token_ids and self.request.shows_tokens))

@@ -32,7 +32,7 @@ from quire.server.apis.embeddings.embedding_bodies import (
     ScoreBody,
 )
 from quire.server.errors import invalid, renamed_fields
-from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
 from quire.server.http.request_log import record_of
 from quire.server.options import Limits
 from quire.server.service import Service
@@ -244,12 +244,12 @@ def _checked(
     record, call_id, model = record_of(request.scope), f"{kind}-{uuid.uuid4().hex}", service.check_model(body.model)
     record.request_id, record.model = call_id, model
     checked = pooling.check(params, task, body.priority or 0)
-    key_number = key_number_of(request)
+    key_number = request.scope[KEY_NUMBER]
     check_priority_granted(service, checked.params.priority, key_number)
     call = ApiRequest(
         id=call_id, model=model, created=int(time.time()), checked=checked.params, key_number=key_number,
         cache_salt=check_cache_salt(body.cache_salt, service.options.max_salt_chars),
-        client_id=client_id_of(request.scope),
+        client_id=request.scope[CLIENT_ID],
     )  # fmt: skip
     return call, checked
 

@@ -32,7 +32,7 @@ from quire.server.apis.messages.conversion import (
 from quire.server.apis.messages.message_builder import MessageBuilder, MessagesRequest
 from quire.server.apis.messages.messages_bodies import ERRORS, ConversationBody, MessagesBody
 from quire.server.errors import ApiError, invalid
-from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
 from quire.server.http.request_body import received_s_of
 from quire.server.http.request_log import record_of
 from quire.server.options import MAX_ELEMENTS
@@ -65,8 +65,8 @@ async def create_message(request: Request) -> Response:
         call = MessagesRequest(
             id=record.request_id, model=record.model, created=int(time.time()),
             checked=checked, received_s=received_s_of(request), deadline_field=deadline_field(body, checked.params),
-            stream=record.stream, hides_output=body.max_tokens == 0, key_number=key_number_of(request),
-            client_id=client_id_of(request.scope), tools=_tool_use(body), cuts_max_tokens=True,
+            stream=record.stream, hides_output=body.max_tokens == 0, key_number=request.scope[KEY_NUMBER],
+            client_id=request.scope[CLIENT_ID], tools=_tool_use(body), cuts_max_tokens=True,
             max_reasoning_tokens=_max_reasoning_tokens(body, service),
             manages_context=body.context_management is not None,
         )  # fmt: skip
@@ -89,7 +89,7 @@ async def create_message(request: Request) -> Response:
 @router.post(f"{PATH}/count_tokens", openapi_extra=request_body(ConversationBody))
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation's prompt: those that a message for it is charged for."""
-    service, client_id = _service(request), client_id_of(request.scope)
+    service, client_id = _service(request), request.scope[CLIENT_ID]
     body = await read_body(request, ConversationBody)
     service.check_model(body.model)
     last_mark(body)

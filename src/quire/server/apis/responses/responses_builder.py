@@ -45,14 +45,14 @@ class ResponsesBuilder:
         prompt, reading = request.requests[0].prompt, request.reading
         self._usage = TokenUsage(len(prompt.token_ids), 0, 0)
         self._metrics: RequestMetrics | None = None     # metrics of the last output
-        has_names = request.params.logprobs is not None
+        has_names = request.checked.params.logprobs is not None
         names = TokenNames(tokenizer, as_ids=request.names_tokens_by_id) if has_names else None
-        num_top = request.params.logprobs or 0
+        num_top = request.checked.params.logprobs or 0
         self._items = ItemWriter(request.id, reading, request.given_tools, names, num_top)
         self._reader = None if reading is None else MessageReader(reading, tokenizer, prompt.token_ids)
         self._length_of: Callable[[int], int] | None = None     # chars of a token, where tokens are read one by one
         if names is not None and self._reader is not None and tokenizer is not None:
-            skips = request.params.skip_special_tokens and not request.requests[0].kept_token_ids
+            skips = request.checked.params.skip_special_tokens and not request.requests[0].kept_token_ids
             detokenizer = incremental_detokenizer(tokenizer, prompt.token_ids, skip_special_tokens=skips)
             self._length_of = lambda token_id: len(detokenizer.append((token_id,)))
         self._raw: tuple[list[str], list[int]] = [], []         # texts and tokens of the output
@@ -163,7 +163,7 @@ class ResponsesBuilder:
         """Return the response object as it is now. `last`: the piece that ends the output."""
         is_begun, is_over = bool(self._items.items), status in ("completed", "incomplete")
         added: Json = {}
-        if is_over and self._request.tells_times_of_answer:
+        if is_over and self._request.tells_times and self._request.num_answers == 1:
             added["metrics"] = request_times(self._metrics, self._usage.num_output_tokens)
         if is_over and self._request.body.enable_response_messages:
             prompt = self._request.requests[0].prompt
@@ -214,7 +214,7 @@ def _tokens(piece: CompletionOutput, length_of: Callable[[int], int]) -> Iterato
 
 def _echo(request: ResponsesRequest) -> Json:
     """Return the fields of the response that repeat the request, encoded once."""
-    body, params = request.body, request.params
+    body, params = request.body, request.checked.params
     reasoning, text = body.reasoning, body.text
     used = [tool for tool in body.tools or () if tool["type"] in ("function", "custom", "namespace")]
     tools = [tool | ({"strict": bool(tool.get("strict"))} if tool["type"] != "namespace" else {}) for tool in used]

@@ -28,7 +28,7 @@ from quire.server.apis.responses.responses_bodies import (
 )
 from quire.server.apis.responses.responses_builder import ResponsesBuilder, ResponsesRequest
 from quire.server.errors import renamed_fields
-from quire.server.http.api_keys import client_id_of, key_number_of
+from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
 from quire.server.http.request_body import received_s_of
 from quire.server.http.request_log import record_of
 from quire.server.service import Service
@@ -94,8 +94,8 @@ def _checked_request(request: Request, service: Service, body: ResponsesBody) ->
         stream=bool(body.stream),
         cuts_max_tokens=True,
         cache_salt=check_cache_salt(body.cache_salt, service.options.max_salt_chars),
-        key_number=key_number_of(request),
-        client_id=client_id_of(request.scope),
+        key_number=request.scope[KEY_NUMBER],
+        client_id=request.scope[CLIENT_ID],
         tools=tool_use(tools.functions, choice, is_parallel=is_parallel),
         names_tokens_by_id=service.options.return_tokens_as_token_ids,
         tells_times=service.options.enable_per_request_metrics,
