@@ -14,7 +14,7 @@ from quire.server.http.api_keys import client_id_of
 from support.http_app import ask, make_app
 
 KEYS = ("first-key", "sécond-key")
-URLS = ["/ready", "/version", "/metrics", "/openapi.json", "/echo", "/no/such/url", "/health/", "/%68ealth", "//health"]
+URLS = ["/ready/", "/version", "/metrics", "/openapi.json", "/echo", "/no/such/url", "/health/", "/%68ealth", "//health"]
 
 
 def code_of(response: httpx.Response) -> str | None:
@@ -32,7 +32,7 @@ def test_without_keys_everyone_is_let_in() -> None:
 
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE"])
 @pytest.mark.parametrize("url", URLS)
-def test_every_url_but_health_needs_a_key(url: str, method: str) -> None:
+def test_every_url_but_those_of_probes_needs_a_key(url: str, method: str) -> None:
     response = ask(make_app(api_key=KEYS), method, url)
     assert (response.status_code, code_of(response)) == (401, "invalid_api_key")
     assert response.headers["WWW-Authenticate"] == "Bearer"
@@ -69,8 +69,9 @@ def test_paths_are_answered_with_and_without_the_root_path() -> None:
     assert ask(app, "GET", "/llm/openapi.json", headers=key).json()["servers"] == [{"url": "/llm"}]
 
 
-def test_health_needs_no_key() -> None:
-    assert ask(make_app(api_key=KEYS), "GET", "/health").status_code == 200
+def test_probes_need_no_key() -> None:
+    app = make_app(api_key=KEYS)
+    assert [ask(app, "GET", url).status_code for url in ("/health", "/ping", "/ready")] == [200, 200, 200]
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
