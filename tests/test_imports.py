@@ -71,6 +71,11 @@ def test_a_command_starts_without_the_modules_of_others() -> None:
     assert not [name for name in loaded if name.startswith(("quire_lab.bench", "quire.cli.serve", "quire_lab.sim"))]
 
 
+def test_the_list_of_commands_loads_none_of_them() -> None:
+    loaded = modules_after("from quire.cli.main import make_app\nmake_app(['--help'])")
+    assert not [name for name in loaded if name.startswith(("numpy", "quire_lab", "quire.engine", "quire.server"))]
+
+
 def test_engines_of_a_server_start_before_numpy_and_the_http_server_are_loaded() -> None:
     loaded = modules_after("from quire.cli.main import make_app\nmake_app(['serve'])")
     assert "quire.engine.launcher" in loaded

@@ -1,5 +1,6 @@
-"""Defaults of flags: none leads out of the installation or the folder of the call."""
+"""Defaults of flags, none of which leads out of the installation or the folder of the call; the list of commands."""
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from quire.cli.main import make_app
+from quire.cli.main import SUMMARIES, make_app
 
 
 def commands(command: TyperCommand | TyperGroup, name: str) -> Iterator[tuple[str, TyperCommand]]:
@@ -34,3 +35,9 @@ def test_only_commands_whose_answers_are_read_as_they_come_bound_the_time_of_ste
              if option.name == "itl_target_ms"}  # fmt: skip
     assert {name for name, default in found.items() if default == "none"} == {"quire generate", "quire run-batch"}
     assert found["quire serve"] == found["quire deploy"] == found["quire chat"] == "500"
+
+
+def test_the_list_says_what_commands_say_themselves() -> None:
+    made = get_command(make_app()).commands  # type: ignore[attr-defined]
+    said = {name: inspect.cleandoc(command.help).partition("\n\n")[0] for name, command in made.items()}
+    assert {name: " ".join(text.split()) for name, text in said.items()} == SUMMARIES

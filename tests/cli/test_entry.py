@@ -9,9 +9,10 @@ import pytest
 # Interrupts the process when a module is first looked for, as Ctrl-C in the middle of loading does.
 INTERRUPTED = """
 import signal, sys
+module, sys.argv[1:] = sys.argv[1], ["serve"]
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[1]:
+        if name == module:
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Finder())
 from quire.cli.entry import main

@@ -16,9 +16,24 @@ from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
 from quire.core.errors import EngineError
 from quire.core.optional_package import COMMANDS, entry_points
 
+# What each command does, for a list of them: a command itself takes half a second to load.
+SUMMARIES = {
+    "serve": "Serve a model over HTTP, as OpenAI's API does; or, as a node other than 0, compute for such a server.",
+    "generate": "Complete one prompt, or a JSONL file of prompts.",
+    "chat": "Talk to a model in the terminal, or to a server.",
+    "plan": "Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds.",
+    "simulate": "Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind.",
+    "deploy": (
+        "Deploy a model on a Ray cluster: replicas that scale, are upgraded one by one, and replaced when they die."
+    ),
+    "paper": "Make figures of the PagedAttention paper (Kwon et al. 2023) on Quire's scheduler and cache.",
+    "run-batch": "Answer a file of requests, in the form of OpenAI's batches.",
+    "bench": "Measure throughput, latency, a server, the control plane, and this machine for simulations.",
+}
 
-def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
-    """Return the command line for arguments: where they begin with a command, with the modules of that one alone."""
+
+def make_app(arguments: Sequence[str] | None = None) -> typer.Typer:
+    """Return the command line for arguments: of the commands, the one that they begin with is loaded. None: all are."""
     app = typer.Typer(
         name="quire",
         help="An inference and serving engine that manages the KV cache like virtual memory.",
@@ -29,13 +44,20 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
         callback=_root,
     )
     commands = entry_points(COMMANDS)
-    for name in arguments[:1] if commands.keys() & arguments[:1] else commands:
+    for name in commands:
+        if arguments is not None and name in SUMMARIES and name not in arguments[:1]:
+            app.command(name, help=SUMMARIES[name])(_list)
+            continue
         made = commands[name].load()
         if isinstance(made, typer.Typer):
             app.add_typer(made)
         else:
             app.command(name, cls=Command, context_settings=COMMAND_SETTINGS)(made)
     return app
+
+
+def _list() -> None:
+    """Stand for a command in the list of all."""
 
 
 def _print_version(wanted: bool) -> None:
