@@ -5,11 +5,12 @@ import os
 import pytest
 import torch
 
-from support.interpreter import prepare_once_a_launch
+from support.interpreter import make_types_once, prepare_once_a_launch
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETS:
     prepare_once_a_launch()
+    make_types_once()
 
 
 @pytest.fixture
