@@ -15,12 +15,13 @@ from typing import Any, Literal
 import msgspec
 
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams
-from support import imitated_rank
+from quire.engine.parallel import node, starters
 from support.faults import raising
-from support.nodes import NodeCommand, as_flags, free_port, node
+from support.forked_engines import fork_module
+from support.nodes import NodeCommand, as_flags, free_port, running_node
 
 TESTS = Path(__file__).parents[1]
-
+RANK_MODULE = "support.imitated_rank"
 
 Fault = Literal["", "kill", "rank 1", "rank 0"]
 
@@ -119,7 +120,7 @@ def other_node(case: Case) -> Iterator[NodeCommand | None]:
         return
     case.settings["master_port"] = free_port(case.settings["master_addr"])
     flags = *as_flags(case.settings | {"device": "cuda"}), "--node-rank", "1"
-    with node(case.model, *flags, first=imitated_rank.START) as command:
+    with running_node(case.model, *flags, is_forked=True, rank_module=RANK_MODULE) as command:
         yield command
 
 
@@ -129,7 +130,7 @@ def main() -> None:
     from support import imitated_gpu
 
     imitated_gpu.turn_on(num_cards=4, is_noisy=False)
-    imitated_rank.use()
+    node.PROCESS_MODULE, starters.start_module = RANK_MODULE, fork_module  # type: ignore[assignment]  # as `Popen`
     for case in cases:
         with other_node(case) as other:
             with LLM(case.model, device="cuda", **case.settings) as llm:

@@ -16,13 +16,16 @@ from quire.engine.parallel.link import RankedModel
 from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.model.sharding import ADDED_BYTES
 from support.faults import raising
-from support.nodes import NodeCommand, as_flags, free_port, node
+from support.nodes import NodeCommand, as_flags, free_port, running_node
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.rank_answers import GREEDY, PROMPTS, SAMPLED, answers
 from support.server import SOURCES, running_server, wait_until
 
-pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+pytestmark = [
+    pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built"),
+    pytest.mark.usefixtures("forked_processes"),
+]
 
 SETTINGS: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 96, "max_num_batched_tokens": 33}
 
@@ -34,7 +37,7 @@ def two_nodes(
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": address} | settings
     settings["master_port"] = free_port(address)
     flags = *as_flags(settings), "--node-rank", "1"
-    with node(str(model), *flags, cwd=cwd) as command, LLM(model, **settings) as llm:
+    with running_node(str(model), *flags, cwd=cwd, is_forked=True) as command, LLM(model, **settings) as llm:
         yield llm, command
 
 
@@ -165,7 +168,7 @@ def test_rank_that_is_stopped_ends_the_run(folder: Path) -> None:
 def test_rank_with_other_settings_is_refused_on_both_nodes(folder: Path, other: dict[str, Any], reason: str) -> None:
     port = free_port()
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_port": port}
-    with node(str(folder), *as_flags(settings | other), "--node-rank", "1") as command:
+    with running_node(str(folder), *as_flags(settings | other), "--node-rank", "1", is_forked=True) as command:
         message = f"rank 1 (127.0.0.1) has {reason}"
         with pytest.raises(ConfigError) as raised:
             LLM(folder, **settings)
@@ -178,7 +181,7 @@ def test_rank_of_another_version_is_refused_on_both_nodes(folder: Path, tmp_path
     (tmp_path / "sitecustomize.py").write_text("import quire.core.version as found\nfound.__version__ = '9.8.7'\n")
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_port": free_port()}
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCES)])}
-    with node(str(folder), *as_flags(settings), "--node-rank", "1", env=env) as command:
+    with running_node(str(folder), *as_flags(settings), "--node-rank", "1", env=env) as command:
         message = f"rank 1 runs Quire 9.8.7, rank 0 runs {__version__}"
         with pytest.raises(ConfigError) as raised:
             LLM(folder, **settings)
@@ -193,7 +196,7 @@ def test_rank_with_another_model_is_refused_on_both_nodes(folder: Path, tmp_path
     weights = other / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_port": free_port()}
-    with node(str(other), *as_flags(settings), "--node-rank", "1") as command:
+    with running_node(str(other), *as_flags(settings), "--node-rank", "1", is_forked=True) as command:
         message = f"the model at {other} is another one than that of rank 0"
         with pytest.raises(ConfigError) as raised:
             LLM(folder, **settings)
@@ -213,7 +216,7 @@ def test_server_over_two_nodes_is_restarted(demo_model: Path, tmp_path: Path) ->
     restarts = ["--restart-engine", "1"]
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with (
-        node(str(demo_model), *flags, *restarts, "--node-rank", "1") as command,
+        running_node(str(demo_model), *flags, *restarts, "--node-rank", "1") as command,
         running_server(str(demo_model), *flags, *restarts) as server,
     ):
 
