@@ -39,7 +39,7 @@ from support.server import wait_until
 
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
-PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 16, "prompt_logprobs": 1, "ignore_eos": True}
+PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 8, "prompt_logprobs": 1, "ignore_eos": True}
 FEW_BLOCKS = {
     "num_kv_blocks": 14, "block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 24, "dtype": "float32",
     "max_num_seqs": 4,
