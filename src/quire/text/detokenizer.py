@@ -45,7 +45,7 @@ class ByteDetokenizer:
 
     def finish(self) -> str:
         """Return what is left: U+FFFD for the bytes of a character that was never completed."""
-        return self._decode(b"", is_end=True)
+        return self._decode(b"", is_end=True) if self._unfinished else ""
 
     def _decode(self, piece: bytes, *, is_end: bool) -> str:
         joined = self._unfinished + piece

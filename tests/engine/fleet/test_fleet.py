@@ -19,7 +19,7 @@ from quire.engine.messages import EngineDeadError
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
-from quire.engine.processes.queued_requests import Asked
+from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.input_processor import Prompt
 from support.engine_process import TIMEOUT_S, is_running, until

@@ -18,8 +18,7 @@ from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput
 from quire.core.step_times import chunk_work
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient
-from quire.engine.processes.forecast import LEAST_MEASURED, MOST_OFF
-from quire.engine.processes.queued_requests import Asked
+from quire.engine.processes.forecast import LEAST_MEASURED, MOST_OFF, Asked
 from quire.engine.requests.completion_builder import CompletionBuilder
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.output_processor import OutputKind

@@ -10,8 +10,7 @@ from quire.core.outputs import KVStats
 from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepTimes, StepTiming, StepWork, chunk_work
 from quire.engine.messages import EngineState, Stepped
-from quire.engine.processes.forecast import FRESH_S, LATE_LONGER, MOST_OFF, Forecast
-from quire.engine.processes.queued_requests import Asked, QueuedRequests
+from quire.engine.processes.forecast import FRESH_S, LATE_LONGER, MOST_OFF, Asked, Forecast, QueuedRequests
 from support.scheduling import make_request
 
 TIMES = StepTimes(step_s=0.01, token_s=0.001, attended_s=0.0, context_s=0.0)

@@ -7,7 +7,7 @@ import pytest
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.step_times import StepWork, chunk_work
-from quire.engine.processes.queued_requests import Asked, Before, QueuedRequests
+from quire.engine.processes.forecast import Asked, Before, QueuedRequests
 from support.scheduling import make_request
 
 OWN = chunk_work(0, 100)

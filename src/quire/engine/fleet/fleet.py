@@ -30,7 +30,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.options.parallel import START_TIMEOUT_S
 from quire.engine.processes.base_client import SupervisedClient
 from quire.engine.processes.client import EngineClient
-from quire.engine.processes.queued_requests import Asked
+from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep

@@ -88,15 +88,16 @@ class RequestHistograms:
 
     def on_step(self, step: Stepped, processed: ProcessedStep) -> None:
         """Observe a step and the requests that it advanced."""
+        values: dict[str, float] = {}
         if step.num_computed_tokens:  # 0: part of a step, of which other servers have parts as well
-            self._by_name["quire:step_computed_tokens"].observe(step.num_computed_tokens)
+            values["quire:step_computed_tokens"] = step.num_computed_tokens
         if step.timing is not None and step.timing.seconds is not None:
             self._step_s[step.timing.kind].observe(step.timing.seconds)
         if step.timing is not None and step.timing.ratio is not None:
-            self._by_name["quire:step_prediction_ratio"].observe(step.timing.ratio)
+            values["quire:step_prediction_ratio"] = step.timing.ratio
         if processed.num_output_tokens:
-            num_tokens = processed.num_prompt_tokens + processed.num_output_tokens
-            self._by_name["vllm:iteration_tokens_total"].observe(num_tokens)
+            values["vllm:iteration_tokens_total"] = processed.num_prompt_tokens + processed.num_output_tokens
+        _observe_all(self._by_name, values)
         itl_s = self._by_name["vllm:inter_token_latency_seconds"]
         ttft_s = self._by_name["vllm:time_to_first_token_seconds"]
         for gap_s, times in Counter(processed.itl_s).items():  # equal for all with a token in both steps

@@ -10,7 +10,7 @@ from quire.core.lora import Adapter
 from quire.core.sequence import Request
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready
-from quire.engine.processes.queued_requests import Asked
+from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream, RequestStreams
 from quire.engine.requests.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
 from quire.engine.requests.output_processor import OutputKind

@@ -29,10 +29,9 @@ from quire.engine.options import EngineOptions
 from quire.engine.options.parallel import START_TIMEOUT_S
 from quire.engine.processes.base_client import SingleEngine
 from quire.engine.processes.connection import EngineConnection
-from quire.engine.processes.forecast import Forecast
+from quire.engine.processes.forecast import Asked, Forecast, asked_of
 from quire.engine.processes.liveness import LOOKS_PER_LIMIT, OnStall, stall_reason, wait_for_stall
 from quire.engine.processes.pending_commands import PendingCommands
-from quire.engine.processes.queued_requests import Asked, asked_of
 from quire.engine.processes.streams import RequestStream, RequestStreams
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
@@ -256,7 +255,7 @@ class EngineClient(SingleEngine):
 
     def _await_sign(self) -> None:
         """Record that the engine is about to get a command, after which it sends a report."""
-        if self._has_no_work and self.is_alive:
+        if self._is_idle and not self._streams.queued.requests and not self._death.done():
             self._is_idle, self._last_progress_s = False, time.monotonic()
 
     def _mark_dead(self, reason: str) -> None:

@@ -12,6 +12,9 @@ The correction is the least with which SHARE_IN_TIME of what it accepts would be
 deadlines differ that is hardly above the median error: few of them are so close to the wait that an error decides.
 Where all ask for the same, the queue of an overload stands at the deadline, and half of what is accepted by the median
 would be late; a queue that is a little shorter keeps the seats as full.
+
+Totals of what waits are kept by priority and by client, so that a forecast for each call of a server does not walk the
+queue. All work is in whole tokens and pairs: sums are exact, and nothing is left of what was removed.
 """
 
 import math
@@ -20,15 +23,112 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.core.config import SchedulingPolicy
 from quire.core.outputs import KVStats
 from quire.core.sequence import Request
-from quire.core.step_times import StepTimes, StepWork
+from quire.core.step_times import StepTimes, StepWork, chunk_work
 from quire.engine.messages import EngineState, Stepped
-from quire.engine.processes.queued_requests import Asked, Before, QueuedRequests
 from quire.scheduling.time_budget import room_s, steps_between
+
+
+class Asked(NamedTuple):
+    """A request that may be sent, as far as its place in the order and its work are concerned."""
+
+    prompt: StepWork = StepWork()   # work of its prompts
+    priority: int = 0
+    client_id: str = ""
+    weight: float = 1.0
+    num_requests: int = 1
+    knows_cached: bool = False      # `prompt` is without what is cached
+
+
+def asked_of(request: Request) -> Asked:
+    """Return what a request asks for."""
+    prompt = chunk_work(0, len(request.prompt_token_ids))
+    return Asked(prompt, request.priority, request.client_id, request.weight)
+
+
+class Before(NamedTuple):
+    """What waits before a request: how many requests, and the work of their prompts."""
+
+    num_requests: int = 0
+    prompts: StepWork = StepWork()
+
+
+_NONE = Before()
+
+
+class QueuedRequests:
+    """The requests by number."""
+
+    def __init__(self) -> None:
+        self.requests = dict[int, Request]()
+        self.num_tokens = 0                         # prompt tokens x n
+        self._by_priority = dict[int, Before]()
+        self._by_client = dict[str, Before]()
+        self._weights = dict[str, float]()          # clients, by their last requests
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __contains__(self, request_id: int) -> bool:
+        """Return whether a request is here."""
+        return request_id in self.requests
+
+    def add(self, request: Request) -> None:
+        """Add a request that is about to be sent."""
+        self.requests[request.request_id] = request
+        self._weights[request.client_id] = request.weight
+        self._count(request, 1)
+
+    def discard(self, request_id: int) -> None:
+        """Remove a request, if it is here."""
+        if (request := self.requests.pop(request_id, None)) is not None:
+            self._count(request, -1)
+
+    def clear(self) -> None:
+        for request_id in list(self.requests):
+            self.discard(request_id)
+
+    def before(self, asked: Asked, policy: SchedulingPolicy) -> Before:
+        """Return what waits before a request by a policy, without ageing: it puts no later request before an earlier.
+
+        Under `fair` each other client has as much before it as its own client has, by their weights.
+        """
+        first = {key: each for key, each in self._by_priority.items() if policy != "priority" or key <= asked.priority}
+        num_requests = sum(each.num_requests for each in first.values())
+        total = sum((each.prompts for each in first.values()), StepWork())
+        if policy != "fair":
+            return Before(num_requests, total)
+        own = self._by_client.get(asked.client_id, Before()).prompts
+        share = (own.num_tokens + asked.prompt.num_tokens) / asked.weight
+        for client_id, (_, work) in self._by_client.items():
+            if client_id != asked.client_id:
+                part = min(1.0, share * self._weights[client_id] / max(work.num_tokens, 1.0))
+                own += StepWork(*(part * each for each in work))
+        return Before(round(num_requests * own.num_tokens / max(total.num_tokens, 1.0)), own)
+
+    def _count(self, request: Request, sign: int) -> None:
+        """Add a request to the totals, or subtract it."""
+        num_tokens, num_attended, num_context = chunk_work(0, len(request.prompt_token_ids))
+        self.num_tokens += sign * len(request.prompt_token_ids) * request.params.n
+        counted: tuple[tuple[dict[Any, Before], object], ...] = (
+            (self._by_priority, request.priority), (self._by_client, request.client_id)
+        )  # fmt: skip
+        for totals, key in counted:
+            num_requests, (tokens, attended, context) = totals.get(key, _NONE)
+            if num_requests + sign:
+                tokens, attended, context = (
+                    tokens + sign * num_tokens, attended + sign * num_attended, context + sign * num_context
+                )  # fmt: skip
+                totals[key] = Before(num_requests + sign, StepWork(tokens, attended, context))
+            else:
+                del totals[key]
+        if request.client_id not in self._by_client:
+            del self._weights[request.client_id]
+
 
 NUM_STEPS = 64        # over which prices are averaged
 NUM_ENDED = 64        # last answers, by which the lengths of others are known

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestMetrics, RequestOutput
 from quire.engine.messages import EngineDeadError, Stepped
-from quire.engine.processes.queued_requests import QueuedRequests
+from quire.engine.processes.forecast import QueuedRequests
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, OutputProcessor, ProcessedStep
 from quire.text.tokenizer import Tokenizer

@@ -12,8 +12,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.outputs import CompletionOutput
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.requests.input_processor import CheckedParams, Truncation
-from quire.server.api.api_request import ApiRequest
-from quire.server.api.preparation import prepare
+from quire.server.api.preparation import ApiRequest, prepare
 from quire.server.service import Service
 from quire.server.tools.output_events import CallBegan, CallEnded, Event, Reasoning
 from quire.server.tools.served_formats import OutputReading

@@ -19,9 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.core.errors import EngineError
 from quire.core.outputs import RequestOutput
-from quire.server.api.generation import Generation
+from quire.server.api.generation import Generation, TokenUsage, total_usage
 from quire.server.api.json_encoding import encode, joined
-from quire.server.api.usage import TokenUsage, total_usage
 from quire.server.errors import ApiError
 from quire.server.http.request_body import release_request
 from quire.server.limits.active_responses import ClientDisconnectedError

@@ -1,23 +1,140 @@
-"""Preparation of an API request: its grammar checked, its prompts tokenized, all but short ones off the event loop.
+"""API request: its checked parameters, its deadlines and grammar, and the tokens of its prompts.
 
-Nothing is queued before all prompts of a call are prepared.
+Nothing is queued before all prompts of a call are prepared; all but short ones are tokenized off the event loop. A call
+is refused when its first token cannot be there in time, before work is done for it. It is checked three times: before
+its prompt is rendered, by the work queued before it; before it is tokenized, by half of the tokens that its text is
+likely to have; and when it is about to be queued.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from quire.core.checks import refuse
+from starlette.requests import Request
+
+from quire.core.checks import check_int, refuse
 from quire.core.owner_labels import OPERATOR
 from quire.core.prompt_scores import width_of
-from quire.core.sampling_params import SamplingParams
-from quire.engine.requests.input_processor import TokenizedPrompt
-from quire.server.api.api_request import ApiRequest
-from quire.server.api.call_deadlines import check_deadline
-from quire.server.errors import invalid
+from quire.core.sampling_params import MAX_DEADLINE_MS, SamplingParams
+from quire.core.step_times import StepWork, chunk_work
+from quire.engine.processes.forecast import Asked
+from quire.engine.requests.input_processor import CheckedParams, PreparedRequest, TokenizedPrompt
+from quire.server.api.request_bodies import Milliseconds
+from quire.server.errors import deadline_unmeetable, invalid
 from quire.server.options import Limits
 from quire.server.service import Service
+from quire.server.tools.served_formats import OutputReading
+from quire.server.tools.tool_use import NO_TOOLS, ToolUse
+
+
+@dataclass(slots=True, kw_only=True)
+class ApiRequest:
+    """Parameters of one call, checked once; its preparation adds the rest.
+
+    A dialect's subclass adds what only its responses depend on.
+    """
+
+    id: str
+    model: str
+    created: int                                # seconds since 1970
+    checked: CheckedParams
+    received_s: float = 0.0                     # when its body had arrived, on the monotonic clock
+    stream: bool = False
+    cuts_max_tokens: bool = False               # to what fits behind the prompt; otherwise the call is refused
+    hides_output: bool = False                  # the client wants no token; the engine generates at least one
+    cache_salt: str | None = None
+    key_number: int = 0                         # number of the API key, from 1; 0: none
+    client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
+    tools: ToolUse = NO_TOOLS
+    max_reasoning_tokens: int | None = None     # bound per output; then the end of reasoning is forced
+    names_tokens_by_id: bool = False            # default for logprobs; a body may say otherwise
+    tells_times: bool = False                   # the response has the times of its only answer
+    constraint_field: str = "structured_outputs"  # field of the body that asks for the output's grammar
+    deadline_field: str = "deadline_ms"         # or the header that params.deadline_ms is from
+    requests: Sequence[PreparedRequest] = ()    # one per prompt, once the prompts are tokenized
+    reading: OutputReading | None = None        # None: outputs are content, without calls and reasoning
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to all prompts."""
+        return len(self.requests) * self.checked.params.n
+
+
+HEADER = "x-request-deadline-ms"
+_HEADER = HEADER.encode()
+CHARS_PER_TOKEN = 8     # about twice as many as texts have: an estimate refuses only what is far from its bound
+_MAX_DIGITS = len(str(MAX_DEADLINE_MS))
+
+class WithDeadlines(Protocol):
+    """A body with the fields of deadlines."""
+
+    ttft_deadline_ms: Milliseconds
+    deadline_ms: Milliseconds
+
+
+def deadlines_of(request: Request, body: WithDeadlines) -> dict[str, object]:
+    """Return the deadlines of a call as fields of `SamplingParams`: of the header and `deadline_ms` the smallest.
+
+    Several lines of a header are the same as one with commas: a proxy may join them (RFC 9110, section 5.3).
+    InvalidRequestError names the field, or the header.
+    """
+    given: dict[str, object] = {}
+    for name in ("ttft_deadline_ms", "deadline_ms"):
+        if (value := getattr(body, name)) is not None:
+            given[name] = check_int(name, value, 1, MAX_DEADLINE_MS)
+    sent: list[int] = []
+    for name, value in request.scope["headers"]:
+        if name == _HEADER:
+            sent += map(_of_header, value.decode("latin-1").split(","))
+    if sent:
+        own = [] if body.deadline_ms is None else [body.deadline_ms]
+        given["deadline_ms"] = min(sent + own)
+    return given
+
+
+def deadline_field(body: WithDeadlines, params: SamplingParams) -> str:
+    """Return the name of what `params.deadline_ms` is from: the field of the body, or the header."""
+    return "deadline_ms" if params.deadline_ms == body.deadline_ms else HEADER
+
+
+def check_deadline(service: Service, call: ApiRequest, num_chars: int = 0) -> None:
+    """Raise ApiError 429 if the first token of a call cannot be there in time. `num_chars`: of prompts, not tokenized.
+
+    With several prompts, the deadline holds for the last prompt's first token.
+    """
+    params = call.checked.params
+    if params.ttft_deadline_ms is None and params.deadline_ms is None:
+        return
+    field, asked_s = _first_deadline(call)
+    request = call.requests[0].request if len(call.requests) == 1 else None
+    prompts = [len(prepared.prompt.token_ids) for prepared in call.requests] or [num_chars // CHARS_PER_TOKEN]
+    work = sum((chunk_work(0, num_tokens) for num_tokens in prompts), StepWork())
+    weight = call.requests[0].request.weight if call.requests else 1.0
+    asked = Asked(work, call.checked.priority, call.client_id, weight, len(prompts))
+    passed_s = time.monotonic() - call.received_s
+    predicted_s = service.client.first_token_s(asked, request, asked_s - passed_s)
+    if predicted_s > asked_s - passed_s:
+        service.metrics.refused("deadline_unmeetable")
+        raise deadline_unmeetable(passed_s + predicted_s, asked_s, field)
+
+
+def _first_deadline(call: ApiRequest) -> tuple[str, float]:
+    """Return the field, or header, of the earlier deadline, and its seconds."""
+    params = call.checked.params
+    fields = {"ttft_deadline_ms": params.ttft_deadline_ms, call.deadline_field: params.deadline_ms}
+    given = {name: value / 1e3 for name, value in fields.items() if value is not None}
+    return min(given.items(), key=lambda item: item[1])
+
+
+def _of_header(text: str) -> int:
+    text = text.strip()
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    if not is_number or not 1 <= int(text) <= MAX_DEADLINE_MS:
+        refuse(HEADER, text, f"an integer from 1 to {MAX_DEADLINE_MS}")
+    return int(text)
+
 
 SHORT_CHARS = 512   # longest prompt tokenized at once: at most 0.7 ms, on 2 cores of an AMD EPYC (Zen 4)
 
@@ -87,9 +204,8 @@ def _prepare(
         adapter = service.adapter_of(call.model)
         tokens = tokenize(prompt)._replace(cache_salt=call.cache_salt, key_number=call.key_number, adapter=adapter)
         tokenized.append(tokens)
-        if call.cuts_max_tokens and 0 < (most := limits.most_tokens(len(tokens.token_ids), params.n)) < (
-            params.max_tokens or 0
-        ):
+        most = limits.most_tokens(len(tokens.token_ids), params.n) if call.cuts_max_tokens else 0
+        if 0 < most < (params.max_tokens or 0):
             params = replace(params, max_tokens=most)
             checked = service.client.inputs.check_params(params, checked.beam, checked.priority, is_own=True)
         limits.check_admissible(len(tokens.token_ids), params.max_tokens or 1, params.n)

@@ -8,13 +8,14 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from starlette.requests import ClientDisconnect, Request
 
 from quire.core.checks import MAX_INT, refuse, shown
+from quire.core.sampling_params import MAX_DEADLINE_MS
 from quire.server.api.json_decoding import (
     SLICE_BYTES,
     SLICE_VALUES,
@@ -107,6 +108,9 @@ def integer(low: int, high: int = MAX_INT) -> WithJsonSchema:
     return documented_as({"type": "integer", "minimum": low, "maximum": high}, NULL)
 
 
+Milliseconds = Annotated[int | None, Field(strict=True), integer(1, MAX_DEADLINE_MS)]  # until a deadline
+
+
 def request_body(body_type: type[BaseModel]) -> Schema:
     """Return the OpenAPI entry of a body that the route decodes itself."""
     content = {"application/json": {"schema": schema_of(body_type)}}
@@ -178,9 +182,10 @@ def _object(raw: bytes, num_values: int, body_type: type[B], limits: Limits) -> 
     if num_values > limits.max_json_depth or num_values > limits.max_json_values:
         return run_at_once(_object_in_slices(raw, body_type, limits))
     try:
-        return _checked_object(loads(raw))
+        given = loads(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         invalid(f"the body is not valid JSON: {error}", code="invalid_json")
+    return given if isinstance(given, dict) else _refuse_other(given)
 
 
 def _object_in_slices(raw: bytes, body_type: type[B], limits: Limits) -> Slices[dict[str, Any]]:
@@ -194,13 +199,11 @@ def _object_in_slices(raw: bytes, body_type: type[B], limits: Limits) -> Slices[
         invalid(f"the body has {error} (max_json_values)")
     except (msgspec.DecodeError, JsonError, UnicodeDecodeError, RecursionError) as error:
         invalid(f"the body is not valid JSON: {error}", code="invalid_json")
-    return _checked_object(given)
+    return given if isinstance(given, dict) else _refuse_other(given)
 
 
-def _checked_object(given: object) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        invalid(f"the body must be a JSON object, got {type(given).__name__}")
-    return given
+def _refuse_other(given: object) -> NoReturn:
+    invalid(f"the body must be a JSON object, got {type(given).__name__}")
 
 
 def _body_of(given: dict[str, Any], body_type: type[B], limits: Limits) -> B:

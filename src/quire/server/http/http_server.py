@@ -12,9 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.server.http.lingering_close import LingeringConnections
-from quire.server.http.paced_calls import PacedCalls
+from quire.server.http.pacing import PacedCalls, ReadGate
 from quire.server.http.protocol import Protocol
-from quire.server.http.read_gate import ReadGate
 from quire.server.http.sockets import BACKLOG, listen
 from quire.server.options import DEFAULT_LIMITS, Limits
 

@@ -22,8 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.server.errors import ApiError, too_many_connections
 from quire.server.http.lingering_close import LingeringConnections
-from quire.server.http.paced_calls import PacedCalls
-from quire.server.http.read_gate import GatedFlow, ReadGate
+from quire.server.http.pacing import GatedFlow, PacedCalls, ReadGate
 from quire.server.http.request_body import IS_RECEIVED
 from quire.server.http.sockets import max_connections
 from quire.server.limits.active_responses import DISCONNECT, Disconnect
@@ -86,7 +85,7 @@ class Protocol(HttpToolsProtocol):
 
     # Beside a dict with uvicorn's attributes, whose keys all connections share: with more than 30 they would not.
     __slots__ = (
-        "_answering", "_gate", "_header_size", "_is_refused", "_limits", "_num_held_bytes",
+        "_answering", "_gate", "_header_size", "_is_refused", "_is_upgrade", "_limits", "_num_held_bytes",
         "_paced", "_part", "_pending_error", "_receive_timer", "_refused", "_send_timer",
     )  # fmt: skip
 
@@ -100,6 +99,7 @@ class Protocol(HttpToolsProtocol):
         self._header_size = _HeaderSize()
         self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
         self._is_refused = False
+        self._is_upgrade = False                      # asked for by the latest request
         self._answering: RequestResponseCycle | None = None  # the current request; uvicorn's `cycle` is the latest
         self._pending_error: ApiError | None = None      # sent after the responses to all earlier requests
         self._receive_timer: asyncio.TimerHandle | None = None
@@ -211,6 +211,7 @@ class Protocol(HttpToolsProtocol):
         """
         if self.parser.get_http_version() not in _VERSIONS:  # a request line without one counts as 0.9
             raise ApiError(400, "this is not a valid HTTP/1.1 request")
+        self._is_upgrade = bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
         if self._is_upgrade:
             return
         most = self._limits.max_pipelined_requests
@@ -256,10 +257,6 @@ class Protocol(HttpToolsProtocol):
             self._send_final(self._pending_error)
 
     # --- upgrades, which are not supported ---------------------------------------------------------------------------
-
-    @property
-    def _is_upgrade(self) -> bool:
-        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _plain_head(self) -> bytes:
         """Return the head that has just been parsed, without its Upgrade header."""

@@ -73,8 +73,6 @@ class _Part:
 
     def make_room(self, newcomer: "BufferedBody") -> None:
         """Drop bodies of clients that hold more than the newcomer's client, or raise BodyMemoryFullError."""
-        if self.num_client_bytes[newcomer.client_id] > self.max_bytes // 2:
-            raise BodyMemoryFullError
         while self.num_bytes > self.max_bytes:
             unfinished = (body for body in self.bodies if not body.is_complete)
             victim = max(unfinished, key=lambda body: self.num_client_bytes[body.client_id])  # the first of equals
@@ -101,7 +99,10 @@ class BufferedBody:
         self.num_bytes += num_bytes
         self._part = self._bodies.small if self.num_bytes <= self._bodies.small_bytes else self._bodies.large
         self._part.add(self)
-        self._part.make_room(self)
+        if self._part.num_client_bytes[self.client_id] > self._part.max_bytes // 2:
+            raise BodyMemoryFullError
+        if self._part.num_bytes > self._part.max_bytes:
+            self._part.make_room(self)
 
     def drop(self) -> None:
         """Release the body in favour of another one."""

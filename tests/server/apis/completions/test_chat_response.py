@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.server.api.usage import TokenUsage
+from quire.server.api.generation import TokenUsage
 from quire.server.apis.completions.chat_response import ChatResponseBuilder
 from quire.server.apis.completions.openai_response import OpenAIRequest
 from support.openai_calls import call_of, events_in

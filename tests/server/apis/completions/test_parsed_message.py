@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.api.chat import SLICE_CHARS
-from quire.server.api.usage import TokenUsage
+from quire.server.api.generation import TokenUsage
 from quire.server.apis.completions.chat_response import ChatResponseBuilder
 from quire.server.tools.output_parser import OutputParser
 from quire.server.tools.served_formats import OutputReading

@@ -14,7 +14,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.requests.input_processor import CheckedParams, PreparedRequest, TokenizedPrompt
-from quire.server.api.usage import TokenUsage
+from quire.server.api.generation import TokenUsage
 from quire.server.apis.responses.responses_bodies import ResponsesBody, Tools
 from quire.server.apis.responses.responses_builder import MAX_ECHO_BYTES, ResponsesBuilder, ResponsesRequest
 from quire.server.errors import ApiError

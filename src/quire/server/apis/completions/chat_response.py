@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from quire.core.deltas import FinishReason
 from quire.core.outputs import CompletionOutput
 from quire.server.api.chat import MessageReader
+from quire.server.api.generation import TokenUsage
 from quire.server.api.json_encoding import JsonStream, encode_streamed
 from quire.server.api.token_logprobs import TokenNames
-from quire.server.api.usage import TokenUsage
 from quire.server.apis.completions.openai_logprobs import WholeChatLogprobs, chat_logprobs, prompt_logprobs
 from quire.server.apis.completions.openai_response import (
     ROLE,

@@ -20,7 +20,6 @@ from quire.core.sampling_params import (
     MIN_SEED,
 )
 from quire.engine.requests.input_processor import MAX_PRIORITY
-from quire.server.api.call_deadlines import Milliseconds
 from quire.server.api.chat import EFFORTS
 from quire.server.api.request_bodies import (
     ELEMENT,
@@ -28,6 +27,7 @@ from quire.server.api.request_bodies import (
     NULL,
     TEXT,
     Body,
+    Milliseconds,
     OtherFields,
     Schema,
     Strict,

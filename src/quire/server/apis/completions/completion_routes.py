@@ -15,11 +15,17 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import check_optional_int, refuse, shown
 from quire.engine.requests.input_processor import Truncation, check_cache_salt
-from quire.server.api.call_deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.chat import ChatPrompt, prepare_chat, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
-from quire.server.api.preparation import check_priority_granted, constrain, prepare
+from quire.server.api.preparation import (
+    check_deadline,
+    check_priority_granted,
+    constrain,
+    deadline_field,
+    deadlines_of,
+    prepare,
+)
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.completions.body_params import checked_params, field_names
 from quire.server.apis.completions.chat_response import ChatResponseBuilder
@@ -53,7 +59,8 @@ _STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 @router.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=_STREAMS)
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
-    arrival_s, service = time.monotonic(), _service(request)
+    arrival_s = time.monotonic()
+    service: Service = request.app.state.service
     body = await read_body(request, CompletionBody)
     call, record = _checked_request(request, service, body, "cmpl")
     prompts = parse_prompts(body.prompt)
@@ -64,7 +71,13 @@ async def create_completion(request: Request) -> Response:
         await constrain(service, call, constraint_fields(body))
         await prepare_prompts(service, call, body, prompts)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
-        builder = await _completion_builder(service, call, echo=bool(body.echo))
+        tokenizer = service.client.tokenizer
+        if body.echo:
+            num_tokens = sum(len(prepared.prompt.token_ids) for prepared in call.requests)
+            echoing = partial(CompletionResponseBuilder, call, tokenizer, echo=True)    # decodes the prompts
+            builder = await service.threads.run(num_tokens, echoing)
+        else:
+            builder = CompletionResponseBuilder(call, tokenizer, echo=False)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
     del body    # a request that waits does not hold it
     return await create_response(request, service, generation, builder)
@@ -73,7 +86,8 @@ async def create_completion(request: Request) -> Response:
 @router.post("/v1/chat/completions", openapi_extra=request_body(ChatBody), responses=_STREAMS)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    arrival_s, service = time.monotonic(), _service(request)
+    arrival_s = time.monotonic()
+    service: Service = request.app.state.service
     body = await read_body(request, ChatBody)
     call, record = _checked_request(request, service, body, "chatcmpl")
     check_num_choices(1, call.checked.params.n, service.options)
@@ -93,20 +107,6 @@ async def create_chat_completion(request: Request) -> Response:
     return await create_response(request, service, generation, builder)
 
 
-async def _completion_builder(service: Service, call: OpenAIRequest, *, echo: bool) -> CompletionResponseBuilder:
-    """Return the builder of a completion; with `echo` it decodes the prompts, in a thread."""
-    tokenizer = service.client.tokenizer
-    if not echo:
-        return CompletionResponseBuilder(call, tokenizer, echo=False)
-    num_tokens = sum(len(request.prompt.token_ids) for request in call.requests)
-    return await service.threads.run(num_tokens, lambda: CompletionResponseBuilder(call, tokenizer, echo=True))
-
-
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
 def _checked_request(
     request: Request, service: Service, body: CompletionBody | ChatBody, kind: str
 ) -> tuple[OpenAIRequest, RequestRecord]:
@@ -118,7 +118,8 @@ def _checked_request(
     if body.cache_salt is not None:
         check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     key_number = request.scope[KEY_NUMBER]
-    check_priority_granted(service, checked.priority, key_number)
+    if checked.priority < 0:
+        check_priority_granted(service, checked.priority, key_number)
     call = OpenAIRequest(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
         received_s=received_s_of(request), deadline_field=deadline_field(body, checked.params),

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from quire.core.logprob_table import Logprobs
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.core.version import __version__
-from quire.server.api.api_request import ApiRequest
+from quire.server.api.generation import TokenUsage, request_times
 from quire.server.api.json_encoding import encode, encode_streamed
-from quire.server.api.usage import TokenUsage, request_times
+from quire.server.api.preparation import ApiRequest
 from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
 from quire.server.apis.completions.openai_logprobs import prompt_scores
 from quire.server.errors import ApiError

@@ -10,10 +10,10 @@ import numpy as np
 
 from quire.core.outputs import RequestOutput
 from quire.engine.requests.pair_scoring import Scoring
-from quire.server.api.api_request import ApiRequest
+from quire.server.api.generation import TokenUsage
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode
 from quire.server.api.json_encoding import encode_streamed as encoded
-from quire.server.api.usage import TokenUsage
+from quire.server.api.preparation import ApiRequest
 from quire.server.errors import ApiError
 
 Json = dict[str, Any]

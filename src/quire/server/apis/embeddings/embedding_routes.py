@@ -15,11 +15,10 @@ from quire.core.pooling import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt, TokenizedPrompt, check_cache_salt
 from quire.engine.requests.pair_scoring import PairOptions, Scoring, check_pairs, pair_options, tokenize_pairs
 from quire.engine.requests.pooling_inputs import CheckedPooling, PoolingInputs
-from quire.server.api.api_request import ApiRequest
 from quire.server.api.chat import ChatPrompt, rendered, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
-from quire.server.api.preparation import check_priority_granted
+from quire.server.api.preparation import ApiRequest, check_priority_granted
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.embeddings import embedding_responses as responses
 from quire.server.apis.embeddings.embedding_bodies import (

@@ -18,9 +18,9 @@ from quire.core.errors import EngineError
 from quire.core.token_ids import num_equal_tokens
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import TokenizedPrompt
-from quire.server.api.api_request import ApiRequest
 from quire.server.api.chat import ChatPrompt, rendered
 from quire.server.api.pinning import pin_prompt
+from quire.server.api.preparation import ApiRequest
 from quire.server.apis.messages.conversion import deferred_tools, openai_messages, openai_tools, system_blocks
 from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
 from quire.server.errors import ApiError, invalid

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.server.api.api_request import ApiRequest
 from quire.server.api.chat import MessageReader
+from quire.server.api.generation import TokenUsage
 from quire.server.api.json_encoding import encode
-from quire.server.api.usage import TokenUsage
+from quire.server.api.preparation import ApiRequest
 from quire.server.apis.messages.cache_control import CacheUse
 from quire.server.apis.messages.messages_bodies import error_body
 from quire.server.errors import ApiError

@@ -5,10 +5,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from quire.core.sampling_params import MAX_TEMPERATURE
-from quire.server.api.call_deadlines import Milliseconds
 from quire.server.api.request_bodies import (
     TEXT,
     Body,
+    Milliseconds,
     OtherFields,
     Schema,
     Strict,

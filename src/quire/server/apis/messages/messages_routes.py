@@ -10,11 +10,17 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
-from quire.server.api.call_deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.chat import ChatPrompt, prepare_chat, rendered, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response, json_response
-from quire.server.api.preparation import constrain, cut_header, sampling_params
+from quire.server.api.preparation import (
+    check_deadline,
+    constrain,
+    cut_header,
+    deadline_field,
+    deadlines_of,
+    sampling_params,
+)
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.messages.cache_control import CachedPrefixes, cut_conversation, last_mark
 from quire.server.apis.messages.conversion import (

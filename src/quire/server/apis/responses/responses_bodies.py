@@ -13,12 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 from quire.core.checks import check_optional_int, refuse, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE, MIN_SEED
-from quire.server.api.call_deadlines import Milliseconds
 from quire.server.api.chat import EFFORTS
 from quire.server.api.request_bodies import (
     NULL,
     TEXT,
     Body,
+    Milliseconds,
     OtherFields,
     Schema,
     Strict,

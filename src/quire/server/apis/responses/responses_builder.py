@@ -10,11 +10,11 @@ import msgspec
 from quire.core.deltas import FinishReason
 from quire.core.logprob_table import Position
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.server.api.api_request import ApiRequest
 from quire.server.api.chat import MessageReader
+from quire.server.api.generation import TokenUsage, request_times
 from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
+from quire.server.api.preparation import ApiRequest
 from quire.server.api.token_logprobs import TokenNames
-from quire.server.api.usage import TokenUsage, request_times
 from quire.server.apis.responses.output_items import ItemWriter, Json
 from quire.server.apis.responses.responses_bodies import NO_TOOLS, ResponsesBody, Tools
 from quire.server.errors import ApiError

@@ -11,11 +11,17 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import refuse
 from quire.engine.requests.input_processor import check_cache_salt
-from quire.server.api.call_deadlines import check_deadline, deadline_field, deadlines_of
 from quire.server.api.chat import ChatPrompt, prepare_chat, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
-from quire.server.api.preparation import constrain, cut_header, sampling_params
+from quire.server.api.preparation import (
+    check_deadline,
+    constrain,
+    cut_header,
+    deadline_field,
+    deadlines_of,
+    sampling_params,
+)
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.responses.input_items import added_tools, messages_of
 from quire.server.apis.responses.responses_bodies import (

@@ -4,7 +4,7 @@ import pytest
 
 from quire.core.deltas import FinishReason
 from quire.core.outputs import CompletionOutput, RequestMetrics
-from quire.server.api.usage import RequestUsage, fill_record, request_times, total_usage
+from quire.server.api.generation import RequestUsage, fill_record, request_times, total_usage
 from quire.server.apis.completions.openai_response import usage_json
 from quire.server.http.request_log import RequestRecord
 
