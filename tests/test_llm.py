@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import quire
 from quire import LLM, BeamSearchParams, LoRARequest, RepetitionDetectionParams, SamplingParams
 from quire.core.errors import (
     ConfigError,
@@ -44,6 +45,22 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     yield shared_llm
     assert shared_llm.kv_stats().used_blocks == 0
     assert len(shared_llm.generate("def f(", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
+
+
+def test_an_llm_says_what_it_is(demo_model: Path) -> None:
+    with LLM(demo_model, num_kv_blocks=64) as llm:
+        assert repr(llm) == f"<LLM {demo_model}: bfloat16 on cpu, 0 of 64 KV blocks of 16 tokens in use>"
+    assert repr(llm) == f"<LLM {demo_model}, closed>"
+    assert "LLM" in dir(quire)
+    assert "Any" not in dir(quire)
+
+
+def test_misspelt_settings_are_told_with_the_nearest() -> None:
+    near = {"modle": "; did you mean model?", "max_model_length": "; did you mean max_model_len?", "colour": ""}
+    for given, told in near.items():
+        with pytest.raises(TypeError) as raised:
+            LLM(**{given: 1})
+        assert str(raised.value) == f"LLM() got an unexpected keyword argument '{given}'{told}"
 
 
 def test_tokenizer_of_an_adapter_is_the_model_s(llm: LLM) -> None:

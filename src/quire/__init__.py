@@ -54,6 +54,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """Return the public names, also that which is loaded on first use."""
+    return sorted([*__all__, "__version__"])
+
+
 def __getattr__(name: str) -> Any:  # noqa: ANN401 (PEP 562 leaves no narrower type)
     """Load `LLM`, and torch with it, when it is first asked for."""
     if name == "LLM":

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
-from quire.core.checks import one_each, refuse
+from quire.core.checks import nearest, one_each, refuse
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
 from quire.core.lora import Adapter, LoRARequest
@@ -80,14 +80,17 @@ class LLM:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
         settings["structured_outputs_config"] = structured_outputs_config
         settings = load(ARGUMENT_NAMES, "keywords")(settings, _SETTINGS)
+        if unknown := [name for name in settings if name not in _SETTINGS]:
+            near = nearest(unknown[0], _SETTINGS)
+            raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}{near}")
         self._grammar_config = parse_config(_as_json(settings.pop("structured_outputs_config", None)))
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
             speculative_config=_as_json(speculative_config), **settings,
         )  # fmt: skip
-        num_engines, name = options.data_parallel_size, found or "quire-demo"
-        self._metrics = Metrics(name, None, num_engines, options)
+        num_engines, self._name = options.data_parallel_size, found or "quire-demo"
+        self._metrics = Metrics(self._name, None, num_engines, options)
         with collections_paused():
             self._open: OfflineEngine | None = _start(options, self._metrics)
         self._num_requests = 0                                 # accepted so far; also the next one's id
@@ -100,6 +103,15 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        """Return the model, its dtype and device, and how full the KV cache is."""
+        if self._open is None:
+            return f"<LLM {self._name}, closed>"
+        ready, kv = self._open.ready, self._open.kv_stats()
+        weights = f"{ready.dtype}, {ready.quantization}" if ready.quantization else ready.dtype
+        blocks = f"{kv.used_blocks:,} of {kv.total_blocks:,} KV blocks of {kv.block_size} tokens in use"
+        return f"<LLM {self._name}: {weights} on {ready.device}, {blocks}>"
 
     def close(self) -> None:
         """Free the weights and the KV cache, and end all requests. Idempotent."""

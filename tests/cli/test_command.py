@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.command import drop_service_variables
+from quire.cli.command import drop_service_variables, misspelt_variables
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
 
@@ -100,3 +100,14 @@ def test_any_flag_that_has_the_name_of_a_services_address_is_spared() -> None:
     assert "QUIRE_METRICS_PORT=udp://[::1]:53 is ignored" in warning
     assert environment == {"QUIRE_PORT": "80", "QUIRE_HOST": "x"}
     assert drop_service_variables(["port", "metrics-port", "host"], environment) is None
+
+
+def test_variables_that_are_nearly_a_flag_are_told() -> None:
+    flags = ["max_num_seqs", "port", "model"]
+    told = misspelt_variables(flags, {"QUIRE_MAX_NUM_SEQ": "4", "QUIRE_PROT": "1", "QUIRE_PORT": "2", "MODELS": "3"})
+    assert told == (
+        "QUIRE_MAX_NUM_SEQ is no flag of this command; did you mean QUIRE_MAX_NUM_SEQS? "
+        "QUIRE_PROT is no flag of this command; did you mean QUIRE_PORT?"
+    )
+    others = {"QUIRE_PROMPT": "of another command", "QUIRE_MODEL": "m"} | OF_KUBERNETES
+    assert misspelt_variables(flags, others) is None

@@ -86,7 +86,7 @@ def test_file_without_values_changes_nothing(tmp_path: Path, content: str) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("max_num_seq: 7", "unknown option 'max_num_seq'"),
+        ("max_num_seq: 7", "unknown option 'max_num_seq'; did you mean max-num-seqs?"),
         ("config: other.yaml", "unknown option 'config'"),
         ("1: 2", "unknown option 1"),
         ("max_num_seqs: 7\nmax-num-seqs: 8", "names 'max-num-seqs' twice"),

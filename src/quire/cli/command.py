@@ -8,7 +8,8 @@ a flag cannot have is an error that names the variable.
 import os
 import re
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -18,6 +19,7 @@ from quire.cli.flag_groups import VARIABLE_PREFIX, VLLM_FLAGS, variable_of
 from quire.core.optional_package import ARGUMENT_NAMES, load
 
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+_MISSPELT = 0.9  # of difflib: a letter too many or too few
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 
 
@@ -29,8 +31,9 @@ class Command(TyperCommand):
         """Read the flags. BadParameter names the environment variable if the value is from there."""
         vllm_flags = ctx.meta[VLLM_FLAGS] = load(ARGUMENT_NAMES, "flags")(self.get_params(ctx), ctx.fail)
         warning = drop_service_variables([param.name for param in self.params if param.name], os.environ)
-        if warning is not None:
-            print(f"quire: warning: {warning}", file=sys.stderr)  # noqa: T201
+        for text in (warning, misspelt_variables([param.name for param in self.params if param.name], os.environ)):
+            if text is not None:
+                print(f"quire: warning: {text}", file=sys.stderr)  # noqa: T201
         try:
             if "--help" not in args:        # which shows defaults
                 ctx.default_map = vllm_flags.defaults(os.environ)
@@ -48,6 +51,18 @@ def _origin(ctx: Any, param: Any) -> str:  # noqa: ANN401 (of the click that typ
         return ""
     variable = variable_of(name)
     return f" (the environment has {variable}={os.environ.get(variable, '')!r})"
+
+
+def misspelt_variables(flags: Iterable[str], environment: Mapping[str, str]) -> str | None:
+    """Return a warning of variables that are no flag's but nearly, or None if there are none.
+
+    Others are not told: they may be those of another command's flags.
+    """
+    known = {variable_of(name) for name in flags}
+    candidates = sorted(name for name in environment.keys() - known if name.startswith(f"{VARIABLE_PREFIX}_"))
+    near = {name: get_close_matches(name, known, 1, cutoff=_MISSPELT) for name in candidates}
+    told = [f"{name} is no flag of this command; did you mean {found[0]}?" for name, found in near.items() if found]
+    return " ".join(told) or None
 
 
 def drop_service_variables(flags: Iterable[str], environment: MutableMapping[str, str]) -> str | None:

@@ -19,10 +19,14 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 import yaml
 
+from quire.core.checks import nearest
 from quire.core.options import MS, SIZE, Declared, declared_options, option
 
 # Names may be written with `_` or `-`; a flag's name in the environment is QUIRE_ and its long name.
-GROUP_SETTINGS: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
+GROUP_SETTINGS: dict[str, Any] = {
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+    "help_option_names": ["--help", "-h"],
+}
 VARIABLE_PREFIX = "QUIRE"
 COMMAND_SETTINGS = GROUP_SETTINGS | {"auto_envvar_prefix": VARIABLE_PREFIX}
 STANDARD_STREAM = Path("-")
@@ -185,8 +189,9 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
         named = {name: given} if vllm_flags is None or name in _NOT_FROM_FILE else vllm_flags.options_of(name, given)
         for name, value in named.items():
             if name not in known:
-                options = ", ".join(sorted(option.replace("_", "-") for option in known))
-                raise typer.BadParameter(f"{path} has an unknown option {key!r}; this command knows {options}")
+                options = [option.replace("_", "-") for option in known]
+                told = nearest(name.replace("_", "-"), options) or f"; this command knows {', '.join(sorted(options))}"
+                raise typer.BadParameter(f"{path} has an unknown option {key!r}{told}")
             if name in values:
                 raise typer.BadParameter(f"{path} names {name.replace('_', '-')!r} twice")
             typed = _as_typed(path, name, value)

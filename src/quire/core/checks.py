@@ -5,6 +5,7 @@ what it is given. A bool is no integer here, and NaN lies in no range.
 """
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import NoReturn, TypeVar, cast
 
 from quire.core.errors import InvalidRequestError
@@ -25,6 +26,12 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} of {len(value)}"  # repr() would take time and memory for what is cut off
     text = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, str | bytes) else value)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for a name that is close to one of `known`, else nothing."""
+    near = get_close_matches(name, [*known], 1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def refuse(field: str, value: object, expected: str) -> NoReturn:
