@@ -28,7 +28,8 @@ from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.experts import Expert, Routing
-from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.linear_weight import LinearWeight, Table
+from quire.kernels.torch_arrays import weight_of_arrays
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import spec_from_config
 from quire.model.dummy_weights.dummy_checkpoint import DummyCheckpoint
@@ -138,7 +139,7 @@ class RandomInt4:
         return self._of(sum(module.num_rows for module in modules), width, "int4")
 
     def read_head(
-        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Tensor | None
+        self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
     ) -> LinearWeight:
         """Return the head."""
         tensors.names_read.add(f"{module.module}.weight")
@@ -147,7 +148,7 @@ class RandomInt4:
     def _of(self, num_rows: int, width: int, form: str) -> LinearWeight:
         key = num_rows, width, form
         if key not in self._made:
-            self._made[key] = random_weight(num_rows, width, FORMATS[NAMES[form]])
+            self._made[key] = weight_of_arrays(random_weight(num_rows, width, FORMATS[NAMES[form]]))
         return self._made[key]
 
 

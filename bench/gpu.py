@@ -40,9 +40,11 @@ import quire.model.checkpoints.safetensors  # noqa: E402
 import quire.model.checkpoints.tensor_reader  # noqa: E402
 import quire.model.loader  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
+from quire.core.arrays import Array  # noqa: E402
 from quire.kernels.choice import cuda_back_end  # noqa: E402
 from quire.kernels.cuda.cuda_attention import attend  # noqa: E402
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata  # noqa: E402
+from quire.kernels.torch_arrays import to_array  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs/gpu.md"
 BEGIN, END = "<!-- figures of bench/gpu.py -->", "<!-- end of figures -->"
@@ -217,10 +219,10 @@ class RandomCheckpoint:
 def random_rows(
     checkpoint: RandomCheckpoint, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None,
     dtypes: object = None,
-) -> torch.Tensor:
-    """Return small random numbers on the device for rows of any tensor of a `RandomCheckpoint`, or for all of them."""
+) -> Array:
+    """Return small random numbers for rows of any tensor of a `RandomCheckpoint`, or for all of them."""
     start, stop = rows or (0, shape[0])
-    return random(stop - start, *shape[1:]) * 0.02
+    return to_array((random(stop - start, *shape[1:]) * 0.02).cpu())
 
 
 def model_rows(bandwidth: float) -> Iterator[Row]:

@@ -18,6 +18,8 @@
 #include "lookup.hpp"
 #include "packing.hpp"
 #include "program.hpp"
+#include "rotary_table.hpp"
+#include "rounding.hpp"
 #include "sampling.hpp"
 
 namespace nb = nanobind;
@@ -317,6 +319,8 @@ NB_MODULE(_kernels, module) {
     def_long(module, "read_block_values", read_block_values);
     def(module, "look_up_blocks", look_up_blocks);
     def_long(module, "convert", convert);
+    def_long(module, "round_to_nearest", round_to_nearest);
+    def_long(module, "rotary_table", rotary_table);
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);

@@ -5,16 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.core.arrays import BFLOAT16, FLOAT32, Array
 from quire.core.errors import ConfigError
+from quire.kernels import rounding
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import round_to_nearest
 from quire.kernels.reference.back_ends import TORCH
-from quire.kernels.reference.linear import all_finite
+from quire.kernels.torch_arrays import to_array, to_tensor, weight_of_tensors
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import read_config, spec_from_config
 from quire.model.loader import build_decoder, load_model
@@ -45,13 +48,13 @@ class CountedCheckpoint(MemoryCheckpoint):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
-        self._alive: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        self._alive: list[tuple[weakref.ref[Array], int]] = []
         self.most_bytes = 0
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        part = super().read(name, start, stop).clone()
+    def read(self, name: str, start: int, stop: int) -> Array:
+        part = super().read(name, start, stop).copy()
         self._alive = [(ref, size) for ref, size in self._alive if ref() is not None]
-        self._alive.append((weakref.ref(part.untyped_storage()), part.nbytes))
+        self._alive.append((weakref.ref(part), part.nbytes))
         self.most_bytes = max(self.most_bytes, sum(size for _, size in self._alive))
         return part
 
@@ -62,10 +65,10 @@ class CountedCheckpoint(MemoryCheckpoint):
 def test_modules_become_the_parts_of_one_weight(method: Method, group_size: int, is_transposed: bool) -> None:
     weights = {f"{name}.weight": torch.randn(rows, 72) for name, rows in (("q", 48), ("k", 16), ("v", 16))}
     stored = {name: each.T.contiguous() if is_transposed else each for name, each in weights.items()}
-    tensors = TensorReader(MemoryCheckpoint(stored), torch.bfloat16, torch.device("cpu"), all_finite)
+    tensors = TensorReader(MemoryCheckpoint(stored), BFLOAT16)
     weight_format = RoundedFormat(quantization(method, group_size))
     modules = [ModuleRows.whole("q", 48), ModuleRows.whole("k", 16), ModuleRows.whole("v", 16)]
-    found = weight_format.read(tensors, modules, 72, is_transposed=is_transposed)
+    found = weight_of_tensors(weight_format.read(tensors, modules, 72, is_transposed=is_transposed))
     whole = torch.cat(list(weights.values())).bfloat16()
     expected = round_to_nearest(whole, method, 72 if group_size == WHOLE_ROW else group_size)
     assert (found.format, found.out_features, found.in_features, found.dtype) == (method, 80, 72, torch.bfloat16)
@@ -73,7 +76,8 @@ def test_modules_become_the_parts_of_one_weight(method: Method, group_size: int,
     assert found.scales is not None
     assert expected.scales is not None
     assert torch.equal(found.scales, expected.scales)
-    ranged = weight_format.read(tensors, [ModuleRows("q", 48, 16, 48)], 72, is_transposed=is_transposed)
+    rows = ModuleRows("q", 48, 16, 48)
+    ranged = weight_of_tensors(weight_format.read(tensors, [rows], 72, is_transposed=is_transposed))
     assert torch.equal(ranged.data[0], expected.data[0][16:48])
     assert ranged.scales is not None
     assert torch.equal(ranged.scales, expected.scales[16:48])
@@ -96,15 +100,13 @@ def test_floats_of_one_tensor_are_in_memory_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_head_is_quantized_to_int8_and_the_embedding_table_is_not(is_tied: bool) -> None:
     table, head = torch.randn(32, 64), torch.randn(32, 64)
-    tensors = TensorReader(MemoryCheckpoint({"lm_head.weight": head}), torch.float32, torch.device("cpu"), all_finite)
-    if is_tied:
-        tensors = TensorReader(MemoryCheckpoint({}), torch.float32, torch.device("cpu"), all_finite)
+    tensors = TensorReader(MemoryCheckpoint({} if is_tied else {"lm_head.weight": head}), FLOAT32)
     before = table.clone()
     found = RoundedFormat(quantization("int4")).read_head(
-        tensors, ModuleRows.whole("lm_head", 32), 64, table if is_tied else None
+        tensors, ModuleRows.whole("lm_head", 32), 64, to_array(table) if is_tied else None
     )
     assert found.format == "int8"
-    assert torch.equal(found.data[0], round_to_nearest(table if is_tied else head, "int8", 128).data[0])
+    assert torch.equal(to_tensor(found.data[0]), round_to_nearest(table if is_tied else head, "int8", 128).data[0])
     assert torch.equal(table, before)
 
 
@@ -177,7 +179,6 @@ def test_description_names_format_and_arithmetic() -> None:
 
 
 def test_stacked_weights_are_alike() -> None:
-    one = round_to_nearest(torch.randn(4, 32), "int8", 32)
-    other = round_to_nearest(torch.randn(4, 32), "int4", 32)
+    one, other = (rounding.round_to_nearest(np.ones((4, 32), np.float32), method, 32) for method in ("int8", "int4"))
     with pytest.raises(AssertionError, match="zero points"):
         LinearWeight.stack([one, other])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.formats.gguf.gguf_file import GGML_TYPES
 from quire.formats.gguf.gguf_source import read_gguf
+from quire.kernels.torch_arrays import to_tensor
 from quire.model.quantization import QuantizationOptions
 from quire.text.tokenizer import Tokenizer
 
@@ -302,7 +303,7 @@ def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Pat
     checkpoint, tensors = source.open_tensors(source.quantization(QuantizationOptions())).checkpoint, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         renamed, moved = _stored(name, tensor, config, str(source.file.metadata["general.architecture"]))
-        values = checkpoint.read(renamed, 0, len(moved))
+        values = to_tensor(checkpoint.read(renamed, 0, len(moved)))
         is_transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
         tensors[name] = (values.T if is_transposed else values).to(dtype).contiguous()
     twin.mkdir()

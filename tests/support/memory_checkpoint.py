@@ -5,6 +5,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from quire.core.arrays import Array
+from quire.kernels.torch_arrays import to_array
+
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32",
 }  # fmt: skip
@@ -30,6 +33,6 @@ class MemoryCheckpoint:
     def dtype(self, name: str) -> str:
         return DTYPES[self._tensors[name].dtype]
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Array:
         self.reads.append((name, start, stop))
-        return self._tensors[name][start:stop]
+        return to_array(self._tensors[name][start:stop])

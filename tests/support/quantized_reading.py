@@ -11,7 +11,7 @@ from quire.formats.quantized.method_configs import quantization_from_config
 from quire.formats.quantized.quantized_weights import QuantizedFormat
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.quantized import expand
-from quire.kernels.reference.linear import all_finite
+from quire.kernels.torch_arrays import array_dtype, weight_of_tensors
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations
@@ -35,10 +35,10 @@ def read(
     activations: Activations | None = "bfloat16",
 ) -> LinearWeight:
     """Return the weight of modules, names and outputs, fused; `rows` are the outputs to read of each, or all."""
-    tensors = TensorReader(SafetensorsCheckpoint(folder), dtype, torch.device("cpu"), all_finite)
+    tensors = TensorReader(SafetensorsCheckpoint(folder), array_dtype(dtype))
     ranges = rows or [(0, num_rows) for _, num_rows in modules]
     parts = [ModuleRows(*module, *ends) for module, ends in zip(modules, ranges, strict=True)]
-    return weight_format(folder, activations).read(tensors, parts, width, is_transposed=False)
+    return weight_of_tensors(weight_format(folder, activations).read(tensors, parts, width, is_transposed=False))
 
 
 def values(weight: LinearWeight) -> Tensor:

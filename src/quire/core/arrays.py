@@ -6,7 +6,7 @@ goes: it is sliced, copied, stacked and reshaped as any array, and NumPy refuses
 """
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,11 +19,12 @@ DType = np.dtype[Any]
 FLOAT64, FLOAT32, FLOAT16 = np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16)
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 FLOAT8_E4M3 = np.dtype([("float8_e4m3", "u1")])  # e4m3fn: without infinities
+FLOAT8_E8M0 = np.dtype([("float8_e8m0", "u1")])  # powers of two: exponents with 127 added, 255 is NaN
 UINT8, INT32, INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 
 STORED_DTYPES: Mapping[str, DType] = {  # by safetensors' names
     "F64": FLOAT64, "F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16, "F8_E4M3": FLOAT8_E4M3,
-    "F8_E8M0": UINT8,  # exponents
+    "F8_E8M0": FLOAT8_E8M0,
     "I64": INT64, "I32": INT32, "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
     "U64": np.dtype(np.uint64), "U32": np.dtype(np.uint32), "U16": np.dtype(np.uint16), "U8": UINT8,
     "BOOL": np.dtype(np.bool_),
@@ -67,3 +68,12 @@ def empty(shape: int | tuple[int, ...], dtype: DType) -> Array:
     whole = np.frombuffer(memory, np.uint8)
     skipped = -address(whole) % HUGE_PAGE_BYTES
     return whole[skipped : skipped + num_bytes].view(dtype).reshape(shape)
+
+
+def concatenated(parts: Sequence[Array]) -> Array:
+    """Return the rows of arrays of one dtype, one after the other, in memory of their own."""
+    first = parts[0]
+    assert all(part.dtype == first.dtype for part in parts), f"rows of {[part.dtype for part in parts]}"
+    whole = empty((sum(map(len, parts)), *first.shape[1:]), first.dtype)
+    np.concatenate([bits(part) for part in parts], out=bits(whole))  # bits are copied at almost twice the speed
+    return whole

@@ -41,7 +41,6 @@ class BackEnd:
     copy_blocks: Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], Norm]
     embed: Callable[..., Tensor]
-    all_finite: Callable[[Tensor], bool]
     sampling: SamplingOps
     adapter_slots: Callable[..., AdapterSlots] | None = None
     attention: AttentionBackEnd | None = None

@@ -1,11 +1,11 @@
-"""Conversion of values between dtypes, by the extension: NumPy has no bfloat16, and no 8-bit floats.
+"""Values of arrays by the extension, converted between dtypes and checked: NumPy has no bfloat16, and no 8-bit floats.
 
 PyTorch converts where the extension was not built.
 """
 
 import numpy as np
 
-from quire.core.arrays import Array, DType, address, dtype_name
+from quire.core.arrays import BFLOAT16, FLOAT32, Array, DType, address, bits, dtype_name
 from quire.kernels.cpp.cpp_back_end import usable_isas
 
 
@@ -33,8 +33,21 @@ def converted(array: Array, dtype: DType) -> Array:
     """Return an array's values as `dtype`, as `convert` does; the array itself if that is its dtype."""
     if array.dtype == dtype:
         return array
-    if array.ndim > 1 and array.T.flags.c_contiguous:
+    if not array.flags.c_contiguous and array.T.flags.c_contiguous:
         return converted(array.T, dtype).T
     out = np.empty(array.shape, dtype)
     convert(array, out)
     return out
+
+
+def all_finite(array: Array) -> bool:
+    """Return whether no float is NaN or infinite. All threads take part."""
+    values = array.T if array.T.flags.c_contiguous else array
+    if usable_isas() and values.flags.c_contiguous and values.dtype in (BFLOAT16, FLOAT32):
+        from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+        kernel = _kernels.all_finite_bf16 if values.dtype == BFLOAT16 else _kernels.all_finite_float
+        return bool(kernel(address(values), values.size))
+    if values.dtype == BFLOAT16:
+        return bool((bits(values) & 0x7F80 != 0x7F80).all())
+    return bool(np.isfinite(values).all())

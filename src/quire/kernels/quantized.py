@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.linear_weight import CODEBOOK4, FP8, INT4, INT8, LinearWeight
+from quire.kernels.linear_weight import CODEBOOK4, FP8, INT8, ZERO_POINTS, LinearWeight
 
 ACTIVATION_LIMIT = 127  # largest int8 activation; the least is its negative
 SMALLEST_ABSMAX = 1e-30  # below it a group of activations counts as zeros: its scale's reciprocal would overflow
-ZERO_POINTS = {INT8: 128, INT4: 8}  # weights that are quantized here
 NARROW_SCALE = 0.9  # int4: clips a group's extreme, and rounds the others finer; decision 0018
 WHOLE_NUMBERS = 1.5 * 2**23  # from 2^23 to 2^24 float32 has nothing else
 ELEMENTS_AT_ONCE = (1 << 15) - 1  # being quantized or expanded: too few for torch to start its threads
@@ -31,13 +30,19 @@ def expand(weight: LinearWeight) -> Tensor:
     They are in float32 for any other dtype, not rounded to it. Some rows are expanded at a time: a few tensors in
     float32 are made of them.
     """
-    elements, num_rows = weight.elements(), max(ELEMENTS_AT_ONCE // weight.in_features, 1)
+    elements, num_rows = elements_of(weight), max(ELEMENTS_AT_ONCE // weight.in_features, 1)
     dtype = torch.bfloat16 if weight.value_dtype == torch.bfloat16 else torch.float32
     values = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=elements.device)
     for start in range(0, weight.out_features, num_rows):
         stop = min(start + num_rows, weight.out_features)
         values[start:stop] = _expanded(_row_range(weight, elements, start, stop))
     return values
+
+
+def elements_of(weight: LinearWeight) -> Tensor:
+    """Return the elements [out_features, in_features]: the only part itself, or all parts in a copy."""
+    first: Tensor = weight.data[0]
+    return first if len(weight.data) == 1 else torch.cat(weight.data)
 
 
 def _row_range(weight: LinearWeight, elements: Tensor, start: int, stop: int) -> LinearWeight:
@@ -52,12 +57,14 @@ def _row_range(weight: LinearWeight, elements: Tensor, start: int, stop: int) ->
 
 def _expanded(weight: LinearWeight) -> Tensor:
     """Return the values of a weight of one part in float32."""
-    scales, (elements,) = _per_input(weight.scales, weight), weight.data
+    scales = _per_input(weight.scales, weight)
+    elements: Tensor = weight.data[0]
     if weight.format == FP8:
         return scales * elements.view(torch.float8_e4m3fn).float()
     if weight.format == CODEBOOK4:
         assert weight.codebook is not None
-        return scales * weight.codebook[elements.long()]
+        codebook: Tensor = weight.codebook
+        return scales * codebook[elements.long()]
     if weight.minimums is not None:
         return scales * elements.float() - _per_input(weight.minimums, weight)
     return scales * (elements.float() - _per_input(_grouped_zeros(weight), weight))
@@ -96,7 +103,7 @@ def a8_sums(x: Tensor, weight: LinearWeight, product: Callable[[Tensor, Tensor],
     x = x if order is None else x[:, order]
     assert weight.scales is not None
     elements, scales = quantize_activations(x, weight.activation_group_size)
-    data, minimums = weight.elements(), weight.minimums
+    data, minimums = elements_of(weight), weight.minimums
     zeros = _grouped_zeros(weight)
     sums = torch.zeros(len(x), weight.out_features, device=x.device)
     for number, (inputs, group) in enumerate(_activation_groups(weight)):

@@ -22,7 +22,7 @@ from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.spec import DecoderSpec, Rotary
 from quire.model.weight_counts import num_layer_weights
-from quire.model.weights import WeightReader
+from quire.model.weights import TokenTable, WeightReader
 
 BLOCK_SIZE = 32  # tokens: texts are short, and the rest of a text's last block is not touched
 
@@ -77,7 +77,8 @@ class Decoder:
         self.kv_geometry = KVGeometry.of(local, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
         shapes = DecoderShapes.of(spec)
         self._text_cache = None if spec.is_causal else TextCache(spec, self.dtype, self.back_end)
-        self._embedding = Embedding(spec, shapes, weights)
+        tokens = weights.embedding(shapes.embedding)
+        self._embedding = Embedding(spec, shapes, weights, tokens.taken)
         cos_sin = {each: _rotary_table(each, max_positions, table_positions, weights.device) for each in spec.rotaries}
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
         shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
@@ -94,7 +95,7 @@ class Decoder:
         if shapes.classifier_norm is not None:
             self._classifier_norm = make_norm(spec, weights.unprefixed(), shapes.classifier_norm)
         if spec.has_head:
-            self._head = _head(spec, shapes.head, self._embedding.tokens, weights, ranks)
+            self._head = _head(spec, shapes.head, tokens, weights, ranks)
         self._tally = weights.tally
 
     @property
@@ -164,7 +165,7 @@ class Decoder:
 
 
 def _head(
-    spec: DecoderSpec, shape: LinearShape, embedding: Table, weights: WeightReader, ranks: Ranks | None
+    spec: DecoderSpec, shape: LinearShape, embedding: TokenTable, weights: WeightReader, ranks: Ranks | None
 ) -> Linear:
     """Read the head, of a rank its part of the vocabulary; return that of all ranks."""
     if ranks is None:
@@ -181,8 +182,8 @@ class Embedding:
     normalizes the sum.
     """
 
-    def __init__(self, spec: DecoderSpec, shapes: DecoderShapes, weights: WeightReader) -> None:
-        self.tokens = weights.embedding(shapes.embedding)
+    def __init__(self, spec: DecoderSpec, shapes: DecoderShapes, weights: WeightReader, tokens: Table) -> None:
+        self.tokens = tokens
         self._project = None if shapes.project_in is None else weights.linear(shapes.project_in)
         self._positions = None if shapes.positions is None else weights.table(shapes.positions)[spec.position_offset:]
         self._types = None if shapes.token_types is None else weights.table(shapes.token_types)

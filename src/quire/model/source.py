@@ -1,6 +1,6 @@
 """Model source: a model on disk, its config read and checked. Here, a folder of floats in Hugging Face format.
 
-Sources of other formats are in `quire.formats`. Reading one loads no torch, opening its tensors does.
+Sources of other formats are in `quire.formats`.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class ModelSource(Protocol):
         """Return the ids that end an answer. ModelError for anything but ids of the vocabulary."""
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
-        """Return the tensors, and the format of linear weights; no weight is read yet. Loads torch.
+        """Return the tensors, and the format of linear weights; no weight is read yet.
 
         quantization: as `quantization` returned it. Raises ModelError for files that are broken.
         """
@@ -68,7 +68,7 @@ class FolderSource:
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the safetensors files."""
-        from quire.model.checkpoints.safetensors import SafetensorsCheckpoint  # noqa: PLC0415 (loads torch)
+        from quire.model.checkpoints.safetensors import SafetensorsCheckpoint  # noqa: PLC0415 (for engines alone)
         from quire.model.weight_formats.float_formats import tensors_of_floats  # noqa: PLC0415
 
         return tensors_of_floats(SafetensorsCheckpoint(self.path), quantization)

@@ -4,16 +4,21 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.arrays import FLOAT32, Array, DType, concatenated
 from quire.core.errors import ConfigError
+from quire.kernels import embedding as embeddings
 from quire.kernels.back_end import BackEnd
-from quire.kernels.embedding import Table
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
+from quire.kernels.linear_weight import DENSE, LinearWeight, Table
+from quire.kernels.torch_arrays import TensorTable, array_dtype, to_tensor, weight_of_tensors
 from quire.model.checkpoints.stacked import with_single_experts
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 from quire.model.shapes import LinearShape, NormShape, TableShape, VectorShape
@@ -36,8 +41,18 @@ class ReadTally:
     weight_bytes: int = 0  # as kept in memory
 
 
+class TokenTable(NamedTuple):
+    """The table of token embeddings: as read, and as the back end looks rows up in it, on a CPU in the same memory."""
+
+    stored: Table
+    taken: embeddings.Table
+
+
 class WeightReader:
-    """Reader of modules by the names of the family's map. Every failure is a ModelError that names the tensor."""
+    """Reader of modules by the names of the family's map. Every failure is a ModelError that names the tensor.
+
+    Formats read arrays; the back end gets them as tensors on its device.
+    """
 
     def __init__(
         self,
@@ -54,7 +69,9 @@ class WeightReader:
         self.device = device
         self.tally = ReadTally()
         checkpoint = with_single_experts(checkpoint, names)
-        self._tensors = TensorReader(checkpoint, dtype, device, back_end.all_finite)
+        self._tensors = TensorReader(
+            checkpoint, array_dtype(dtype), takes_stored_tables=device.type == "cpu"
+        )
         self._format = weight_format or DenseFormat()
         self._prefix = self._find_prefix()
 
@@ -72,31 +89,35 @@ class WeightReader:
 
     def table(self, shape: TableShape) -> Tensor:
         """Return a table of floats [num_rows, width]."""
+        return self._taken(self._read_table(shape))
+
+    def _read_table(self, shape: TableShape) -> Array:
         return self._read_kept([f"{self._prefix}{shape.module}.weight"], [(shape.num_rows, shape.width)])
 
-    def embedding(self, shape: TableShape) -> Table:
+    def embedding(self, shape: TableShape) -> TokenTable:
         """Return the table of token embeddings [num_rows, width]: of floats, or as the checkpoint stores it."""
         module = ModuleRows.whole(f"{self._prefix}{shape.module}", shape.num_rows)
         stored = self._format.read_table(self._tensors, module, shape.width)
         if stored is None:
-            return self.table(shape)
+            table = self._read_table(shape)
+            return TokenTable(table, self._taken(table))
         self.tally.num_parameters += shape.num_rows * shape.width
         self.tally.weight_bytes += stored.num_bytes
-        return stored
+        return TokenTable(stored, TensorTable(stored))
 
     def norm(self, shape: NormShape) -> tuple[Tensor, Tensor | None]:
         """Return a norm's weight, [width] or [num_heads, width], and, if it has one, its bias."""
 
         def read(part: str) -> Tensor:
             found = {self._prefix + name: size for name, size in shape.tensors.items() if name.endswith(part)}
-            return self._read_kept(list(found), list(found.values())).view(shape.weight_shape)
+            return self._taken(self._read_kept(list(found), list(found.values())).reshape(shape.weight_shape))
 
         weight = read(".weight") if shape.has_weight else torch.ones(shape.width, dtype=self.dtype, device=self.device)
         return weight, read(".bias") if shape.has_bias else None
 
     def vector(self, shape: VectorShape) -> Tensor:
         """Return a vector of a layer, [length] float32."""
-        return self._read_kept([self._prefix + shape.name], [(shape.length,)], torch.float32)
+        return self._taken(self._read_kept([self._prefix + shape.name], [(shape.length,)], FLOAT32))
 
     def linear(
         self,
@@ -117,7 +138,10 @@ class WeightReader:
         order = ungrouped(shape, ranges) if shape.num_groups > 1 else None
         weight = weight if order is None else weight.take(order)
         bias = self._read_biases(modules, order) if shape.has_bias else None
-        layer = self.back_end.linear(weight, bias, dtype=dtype, activation=shape.activation or "none")
+        layer = self.back_end.linear(
+            weight_of_tensors(weight, self.device), self._taken_bias(bias), dtype=dtype,
+            activation=shape.activation or "none",
+        )  # fmt: skip
         num_rows = shape.num_rows if ranges is None else [stop - start for start, stop in ranges]
         self._tally_layer(layer, sum(num_rows) * shape.width)
         return layer
@@ -146,7 +170,8 @@ class WeightReader:
                 f"them ends at input {cut}; use --tensor-parallel-mode gather"
             )
         bias = self._read_biases(modules) if shape.has_bias and has_bias else None
-        layer = self.back_end.linear(weight.take_inputs(start, stop), bias, dtype=dtype)
+        part = weight_of_tensors(weight.take_inputs(start, stop), self.device)
+        layer = self.back_end.linear(part, self._taken_bias(bias), dtype=dtype)
         self._tally_layer(layer, sum(shape.num_rows) * (stop - start))
         return layer, (start, stop)
 
@@ -174,7 +199,7 @@ class WeightReader:
         return KVScales(self._scale(f"{stem}.k_scale"), self._scale(f"{stem}.v_scale"))
 
     def head(
-        self, shape: LinearShape, embedding: Table, *, is_tied: bool, rows: Range | None = None
+        self, shape: LinearShape, embedding: TokenTable, *, is_tied: bool, rows: Range | None = None
     ) -> Linear:
         """Return the layer from hidden states to logits, in float32; by default the embedding table itself when tied.
 
@@ -184,11 +209,16 @@ class WeightReader:
         num_read, names, num_rows = len(self._tensors.names_read), self._tensors.names, shape.num_rows[0]
         others = (stem for stem in self.names.other_heads if any(name.startswith(f"{stem}.") for name in names))
         module = ModuleRows(next(others, shape.modules[0]), num_rows, *(rows or (0, num_rows)))
-        if isinstance(embedding, Tensor):
-            embedding = embedding[slice(*module.rows)]
-        weight = self._format.read_head(self._tensors, module, shape.width, embedding if is_tied else None)
+        table, own = embedding.stored, slice(*module.rows)
+        table = table[own] if isinstance(table, np.ndarray) else table
+        read = self._format.read_head(self._tensors, module, shape.width, table if is_tied else None)
         bias = self._read_biases([module]) if shape.has_bias else None
-        layer = self.back_end.head(weight, bias)
+        if read.format == DENSE and read.data[0] is table:  # on a GPU, too, the head and the table are one
+            assert isinstance(embedding.taken, Tensor)
+            weight = LinearWeight.dense(embedding.taken[own])
+        else:
+            weight = weight_of_tensors(read, self.device)
+        layer = self.back_end.head(weight, self._taken_bias(bias))
         is_counted = len(self._tensors.names_read) > num_read
         self._tally_layer(layer, (module.stop - module.start) * shape.width if is_counted else 0)
         return layer
@@ -214,22 +244,29 @@ class WeightReader:
         found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._tensors.names)
         return next(found, self.names.prefixes[0])
 
+    def _taken(self, array: Array) -> Tensor:
+        """Return an array as the back end takes it."""
+        return to_tensor(array).to(self.device)
+
+    def _taken_bias(self, bias: Array | None) -> Tensor | None:
+        return None if bias is None else self._taken(bias)
+
     def _read_kept(
-        self, names: list[str], shapes: list[tuple[int, ...]], dtype: torch.dtype | None = None
-    ) -> Tensor:
+        self, names: list[str], shapes: list[tuple[int, ...]], dtype: DType | None = None
+    ) -> Array:
         """Return the tensors one after the other along dimension 0, in memory of their own."""
         parts = zip(names, shapes, strict=True)
         found = [self._tensors.floats(name, shape, dtype=dtype) for name, shape in parts]
-        is_own = len(names) == 1 and self._tensors.is_converted(names[0], dtype or self.dtype)
-        return self._tallied(found[0] if is_own else torch.cat(found))
+        is_own = len(names) == 1 and self._tensors.is_converted(names[0], dtype or self._tensors.dtype)
+        return self._tallied(found[0] if is_own else concatenated(found))
 
-    def _read_biases(self, modules: Sequence[ModuleRows], order: Tensor | None = None) -> Tensor:
+    def _read_biases(self, modules: Sequence[ModuleRows], order: Array | None = None) -> Array:
         """Return the biases of some outputs of modules, one after the other; of those, the ones at `order`."""
         found = [self._tensors.floats(f"{each.module}.bias", (each.num_rows,), each.rows) for each in modules]
-        return self._tallied(torch.cat(found) if order is None else torch.cat(found)[order])
+        return self._tallied(concatenated(found) if order is None else concatenated(found)[order])
 
-    def _tallied(self, whole: Tensor) -> Tensor:
-        self.tally.num_parameters += whole.numel()
+    def _tallied(self, whole: Array) -> Array:
+        self.tally.num_parameters += whole.size
         self.tally.weight_bytes += whole.nbytes
         return whole
 
@@ -240,7 +277,7 @@ class WeightReader:
         shape = self._tensors.shape(name)
         if shape not in ((), (1,)):
             raise self._tensors.error(name, f"has shape {list(shape)}, expected one number")
-        scale = self._tensors.floats(name, shape, dtype=torch.float32).item()
+        scale = float(self._tensors.floats(name, shape, dtype=FLOAT32).item())
         if not SMALLEST_KV_SCALE <= scale <= 1 / SMALLEST_KV_SCALE:
             raise self._tensors.error(name, f"is {scale}, expected {SMALLEST_KV_SCALE} to {1 / SMALLEST_KV_SCALE}")
         return scale
@@ -250,9 +287,9 @@ class WeightReader:
         self.tally.weight_bytes += layer.num_bytes
 
 
-def ungrouped(shape: LinearShape, ranges: Sequence[Range] | None = None) -> Tensor:
+def ungrouped(shape: LinearShape, ranges: Sequence[Range] | None = None) -> Array:
     """Return the places in the file of a layer's rows, or of ranges of them; modules' rows are stored in groups."""
-    counts = [count // shape.num_groups for count in shape.num_rows]
-    places = torch.arange(sum(shape.num_rows)).view(shape.num_groups, -1)
-    whole = torch.cat([rows.flatten() for rows in torch.split(places, counts, dim=1)])
-    return whole if ranges is None else torch.cat([whole[slice(*rows)] for rows in shifted(ranges, shape.num_rows)])
+    ends = np.cumsum([count // shape.num_groups for count in shape.num_rows])
+    places = np.arange(sum(shape.num_rows)).reshape(shape.num_groups, -1)
+    whole = np.concatenate([rows.ravel() for rows in np.split(places, ends[:-1], axis=1)])
+    return whole if ranges is None else concatenated([whole[slice(*rows)] for rows in shifted(ranges, shape.num_rows)])

@@ -114,7 +114,7 @@ def test_kernels_of_pytorch_serve_adapters(
             return [output.outputs[0].token_ids for output in outputs]
 
     expected = tokens()
-    monkeypatch.setattr("quire.kernels.back_end.usable_isas", lambda: ())
+    monkeypatch.setattr("quire.kernels.choice.usable_isas", lambda: ())
     assert tokens() == expected
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.core.arrays import FLOAT32
 from quire.core.errors import ConfigError, ModelError
 from quire.engine.formats import read_source
 from quire.formats.gguf.blocks import KINDS, read_values
@@ -20,7 +21,8 @@ from quire.formats.gguf.gguf_weights import GGUFFormat
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
-from quire.kernels.reference.linear import all_finite, reference
+from quire.kernels.reference.linear import reference
+from quire.kernels.torch_arrays import weight_of_tensors
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
@@ -219,11 +221,11 @@ def read_fused(
     pairs = enumerate(zip(kinds, made, strict=True))
     stored = {f"{number}.weight": (kind, (32, 256), each.tobytes()) for number, (kind, each) in pairs}
     checkpoint = GGUFCheckpoint(GGUFFile(write_gguf(tmp_path / "a.gguf", {}, stored)), {})
-    tensors = TensorReader(checkpoint, torch.float32, torch.device("cpu"), all_finite)
+    tensors = TensorReader(checkpoint, FLOAT32)
     modules = rows or [ModuleRows.whole(str(number), 32) for number in range(len(kinds))]
     weight = GGUFFormat(checkpoint, "token_embd", activations).read(tensors, modules, 256, is_transposed=False)
-    values = [read_values(kind, torch.from_numpy(each)) for kind, each in zip(kinds, made, strict=True)]
-    return weight, torch.cat([values[int(each.module)][each.start : each.stop] for each in modules])
+    values = [torch.from_numpy(read_values(kind, each)) for kind, each in zip(kinds, made, strict=True)]
+    return weight_of_tensors(weight), torch.cat([values[int(each.module)][each.start : each.stop] for each in modules])
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,32 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import safetensors.torch
-import torch
-from safetensors import SafetensorError
-from torch import Tensor
+import numpy as np
+from safetensors import SafetensorError, deserialize
 
+from quire.core.arrays import BFLOAT16, FLOAT16, FLOAT32, STORED_DTYPES, Array, concatenated, dtype_name
 from quire.core.errors import ModelError
 from quire.core.model_files import file_inside, read_bytes
 from quire.engine.adapters.peft_config import CONFIG_FILE, Factor, parse_config
 from quire.kernels.back_end import BackEnd
+from quire.kernels.conversion import all_finite, converted
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, FactorSizes, LowRankLayer, LowRankPart, Up
+from quire.kernels.torch_arrays import array_dtype, to_tensor, weight_of_tensors
 from quire.model.shapes import LayerShapes, LinearShape
 from quire.model.sharding import Range, Shard, shifted
 from quire.model.spec import DecoderSpec
 from quire.model.weights import ungrouped
 
+if TYPE_CHECKING:
+    import torch
+
 WEIGHTS_FILE = "adapter_model.safetensors"
 HEADER_BYTES = 16 << 20  # of a file of weights, at most
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _TEXT_MODEL = "model.", ""  # prefixes of a text model alone, and of its base model
 _REFUSED = {
@@ -73,13 +77,13 @@ class ModelTargets:
         self,
         spec: DecoderSpec,
         back_end: BackEnd,
-        dtype: torch.dtype,
+        dtype: "torch.dtype",
         shard: Shard,
         summed_inputs: Mapping[str, Range],
     ) -> None:
         self._prefixes = sorted({*spec.weights.prefixes, *_TEXT_MODEL}, key=len, reverse=True)
         self._targets = dict(_targets(spec, shard, summed_inputs))
-        self._back_end, self._dtype = back_end, dtype
+        self._back_end, self._dtype = back_end, array_dtype(dtype)
 
     def max_bytes(self, max_rank: int) -> int:
         """Return the most bytes of a file of weights, with every module in float32 at the highest rank."""
@@ -103,24 +107,26 @@ class ModelTargets:
         path = folder / WEIGHTS_FILE
         factors = self._factors(_tensors(content, path), path)
         del content
-        scaled: dict[AdapterTarget, tuple[Tensor, Tensor]] = {}
+        scaled: dict[AdapterTarget, tuple[Array, Array]] = {}
         highest = 0
         for module, (target, down, up) in factors.items():
             expected = config.factor_of(module)
             highest = max(highest, expected.rank)
             _check(path, module, target, down, up, expected, max_rank)
-            factor = (up.float() * expected.scale).to(self._dtype)
+            with np.errstate(over="ignore", invalid="ignore"):
+                factor = converted(converted(up, FLOAT32) * np.float32(expected.scale), self._dtype)
             if target.grouped is not None:
                 factor = factor[ungrouped(target.grouped)]
-            scaled[target] = down.to(self._dtype), factor
-            for name, tensor in (("A", scaled[target][0]), ("B", factor)):
-                if not self._back_end.all_finite(tensor.contiguous()):
-                    raise ModelError(f"{path}: lora_{name} of {module} has values that are not finite in {self._dtype}")
+            scaled[target] = converted(down, self._dtype), factor
+            for name, array in (("A", scaled[target][0]), ("B", factor)):
+                if not all_finite(array):
+                    dtype = dtype_name(self._dtype)
+                    raise ModelError(f"{path}: lora_{name} of {module} has values that are not finite in {dtype}")
         return LoadedAdapter(digest, self._pack(scaled), highest)
 
-    def _factors(self, tensors: Mapping[str, Tensor], path: Path) -> dict[str, tuple[AdapterTarget, Tensor, Tensor]]:
+    def _factors(self, tensors: Mapping[str, Array], path: Path) -> dict[str, tuple[AdapterTarget, Array, Array]]:
         """Return target, A and B by the modules' names."""
-        halves: dict[str, dict[str, Tensor]] = {}
+        halves: dict[str, dict[str, Array]] = {}
         for name, tensor in sorted(tensors.items()):
             match = _FACTOR.fullmatch(name)
             if match is None:
@@ -129,7 +135,7 @@ class ModelTargets:
             halves.setdefault(match[1], {})[match[2]] = tensor
         if not halves:
             raise ModelError(f"{path}: no tensors")
-        found: dict[str, tuple[AdapterTarget, Tensor, Tensor]] = {}
+        found: dict[str, tuple[AdapterTarget, Array, Array]] = {}
         named: dict[AdapterTarget, str] = {}
         for module, pair in halves.items():
             target = self._target(module)
@@ -150,7 +156,7 @@ class ModelTargets:
                 return target
         return None
 
-    def _pack(self, scaled: Mapping[AdapterTarget, tuple[Tensor, Tensor]]) -> AdapterWeights:
+    def _pack(self, scaled: Mapping[AdapterTarget, tuple[Array, Array]]) -> AdapterWeights:
         make_down, make_up = _makers(self._back_end)
         by_op: dict[str, list[AdapterTarget]] = {}
         for target in sorted(scaled, key=lambda each: (each.op, each.first)):
@@ -160,11 +166,11 @@ class ModelTargets:
             parts, rank = [], 0
             for target in targets:
                 up = scaled[target][1]
-                own = torch.cat([up[slice(*rows)] for rows in target.rows])
-                parts.append(LowRankPart(make_up(own), rank, up.shape[1], target.first, target.num_outputs))
+                own = concatenated([up[slice(*rows)] for rows in target.rows])
+                parts.append(LowRankPart(make_up(to_tensor(own)), rank, up.shape[1], target.first, target.num_outputs))
                 rank += up.shape[1]
-            downs = [scaled[target][0][:, slice(*target.inputs)].contiguous() for target in targets]
-            down = make_down(LinearWeight.dense(downs))
+            downs = [scaled[target][0][:, slice(*target.inputs)].copy() for target in targets]
+            down = make_down(weight_of_tensors(LinearWeight.dense(downs)))
             layers[op] = LowRankLayer(down, rank, targets[0].all_rows, tuple(parts))
             num_bytes += down.num_bytes + sum(part.up.num_bytes for part in parts)
         return AdapterWeights(layers, num_bytes)
@@ -216,28 +222,35 @@ def _read_weights(folder: Path, max_bytes: int) -> bytes:
     return content
 
 
-def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
+def _tensors(content: bytes, path: Path) -> dict[str, Array]:
+    """Return the tensors of a file. ModelError for one that is not whole, or has tensors of unknown dtypes."""
     try:
-        tensors: dict[str, Tensor] = safetensors.torch.load(content)
-    except (SafetensorError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        entries = deserialize(content)  # type: ignore[no-untyped-call]
+    except (SafetensorError, ValueError) as error:
         raise ModelError(f"{path}: not a whole safetensors file: {error}") from error
-    return tensors
+    found = dict[str, Array]()
+    for name, entry in entries:
+        if entry["dtype"] not in STORED_DTYPES:
+            raise ModelError(f"{path}: tensor {name!r:.300} has dtype {entry['dtype']}, expected F32, F16 or BF16")
+        found[name] = np.frombuffer(entry["data"], np.uint8).view(STORED_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
 
 
 def _check(
-    path: Path, module: str, target: AdapterTarget, down: Tensor, up: Tensor, factor: Factor, max_rank: int
+    path: Path, module: str, target: AdapterTarget, down: Array, up: Array, factor: Factor, max_rank: int
 ) -> None:
-    for name, tensor in (("A", down), ("B", up)):
-        if tensor.dtype not in FLOATS:
-            raise ModelError(f"{path}: lora_{name} of {module} has dtype {tensor.dtype}, expected F32, F16 or BF16")
+    for name, array in (("A", down), ("B", up)):
+        if array.dtype not in FLOATS:
+            dtype = dtype_name(array.dtype)
+            raise ModelError(f"{path}: lora_{name} of {module} has dtype {dtype}, expected F32, F16 or BF16")
     if factor.rank > max_rank:
         raise ModelError(f"{path}: {module} has rank {factor.rank}, which is greater than max_lora_rank {max_rank}")
-    for name, tensor, expected in (
+    for name, array, expected in (
         ("A", down, (factor.rank, target.width)), ("B", up, (target.num_rows, factor.rank))
     ):  # fmt: skip
-        if tuple(tensor.shape) != expected:
+        if array.shape != expected:
             raise ModelError(
-                f"{path}: lora_{name} of {module} has shape {list(tensor.shape)}, expected {list(expected)} of rank "
+                f"{path}: lora_{name} of {module} has shape {list(array.shape)}, expected {list(expected)} of rank "
                 f"{factor.rank} in {CONFIG_FILE}"
             )
 

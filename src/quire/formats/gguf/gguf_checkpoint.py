@@ -3,23 +3,22 @@
 Pages that were read count as this process's memory while they are mapped, so they are dropped every so often.
 """
 
-import math
 import mmap
 from collections.abc import Collection, Mapping
+from math import prod
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT32, STORED_DTYPES, UINT8, Array, empty
 from quire.core.errors import ModelError
 from quire.formats.gguf.blocks import KINDS, WeightBlocks, copy_blocks, empty_blocks, read_blocks, read_values
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.kernels.cpp.huge_pages import huge_pages
+from quire.kernels.conversion import converted
 
 RESIDENT_BYTES = 64 << 20     # read before pages are dropped
 PORTION_BYTES = 16 << 20      # blocks read at a time
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
-           "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}  # fmt: skip
+_DTYPES = {name: STORED_DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")}
 
 
 class GGUFCheckpoint:
@@ -60,21 +59,21 @@ class GGUFCheckpoint:
                                    f"{', '.join([*_DTYPES, *KINDS])}")
         return kind in KINDS
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Array:
         """Return rows [start, stop) of a tensor: whole ones that are not quantized in the file's memory."""
         stored = self._stored(name, start, stop)
-        return stored.float() - 1 if name in self._raised else stored
+        return converted(stored, FLOAT32) - 1 if name in self._raised else stored
 
-    def _stored(self, name: str, start: int, stop: int) -> Tensor:
+    def _stored(self, name: str, start: int, stop: int) -> Array:
         entry = self._file.tensors[name]
         if not self.is_quantized(name):
-            return self._bytes(name, start, stop).view(_DTYPES[entry.type.name]).view(-1, *entry.shape[1:])
+            return self._bytes(name, start, stop).view(_DTYPES[entry.type.name]).reshape(-1, *entry.shape[1:])
         if len(entry.shape) == 1:  # all of it is one row of blocks
-            return read_values(entry.type.name, self._bytes(name, 0, 1)).flatten()[start:stop]
+            return read_values(entry.type.name, self._bytes(name, 0, 1)).ravel()[start:stop]
         portions = self._portions(name, start, stop)
         found = [read_values(entry.type.name, self._bytes(name, *each)) for each in portions]
-        values = found[0] if len(found) == 1 else torch.cat(found)
-        return values.view(-1, *entry.shape[1:])
+        values = found[0] if len(found) == 1 else np.concatenate(found)
+        return values.reshape(-1, *entry.shape[1:])
 
     def blocks(self, name: str, start: int, stop: int) -> WeightBlocks:
         """Return rows [start, stop) of a quantized matrix, at least one, as elements and scales.
@@ -82,21 +81,21 @@ class GGUFCheckpoint:
         Raises ModelError if a value is NaN or infinite in float32.
         """
         entry = self._file.tensors[name]
-        whole = empty_blocks(entry.type.name, stop - start, math.prod(entry.shape[1:]))
+        whole = empty_blocks(entry.type.name, stop - start, prod(entry.shape[1:]))
         for first, last in self._portions(name, start, stop):
             rows = self._bytes(name, first, last)
             if not read_blocks(entry.type.name, rows, whole.rows(first - start, last - start)):
                 raise self._not_finite(name)
         return whole
 
-    def table(self, name: str) -> Tensor:
+    def table(self, name: str) -> Array:
         """Return the bytes of a quantized matrix in memory of their own, uint8 [num_rows, bytes_per_row].
 
         Raises ModelError if a value is NaN or infinite in float32.
         """
         entry = self._file.tensors[name]
         num_rows = entry.shape[0]
-        whole = huge_pages(entry.num_bytes, torch.uint8).view(num_rows, -1)
+        whole = empty((num_rows, entry.num_bytes // num_rows), UINT8)
         for first, last in self._portions(name, 0, num_rows):
             if not copy_blocks(entry.type.name, self._bytes(name, first, last), whole[first:last]):
                 raise self._not_finite(name)
@@ -111,16 +110,15 @@ class GGUFCheckpoint:
         num_rows = max(PORTION_BYTES * entry.shape[0] // entry.num_bytes, 1)
         return [(first, min(first + num_rows, stop)) for first in range(start, stop, num_rows)]
 
-    def _bytes(self, name: str, start: int, stop: int) -> Tensor:
+    def _bytes(self, name: str, start: int, stop: int) -> Array:
         """Return the bytes of some rows, uint8 [num_rows, bytes_per_row]."""
         entry = self._file.tensors[name]
         num_rows = entry.shape[0] if len(entry.shape) > 1 or not self.is_quantized(name) else 1
         self._drop_pages(entry.num_bytes // num_rows * (stop - start))
-        whole = torch.frombuffer(self._file.map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset)
-        rows = whole.view(num_rows, -1)
+        rows = np.frombuffer(self._file.map, np.uint8, entry.num_bytes, entry.offset).reshape(num_rows, -1)
         if name not in self._permuted:
             return rows[start:stop]
-        return rows[stored_rows(torch.arange(start, stop), self._permuted[name])]
+        return rows[stored_rows(np.arange(start, stop), self._permuted[name])]
 
     def _drop_pages(self, num_bytes: int) -> None:
         """Count bytes that are about to be read; let the pages of earlier ones go if they are many."""
@@ -130,10 +128,11 @@ class GGUFCheckpoint:
             self._bytes_read = num_bytes
 
 
-def stored_rows(rows: Tensor, head_dim: int) -> Tensor:
+def stored_rows(rows: Array, head_dim: int) -> Array:
     """Return where the rows of heads of `head_dim` dimensions are stored, given as Hugging Face counts them.
 
     llama.cpp stores dimension i of the first half of a head at 2 i, dimension i of the second half at 2 i + 1.
     """
     dimension, half = rows % head_dim, head_dim // 2
-    return rows - dimension + 2 * (dimension % half) + dimension // half
+    stored: Array = rows - dimension + 2 * (dimension % half) + dimension // half
+    return stored

@@ -51,7 +51,7 @@ class GGUFSource:
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the file."""
-        from quire.formats.gguf.gguf_weights import open_gguf  # noqa: PLC0415 (loads torch)
+        from quire.formats.gguf.gguf_weights import open_gguf  # noqa: PLC0415 (for engines alone)
 
         permuted, raised = permuted_tensors(self.spec, self.file), raised_tensors(self.file)
         return open_gguf(self.file, permuted, raised, self.spec.weights.embedding, quantization)

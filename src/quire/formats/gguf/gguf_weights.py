@@ -6,15 +6,14 @@ Modules that are fused may be of several types (llama.cpp gives the value projec
 
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT16, Array
 from quire.formats.gguf.blocks import BlockedTable, WeightBlocks
 from quire.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_quantization import GGUFQuantization
-from quire.kernels.embedding import Table
-from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight
+from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight, Table
 from quire.model.checkpoints.tensor_reader import TensorReader, require_tensor
 from quire.model.quantization import Activations, Quantization, activation_group_size
 from quire.model.weight_formats.float_formats import DenseFormat, read_floats, tensors_of_floats
@@ -56,7 +55,7 @@ class GGUFFormat:
 
     def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> BlockedTable | None:
         """Return an embedding table in blocks on a CPU, in float32 or bfloat16: in float16 a value may be infinite."""
-        if not self._is_quantized(module) or tensors.device.type != "cpu" or tensors.dtype == torch.float16:
+        if not self._is_quantized(module) or not tensors.takes_stored_tables or tensors.dtype == FLOAT16:
             return None
         name = f"{module.module}.weight"
         require_tensor(self._checkpoint, name, (module.num_rows, width))
@@ -86,27 +85,26 @@ class GGUFFormat:
     def _stacked(self, parts: list[WeightBlocks], tensors: TensorReader) -> LinearWeight:
         """Return blocks that are alike, but for their zero points, as one weight."""
         has_zeros = len({each.zero_point for each in parts}) > 1
-        weights = [self._weight(each, tensors, zeros_as_tensor=has_zeros) for each in parts]
+        weights = [self._weight(each, tensors, zeros_as_array=has_zeros) for each in parts]
         return LinearWeight.stack(weights)
 
-    def _weight(self, blocks: WeightBlocks, tensors: TensorReader, *, zeros_as_tensor: bool) -> LinearWeight:
-        device, size, (num_rows, width) = tensors.device, blocks.group_size, blocks.elements.shape
-        scales = blocks.scales.to(device)
-        zeros: Tensor | int | None = blocks.zero_point if blocks.minimums is None else None
-        if zeros_as_tensor:
-            zeros = torch.full_like(scales, blocks.zero_point, dtype=torch.uint8)
+    def _weight(self, blocks: WeightBlocks, tensors: TensorReader, *, zeros_as_array: bool) -> LinearWeight:
+        size, (num_rows, width) = blocks.group_size, blocks.elements.shape
+        zeros: Array | int | None = blocks.zero_point if blocks.minimums is None else None
+        if zeros_as_array:
+            zeros = np.full_like(blocks.scales, blocks.zero_point, dtype=np.uint8)
         is_code = blocks.codebook is not None
         return LinearWeight(
             CODEBOOK4 if is_code else INT4 if blocks.bits == 4 else INT8,
-            (blocks.elements.to(device),),
+            (blocks.elements,),
             num_rows,
             width,
-            scales=scales,
+            scales=blocks.scales,
             zero_points=None if is_code else zeros,
             group_size=size,
             activation_group_size=0 if is_code else activation_group_size(size, self._activations),
-            minimums=None if blocks.minimums is None else blocks.minimums.to(device),
-            codebook=None if blocks.codebook is None else torch.tensor(blocks.codebook, device=device).float(),
+            minimums=blocks.minimums,
+            codebook=None if blocks.codebook is None else np.array(blocks.codebook, np.float32),
             dtype=tensors.dtype,
         )
 
@@ -121,7 +119,8 @@ def _made_alike(parts: list[WeightBlocks]) -> list[WeightBlocks] | None:
     if all(each.minimums is None for each in wide):
         return wide
     moved = [_with_minimums(each) for each in wide]
-    return moved if all(torch.equal(new.values(), old.values()) for new, old in zip(moved, wide, strict=True)) else None
+    is_same = all(np.array_equal(new.values(), old.values()) for new, old in zip(moved, wide, strict=True))
+    return moved if is_same else None
 
 
 def _as_int8(blocks: WeightBlocks, group_size: int) -> WeightBlocks:
@@ -129,14 +128,14 @@ def _as_int8(blocks: WeightBlocks, group_size: int) -> WeightBlocks:
     times = blocks.group_size // group_size
     elements, zero_point = blocks.elements, blocks.zero_point
     if blocks.codebook is not None:
-        codes = torch.tensor(blocks.codebook) + INT8_ZERO_POINT
-        elements, zero_point = codes.to(torch.uint8)[elements.int()], INT8_ZERO_POINT
+        codes = np.array(blocks.codebook) + INT8_ZERO_POINT
+        elements, zero_point = codes.astype(np.uint8)[elements], INT8_ZERO_POINT
     return WeightBlocks(
         8,
         elements,
-        blocks.scales.repeat_interleave(times, dim=1),
+        blocks.scales.repeat(times, axis=1),
         zero_point,
-        None if blocks.minimums is None else blocks.minimums.repeat_interleave(times, dim=1),
+        None if blocks.minimums is None else blocks.minimums.repeat(times, axis=1),
     )
 
 
@@ -148,4 +147,6 @@ def _with_minimums(blocks: WeightBlocks) -> WeightBlocks:
     """
     if blocks.minimums is not None:
         return blocks
-    return blocks._replace(zero_point=0, minimums=blocks.scales * blocks.zero_point)
+    with np.errstate(over="ignore"):
+        minimums = blocks.scales * np.float32(blocks.zero_point)
+    return blocks._replace(zero_point=0, minimums=minimums)

@@ -10,12 +10,13 @@ Floats: `weight_packed` uint8 [out, in * bits / 8] has codes of e2m1 or e2m3 num
 MXFP6, uint8 exponents).
 """
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT8_E4M3, Array, bits
 from quire.formats.quantized.packed_weights import E2M1
 from quire.formats.quantized.plain_weights import row_scales
 from quire.formats.quantized.stored_weights import StoredModule, num_words, unpacked, unpacked_bits
+from quire.kernels.conversion import converted
 from quire.kernels.linear_weight import CODEBOOK4, LinearWeight
 
 E2M3 = tuple(code / 8 for code in range(8)) + tuple((1 + code / 8) * 2**exp for exp in range(3) for code in range(8))
@@ -23,16 +24,16 @@ E2M3 = tuple(code / 8 for code in range(8)) + tuple((1 + code / 8) * 2**exp for 
 
 def read_packed(module: StoredModule) -> LinearWeight:
     """Return a module's weight. Groups of inputs that are not consecutive have a group index."""
-    bits, num_rows = module.bits, module.rows.num_rows
+    num_bits, num_rows = module.bits, module.rows.num_rows
     _check_shape(module)
-    words = module.read("weight_packed", (num_rows, num_words(module.width, bits)), "I32", module.rows.rows)
+    words = module.read("weight_packed", (num_rows, num_words(module.width, num_bits)), "I32", module.rows.rows)
     return LinearWeight(
         module.scheme.element,
-        (unpacked(words, bits, module.width).contiguous(),),
+        (np.ascontiguousarray(unpacked(words, num_bits, module.width)),),
         module.num_outputs,
         module.width,
         scales=row_scales(module, "weight_scale"),
-        zero_points=_zero_points(module, bits) if module.scheme.has_zero_points else 1 << (bits - 1),
+        zero_points=_zero_points(module, num_bits) if module.scheme.has_zero_points else 1 << (num_bits - 1),
         group_size=module.group_size,
         group_index=module.group_index("weight_g_idx"),
         dtype=module.tensors.dtype,
@@ -45,10 +46,10 @@ def read_float_codes(module: StoredModule) -> LinearWeight:
     octets = module.read("weight_packed", (module.rows.num_rows, num_octets), "U8", module.rows.rows)
     codes, is_coded = unpacked_bits(octets, module.bits, module.width), module.scheme.element == CODEBOOK4
     numbers = E2M1 if is_coded else E2M3
-    table = torch.tensor([*numbers, *(-number for number in numbers)], device=codes.device)
+    table = np.array([*numbers, *(-number for number in numbers)], np.float32)
     return LinearWeight(
         module.scheme.element,
-        (codes if is_coded else table.to(torch.float8_e4m3fn).view(torch.uint8)[codes.int()],),
+        (codes if is_coded else bits(converted(table, FLOAT8_E4M3))[codes],),
         module.num_outputs,
         module.width,
         scales=row_scales(module, "weight_scale"),
@@ -65,7 +66,7 @@ def _check_shape(module: StoredModule) -> None:
         raise module.tensors.error(module.name("weight_shape"), f"is {found}, expected {expected}")
 
 
-def _zero_points(module: StoredModule, bits: int) -> Tensor | int:
+def _zero_points(module: StoredModule, num_bits: int) -> Array | int:
     num_rows = module.rows.num_rows
-    words = module.read("weight_zero_point", (num_words(num_rows, bits), module.num_groups), "I32")
-    return module.zero_points(unpacked(words.T, bits, num_rows).T)
+    words = module.read("weight_zero_point", (num_words(num_rows, num_bits), module.num_groups), "I32")
+    return module.zero_points(unpacked(words.T, num_bits, num_rows).T)

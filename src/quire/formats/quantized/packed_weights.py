@@ -14,29 +14,29 @@ AWQ (Lin et al. 2024), as AutoAWQ writes it for its GEMM kernels: `qweight` int3
 [groups, out]. A value is scale * (q - zero).
 """
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import Array
 from quire.formats.quantized.stored_weights import BITS, WORD_BITS, StoredModule, unpacked
 from quire.kernels.linear_weight import CODEBOOK4, LinearWeight
 
 
 def read_gptq(module: StoredModule) -> LinearWeight:
     """Return a module's weight. Groups of inputs that are not consecutive have a group index."""
-    bits, num_rows = BITS[module.scheme.element], module.rows.num_rows
-    per_word = WORD_BITS // bits
+    num_bits, num_rows = BITS[module.scheme.element], module.rows.num_rows
+    per_word = WORD_BITS // num_bits
     if module.width % per_word or num_rows % per_word:
         shape = [num_rows, module.width]
         raise module.tensors.error(module.name("qweight"), f"packs {per_word} elements per word, {shape} do not divide")
     words = module.read("qweight", (module.width // per_word, num_rows), "I32")[:, module.columns]
     zeros = module.read("qzeros", (module.num_groups, num_rows // per_word), "I32")
-    zeros = (unpacked(zeros, bits, num_rows) + module.scheme.zero_offset) & ((1 << bits) - 1)
+    zeros = (unpacked(zeros, num_bits, num_rows) + module.scheme.zero_offset) & ((1 << num_bits) - 1)
     return LinearWeight(
         module.scheme.element,
-        (unpacked(words.T, bits, module.width),),
+        (unpacked(words.T, num_bits, module.width),),
         module.num_outputs,
         module.width,
-        scales=module.scales("scales", (module.num_groups, num_rows))[:, module.columns].T.contiguous(),
+        scales=module.scales("scales", (module.num_groups, num_rows))[:, module.columns].T.copy(),
         zero_points=module.zero_points(zeros.T),
         group_size=module.group_size,
         group_index=module.group_index("g_idx"),
@@ -53,7 +53,7 @@ def read_mxfp4(module: StoredModule) -> LinearWeight:
     if width % size:
         raise module.tensors.error(module.name("blocks"), f"has blocks of {size} inputs, {width} do not divide")
     blocks = module.read("blocks", (num_rows, width // size, size // 2), "U8", module.rows.rows)
-    elements = unpacked(blocks.reshape(module.num_outputs, -1).contiguous().view(torch.int32), 4, width)
+    elements = unpacked(np.ascontiguousarray(blocks.reshape(module.num_outputs, -1)).view(np.int32), 4, width)
     return LinearWeight(
         CODEBOOK4,
         (elements,),
@@ -61,12 +61,12 @@ def read_mxfp4(module: StoredModule) -> LinearWeight:
         width,
         scales=_scales(module),
         group_size=size,
-        codebook=torch.tensor([*E2M1, *(-number for number in E2M1)], device=elements.device),
+        codebook=np.array([*E2M1, *(-number for number in E2M1)], np.float32),
         dtype=module.tensors.dtype,
     )
 
 
-def _scales(module: StoredModule) -> Tensor:
+def _scales(module: StoredModule) -> Array:
     shape = module.rows.num_rows, module.num_groups
     return module.powers("scales", module.read("scales", shape, "U8", module.rows.rows))
 
@@ -89,19 +89,19 @@ def read_awq(module: StoredModule) -> LinearWeight:
         (_outputs(words[:, start // PER_WORD : stop // PER_WORD]),),
         module.num_outputs,
         module.width,
-        scales=module.scales("scales", (module.num_groups, num_rows))[:, module.columns].T.contiguous(),
+        scales=module.scales("scales", (module.num_groups, num_rows))[:, module.columns].T.copy(),
         zero_points=module.zero_points(_outputs(zeros)),
         group_size=module.group_size,
         dtype=module.tensors.dtype,
     )
 
 
-def _outputs(words: Tensor) -> Tensor:
+def _outputs(words: Array) -> Array:
     """Return uint8 [outputs, n] of words [n, outputs / 8]."""
     num_inputs, num_words = words.shape
-    octets = words.T.contiguous().flatten().view(torch.uint8).view(num_words, num_inputs, 4)
-    outputs = octets.new_empty(num_words, PER_WORD, num_inputs)
+    octets = np.ascontiguousarray(words.T).view(np.uint8).reshape(num_words, num_inputs, 4)
+    outputs = np.empty((num_words, PER_WORD, num_inputs), np.uint8)
     for number, place in enumerate(PLACES):
         octet = octets[:, :, place // 2]
         outputs[:, number] = octet >> 4 if place % 2 else octet & 15
-    return outputs.flatten(0, 1)
+    return outputs.reshape(-1, num_inputs)

@@ -5,9 +5,9 @@ multiplied with: one for all, one per output, one per group of inputs, or one pe
 `weight_zero_point` is int8, shaped as the scales.
 """
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import Array, bits
 from quire.formats.quantized.stored_weights import StoredModule
 from quire.kernels.linear_weight import LinearWeight
 
@@ -32,9 +32,9 @@ def read_plain(module: StoredModule) -> LinearWeight:
     )
 
 
-def row_scales(module: StoredModule, tensor: str) -> Tensor:
+def row_scales(module: StoredModule, tensor: str) -> Array:
     """Return scales as float32 [num_outputs, num_groups]; those of several rows are repeated."""
-    return _by_row(module.scales(tensor, *_shapes(module)), module)[module.columns].contiguous()
+    return _by_row(module.scales(tensor, *_shapes(module)), module)[module.columns].copy()
 
 
 def _shapes(module: StoredModule) -> list[tuple[int, ...]]:
@@ -45,45 +45,45 @@ def _shapes(module: StoredModule) -> list[tuple[int, ...]]:
     return [*shapes, (num_blocks,), (1,), (1, 1), ()] if is_row else shapes
 
 
-def _by_row(values: Tensor, module: StoredModule) -> Tensor:
+def _by_row(values: Array, module: StoredModule) -> Array:
     """Return [num_rows, num_groups] of a tensor of one of the shapes."""
     num_rows = module.rows.num_rows
-    if values.numel() == 1:
-        return values.reshape(1, 1).expand(num_rows, 1)
-    blocks = torch.arange(num_rows, device=values.device) // module.scheme.block_rows
+    if values.size == 1:
+        return np.broadcast_to(values.reshape(1, 1), (num_rows, 1))
+    blocks = np.arange(num_rows) // module.scheme.block_rows
     return values.reshape(-1, module.num_groups)[blocks]
 
 
-def _float_elements(module: StoredModule) -> Tensor:
+def _float_elements(module: StoredModule) -> Array:
     """Return the bits of e4m3 elements, uint8 [num_outputs, width]."""
     shape = module.rows.num_rows, module.width
-    octets = module.read("weight", shape, "F8_E4M3", module.rows.rows).view(torch.uint8)
-    if int(octets.view(torch.int8).max()) == _NAN or int(octets.max()) == _NAN | 0x80:
+    octets = bits(module.read("weight", shape, "F8_E4M3", module.rows.rows))
+    if int(octets.view(np.int8).max()) == _NAN or int(octets.max()) == _NAN | 0x80:
         raise module.tensors.error(module.name("weight"), "has values that are NaN")
     return octets
 
 
-def _integer_elements(module: StoredModule) -> Tensor:
+def _integer_elements(module: StoredModule) -> Array:
     """Return uint8 [num_outputs, width]: the signed elements with the middle of their range added."""
     shape = module.rows.num_rows, module.width
     return _unsigned(module, "weight", module.read("weight", shape, "I8", module.rows.rows))
 
 
-def _zero_points(module: StoredModule) -> Tensor | int:
+def _zero_points(module: StoredModule) -> Array | int:
     if not module.scheme.has_zero_points:
         return MIDDLES[module.scheme.element]
     signed = module.read_any("weight_zero_point", _shapes(module), ("I8",))
     return module.zero_points(_by_row(_unsigned(module, "weight_zero_point", signed), module))
 
 
-def _unsigned(module: StoredModule, tensor: str, signed: Tensor) -> Tensor:
+def _unsigned(module: StoredModule, tensor: str, signed: Array) -> Array:
     """Return int8 values as uint8 with the middle of their range added."""
     middle = MIDDLES[module.scheme.element]
     if middle == 128:
-        return signed.view(torch.uint8) ^ 128
-    low, high = (int(end) for end in signed.aminmax())
+        return bits(signed) ^ 128
+    low, high = int(signed.min()), int(signed.max())
     if low < -middle or high >= middle:
         raise module.tensors.error(
             module.name(tensor), f"has elements from {low} to {high}, expected {-middle} to {middle - 1}"
         )
-    return (signed + middle).view(torch.uint8)
+    return bits(signed + np.int8(middle))

@@ -28,7 +28,7 @@ class QuantizedSource(FolderSource):
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the safetensors files."""
-        from quire.formats.quantized.quantized_weights import open_quantized  # noqa: PLC0415 (loads torch)
+        from quire.formats.quantized.quantized_weights import open_quantized  # noqa: PLC0415 (for engines alone)
 
         assert isinstance(quantization, FolderQuantization)
         return open_quantized(self.path, quantization)

@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT8_E4M3, FLOAT32, Array, dtype_name, empty
 from quire.formats.quantized.compressed_tensors import read_float_codes, read_packed
 from quire.formats.quantized.folder_quantization import FolderQuantization, weight_scheme
 from quire.formats.quantized.packed_weights import read_awq, read_gptq, read_mxfp4
 from quire.formats.quantized.plain_weights import read_plain
 from quire.formats.quantized.schemes import Storage, StoredQuantization, StoredScheme
 from quire.formats.quantized.stored_weights import StoredModule
-from quire.kernels.embedding import Table
-from quire.kernels.linear_weight import DENSE, LinearWeight
-from quire.kernels.quantized import expand
+from quire.kernels.conversion import convert, converted
+from quire.kernels.linear_weight import DENSE, FP8, LinearWeight, Table
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations
@@ -36,6 +35,7 @@ _READERS: Mapping[Storage, Callable[[StoredModule], LinearWeight]] = {
     "plain": read_plain,
     "mxfp4": read_mxfp4,
 }
+ELEMENTS_AT_ONCE = 1 << 20  # expanded at a time
 _OTHER_NAMES = ("gptq", "awq", "mxfp4")  # quantized modules have no tensor `.weight`
 
 
@@ -61,7 +61,7 @@ class QuantizedFormat:
         weight = fused(parts)
         if weight.format == DENSE and {part.format for part in parts} != {DENSE} and not self._has_warned:
             names = ", ".join(each.module for each in modules)
-            log.warning("%s differ in format: such layers are expanded to %s", names, tensors.dtype)
+            log.warning("%s differ in format: such layers are expanded to %s", names, dtype_name(tensors.dtype))
             self._has_warned = True
         return weight
 
@@ -111,16 +111,44 @@ def _is_alike(part: LinearWeight, other: LinearWeight) -> bool:
             return False
     if part.group_index is None or other.group_index is None:
         return part.group_index is other.group_index
-    return torch.equal(part.group_index, other.group_index)
+    return np.array_equal(part.group_index, other.group_index)
 
 
 def _with_zero_points(part: LinearWeight) -> LinearWeight:
     """Return a weight with a zero point for each scale."""
     if not isinstance(part.zero_points, int) or part.scales is None:
         return part
-    return replace(part, zero_points=torch.full_like(part.scales, part.zero_points, dtype=torch.uint8))
+    return replace(part, zero_points=np.full_like(part.scales, part.zero_points, dtype=np.uint8))
 
 
-def _values(part: LinearWeight) -> Tensor:
-    """Return a part's values in the model's dtype."""
-    return part.data[0] if part.format == DENSE else expand(part).to(part.value_dtype)
+def _values(part: LinearWeight) -> Array:
+    """Return the values of a weight of one part in the model's dtype; `quantized.expand` has their meaning."""
+    (elements,) = part.data
+    if part.format == DENSE:
+        found: Array = elements
+        return found
+    values, num_rows = empty((part.out_features, part.in_features), part.value_dtype), part.out_features
+    step = max(ELEMENTS_AT_ONCE // part.in_features, 1)
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        with np.errstate(all="ignore"):
+            convert(_row_values(part, elements, rows), values[rows])
+    return values
+
+
+def _row_values(part: LinearWeight, elements: Array, rows: slice) -> Array:
+    """Return the values of some rows in float32."""
+    groups = np.arange(part.in_features) // part.group_size if part.group_index is None else part.group_index
+    assert part.scales is not None, f"a weight of {part.format} without scales"
+    assert part.minimums is None, "minimums are a format's whose parts are alike"
+    stored, zeros = elements[rows], part.zero_points
+    if part.format == FP8:
+        numbers = converted(stored.view(FLOAT8_E4M3), FLOAT32)
+    elif part.codebook is not None:
+        numbers = part.codebook[stored]
+    else:
+        assert zeros is not None, "integers without zero points"
+        points = np.float32(zeros) if isinstance(zeros, int) else zeros[rows].astype(np.float32)[:, groups]
+        numbers = stored.astype(np.float32) - points
+    values: Array = part.scales[rows][:, groups] * numbers
+    return values

@@ -3,15 +3,16 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT8_E8M0, FLOAT32, Array, bits
 from quire.formats.quantized.schemes import StoredScheme
+from quire.kernels.conversion import converted
 from quire.model.checkpoints.tensor_reader import FLOAT_DTYPES, TensorReader
 from quire.model.weight_formats.weight_format import ModuleRows
 
 WORD_BITS = 32
-EXPONENT_BIAS, MAX_EXPONENT = 127, 127 + 96  # scales that are powers of two; 255 is NaN
+EXPONENT_BIAS, MAX_EXPONENT, NAN_EXPONENT = 127, 127 + 96, 255  # scales that are powers of two
 MAX_SCALE = 1e30  # far past any weight; products with elements of a byte stay finite in float32 and bfloat16
 BITS = {"int4": 4, "int8": 8, "codebook4": 4, "fp8": 8}
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0", "F8_E4M3")
@@ -54,44 +55,45 @@ class StoredModule(NamedTuple):
         """Scales of an output; the last group may be short."""
         return -(-self.width // self.group_size)
 
-    def read(self, tensor: str, shape: tuple[int, ...], dtype: str, rows: tuple[int, int] | None = None) -> Tensor:
+    def read(self, tensor: str, shape: tuple[int, ...], dtype: str, rows: tuple[int, int] | None = None) -> Array:
         """Return a tensor, or rows of it, as stored."""
         return self.tensors.raw(self.name(tensor), shape, (dtype,), rows)
 
-    def read_any(self, tensor: str, shapes: Sequence[tuple[int, ...]], dtypes: Collection[str]) -> Tensor:
+    def read_any(self, tensor: str, shapes: Sequence[tuple[int, ...]], dtypes: Collection[str]) -> Array:
         """Return a tensor that has one of several shapes; error messages name the first."""
         name = self.name(tensor)
         shape = self.tensors.shape(name) if name in self.tensors.names else shapes[0]
         return self.tensors.raw(name, shape if shape in shapes else shapes[0], dtypes)
 
-    def scales(self, tensor: str, *shapes: tuple[int, ...]) -> Tensor:
+    def scales(self, tensor: str, *shapes: tuple[int, ...]) -> Array:
         """Return a tensor of scales, of one of several shapes, as float32; ModelError where one is no number."""
         if self.scheme.scale_kind == "exponent":
             return self.powers(tensor, self.read_any(tensor, shapes, ("U8",)))
-        scales = self.read_any(tensor, shapes, SCALE_DTYPES).float()
+        scales = _float32(self.read_any(tensor, shapes, SCALE_DTYPES))
         if self.scheme.scale_kind == "global":
-            scales = scales / self.read_any(GLOBAL_SCALE, [(1,), ()], FLOAT_DTYPES).float()
-        if not bool((scales.abs() <= MAX_SCALE).all()):
+            with np.errstate(all="ignore"):
+                scales = scales / _float32(self.read_any(GLOBAL_SCALE, [(1,), ()], FLOAT_DTYPES))
+        if not (np.abs(scales) <= MAX_SCALE).all():
             raise self.tensors.error(self.name(tensor), f"has scales that are NaN or greater than {MAX_SCALE}")
         return scales
 
-    def powers(self, tensor: str, exponents: Tensor) -> Tensor:
+    def powers(self, tensor: str, exponents: Array) -> Array:
         """Return the powers of two of exponents, uint8 with a bias; ModelError where one is too large for a weight."""
         highest = int(exponents.max())
         if highest > MAX_EXPONENT:
             name = self.name(tensor)
             raise self.tensors.error(name, f"has an exponent of {highest}, the limit is {MAX_EXPONENT}")
-        return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - EXPONENT_BIAS)
+        return _powers_of_two(exponents)
 
-    def zero_points(self, whole: Tensor) -> Tensor | int:
+    def zero_points(self, whole: Array) -> Array | int:
         """Return zero points of all outputs, uint8 [num_rows, num_groups], cut to those read, or one for all if equal.
 
         All of the tensor decides, so that every part of a weight has the same form.
         """
-        low, high = (int(end) for end in whole.aminmax())
-        return low if low == high else whole[self.columns].contiguous()
+        low, high = int(whole.min()), int(whole.max())
+        return low if low == high else whole[self.columns].copy()
 
-    def group_index(self, tensor: str) -> Tensor | None:
+    def group_index(self, tensor: str) -> Array | None:
         """Return the group of each input, int32 [width]; None where groups are of consecutive inputs.
 
         A tensor of -1 alone is none: tools write it that reserve one. Raises ModelError for groups of other sizes than
@@ -101,13 +103,13 @@ class StoredModule(NamedTuple):
         if name not in self.tensors.names and not self.scheme.has_input_order:
             return None
         index = self.read(tensor, (self.width,), "I32")
-        consecutive = torch.arange(self.width, dtype=torch.int32, device=index.device) // self.group_size
-        if torch.equal(index, consecutive) or bool((index == -1).all()):
+        consecutive = np.arange(self.width, dtype=np.int32) // self.group_size
+        if np.array_equal(index, consecutive) or (index == -1).all():
             return None
-        if not torch.equal(index.sort().values, consecutive):
+        if not np.array_equal(np.sort(index), consecutive):
             sizes = f"{self.num_groups} groups of {self.group_size}, the last for the rest"
             raise self.tensors.error(name, f"does not divide {self.width} inputs into {sizes}")
-        return index.clone()
+        return index.copy()
 
 
 def num_words(count: int, bits: int) -> int:
@@ -115,27 +117,40 @@ def num_words(count: int, bits: int) -> int:
     return -(-count * bits // WORD_BITS)
 
 
-def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+def _float32(values: Array) -> Array:
+    """Return scales in float32, those that are powers of two, too."""
+    if values.dtype != FLOAT8_E8M0:
+        return converted(values, FLOAT32)
+    exponents = bits(values)
+    return np.where(exponents == NAN_EXPONENT, np.float32(np.nan), _powers_of_two(exponents))
+
+
+def _powers_of_two(exponents: Array) -> Array:
+    powers: Array = np.ldexp(np.float32(1), exponents.astype(np.int32) - EXPONENT_BIAS)
+    return powers
+
+
+def unpacked(words: Array, num_bits: int, count: int) -> Array:
     """Return the first `count` elements, uint8, of each row of words, int32 [..., num_words]; low bits come first.
 
     Elements of other bits than 4 and 8 follow each other across the ends of bytes and words.
     """
-    if bits not in (4, 8):
-        return unpacked_bits(words.contiguous().view(torch.uint8), bits, count)
-    elements = words.flatten().view(torch.uint8)
-    if bits == 4:
-        pairs = elements.to(torch.int16)
+    words = np.ascontiguousarray(words)
+    if num_bits not in (4, 8):
+        return unpacked_bits(words.view(np.uint8), num_bits, count)
+    elements = words.reshape(-1).view(np.uint8)
+    if num_bits == 4:
+        pairs = elements.astype(np.uint16)
         pairs |= pairs << 4
         pairs &= 0x0F0F  # in memory two bytes, the low nibble and the high one
-        elements = pairs.view(torch.uint8)
-    return elements.view(*words.shape[:-1], -1)[..., :count]
+        elements = pairs.view(np.uint8)
+    return elements.reshape(*words.shape[:-1], -1)[..., :count]
 
 
-def unpacked_bits(octets: Tensor, bits: int, count: int) -> Tensor:
+def unpacked_bits(octets: Array, num_bits: int, count: int) -> Array:
     """Return the first `count` elements, uint8, of each row of bytes, uint8 [..., num_bytes], of 1 to 8 bits each."""
-    padding = -octets.shape[-1] % bits
-    padded = torch.nn.functional.pad(octets, (0, padding))
-    groups = padded.view(*octets.shape[:-1], -1, bits).long()  # eight elements each
-    whole = sum((groups[..., at] << 8 * at for at in range(1, bits)), groups[..., 0])
-    elements = torch.stack([whole >> bits * at & (1 << bits) - 1 for at in range(8)], dim=-1)
-    return elements.to(torch.uint8).flatten(-2)[..., :count]
+    padding = [(0, 0)] * (octets.ndim - 1) + [(0, -octets.shape[-1] % num_bits)]
+    groups = np.pad(octets, padding).reshape(*octets.shape[:-1], -1, num_bits).astype(np.int64)  # eight elements each
+    whole = sum((groups[..., at] << 8 * at for at in range(1, num_bits)), groups[..., 0])
+    elements = np.stack([whole >> num_bits * at & (1 << num_bits) - 1 for at in range(8)], axis=-1)
+    return elements.astype(np.uint8).reshape(*octets.shape[:-1], -1)[..., :count]

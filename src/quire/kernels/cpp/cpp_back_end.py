@@ -49,6 +49,5 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "copy_blocks": cpp_block_copy.copy_blocks,
         "norm": cpp_norm.CppNorm,
         "embed": cpp_embedding.embed,
-        "all_finite": cpp_linear.all_finite,
         "sampling": cpp_sampling.OPS,
     }

@@ -10,9 +10,8 @@ from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
 from quire.kernels.cpp.huge_pages import PackedMemory, huge_pages
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.reference import linear
 
-_MULTIPLY, _ALL_FINITE = pair("linear"), pair("all_finite")
+_MULTIPLY = pair("linear")
 
 
 class CppLinear:
@@ -130,11 +129,3 @@ class CppHead(CppLinear):
                 self._logits = huge_pages(2 * size, torch.float32)
             out = self._logits[:size].view(len(x), self._out_features)
         return super().__call__(x, addend, out=out)
-
-
-def all_finite(weight: Tensor) -> bool:
-    """Return what `linear.all_finite` returns, by the threads that pack the weight next."""
-    kernel = _ALL_FINITE.get(weight.dtype)
-    if kernel is None or not weight.is_contiguous():
-        return linear.all_finite(weight)
-    return bool(kernel(weight.data_ptr(), weight.numel()))

@@ -12,7 +12,7 @@ from quire.kernels.reference.block_copy import copy_blocks
 from quire.kernels.reference.embedding import embed
 from quire.kernels.reference.experts import TorchExperts
 from quire.kernels.reference.kv_cache_write import write_kv
-from quire.kernels.reference.linear import all_finite, make_linear
+from quire.kernels.reference.linear import make_linear
 from quire.kernels.reference.low_rank import TorchUp
 from quire.kernels.reference.norm import TorchNorm
 from quire.kernels.reference.sampling import SAMPLING
@@ -30,7 +30,6 @@ TORCH = BackEnd(
     copy_blocks=copy_blocks,
     norm=TorchNorm,
     embed=embed,
-    all_finite=all_finite,
     sampling=SAMPLING,
 )
 REFERENCE = replace(TORCH, name="reference", paged_attention=attention.reference)

@@ -7,7 +7,6 @@ zero-padded: 64, and those smaller ones that a probe has found to give the same 
 """
 
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -35,12 +34,6 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": activations.gelu,
     "relu": activations.relu,
 }
-
-
-def all_finite(weight: Tensor) -> bool:
-    """Return whether no value of a weight, which has at least one, is NaN or infinite."""
-    # NaN wins both comparisons, so the two ends tell; unlike isfinite().all() this builds no mask.
-    return all(math.isfinite(end.item()) for end in weight.aminmax())
 
 
 def reference(

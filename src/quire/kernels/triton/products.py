@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, INT4, LinearWeight
-from quire.kernels.quantized import ACTIVATION_LIMIT, SMALLEST_ABSMAX, WHOLE_NUMBERS, in_group_order
+from quire.kernels.quantized import ACTIVATION_LIMIT, SMALLEST_ABSMAX, WHOLE_NUMBERS, elements_of, in_group_order
 from quire.kernels.triton.row_groups import RowGroups
 from quire.kernels.triton.triton_activation import activate, activated
 
@@ -69,7 +69,7 @@ class PackedWeight:
 
 def pack(weight: LinearWeight) -> PackedWeight:
     """Return a weight packed on its device."""
-    whole, sizes, dtype = weight.elements(), (weight.out_features, weight.in_features), weight.value_dtype
+    whole, sizes, dtype = elements_of(weight), (weight.out_features, weight.in_features), weight.value_dtype
     if weight.format == DENSE:
         length = 64 if whole.itemsize == 2 else LEAST_SLICE
         return PackedWeight(whole.contiguous(), DENSE, *sizes, dtype, length, weight.in_features)
@@ -79,7 +79,7 @@ def pack(weight: LinearWeight) -> PackedWeight:
     is_half = weight.format in (INT4, CODEBOOK4)
     longest = 128 if is_a8 else LEAST_SLICE if is_half else 64  # what is expanded takes registers
     length = max(LEAST_SLICE, min(longest, size & -size))
-    groups = F.pad(weight.elements(), (0, -weight.in_features % size)).view(weight.out_features, -1, size)
+    groups = F.pad(whole, (0, -weight.in_features % size)).view(weight.out_features, -1, size)
     slices = F.pad(groups, (0, -size % length)).reshape(weight.out_features, -1, length)
     if is_half:
         slices = F.pad(slices, (0, 0, 0, slices.shape[1] % 2))

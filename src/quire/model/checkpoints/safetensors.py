@@ -1,24 +1,82 @@
 """Safetensors checkpoint: a folder with one file, or with shards listed in an index. Never pickle.
 
-A tensor is read through a memory map of its file. Pages that were read count as this process's memory for as long as
-they are mapped, so a file is mapped afresh every so often.
+The library checks a file's header and length. What the header says of tensors is read again here, and checked against
+the file that is mapped: through NumPy the library returns no bfloat16. Pages that were read count as this process's
+memory while they are mapped, so they are dropped every so often; they would be read from the file again.
 """
 
-from collections.abc import Callable, Collection
+import json
+import mmap
+from collections.abc import Collection
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from quire.core.arrays import STORED_DTYPES, Array
 from quire.core.errors import ModelError
 from quire.core.model_files import file_inside, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-REMAP_BYTES = 64 << 20  # read from one map: 12 maps for a model of 0.8 GB, where one for each tensor takes 0.2 s
+LENGTH_BYTES = 8           # in front of the header: its length
+RESIDENT_BYTES = 64 << 20  # read before pages are dropped
 
-T = TypeVar("T")
+
+class StoredTensor(NamedTuple):
+    """A tensor's place in its file: bytes [start, stop). `dtype`: as the file names it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """A file that is mapped, its header checked. ModelError if it is not whole, or changes while it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="np"), path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # PyTorch wants memory to write to
+            self.tensors = _tensors(self._map)
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+            raise ModelError(f"{path}: not a whole safetensors file: {error}") from error
+        for name, entry in self.tensors.items():
+            dtype, num_bytes = STORED_DTYPES.get(entry.dtype), entry.stop - entry.start
+            if not LENGTH_BYTES <= entry.start <= entry.stop <= len(self._map):
+                raise ModelError(f"{path}: tensor {name} ends at byte {entry.stop} of a file of {len(self._map)}")
+            if dtype is not None and num_bytes != prod(entry.shape) * dtype.itemsize:
+                raise ModelError(f"{path}: tensor {name} of shape {list(entry.shape)} has {num_bytes} bytes")
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of a tensor of one of STORED_DTYPES, in the file's memory."""
+        entry = self.tensors[name]
+        dtype = STORED_DTYPES[entry.dtype]
+        octets = np.frombuffer(self._map, np.uint8, entry.stop - entry.start, entry.start)
+        if entry.start % dtype.itemsize:  # no tensor of PyTorch begins in the middle of an element
+            octets = octets.copy()
+        whole = octets.view(dtype).reshape(entry.shape)
+        return whole[start:stop] if entry.shape else whole
+
+    def drop_pages(self) -> None:
+        """Let the pages go that have been read."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _tensors(mapped: mmap.mmap) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, in the order of its header, which the library has checked."""
+    begin = LENGTH_BYTES + int.from_bytes(mapped[:LENGTH_BYTES], "little")
+    found = dict[str, StoredTensor]()
+    for name, entry in json.loads(mapped[LENGTH_BYTES:begin]).items():
+        if name != "__metadata__":
+            start, stop = entry["data_offsets"]
+            shape = tuple(map(int, entry["shape"]))
+            found[name] = StoredTensor(str(entry["dtype"]), shape, begin + start, begin + stop)
+    return found
 
 
 class SafetensorsCheckpoint:
@@ -27,8 +85,8 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = _shards(folder)
-        self._mapped: tuple[Path, Any] | None = None
-        self._bytes_read = 0  # from the file that is mapped
+        self._read: SafetensorsFile | None = None  # last
+        self._bytes_read = 0                       # of it, since its pages were dropped
 
     @property
     def names(self) -> Collection[str]:
@@ -36,66 +94,39 @@ class SafetensorsCheckpoint:
 
     def location(self, name: str | None = None) -> str:
         """Return the file of a tensor, or the folder."""
-        return str(self._folder if name is None else self._files[name])
+        return str(self._folder if name is None else self._files[name].path)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._in_file(name, lambda file: tuple(file.get_slice(name).get_shape()))
+        return self._files[name].tensors[name].shape
 
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor, as the file names it."""
-        return self._in_file(name, lambda file: str(file.get_slice(name).get_dtype()))
+        return self._files[name].tensors[name].dtype
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a tensor, in the file's memory where they are all of its rows."""
-        tensor = self._in_file(name, lambda file: _rows(file, name, start, stop))
-        self._bytes_read += tensor.nbytes
-        return tensor
-
-    def _in_file(self, name: str, read: Callable[[Any], T]) -> T:
-        """Return what `read` gets out of the mapped file of a tensor."""
-        path = self._files[name]
-        try:
-            return read(self._map(path))
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelError(f"{path}: cannot read tensor {name}: {error}") from error
-
-    def _map(self, path: Path) -> Any:  # noqa: ANN401 (the methods of safe_open have no types)
-        if self._mapped is None or self._mapped[0] != path or self._bytes_read > REMAP_BYTES:
-            self._mapped, self._bytes_read = (path, safe_open(path, framework="pt")), 0
-        return self._mapped[1]
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of a tensor, in the file's memory."""
+        file = self._files[name]
+        if self._read is not None and (self._read is not file or self._bytes_read > RESIDENT_BYTES):
+            self._read.drop_pages()
+            self._bytes_read = 0
+        found = file.read(name, start, stop)
+        self._read, self._bytes_read = file, self._bytes_read + found.nbytes
+        return found
 
 
-def _rows(file: Any, name: str, start: int, stop: int) -> Tensor:  # noqa: ANN401 (of safe_open)
-    """Return some rows of a tensor: a whole one is not copied."""
-    entry = file.get_slice(name)
-    is_whole = (start, stop) == (0, (entry.get_shape() or [1])[0])
-    tensor: Tensor = file.get_tensor(name) if is_whole else entry[start:stop]
-    return tensor
-
-
-def _shards(folder: Path) -> dict[str, Path]:
+def _shards(folder: Path) -> dict[str, SafetensorsFile]:
     """Map each tensor name to its file. The single file wins over an index, as in transformers."""
     if (folder / SINGLE_FILE).exists():
-        path = file_inside(folder, SINGLE_FILE)
-        return dict.fromkeys(_names_in(path), path)
+        single = SafetensorsFile(file_inside(folder, SINGLE_FILE))
+        return dict.fromkeys(single.tensors, single)
     if not (folder / INDEX_FILE).exists():
         raise ModelError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; other weight formats are not read")
     weight_map = read_json_object(folder, INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ModelError(f"{folder / INDEX_FILE}: weight_map must map tensor names to file names")
-    files = {file: file_inside(folder, file) for file in sorted(set(weight_map.values()))}
-    names_in = {file: _names_in(path) for file, path in files.items()}
+    files = {file: SafetensorsFile(file_inside(folder, file)) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
-        if name not in names_in[file]:
+        if name not in files[file].tensors:
             raise ModelError(f"{folder / INDEX_FILE}: places tensor {name} in {file}, which does not have it")
     return {name: files[file] for name, file in weight_map.items()}
-
-
-def _names_in(path: Path) -> set[str]:
-    """Return the names of the tensors in a file; its header and length are checked."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return set(file.keys())
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise ModelError(f"{path}: not a whole safetensors file: {error}") from error

@@ -7,8 +7,9 @@ else: a tensor [num_experts, rows, ...] of several modules' rows, one after the 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import Array
 from quire.core.errors import ModelError
 from quire.model.checkpoints.tensor_reader import Checkpoint
 from quire.model.spec import MAX_EXPERTS, WeightMap
@@ -91,7 +92,7 @@ class StackedCheckpoint:
         """Return the dtype of a tensor."""
         return self._checkpoint.dtype(self._stored(name))
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Array:
         """Return rows [start, stop) of a tensor."""
         part = self._parts.get(name)
         if part is None or part.expert is None:
@@ -99,7 +100,7 @@ class StackedCheckpoint:
         whole = self._checkpoint.read(part.tensor, part.expert, part.expert + 1)[0]
         rows = whole.T if part.is_transposed else whole
         first, end = part.start + start * part.step, part.start + stop * part.step
-        return rows[first : end : part.step].contiguous()
+        return np.ascontiguousarray(rows[first : end : part.step])
 
     def _stored(self, name: str) -> str:
         return self._parts[name].tensor if name in self._parts else name

@@ -1,13 +1,12 @@
-"""Tensor reader: tensors of a checkpoint on the model's device, each checked before and after it is read."""
+"""Tensor reader: tensors of a checkpoint as arrays, each checked before and after it is read."""
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from math import prod
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
+from quire.core.arrays import STORED_DTYPES, Array, DType, dtype_name, empty
 from quire.core.errors import ModelError
+from quire.kernels.conversion import all_finite, convert, converted
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
@@ -28,8 +27,8 @@ class Checkpoint(Protocol):
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor, by safetensors' names: BF16, F32, I8."""
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a tensor as stored, on the CPU, perhaps in the file's memory: copy it soon.
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of a tensor as stored, perhaps in the file's memory: copy it soon.
 
         A tensor without dimensions has one row.
         """
@@ -41,7 +40,7 @@ def read_rows(
     shape: tuple[int, ...],
     rows: tuple[int, int] | None = None,
     dtypes: Collection[str] = FLOAT_DTYPES,
-) -> Tensor:
+) -> Array:
     """Return rows [start, stop) of a tensor of a known shape, or all of them.
 
     Raises ModelError, before anything is read, if the tensor is missing or has another shape or none of the dtypes.
@@ -69,24 +68,19 @@ def require_tensor(
 
 
 ELEMENTS_AT_ONCE = 1 << 22  # converted at a time: an embedding table in float32 may be gigabytes
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorReader:
-    """Reader of tensors by name. Every failure is a ModelError that names the tensor and its place."""
+    """Reader of tensors by name. Every failure is a ModelError that names the tensor and its place.
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        all_finite: Callable[[Tensor], bool],
-    ) -> None:
+    `takes_stored_tables`: the back end looks rows up in a `StoredTable`, too.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: DType, *, takes_stored_tables: bool = True) -> None:
         self.dtype = dtype                # the model's
-        self.device = device
+        self.takes_stored_tables = takes_stored_tables
         self.names_read: set[str] = set()
         self._checkpoint = checkpoint
-        self._all_finite = all_finite
 
     @property
     def names(self) -> Collection[str]:
@@ -100,9 +94,9 @@ class TensorReader:
         """Return the dtype of a tensor as stored, by safetensors' names: BF16, I32, F8_E4M3."""
         return self._checkpoint.dtype(name)
 
-    def is_converted(self, name: str, dtype: torch.dtype) -> bool:
+    def is_converted(self, name: str, dtype: DType) -> bool:
         """Return whether `floats` converts a tensor, which must be here, to `dtype`: not in the file's memory."""
-        return _DTYPES.get(self.stored_dtype(name)) != dtype
+        return STORED_DTYPES.get(self.stored_dtype(name)) != dtype
 
     def error(self, name: str, message: str) -> ModelError:
         """Return an error that says of a tensor what is wrong with it; the caller raises it."""
@@ -115,12 +109,12 @@ class TensorReader:
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: DType | None = None,
         is_transposed: bool = False,
-    ) -> Tensor:
+    ) -> Array:
         """Return rows [start, stop) of a tensor of floats, or all, in the model's dtype or in `dtype`.
 
-        One that has the dtype, and is on a CPU, may be the file's own memory. A transposed tensor has its shape
+        One that has the dtype may be the file's own memory. A transposed tensor has its shape
         reversed in the file. Raises ModelError if a value is not finite in that dtype.
         """
         if is_transposed:
@@ -130,29 +124,29 @@ class TensorReader:
             part = read_rows(self._checkpoint, name, shape)
         else:
             part = self._rows(name, shape, rows or (0, shape[0]), dtype or self.dtype)
-        part = part.to(self.device, dtype or self.dtype)
-        if part.numel() and not self._all_finite(part.T if is_transposed else part):
-            raise self.error(name, f"has values that are NaN or infinite in {part.dtype}")
+        part = converted(part, dtype or self.dtype)
+        if not all_finite(part):
+            raise self.error(name, f"has values that are NaN or infinite in {dtype_name(part.dtype)}")
         self.names_read.add(name)
         return part
 
-    def _rows(self, name: str, shape: tuple[int, ...], rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def _rows(self, name: str, shape: tuple[int, ...], rows: tuple[int, int], dtype: DType) -> Array:
         """Return rows [start, stop) of a tensor: as stored, or many of another dtype converted a part at a time."""
         start, stop = rows
-        num_elements = (stop - start) * math.prod(shape[1:])
+        num_elements = (stop - start) * prod(shape[1:])
         if num_elements <= ELEMENTS_AT_ONCE or name not in self.names or not self.is_converted(name, dtype):
             return read_rows(self._checkpoint, name, shape, rows)
-        whole = torch.empty(stop - start, *shape[1:], dtype=dtype, device=self.device)
-        step = max(ELEMENTS_AT_ONCE // math.prod(shape[1:]), 1)
+        whole = empty((stop - start, *shape[1:]), dtype)
+        step = max(ELEMENTS_AT_ONCE // prod(shape[1:]), 1)
         for first in range(start, stop, step):
             part = first, min(first + step, stop)
-            whole[first - start : part[1] - start] = read_rows(self._checkpoint, name, shape, part)
+            convert(read_rows(self._checkpoint, name, shape, part), whole[first - start : part[1] - start])
         return whole
 
     def raw(
         self, name: str, shape: tuple[int, ...], dtypes: Collection[str], rows: tuple[int, int] | None = None
-    ) -> Tensor:
+    ) -> Array:
         """Return rows [start, stop) of a tensor, or all, as stored: one of `dtypes`, by safetensors' names."""
-        part = read_rows(self._checkpoint, name, shape, rows, dtypes).to(self.device)
+        part = read_rows(self._checkpoint, name, shape, rows, dtypes)
         self.names_read.add(name)
         return part

@@ -10,14 +10,15 @@ from collections.abc import Collection, Iterator
 from math import prod
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT32, Array
 from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, VectorShape, layer_shapes
 from quire.model.spec import DecoderSpec
 
 PERIOD = (1 << 22) - 3  # a prime; 16 MiB
-_WIDEST = 3**0.5        # bound of uniform numbers with variance 1
+_WIDEST = float(np.float32(3**0.5))  # bound of uniform numbers with variance 1
+_FRACTION = (1 << 24) - 1
 
 
 class _Entry(NamedTuple):
@@ -34,8 +35,8 @@ class DummyCheckpoint:
 
     def __init__(self, spec: DecoderSpec) -> None:
         self._entries = dict(_entries(spec))
-        generator = torch.Generator().manual_seed(0)
-        self._numbers = torch.empty(PERIOD).uniform_(-_WIDEST, _WIDEST, generator=generator)
+        numbers = np.random.RandomState(0).randint(0, 1 << 32, PERIOD, dtype=np.uint32) & _FRACTION
+        self._numbers = (numbers * ((_WIDEST - -_WIDEST) / (_FRACTION + 1)) - _WIDEST).astype(np.float32)
 
     @property
     def names(self) -> Collection[str]:
@@ -53,16 +54,18 @@ class DummyCheckpoint:
         """Return the dtype of all tensors."""
         return "F32"
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Array:
         """Return rows [start, stop) of a tensor."""
         shape, is_ones = self._entries[name]
-        rows = torch.empty(stop - start, *shape[1:])
+        rows = np.empty((stop - start, *shape[1:]), FLOAT32)
         if is_ones:
-            return rows.fill_(1)
-        flat, num_made, place = rows.view(-1), 0, zlib.crc32(name.encode()) + start * prod(shape[1:])
+            rows.fill(1)
+            return rows
+        flat, num_made, scale = rows.reshape(-1), 0, np.float32(shape[-1] ** -0.5)
+        place = zlib.crc32(name.encode()) + start * prod(shape[1:])
         while num_made < len(flat):
             piece = self._numbers[(place + num_made) % PERIOD :][: len(flat) - num_made]
-            torch.mul(piece, shape[-1] ** -0.5, out=flat[num_made : num_made + len(piece)])
+            np.multiply(piece, scale, out=flat[num_made : num_made + len(piece)])
             num_made += len(piece)
         return rows
 

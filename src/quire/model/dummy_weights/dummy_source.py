@@ -23,7 +23,7 @@ class DummySource(FolderSource):
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return random tensors of the config's shapes, which are quantized like those of a checkpoint of floats."""
-        from quire.model.dummy_weights.dummy_checkpoint import DummyCheckpoint  # noqa: PLC0415 (loads torch)
+        from quire.model.dummy_weights.dummy_checkpoint import DummyCheckpoint  # noqa: PLC0415 (for engines alone)
         from quire.model.weight_formats.float_formats import tensors_of_floats  # noqa: PLC0415
 
         return tensors_of_floats(DummyCheckpoint(self.spec), quantization)

@@ -5,11 +5,11 @@ One tensor is quantized at a time, and its floats are dropped before the next is
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import numpy as np
 
-from quire.kernels.embedding import Table
-from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.quantized import round_to_nearest
+from quire.core.arrays import Array
+from quire.kernels.linear_weight import LinearWeight, Table
+from quire.kernels.rounding import round_to_nearest
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.weight_formats.weight_format import ModuleRows, StoredTensors
@@ -32,12 +32,12 @@ class DenseFormat:
     ) -> LinearWeight:
         """Return the head. One that is in the checkpoint of a tied model is used, as by transformers 5."""
         if embedding is not None and f"{module.module}.weight" not in tensors.names:
-            assert isinstance(embedding, Tensor), "a head of floats tied to a table in another form"
+            assert isinstance(embedding, np.ndarray), "a head of floats tied to a table in another form"
             return LinearWeight.dense(embedding)
         return LinearWeight.dense(read_floats(tensors, module, width))
 
 
-def read_floats(tensors: TensorReader, module: ModuleRows, width: int, *, is_transposed: bool = False) -> Tensor:
+def read_floats(tensors: TensorReader, module: ModuleRows, width: int, *, is_transposed: bool = False) -> Array:
     """Return a module's weight [stop - start, width] in the model's dtype."""
     shape = module.num_rows, width
     return tensors.floats(f"{module.module}.weight", shape, module.rows, is_transposed=is_transposed)
@@ -75,7 +75,7 @@ def tensors_of_floats(checkpoint: Checkpoint, quantization: Quantization) -> Sto
     return StoredTensors(checkpoint, DenseFormat() if is_dense else RoundedFormat(quantization))
 
 
-def _rounded(weight: Tensor, scheme: WeightScheme) -> LinearWeight:
+def _rounded(weight: Array, scheme: WeightScheme) -> LinearWeight:
     group_size = weight.shape[1] if scheme.group_size == WHOLE_ROW else scheme.group_size
     return round_to_nearest(
         weight, scheme.format, group_size, activation_group_size=scheme.activation_group_size

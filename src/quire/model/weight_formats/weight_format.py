@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from quire.kernels.embedding import StoredTable, Table
-from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.linear_weight import LinearWeight, StoredTable, Table
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 
 
