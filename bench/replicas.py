@@ -34,10 +34,10 @@ from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire_lab.sim.cost import CostModel
 from quire_lab.sim.datasets import DATA_FOLDER
-from quire_lab.sim.fleet import FleetSimulation
 from quire_lab.sim.hardware import HARDWARE, Hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
+from quire_lab.sim.simulated_fleet import FleetSimulation
 from quire_lab.sim.traces import TraceSlice, trace_workload
 from quire_lab.sim.workloads import WorkItem, open_text
 

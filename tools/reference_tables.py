@@ -10,12 +10,12 @@ from inspect import get_annotations
 
 from page_tables import Page, table
 from quire.cli.deploy import ClusterFlags
-from quire.cli.run_batch.command import BatchFlags
+from quire.cli.run_batch.run_batch_command import BatchFlags
 from quire.core.options import SIZE, Declared, declared_options
 from quire.engine.options import EngineOptions
 from quire.server.options import Limits, ServerOptions
-from quire_lab.paper.command import PaperFlags
-from quire_lab.plan import DeviceFlags
+from quire_lab.paper.paper_command import PaperFlags
+from quire_lab.plan_command import DeviceFlags
 from quire_lab.simulate import LoadFlags
 
 WIDTH = 120                      # characters of a line that is not a table's

@@ -11,16 +11,16 @@ from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
 from quire_lab.bench import report
+from quire_lab.bench.bench_flags import LimitFlags, RateFlags
 from quire_lab.bench.diagnosis import LatencyLimits, Observation, diagnose, observe
-from quire_lab.bench.flags import LimitFlags, RateFlags
-from quire_lab.plan import DeviceFlags, price_row, print_refusals
+from quire_lab.plan_command import DeviceFlags, price_row, print_refusals
 from quire_lab.sim.cost import CostModel
 from quire_lab.sim.datasets import DATA_FOLDER, DATASETS, due_times, fit_note, workload
-from quire_lab.sim.fleet import FleetRun, FleetSimulation
 from quire_lab.sim.hardware import Hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import MemoryPlan
 from quire_lab.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed
+from quire_lab.sim.simulated_fleet import FleetRun, FleetSimulation
 from quire_lab.sim.simulation import SimulatedRun, Simulation, paged_scheduler
 from quire_lab.sim.statistics import Timeline, distribution, latencies
 from quire_lab.sim.workloads import WorkItem

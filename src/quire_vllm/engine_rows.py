@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quire_vllm import values
-from quire_vllm.rows import (
+from quire_vllm.translation_rows import (
     Row,
     accepted,
     config,

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from quire.cli.flag_groups import SEVERAL, variable_of
 from quire.core.errors import ConfigError
-from quire_vllm.rows import Row
 from quire_vllm.translation import ROWS, meaning
+from quire_vllm.translation_rows import Row
 from quire_vllm.values import parsed_json
 
 VLLM_KEY = "VLLM_API_KEY"       # in the environment; of servers, after keys from everywhere else

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire_vllm.rows import (
+from quire_vllm.translation_rows import (
     Row,
     accepted,
     config,

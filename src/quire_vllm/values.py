@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from quire.core.errors import ConfigError
-from quire_vllm.rows import Row
+from quire_vllm.translation_rows import Row
 
 log = logging.getLogger("quire.vllm_arguments")
 

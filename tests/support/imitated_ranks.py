@@ -81,7 +81,7 @@ def prompt_logprobs(output: RequestOutput) -> list[float]:
 
 def break_ranks(llm: LLM, case: Case, other: NodeCommand | None) -> str:
     """Bring a fault about; return the error of the next step."""
-    from quire.engine.parallel import messages
+    from quire.engine.parallel import rank_messages
 
     ranks: Any = llm._engine.ranks
     if case.fault == "kill" and other is not None:
@@ -89,7 +89,7 @@ def break_ranks(llm: LLM, case: Case, other: NodeCommand | None) -> str:
     elif case.fault == "kill":
         ranks.peers[0].process.kill()
     elif case.fault == "rank 1":
-        ranks.tell(messages.Compute(7, 1))
+        ranks.tell(rank_messages.Compute(7, 1))
     else:
         graphs = ranks._device._graphs
         graphs.clear()

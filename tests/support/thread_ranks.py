@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quire.engine.parallel import messages
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank import serve
@@ -101,7 +101,7 @@ class ThreadRanks(ForkedRanks):
         for rank in range(1, self._num_ranks):
             ours, theirs = socket.socketpair()
             thread = RankThread(theirs, os.dup(inherited[0]))
-            self._peers.append(Peer(rank, Channel(ours, messages.decode_report), thread, "a thread"))
+            self._peers.append(Peer(rank, Channel(ours, rank_messages.decode_report), thread, "a thread"))
             yield self._peers[-1]
 
 
@@ -111,7 +111,7 @@ class RankThread:
     def __init__(self, connection: socket.socket, memory: int) -> None:
         self.pid = os.getpid()
         self._memory = memory
-        self._channel = Channel(connection, messages.decode_command)
+        self._channel = Channel(connection, rank_messages.decode_command)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 

@@ -112,7 +112,7 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
         return None
     if not usable_isas():
         raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} needs the compiled C++ extension")
-    from quire.engine.parallel.choice import make_rank_set  # noqa: PLC0415 (imports the extension, as one rank does not)
+    from quire.engine.parallel.rank_choice import make_rank_set  # noqa: PLC0415 (imports the extension, as one rank does not)
 
     return make_rank_set(options)
 

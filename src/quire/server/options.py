@@ -26,7 +26,7 @@ from quire.core.owner_labels import MAX_LABELS
 from quire.core.structured_outputs import StructuredOutputsConfig, parse_config
 from quire.core.task import MAX_PINNED_PREFIXES
 from quire.engine.options import EngineOptions
-from quire.engine.options.parallel import START_TIMEOUT_S
+from quire.engine.options.parallel_options import START_TIMEOUT_S
 from quire.server.adapter_names import AdapterModule, parse_modules
 
 _LONGEST_S = 86400.0

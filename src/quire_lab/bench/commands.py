@@ -17,7 +17,7 @@ from quire.core.host_limits import free_memory_bytes
 from quire.engine.options import EngineOptions
 from quire.model.quantization import UNQUANTIZED
 from quire_lab.bench import report
-from quire_lab.bench.flags import (
+from quire_lab.bench.bench_flags import (
     ArrivalFlags,
     LimitFlags,
     PolicyFlags,
@@ -104,7 +104,7 @@ def serve(
     json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """Measure any OpenAI-compatible server as its clients see it, or search the rate that it can take."""
-    from quire_lab.bench.serve import ServeCommand  # noqa: PLC0415 (--help loads no HTTP client)
+    from quire_lab.bench.bench_serve import ServeCommand  # noqa: PLC0415 (--help loads no HTTP client)
 
     ServeCommand(server, workload, arrivals, limits, search, json).run()
 

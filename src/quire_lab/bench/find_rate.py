@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire_lab.bench.bench_flags import ArrivalFlags, SearchFlags
 from quire_lab.bench.diagnosis import LatencyLimits
-from quire_lab.bench.flags import ArrivalFlags, SearchFlags
 from quire_lab.bench.http_load import SentRequest
-from quire_lab.bench.server import Measured, ServerUnderTest
+from quire_lab.bench.server import MeasuredLoad, ServerUnderTest
 from quire_lab.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed
 from quire_lab.sim.workloads import Schedule, WorkItem, poisson_arrivals, renewed
 
@@ -22,7 +22,7 @@ class Probe:
     rate: float
     num_met: int
     is_met: bool
-    measured: Measured
+    measured: MeasuredLoad
 
     @property
     def figures(self) -> Probed:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from quire_lab.bench.flags import WorkloadFlags
+from quire_lab.bench.bench_flags import WorkloadFlags
 from quire_lab.sim.statistics import Distribution, Spread, Timeline, latencies, spread
 from quire_lab.sim.workloads import WorkItem
 

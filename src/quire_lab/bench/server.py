@@ -15,7 +15,7 @@ import aiohttp
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire_lab.bench.flags import ServerFlags
+from quire_lab.bench.bench_flags import ServerFlags
 from quire_lab.bench.http_load import HttpLoad, LoadRun, SentRequest, Target, first_model, open_session
 from quire_lab.bench.report import Record
 from quire_lab.sim.workloads import Schedule, WorkItem
@@ -122,7 +122,7 @@ def server_use(samples: Sequence[Sample]) -> Record:
     return use
 
 
-class Measured(NamedTuple):
+class MeasuredLoad(NamedTuple):
     """One load: what the client saw, and what the server said of itself."""
 
     run: LoadRun
@@ -144,12 +144,12 @@ class ServerUnderTest:
         *,
         is_enough: Callable[[SentRequest], bool] = lambda _: False,
         limit_s: float | None = None,
-    ) -> Measured:
+    ) -> MeasuredLoad:
         """Run a load to its end, or until a request that has ended `is_enough` or `limit_s` is over."""
         load = HttpLoad(self._session, self.target, items, schedule, is_enough)
         async with scraped(self._session, self.target.url) as samples:
             run = await load.run(self.interrupted, limit_s=limit_s)
-        return Measured(run, server_use(samples))
+        return MeasuredLoad(run, server_use(samples))
 
     async def drain(self) -> None:
         """Wait a bounded time until the server has nothing left of earlier loads."""

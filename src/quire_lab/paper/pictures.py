@@ -10,7 +10,7 @@ from quire.core.config import CacheConfig
 from quire_lab.baselines.contiguous import ContiguousManager
 from quire_lab.baselines.reservation import num_reserved_tokens
 from quire_lab.paper.figures import Comparison, Result, Row, Settings, figure
-from quire_lab.paper.plots import Bars, Blocks, Grid, Histogram, Lines, Panel
+from quire_lab.paper.plots import Bars, Blocks, Grid, LengthHistogram, Lines, Panel
 from quire_lab.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS
 from quire_lab.sim.datasets import workload
 from quire_lab.sim.footprint import kv_bytes_per_token
@@ -136,7 +136,7 @@ def lengths(settings: Settings) -> Result:
     ]
 
     panels = [
-        Histogram(name, dict(zip(("prompt", "output"), zip(*pairs, strict=True), strict=True)), longest)
+        LengthHistogram(name, dict(zip(("prompt", "output"), zip(*pairs, strict=True), strict=True)), longest)
         for (name, pairs), longest in zip(found.items(), (2048, 300), strict=True)
     ]
     return Result(rows, panels, comparisons)

@@ -91,8 +91,8 @@ class Bars(NamedTuple):
                         ncols=3 if num_series == 3 else 2)  # fmt: skip
 
 
-class Histogram(NamedTuple):
-    """Histogram of requests by their tokens, up to `longest`."""
+class LengthHistogram(NamedTuple):
+    """LengthHistogram of requests by their tokens, up to `longest`."""
 
     title: str
     samples: Mapping[str, Sequence[int]]
@@ -127,7 +127,7 @@ class Blocks(NamedTuple):
         axes.axis("off")
 
 
-Panel = Lines | Bars | Histogram | Blocks
+Panel = Lines | Bars | LengthHistogram | Blocks
 
 
 def drawn(panels: Sequence[Panel], note: str = "") -> "Figure":

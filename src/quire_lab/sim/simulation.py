@@ -117,7 +117,7 @@ class Answer:
         return (self.finished_s - self.arrival_s) / self.item.output_len
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """One step, as it was between schedule and update: what it computes has its blocks."""
 
     seconds: float
@@ -133,7 +133,7 @@ class SimulatedRun:
 
     answers: list[Answer] = field(default_factory=list)    # of accepted requests, in order of arrival
     num_refused: int = 0                                   # could never run
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
     step_ends_s: list[float] = field(default_factory=list)
     num_preemptions: int = 0
     num_computed_tokens: int = 0
@@ -321,7 +321,7 @@ class Simulation:
         has_prefill = max(plan.counts) > 1
         self.record.num_computed_tokens += sum(plan.counts)
         num_running = len(self._scheduler.queues.running)
-        self.record.steps.append(Step(seconds, num_sequences, num_running, kv_usage, has_prefill))
+        self.record.steps.append(RecordedStep(seconds, num_sequences, num_running, kv_usage, has_prefill))
         if self._on_step is not None:
             self._on_step(plan, seconds)
 

@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 
 from quire.core.frames import LENGTH_BYTES
-from quire.engine.parallel import messages
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import Channel
 from support.server import wait_until
 
@@ -19,9 +19,9 @@ def ends() -> Iterator[Ends]:
     """Rank 0's channel, another rank's, and the event of that one's end."""
     ours, theirs = socket.socketpair()
     has_ended = Event()
-    leader, rank = Channel(ours, messages.decode_report), Channel(theirs, messages.decode_command)
+    leader, rank = Channel(ours, rank_messages.decode_report), Channel(theirs, rank_messages.decode_command)
     leader.start()
-    rank.start(has_ended.set, lambda command: command == messages.Resume())
+    rank.start(has_ended.set, lambda command: command == rank_messages.Resume())
     yield leader, rank, has_ended
     leader.close()
     assert has_ended.wait(10)
@@ -31,27 +31,27 @@ def ends() -> Iterator[Ends]:
 def test_messages_arrive_in_order_and_handled_ones_are_not_received(ends: Ends) -> None:
     leader, rank, _ = ends
     for plan in (b"first", b"second"):
-        leader.send(messages.Resume())
+        leader.send(rank_messages.Resume())
         leader.beat()
-        leader.send(messages.Step(plan))
-    assert [rank.receive(), rank.receive()] == [messages.Step(b"first"), messages.Step(b"second")]
-    rank.send(messages.Stopped(None))
-    assert leader.receive() == messages.Stopped(None)
+        leader.send(rank_messages.Step(plan))
+    assert [rank.receive(), rank.receive()] == [rank_messages.Step(b"first"), rank_messages.Step(b"second")]
+    rank.send(rank_messages.Stopped(None))
+    assert leader.receive() == rank_messages.Stopped(None)
 
 
 def test_end_of_the_stream_is_told_after_what_was_sent(ends: Ends) -> None:
     leader, rank, has_ended = ends
-    leader.send(messages.Step(b"last"))
+    leader.send(rank_messages.Step(b"last"))
     leader.close()
     leader.close()
     assert has_ended.wait(10)
-    assert rank.receive() == messages.Step(b"last")
+    assert rank.receive() == rank_messages.Step(b"last")
     for _ in range(2):
         with pytest.raises(EOFError):
             rank.receive()
     leader.beat()  # nothing happens
     with pytest.raises(OSError):  # noqa: PT011 (which one depends on the system)
-        leader.send(messages.Resume())
+        leader.send(rank_messages.Resume())
 
 
 def test_silence_ends_with_a_heartbeat(ends: Ends) -> None:
@@ -66,7 +66,7 @@ def test_silence_ends_with_a_heartbeat(ends: Ends) -> None:
 def test_heartbeat_does_not_wait_for_a_reader() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        channel = Channel(ours, messages.decode_report)
+        channel = Channel(ours, rank_messages.decode_report)
         for _ in range(100_000):  # more than the sockets hold
             channel.beat()
         channel.close()
@@ -80,7 +80,7 @@ def test_heartbeat_does_not_wait_for_a_reader() -> None:
 def test_frame_that_is_no_message_ends_the_channel() -> None:
     ours, theirs = socket.socketpair()
     has_ended = Event()
-    channel = Channel(ours, messages.decode_report)
+    channel = Channel(ours, rank_messages.decode_report)
     channel.start(has_ended.set)
     theirs.sendall(b"\0\0\0\1\xff")
     assert has_ended.wait(10)

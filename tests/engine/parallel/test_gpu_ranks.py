@@ -14,7 +14,7 @@ from quire import LLM
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError, RankLostError
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import choice, gpu_ranks, messages
+from quire.engine.parallel import gpu_ranks, rank_choice, rank_messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.gpu_ranks import BLOCKING_WAIT, GpuRanks, HostLink, LeadingGraphs, check_gpu_ranks
 from quire.engine.parallel.nccl import rank_exchange
@@ -238,7 +238,7 @@ def test_waiting_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_more_ranks_than_gpus_are_refused_with_both_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "uses_gpu", lambda options: True)
+    monkeypatch.setattr(rank_choice, "uses_gpu", lambda options: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     message = "tensor_parallel_size 4 needs 4 GPUs of a machine, one for each rank, but torch sees 3"
     with pytest.raises(ConfigError, match=message):
@@ -250,7 +250,7 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers(folder: Path, monkey
 
 def test_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    load = messages.Load(EngineOptions(tensor_parallel_size=4, nnodes=2), 3, 4, 0, 8, (0, 0, 0), "")
+    load = rank_messages.Load(EngineOptions(tensor_parallel_size=4, nnodes=2), 3, 4, 0, 8, (0, 0, 0), "")
     with pytest.raises(ConfigError, match="rank 3 needs GPU 1 of its machine, but torch sees 1 there"):
         rank_exchange(load, None)
 
@@ -269,16 +269,16 @@ class Other:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.peer = Peer(1, Channel(ours, messages.decode_report), None, "a test")
-        self.told: list[messages.Command] = []
+        self.peer = Peer(1, Channel(ours, rank_messages.decode_report), None, "a test")
+        self.told: list[rank_messages.Command] = []
         self.is_able = True
-        self._channel = Channel(theirs, messages.decode_command)
+        self._channel = Channel(theirs, rank_messages.decode_command)
         self._channel.start(handles=self._follow)
 
-    def _follow(self, command: messages.Command) -> bool:
+    def _follow(self, command: rank_messages.Command) -> bool:
         self.told.append(command)
-        if isinstance(command, messages.Capture):
-            self._channel.send(messages.Captured(self.is_able))
+        if isinstance(command, rank_messages.Capture):
+            self._channel.send(rank_messages.Captured(self.is_able))
         return True
 
 
@@ -305,7 +305,8 @@ def graphs_with(other: Other, capture: Callable[..., Any] = lambda call: call) -
 def test_all_ranks_are_told_of_a_graph_before_it_is_captured(other: Other) -> None:
     graphs = graphs_with(other)
     graphs.capture_all(1)
-    sizes = [GraphSize(each.num_rows, each.num_tokens) for each in other.told if isinstance(each, messages.Capture)]
+    captures = [each for each in other.told if isinstance(each, rank_messages.Capture)]
+    sizes = [GraphSize(each.num_rows, each.num_tokens) for each in captures]
     assert sizes[:3] == [LARGEST, SMALL, GraphSize(1, 1)]
     assert all(graphs._graphs[size] is not None for size in sizes)
     graphs.clear()
@@ -316,14 +317,14 @@ def test_graph_that_another_rank_lacks_is_dropped(other: Other) -> None:
     other.is_able = False
     graphs = graphs_with(other)
     graphs._capture_size(SMALL)
-    wait_until(lambda: other.told == [messages.Capture(2, 2, False), messages.DropGraph(2, 2, False)])
+    wait_until(lambda: other.told == [rank_messages.Capture(2, 2, False), rank_messages.DropGraph(2, 2, False)])
     assert graphs._graphs[SMALL] is None
 
 
 def test_graph_that_the_first_rank_lacks_is_dropped(other: Other) -> None:
     graphs = graphs_with(other, raising(torch.OutOfMemoryError))
     graphs._capture_size(SMALL)
-    wait_until(lambda: other.told == [messages.Capture(2, 2, False), messages.DropGraph(2, 2, False)])
+    wait_until(lambda: other.told == [rank_messages.Capture(2, 2, False), rank_messages.DropGraph(2, 2, False)])
     assert graphs._graphs[SMALL] is None
 
 

@@ -26,7 +26,7 @@ from quire.engine.parallel.join import (
     greet,
     join_run,
 )
-from quire.engine.parallel.messages import Join
+from quire.engine.parallel.rank_messages import Join
 from support.engine_process import TIMEOUT_S, wait_until
 
 KEY, OTHER = key_of(b"one secret"), key_of(b"another secret")

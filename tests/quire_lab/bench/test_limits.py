@@ -3,8 +3,8 @@
 import pytest
 
 from quire.core.errors import ConfigError
+from quire_lab.bench.bench_flags import LimitFlags
 from quire_lab.bench.diagnosis import LatencyLimits
-from quire_lab.bench.flags import LimitFlags
 from quire_lab.sim.statistics import Timeline
 
 TIMELINE = Timeline(0.0, [1.0, 1.25, 2.0], num_tokens=6)  # TTFT 1, gaps 0.25 and 0.75, TPOT 0.2, end to end 2

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
+from quire_lab.bench.bench_flags import ArrivalFlags, SearchFlags
 from quire_lab.bench.diagnosis import LatencyLimits
 from quire_lab.bench.find_rate import Probe, RateFinder
-from quire_lab.bench.flags import ArrivalFlags, SearchFlags
 from quire_lab.bench.http_load import AnswerStream, LoadRun, SentRequest
-from quire_lab.bench.server import Measured
+from quire_lab.bench.server import MeasuredLoad
 from quire_lab.sim.workloads import Schedule, WorkItem
 
 
@@ -35,7 +35,7 @@ class SlowingServer:
         *,
         is_enough: Callable[[SentRequest], bool],
         limit_s: float,
-    ) -> Measured:
+    ) -> MeasuredLoad:
         self.prompts.append([item.prompt_token_ids for item in items])
         assert schedule.due_s is not None
         requests: list[SentRequest] = []
@@ -52,7 +52,7 @@ class SlowingServer:
             self.was_stopped.append(False)
         if len(self.was_stopped) == self.interrupted_after:
             self.interrupted.set()
-        return Measured(LoadRun(requests, len(items), schedule, limit_s, 0.0), {})
+        return MeasuredLoad(LoadRun(requests, len(items), schedule, limit_s, 0.0), {})
 
 
 def searched(

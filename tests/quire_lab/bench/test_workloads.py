@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError
-from quire_lab.bench.flags import ServedWorkloadFlags, WorkloadFlags
+from quire_lab.bench.bench_flags import ServedWorkloadFlags, WorkloadFlags
 from quire_lab.sim.datasets import DATASETS
 
 

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from quire_lab.paper.plots import Bars, Blocks, Histogram, Lines, Panel, drawn
+from quire_lab.paper.plots import Bars, Blocks, LengthHistogram, Lines, Panel, drawn
 from quire_lab.paper.runs import SYSTEMS
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
@@ -20,7 +20,7 @@ PANELS: dict[str, Panel] = {
     "stacked": Bars("title", list(SYSTEMS)[:4], "unit", {f"part {i}": [24.0, 26.0, 25.0, 0.1] for i in range(4)}, True),
     "curves": Lines("title", "rate", "latency", dict.fromkeys(SYSTEMS, CURVE), 0.5),
     "block sizes": Lines("title", "block size", "latency", {"recompute": CURVE, "swap": CURVE}, log2="xy"),
-    "lengths": Histogram("title", {"prompt": [3, 5, 8], "output": [100, 200]}, 300),
+    "lengths": LengthHistogram("title", {"prompt": [3, 5, 8], "output": [100, 200]}, 300),
     "blocks": Blocks("title\ncaption", {0: (4, 4, "A0 B0 C0 D0"), 1: (2, 1, "A1")}),
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
-from quire.engine.options.parallel import START_TIMEOUT_S
+from quire.engine.options.parallel_options import START_TIMEOUT_S
 from quire.engine.processes.base_client import SupervisedClient
 from quire.engine.processes.client import EngineClient
 from quire.engine.processes.forecast import Asked

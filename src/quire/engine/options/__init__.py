@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
 from quire.core.options import check_options, parse_bytes
-from quire.engine.options.cache import CacheOptions
-from quire.engine.options.device import DeviceOptions
-from quire.engine.options.lora import LoRAOptions
+from quire.engine.options.cache_options import CacheOptions
+from quire.engine.options.device_options import DeviceOptions
+from quire.engine.options.lora_options import LoRAOptions
 from quire.engine.options.model import ModelOptions
-from quire.engine.options.parallel import ParallelOptions
-from quire.engine.options.sampling import SamplingOptions
-from quire.engine.options.scheduling import SchedulingOptions
-from quire.engine.options.speculation import SpeculationOptions
+from quire.engine.options.parallel_options import ParallelOptions
+from quire.engine.options.sampling_options import SamplingOptions
+from quire.engine.options.scheduling_options import SchedulingOptions
+from quire.engine.options.speculation_options import SpeculationOptions
 from quire.model.sharding import Mode
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
-from quire.engine.parallel.messages import Published
+from quire.engine.parallel.rank_messages import Published
 
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096

@@ -12,7 +12,7 @@ import torch
 
 from quire.core.config import CacheConfig
 from quire.core.plan import StepPlan, StepResult, decode_plan
-from quire.engine.parallel import messages
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.link import END, FORWARD, LOGITS, Link, RankExchange
 from quire.engine.parallel.peer import Commands
@@ -69,11 +69,11 @@ class RankedWorker:
         """Begin again after a step that failed here or on another rank. Raises RankLostError, or the other's reason."""
         ranks, exchange = self._ranks, self._ranks.exchange
         exchange.leave()
-        reasons = [(peer.rank, ranks.receive(peer, messages.Stopped).reason) for peer in ranks.peers]
+        reasons = [(peer.rank, ranks.receive(peer, rank_messages.Stopped).reason) for peer in ranks.peers]
         if ranks.lost is not None:
             raise ranks.lost from error
         exchange.resume()
-        ranks.tell(messages.Resume())
+        ranks.tell(rank_messages.Resume())
         exchange.reset()
         if isinstance(error, InterruptedExchangeError):
             failed = ", ".join(f"rank {rank}: {reason}" for rank, reason in reasons if reason is not None)
@@ -90,7 +90,7 @@ class CpuRank:
     def run(self) -> NoReturn:
         """Run plans. A step that fails here, or on another rank, is left, and the next one waits for all."""
         while True:
-            command = self._commands.expect(messages.Step)
+            command = self._commands.expect(rank_messages.Step)
             try:
                 self.execute(command.plan)
             except Exception as error:
@@ -98,9 +98,9 @@ class CpuRank:
                 if is_own:
                     log.exception("a step has failed")
                 self._exchange.leave()
-                reason = f"{type(error).__name__}: {error}"[: messages.MAX_REASON_CHARS] if is_own else None
-                self._channel.send(messages.Stopped(reason))
-                self._commands.expect(messages.Resume)
+                reason = f"{type(error).__name__}: {error}"[: rank_messages.MAX_REASON_CHARS] if is_own else None
+                self._channel.send(rank_messages.Stopped(reason))
+                self._commands.expect(rank_messages.Resume)
                 self._exchange.reset()
 
     @torch.inference_mode()

@@ -23,7 +23,7 @@ from quire.core.host_limits import free_memory_bytes
 from quire.core.plan import StepPlan, StepResult, decode_plan
 from quire.engine.devices import graph_sizes_of
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import messages
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.link import FORWARD, LOGITS, Link, RankExchange
 from quire.engine.parallel.peer import Commands
@@ -75,7 +75,7 @@ class HostLink(Link):
     def send(self, kind: int, rows: Tensor | None = None) -> None:
         """Send a command, with rows [num_rows, width] of any dtype."""
         assert rows is not None, f"command {kind} without rows"
-        self.set.tell(messages.Compute(kind, len(rows)))
+        self.set.tell(rank_messages.Compute(kind, len(rows)))
         self._ranks.broadcast(rows, rows.shape, rows.dtype)
 
     @contextmanager
@@ -145,12 +145,12 @@ class LeadingGraphs(RankGraphs):
     def _capture_size(self, size: GraphSize) -> None:
         ranks, place = self._link.set, (size.num_rows, size.num_tokens, size.has_adapters)
         with self._link.together():
-            ranks.tell(messages.Capture(*place))
+            ranks.tell(rank_messages.Capture(*place))
             have_all = self.capture(size)
             for peer in ranks.peers:
-                have_all &= ranks.receive(peer, messages.Captured).is_captured
+                have_all &= ranks.receive(peer, rank_messages.Captured).is_captured
             if not have_all:
-                ranks.tell(messages.DropGraph(*place))
+                ranks.tell(rank_messages.DropGraph(*place))
                 self.drop(size)
 
 
@@ -242,21 +242,21 @@ class GpuRank:
             raise
         except Exception as error:
             log.exception("a step has failed")
-            reason = f"a step has failed: {error!r}"[: messages.MAX_REASON_CHARS]
-            self._channel.send(messages.Refused(EngineError.__name__, reason))
+            reason = f"a step has failed: {error!r}"[: rank_messages.MAX_REASON_CHARS]
+            self._channel.send(rank_messages.Refused(EngineError.__name__, reason))
             os._exit(1)  # what is left on the device may never end
 
     @torch.inference_mode()
-    def _follow(self, command: messages.Command) -> None:
+    def _follow(self, command: rank_messages.Command) -> None:
         match command:
-            case messages.Step(plan):
+            case rank_messages.Step(plan):
                 self._batch = self._worker.prepare(decode_plan(plan))
-            case messages.Compute(kind, num_rows):
+            case rank_messages.Compute(kind, num_rows):
                 self._compute(kind, num_rows)
-            case messages.Capture(num_rows, num_tokens, has_adapters):
+            case rank_messages.Capture(num_rows, num_tokens, has_adapters):
                 is_captured = self._graphs.capture(GraphSize(num_rows, num_tokens, has_adapters))
-                self._channel.send(messages.Captured(is_captured))
-            case messages.DropGraph(num_rows, num_tokens, has_adapters):
+                self._channel.send(rank_messages.Captured(is_captured))
+            case rank_messages.DropGraph(num_rows, num_tokens, has_adapters):
                 self._graphs.drop(GraphSize(num_rows, num_tokens, has_adapters))
             case _:
                 raise AssertionError(f"command {command}")

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from quire.core.errors import ConfigError, EngineError
 from quire.core.version import __version__
 from quire.engine.parallel.channel import CODE_BYTES, FrameSeal
-from quire.engine.parallel.messages import Join
+from quire.engine.parallel.rank_messages import Join
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Broad
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # documented, not listed
 
 from quire.core.errors import ConfigError
-from quire.engine.parallel import messages
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.link import GatheredHead, as_bytes, joined, padded, widest
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.shared_memory import MemoryLayout
@@ -256,12 +256,12 @@ class Nccl:
         """Return where the address book of several machines is."""
         return self._place
 
-    def handles(self, peer: Peer, report: messages.Report) -> bool:
+    def handles(self, peer: Peer, report: rank_messages.Report) -> bool:
         """Return False: there is no such report."""
         return False
 
 
-def rank_exchange(command: messages.Load, book: int | None) -> NcclRanks:
+def rank_exchange(command: rank_messages.Load, book: int | None) -> NcclRanks:
     """Return the exchange of another rank, on the GPU of its number. ConfigError if its machine has none.
 
     `book`: the descriptor of the address book of one machine; None: it is at the place that the command names.

@@ -17,7 +17,7 @@ from quire.engine.launcher import num_threads_of, spinning_environment, start_mo
 from quire.engine.options import EngineOptions
 from quire.engine.parallel.addresses import master_address, secret_key
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
-from quire.engine.parallel.messages import Ended, HasJoined, Join, NodeReport, decode_node_report
+from quire.engine.parallel.rank_messages import Ended, HasJoined, Join, NodeReport, decode_node_report
 
 log = logging.getLogger(__name__)
 

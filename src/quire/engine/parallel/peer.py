@@ -12,17 +12,20 @@ from quire.core.errors import ConfigError, EngineError, ModelError, RankLostErro
 from quire.core.lora import Adapter
 from quire.engine.adapters.store import RankAdapters
 from quire.engine.launcher import Process
-from quire.engine.parallel import messages
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import Channel
 from quire.kernels.low_rank import AdapterWeights
 
 log = logging.getLogger(__name__)
 
 ReportT = TypeVar(
-    "ReportT", messages.Hello, messages.Loaded, messages.Measured, messages.Allocated, messages.Captured,
-    messages.Stopped,
+    "ReportT", rank_messages.Hello, rank_messages.Loaded, rank_messages.Measured, rank_messages.Allocated,
+    rank_messages.Captured, rank_messages.Stopped,
 )  # fmt: skip
-CommandT = TypeVar("CommandT", messages.Load, messages.Measure, messages.Allocate, messages.Step, messages.Resume)
+CommandT = TypeVar(
+    "CommandT", rank_messages.Load, rank_messages.Measure, rank_messages.Allocate, rank_messages.Step,
+    rank_messages.Resume,
+)  # fmt: skip
 
 
 class Peer:
@@ -34,7 +37,7 @@ class Peer:
         self._reads = dict[str, Future[None]]()  # reads of adapters, by digests
         self._has_ended = False
 
-    def start(self, on_end: Callable[["Peer"], None], handles: Callable[["Peer", messages.Report], bool]) -> None:
+    def start(self, on_end: Callable[["Peer"], None], handles: Callable[["Peer", rank_messages.Report], bool]) -> None:
         """Start to read its reports; `on_end` is called when it has ended. `handles` as in `Channel.start`."""
 
         def end() -> None:
@@ -44,7 +47,7 @@ class Peer:
 
         self.channel.start(end, lambda report: self._notes(report) or handles(self, report))
 
-    def send(self, command: messages.Command) -> None:
+    def send(self, command: rank_messages.Command) -> None:
         """Send a command. RankLostError if the rank has ended."""
         try:
             self.channel.send(command)
@@ -55,7 +58,7 @@ class Peer:
         """Read an adapter there, unless it is in memory. The future's error is a ModelError, or that the rank ended."""
         read = self._reads[adapter.digest] = Future()
         with suppress(RankLostError):  # the next step raises it
-            self.send(messages.LoadAdapter(adapter.digest, str(Path(adapter.folder).absolute())))
+            self.send(rank_messages.LoadAdapter(adapter.digest, str(Path(adapter.folder).absolute())))
         if self._has_ended:
             self._fail_reads()
         return read
@@ -76,7 +79,7 @@ class Peer:
     def end(self, reason: str) -> None:
         """Close the channel, which ends the process."""
         if self.process is None:
-            self.channel.offer(messages.End(reason))
+            self.channel.offer(rank_messages.End(reason))
         self.channel.close()
 
     def _fail_reads(self) -> None:
@@ -84,15 +87,15 @@ class Peer:
             while True:
                 self._reads.popitem()[1].set_exception(self.lost())
 
-    def _notes(self, report: messages.Report) -> bool:
-        if isinstance(report, messages.AdapterRead):
+    def _notes(self, report: rank_messages.Report) -> bool:
+        if isinstance(report, rank_messages.AdapterRead):
             read = self._reads.pop(report.digest)
             if report.reason is None:
                 read.set_result(None)
             else:
                 read.set_exception(ModelError(f"rank {self.rank} ({self.place}): {report.reason}"))
             return True
-        if not isinstance(report, messages.Refused):
+        if not isinstance(report, rank_messages.Refused):
             return False
         refusal = {"ConfigError": ConfigError, "ModelError": ModelError}.get(report.kind, EngineError)
         self.refusal = refusal(f"rank {self.rank}: {report.message}")
@@ -106,14 +109,14 @@ class Commands:
         self._channel = channel
         self.adapters: RankAdapters | None = None
 
-    def next(self) -> messages.Command:
+    def next(self) -> rank_messages.Command:
         """Wait for a command. EOFError if rank 0 has ended."""
         while True:
-            command: messages.Command = self._channel.receive()
-            if not isinstance(command, messages.LoadAdapter | messages.DropAdapter):
+            command: rank_messages.Command = self._channel.receive()
+            if not isinstance(command, rank_messages.LoadAdapter | rank_messages.DropAdapter):
                 return command
             assert self.adapters is not None, f"{command} for a rank without adapters"
-            if isinstance(command, messages.LoadAdapter):
+            if isinstance(command, rank_messages.LoadAdapter):
                 read = self.adapters.load(Adapter(command.digest, command.folder))
                 read.add_done_callback(partial(self._report_read, command.digest))
             else:
@@ -131,4 +134,4 @@ class Commands:
             log.error("an adapter cannot be read", exc_info=error)
         reason = None if error is None else str(error) if isinstance(error, ModelError) else repr(error)
         with suppress(OSError):  # the thread that reads finds the end
-            self._channel.send(messages.AdapterRead(digest, reason and reason[: messages.MAX_REASON_CHARS]))
+            self._channel.send(rank_messages.AdapterRead(digest, reason and reason[: rank_messages.MAX_REASON_CHARS]))

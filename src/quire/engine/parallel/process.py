@@ -17,7 +17,7 @@ from typing import NoReturn
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.engine.messages import failed
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import messages
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.join import join_run
@@ -35,7 +35,7 @@ def main() -> None:
 
 def run_forked(connection: int, inherited: int) -> None:
     """Serve rank 0, which has started this process."""
-    channel = Channel(socket.socket(fileno=connection), messages.decode_command)
+    channel = Channel(socket.socket(fileno=connection), rank_messages.decode_command)
     channel.start(lambda: os._exit(0))
     _start_beating(channel, lambda: os._exit(1))
     try:
@@ -46,7 +46,7 @@ def run_forked(connection: int, inherited: int) -> None:
 
 def run_member(connection: int) -> NoReturn:
     """Join the run that the command of the node names, and serve rank 0."""
-    agent = Channel(socket.socket(fileno=connection), messages.decode_join)
+    agent = Channel(socket.socket(fileno=connection), rank_messages.decode_join)
     agent.start(lambda: os._exit(1))
     try:
         Member(agent, agent.receive()).run()
@@ -57,18 +57,18 @@ def run_member(connection: int) -> NoReturn:
             logging.exception("the rank ends")
         failure = failed(error)
         kind = "ConfigError" if isinstance(error, ConfigError) else failure.kind
-        agent.offer(messages.Ended(kind, failure.message))
+        agent.offer(rank_messages.Ended(kind, failure.message))
     os._exit(1)
 
 
 class Member:
     """A rank that joins, its channel to rank 0, and that to the command of its node. Raises as `join_run`."""
 
-    def __init__(self, agent: Channel, join: messages.Join) -> None:
+    def __init__(self, agent: Channel, join: rank_messages.Join) -> None:
         self._agent, self._join = agent, join
         self._reason = f"rank 0 at {join.address} port {join.port} has closed the connection"
         connection, seals = join_run(join)
-        self._channel = Channel(connection, messages.decode_command, seals)
+        self._channel = Channel(connection, rank_messages.decode_command, seals)
         self._book = AddressBook(self._channel.send)
 
     def run(self) -> NoReturn:
@@ -78,20 +78,20 @@ class Member:
         silence = f"rank 0 at {join.address} gave no sign for {join.options.stall_limit:g} s (stall_limit)"
         _start_beating(channel, lambda: self.end(silence))
         _start_beating(self._agent, lambda: None)
-        self._agent.send(messages.HasJoined())
+        self._agent.send(rank_messages.HasJoined())
         channel.start(lambda: self.end(self._reason), self._handles)
         serve(channel, self._book, join.options)
 
     def end(self, reason: str) -> NoReturn:
         """End the process, with a reason for the command of the node."""
-        self._agent.offer(messages.Ended("EngineError", reason))
+        self._agent.offer(rank_messages.Ended("EngineError", reason))
         os._exit(1)
 
-    def _handles(self, command: messages.Command) -> bool:
-        if isinstance(command, messages.End):
+    def _handles(self, command: rank_messages.Command) -> bool:
+        if isinstance(command, rank_messages.End):
             self._reason = command.reason
             return True
-        if isinstance(command, messages.Published):
+        if isinstance(command, rank_messages.Published):
             self._book.add(command)
             return True
         return False

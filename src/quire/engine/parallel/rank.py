@@ -17,7 +17,7 @@ from quire.engine.adapters.store import rank_adapters
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import failed
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import messages
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.cpu_ranks import CpuRank
@@ -43,9 +43,9 @@ def serve(channel: Channel, inherited: Inherited, own: EngineOptions | None = No
     `own`: the options of a rank's own command on another machine, where folders have other names. Raises EOFError if
     rank 0 has ended.
     """
-    channel.send(messages.Hello(__version__, usable_isas(), own))
+    channel.send(rank_messages.Hello(__version__, usable_isas(), own))
     commands = Commands(channel)
-    load_command = commands.expect(messages.Load)
+    load_command = commands.expect(rank_messages.Load)
     channel.silence_limit_s = load_command.options.stall_limit
     try:
         if own is not None:
@@ -57,12 +57,12 @@ def serve(channel: Channel, inherited: Inherited, own: EngineOptions | None = No
         raise
     except Exception as error:
         refusal = failed(error)
-        channel.send(messages.Refused(refusal.kind, refusal.message))
+        channel.send(rank_messages.Refused(refusal.kind, refusal.message))
         raise
     run()
 
 
-def open_exchange(command: messages.Load, inherited: Inherited) -> RankExchange:
+def open_exchange(command: rank_messages.Load, inherited: Inherited) -> RankExchange:
     """Return the exchanges of a rank, by its device and by what it has inherited; `reset` connects them."""
     if command.options.device == "cuda":
         return rank_exchange(command, inherited if isinstance(inherited, int) else None)
@@ -72,7 +72,7 @@ def open_exchange(command: messages.Load, inherited: Inherited) -> RankExchange:
 
 
 def bring_up(
-    channel: Channel, commands: Commands, command: messages.Load, exchange: RankExchange
+    channel: Channel, commands: Commands, command: rank_messages.Load, exchange: RankExchange
 ) -> Callable[[], NoReturn]:
     """Load a part of the model, measure, and allocate; return what runs plans until the end, which raises EOFError."""
     options = command.options
@@ -83,9 +83,9 @@ def bring_up(
     if options.enable_lora:
         commands.adapters, rows = rank_adapters(options, model, command.shard)
         slots = rows.slots
-    limits = StepLimits(*commands.expect(messages.Measure).limits)
-    channel.send(messages.Measured(device.kv_bytes(model, limits, slots)))
-    sizes = commands.expect(messages.Allocate)
+    limits = StepLimits(*commands.expect(rank_messages.Measure).limits)
+    channel.send(rank_messages.Measured(device.kv_bytes(model, limits, slots)))
+    sizes = commands.expect(rank_messages.Allocate)
     geometry, block_size = model.kv_geometry, options.block_size
     cache = device.allocate_cache(geometry, sizes.num_blocks, block_size, model.back_end)
     batch = PersistentBatch(sizes.max_num_seqs, sizes.max_model_len, block_size, model.vocab_size)
@@ -97,11 +97,11 @@ def bring_up(
         rank: CpuRank | GpuRank = GpuRank(channel, commands, exchange, compute, options)
     else:
         rank = CpuRank(channel, commands, exchange, compute)
-    channel.send(messages.Allocated())
+    channel.send(rank_messages.Allocated())
     return rank.run
 
 
-def load_part(channel: Channel, command: messages.Load, exchange: RankExchange) -> LoadedModel:
+def load_part(channel: Channel, command: rank_messages.Load, exchange: RankExchange) -> LoadedModel:
     """Connect with the other ranks, load this one's part of the model, and report it."""
     if command.num_threads:
         torch.set_num_threads(command.num_threads)
@@ -111,5 +111,5 @@ def load_part(channel: Channel, command: messages.Load, exchange: RankExchange) 
     exchange.reset()
     opened = exchange, command.num_positions
     loaded = load(command.options, path, lambda spec, num_positions: opened)
-    channel.send(messages.Loaded(loaded.model.weight_bytes))
+    channel.send(rank_messages.Loaded(loaded.model.weight_bytes))
     return loaded

@@ -24,8 +24,8 @@ from quire.core.plan import StepPlan, encode
 from quire.core.version import __version__
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
-from quire.engine.options.device import CpuIsa
-from quire.engine.parallel import messages
+from quire.engine.options.device_options import CpuIsa
+from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S
 from quire.engine.parallel.link import Link, RankedModel, RankExchange
 from quire.engine.parallel.peer import Peer, ReportT
@@ -82,7 +82,7 @@ class Transport(Protocol):
     def place_of(self, peer: Peer) -> str:
         """Return what a rank needs to find the exchange, as in `messages.Load`."""
 
-    def handles(self, peer: Peer, report: messages.Report) -> bool:
+    def handles(self, peer: Peer, report: rank_messages.Report) -> bool:
         """Handle a report that comes unasked, in the thread that reads; return whether it was one."""
 
 
@@ -144,13 +144,13 @@ class RankSet:
             for peer in self._starter.start(inherited, self._check, self.lose):
                 self._add(peer)
             exchange = self._exchange = self._transport.open(Shard(0, num_ranks, mode), self.peers)
-        hellos = [self.receive(peer, messages.Hello) for peer in self.peers]
+        hellos = [self.receive(peer, rank_messages.Hello) for peer in self.peers]
         for peer, hello in zip(self.peers, hellos, strict=True):
             self._check_hello(peer, hello)
         sent = replace(options, model=str(path), cpu_isa=self._common_isa(hellos), device=self._device.kind)
         for peer in self.peers:
             threads, place = self._starter.threads_of(peer.rank), self._transport.place_of(peer)
-            peer.send(messages.Load(sent, peer.rank, num_ranks, threads, num_positions, layout, digest, place))
+            peer.send(rank_messages.Load(sent, peer.rank, num_ranks, threads, num_positions, layout, digest, place))
         torch.set_num_threads(self._starter.threads_of(0))
         try:
             exchange.reset()
@@ -160,7 +160,7 @@ class RankSet:
 
     def join(self, loaded: LoadedModel) -> LoadedModel:
         """Wait until all ranks have loaded; return the model of all of them. RankLostError if one has ended."""
-        others = [self.receive(peer, messages.Loaded) for peer in self.peers]
+        others = [self.receive(peer, rank_messages.Loaded) for peer in self.peers]
         model = loaded.model
         assert isinstance(model, Decoder)
         self._own_model = model
@@ -169,17 +169,17 @@ class RankSet:
 
     def kv_bytes(self, device: Device, limits: StepLimits, slots: AdapterSlots | None) -> int:
         """Return the bytes for the KV cache of the rank that has the least. GPUs run the largest step all at once."""
-        self.tell(messages.Measure((*limits,)))
+        self.tell(rank_messages.Measure((*limits,)))
         own = device.kv_bytes(self.own_model, limits, slots)
-        return min(own, *(self.receive(peer, messages.Measured).kv_bytes for peer in self.peers))
+        return min(own, *(self.receive(peer, rank_messages.Measured).kv_bytes for peer in self.peers))
 
     def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
         """Allocate what rank 0 has on all ranks: their parts of as many blocks. ConfigError if memory is short."""
         self._device.check_swap_space(self.own_model.kv_geometry, cache)
         blocks, swap_blocks = cache.num_blocks, cache.num_swap_blocks
-        self.tell(messages.Allocate(blocks, swap_blocks, scheduling.max_num_seqs, scheduling.max_model_len))
+        self.tell(rank_messages.Allocate(blocks, swap_blocks, scheduling.max_num_seqs, scheduling.max_model_len))
         for peer in self.peers:
-            self.receive(peer, messages.Allocated)
+            self.receive(peer, rank_messages.Allocated)
 
     def executor(self, compute: StepCompute, max_num_batched_tokens: int) -> Executor:
         """Return the executor of all ranks; rank 0's worker is of this computation."""
@@ -197,13 +197,13 @@ class RankSet:
         """Drop an adapter on all other ranks."""
         for peer in self.peers:
             with suppress(RankLostError):  # the next step raises it
-                peer.send(messages.DropAdapter(digest))
+                peer.send(rank_messages.DropAdapter(digest))
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send a plan to all ranks. RankLostError if one is lost."""
-        self.tell(messages.Step(encode(plan)))
+        self.tell(rank_messages.Step(encode(plan)))
 
-    def tell(self, command: messages.Command) -> None:
+    def tell(self, command: rank_messages.Command) -> None:
         """Send a command to all ranks. RankLostError if one is lost."""
         self._check()
         for peer in self.peers:
@@ -261,7 +261,7 @@ class RankSet:
         self.peers.append(peer)
         peer.start(lambda peer: self.lose(peer.refusal or peer.lost()), self._transport.handles)
 
-    def _check_hello(self, peer: Peer, hello: messages.Hello) -> None:
+    def _check_hello(self, peer: Peer, hello: rank_messages.Hello) -> None:
         """Raise ConfigError for a rank that cannot be one of this run."""
         if hello.version != __version__:
             raise ConfigError(f"rank {peer.rank} runs Quire {hello.version}, rank 0 runs {__version__}")
@@ -276,7 +276,7 @@ class RankSet:
             if each.name not in OWN_SETTINGS and theirs != ours:
                 raise ConfigError(f"rank {peer.rank} ({peer.place}) has {each.name} {theirs!r}, rank 0 has {ours!r}")
 
-    def _common_isa(self, hellos: list[messages.Hello]) -> CpuIsa:
+    def _common_isa(self, hellos: list[rank_messages.Hello]) -> CpuIsa:
         """Return the best instruction set that all ranks have. ConfigError if there is none."""
         asked = self._options.cpu_isa
         usable = usable_isas() if asked == "auto" else (asked,)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.engine.parallel.messages import Report
 from quire.engine.parallel.peer import Peer
+from quire.engine.parallel.rank_messages import Report
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_gather import HEADER_BYTES, REGION_BYTES, CppGather, CppSum, JoinedHead
 from quire.kernels.cpp.cpp_linear import CppLinear

@@ -10,7 +10,7 @@ from typing import Protocol
 from quire.core.errors import ConfigError, EngineError
 from quire.engine.launcher import spinning_environment, start_module, wait_or_kill
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import messages, node
+from quire.engine.parallel import node, rank_messages
 from quire.engine.parallel.addresses import RunAddress, run_address
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.join import Joined, JoinPort
@@ -35,7 +35,7 @@ class ForkedRanks:
             process, connection = start_module(
                 node.PROCESS_MODULE, env=spinning_environment(), descriptors=inherited
             )
-            channel = Channel(connection, messages.decode_report)
+            channel = Channel(connection, rank_messages.decode_report)
             self._peers.append(Peer(rank, channel, process, f"process {process.pid}"))
             yield self._peers[-1]
 
@@ -139,7 +139,7 @@ class JoinedRanks:
 def _peer_of(joined: Joined | ConfigError, missing: set[int]) -> Peer:
     if isinstance(joined, ConfigError):
         raise joined
-    channel = Channel(joined.connection, messages.decode_report, joined.seals)
+    channel = Channel(joined.connection, rank_messages.decode_report, joined.seals)
     if joined.rank not in missing:
         channel.close()
         raise ConfigError(

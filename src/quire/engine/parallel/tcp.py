@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroupGloo
 from quire.core.errors import RankLostError
 from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.link import GatheredHead, as_bytes, joined, padded, widest
-from quire.engine.parallel.messages import Published, Report
 from quire.engine.parallel.peer import Peer
+from quire.engine.parallel.rank_messages import Published, Report
 from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError

@@ -26,7 +26,7 @@ from quire.engine.formats import TokenizerUse
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Command, EngineDeadError, EngineState, Report
 from quire.engine.options import EngineOptions
-from quire.engine.options.parallel import START_TIMEOUT_S
+from quire.engine.options.parallel_options import START_TIMEOUT_S
 from quire.engine.processes.base_client import SingleEngine
 from quire.engine.processes.connection import EngineConnection
 from quire.engine.processes.forecast import Asked, Forecast, asked_of

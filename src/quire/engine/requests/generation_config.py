@@ -14,7 +14,7 @@ from quire.core.model_files import read_json_object
 from quire.core.sampling_params import SamplingParams
 from quire.engine.messages import SamplingDefaults
 from quire.engine.options import EngineOptions
-from quire.engine.options.sampling import OVERRIDE
+from quire.engine.options.sampling_options import OVERRIDE
 from quire.model.config import EOS_KEY, GENERATION_CONFIG_FILE, checked_eos_token_ids
 from quire.model.resolve import resolve_model
 

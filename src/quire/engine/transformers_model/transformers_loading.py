@@ -20,7 +20,7 @@ from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json_object
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
-from quire.engine.options.device import CpuIsa
+from quire.engine.options.device_options import CpuIsa
 from quire.engine.requests.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.sizing import ModelLimits
 from quire.engine.transformers_model import attention_hook as hook

@@ -30,7 +30,7 @@ from quire.server.options import Limits
 
 _VERSIONS = frozenset({"1.0", "1.1"})
 
-Part = Literal["head", "body"]
+Part = Literal["head", "body", "upgrade"]  # upgrade: the head of a request that is parsed again as a plain one
 
 
 class _UnknownLength(int):
@@ -85,7 +85,7 @@ class Protocol(HttpToolsProtocol):
 
     # Beside a dict with uvicorn's attributes, whose keys all connections share: with more than 30 they would not.
     __slots__ = (
-        "_answering", "_gate", "_header_size", "_is_refused", "_is_upgrade", "_limits", "_num_held_bytes",
+        "_answering", "_gate", "_header_size", "_is_refused", "_limits", "_num_held_bytes",
         "_paced", "_part", "_pending_error", "_receive_timer", "_refused", "_send_timer",
     )  # fmt: skip
 
@@ -99,7 +99,6 @@ class Protocol(HttpToolsProtocol):
         self._header_size = _HeaderSize()
         self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
         self._is_refused = False
-        self._is_upgrade = False                      # asked for by the latest request
         self._answering: RequestResponseCycle | None = None  # the current request; uvicorn's `cycle` is the latest
         self._pending_error: ApiError | None = None      # sent after the responses to all earlier requests
         self._receive_timer: asyncio.TimerHandle | None = None
@@ -211,8 +210,8 @@ class Protocol(HttpToolsProtocol):
         """
         if self.parser.get_http_version() not in _VERSIONS:  # a request line without one counts as 0.9
             raise ApiError(400, "this is not a valid HTTP/1.1 request")
-        self._is_upgrade = bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
-        if self._is_upgrade:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._part = "upgrade"
             return
         most = self._limits.max_pipelined_requests
         if len(self.pipeline) >= most:
@@ -236,9 +235,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timer of a complete request."""
-        self._part = None
+        is_upgrade, self._part = self._part == "upgrade", None
         self._num_held_bytes = 0
-        if self._is_upgrade:
+        if is_upgrade:
             return
         self._cancel_receive_timer()
         super().on_message_complete()

@@ -21,8 +21,8 @@ from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.api.chat import ChatPrompt, rendered
 from quire.server.api.pinning import pin_prompt
 from quire.server.api.preparation import ApiRequest
-from quire.server.apis.messages.conversion import deferred_tools, openai_messages, openai_tools, system_blocks
 from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
+from quire.server.apis.messages.openai_conversion import deferred_tools, openai_messages, openai_tools, system_blocks
 from quire.server.errors import ApiError, invalid
 from quire.server.service import Service
 

@@ -23,7 +23,9 @@ from quire.server.api.preparation import (
 )
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.messages.cache_control import CachedPrefixes, cut_conversation, last_mark
-from quire.server.apis.messages.conversion import (
+from quire.server.apis.messages.message_builder import MessageBuilder, MessagesRequest
+from quire.server.apis.messages.messages_bodies import ERRORS, ConversationBody, MessagesBody
+from quire.server.apis.messages.openai_conversion import (
     check_context_edits,
     continues,
     deferred_tools,
@@ -35,8 +37,6 @@ from quire.server.apis.messages.conversion import (
     thinking_budget,
     thinking_effort,
 )
-from quire.server.apis.messages.message_builder import MessageBuilder, MessagesRequest
-from quire.server.apis.messages.messages_bodies import ERRORS, ConversationBody, MessagesBody
 from quire.server.errors import ApiError, invalid
 from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
 from quire.server.http.request_body import received_s_of

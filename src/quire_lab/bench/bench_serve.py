@@ -9,11 +9,11 @@ import uvloop
 
 from quire.core.errors import ConfigError, EngineError
 from quire_lab.bench import report
+from quire_lab.bench.bench_flags import ArrivalFlags, LimitFlags, SearchFlags, ServedWorkloadFlags, ServerFlags
 from quire_lab.bench.find_rate import Probe, RateFinder
-from quire_lab.bench.flags import ArrivalFlags, LimitFlags, SearchFlags, ServedWorkloadFlags, ServerFlags
 from quire_lab.bench.machine import client_facts
 from quire_lab.bench.serve_report import request_records, sentence, serve_record
-from quire_lab.bench.server import Measured, ServerUnderTest, server_under_test
+from quire_lab.bench.server import MeasuredLoad, ServerUnderTest, server_under_test
 from quire_lab.sim.workloads import WorkItem
 
 _INTERRUPTED = 130
@@ -77,7 +77,7 @@ class ServeCommand:
             report.print_line(interrupted if found.best is None else found.verdict(self.search.attain))
         self._end(server, record | {"find_rate": found.figures(probe.figures for probe in finder.probes)}, problem)
 
-    def _print(self, server: ServerUnderTest, measured: Measured, items: list[WorkItem]) -> report.Record:
+    def _print(self, server: ServerUnderTest, measured: MeasuredLoad, items: list[WorkItem]) -> report.Record:
         """Print a load's report and return it as a record."""
         limits = self.limits.limits
         record = serve_record(*measured, limits)

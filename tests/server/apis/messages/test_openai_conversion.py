@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from quire.server.apis.messages.conversion import (
+from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
+from quire.server.apis.messages.openai_conversion import (
     check_context_edits,
     deferred_tools,
     openai_messages,
     system_blocks,
     thinking_effort,
 )
-from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
 from quire.server.errors import ApiError
 
 Json = dict[str, Any]

@@ -14,9 +14,9 @@ import torch
 
 from quire.kernels.choice import choose_back_end
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
-from quire_lab.paper import command, measured, pictures, runs, serving
-from quire_lab.paper.command import NAMES
+from quire_lab.paper import measured, paper_command, pictures, runs, serving
 from quire_lab.paper.figures import FIGURES, Result, Settings, made
+from quire_lab.paper.paper_command import NAMES
 from quire_lab.sim.datasets import DATASETS, workload
 from quire_lab.sim.workloads import WorkItem
 
@@ -93,7 +93,7 @@ def test_all_figures_make_one_report(run: Run, tmp_path: Path, monkeypatch: pyte
             monkeypatch.setattr(module, "workload", recorded)
         return made(name, settings)
 
-    monkeypatch.setattr(command, "made", tracked)
+    monkeypatch.setattr(paper_command, "made", tracked)
     monkeypatch.setattr(serving, "GRID", [0.1, 1.0])
     monkeypatch.setattr(serving, "SIZES", (16,))
     monkeypatch.setattr(runs, "map_processes", in_this_process)
