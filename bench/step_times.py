@@ -2,10 +2,11 @@
 
     python bench/step_times.py MODEL                                        # settings of the table, in turns
     python bench/step_times.py MODEL --settings '{"cpu_isa": "avx2"}' --seconds 60
+    OMP_NUM_THREADS=1 python bench/step_times.py MODEL --cpu-time           # on a machine that does other work
 
 Requests arrive by chance, with prompts of 4 to 8,000 tokens and limits of a step that change; the first eighth of the
 steps, in which prices are learnt, does not count. Other work on the machine is in the figures, as it is in those of a
-server.
+server, but with `--cpu-time`: then steps are measured in the running time of the one thread that computes them.
 """
 
 import json
@@ -13,13 +14,16 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 
 from adapters import write_adapter
 from quire import LLM, LoRARequest, SamplingParams
+from quire.execution import worker
 from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire_lab.bench.machine import machine_facts
 
@@ -41,11 +45,13 @@ def cases() -> dict[str, Settings]:
     }
 
 
-def ratios_of(llm: LLM, seconds: float, adapters: list[LoRARequest | None]) -> dict[str, list[float]]:
+def ratios_of(
+    llm: LLM, seconds: float, adapters: list[LoRARequest | None], clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Run random requests for so long; return measured over predicted seconds of steps, by their kind."""
     rng, engine, found = random.Random(1), llm._engine.engine, dict[str, list[float]]()
-    ends_s, num_steps = time.monotonic() + seconds, 0
-    while time.monotonic() < ends_s:
+    ends_s, num_steps = clock() + seconds, 0
+    while clock() < ends_s:
         if num_steps % STEPS_PER_CHUNK == 0:
             engine.scheduler.planner._prefill_budget._budget = rng.choice(CHUNKS)
         num_requests = len(engine.scheduler.queues.requests)
@@ -68,8 +74,12 @@ def main(
     settings: Annotated[str, typer.Option(help="of one engine, as JSON, instead of the table's")] = "",
     seconds: Annotated[float, typer.Option(help="for each row")] = 40.0,
     dummy: Annotated[bool, typer.Option(help="random weights of the shapes in config.json")] = False,
+    cpu_time: Annotated[bool, typer.Option(help="running time of the one thread that computes, not wall time")] = False,
 ) -> None:
     """Print how far measured steps were from predicted ones."""
+    if cpu_time:
+        worker.time = SimpleNamespace(perf_counter=time.thread_time)
+    clock = time.process_time if cpu_time else time.monotonic
     print(machine_facts())
     print(f"{'settings':24}{'steps':14}{'number':>8}{'within 20 %':>14}{'off, median':>14}{'p90':>8}")
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +88,7 @@ def main(
             if "enable_lora" in own:
                 adapters += [write_adapter(model, Path(folder) / str(number), number, RANK) for number in range(2)]
             with LLM(model, load_format="dummy" if dummy else "auto", **COMMON | own) as llm:
-                for kind, ratios in sorted(ratios_of(llm, seconds, adapters).items()):
+                for kind, ratios in sorted(ratios_of(llm, seconds, adapters, clock).items()):
                     off = sorted(abs(1 / ratio - 1) for ratio in ratios[int(len(ratios) * LEARNING) :])
                     close = sum(each <= CLOSE for each in off) / len(off)
                     print(

@@ -9,6 +9,7 @@ from quire.core.step_times import StepTimes, StepWork, chunk_work
 
 def test_work_of_a_chunk_counts_the_pairs_of_each_query() -> None:
     assert chunk_work(10, 3) == StepWork(3, 11 + 12 + 13, 13)
+    assert chunk_work(10, 3, 2) == StepWork(1, 11 + 12 + 13, 13, 2)
     assert chunk_work(10, 0) == StepWork()
     whole, parts = chunk_work(0, 9), chunk_work(0, 4) + chunk_work(4, 5)
     assert whole[:2] == parts[:2]
@@ -18,7 +19,7 @@ def test_work_of_a_chunk_counts_the_pairs_of_each_query() -> None:
 def test_most_tokens_is_the_longest_chunk_that_fits(seed: int) -> None:
     rng = random.Random(seed)
     token_s, attended_s, context_s = (rng.choice([0.0, 10 ** rng.uniform(-7, -2)]) for _ in range(3))
-    times = StepTimes(0.02, token_s or 1e-4, attended_s, context_s)
+    times = StepTimes(0.02, token_s or 1e-4, attended_s, context_s, 0.0)
     for _ in range(50):
         start, seconds = rng.choice([0, 1, 100, 20_000]), 10 ** rng.uniform(-4, 1)
         most = times.most_tokens(start, seconds)
@@ -31,5 +32,5 @@ def test_most_tokens_is_the_longest_chunk_that_fits(seed: int) -> None:
 
 
 def test_tokens_that_cost_nothing_have_no_limit() -> None:
-    assert StepTimes(0.02, 0.0, 0.0, 0.0).most_tokens(100, 0.5) > 1_000_000
-    assert StepTimes(0.02, 0.0, 0.0, 0.0).most_tokens(100, 0.0) == 0
+    assert StepTimes(0.02, 0.0, 0.0, 0.0, 0.0).most_tokens(100, 0.5) > 1_000_000
+    assert StepTimes(0.02, 0.0, 0.0, 0.0, 0.0).most_tokens(100, 0.0) == 0

@@ -240,7 +240,7 @@ def ranks_as(make: type[ForkedRanks]) -> Iterator[None]:
 def fix_times(llm: LLM) -> None:
     """Let the engine plan by prices of its own, so that the rows are the same on every machine."""
     time = llm._engine.engine.scheduler.planner.time
-    time.record(StepTimes(step_s=0.002, token_s=0.001, attended_s=1e-6, context_s=1e-6))
+    time.record(StepTimes(step_s=0.002, token_s=0.001, attended_s=1e-6, context_s=1e-6, sample_s=0.001))
     time.record = lambda times: None  # type: ignore[method-assign]
 
 

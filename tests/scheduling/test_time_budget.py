@@ -10,7 +10,7 @@ from quire.core.step_times import StepTimes, StepWork, chunk_work
 from quire.scheduling.time_budget import TimeBudget
 from support.scheduling import Harness
 
-PRICES = StepTimes(step_s=0.02, token_s=0.001, attended_s=1e-6, context_s=1e-6)
+PRICES = StepTimes(step_s=0.02, token_s=0.001, attended_s=1e-6, context_s=1e-6, sample_s=0.001)
 BUDGET = 256
 
 

@@ -318,7 +318,7 @@ def random_params(rng: random.Random, *, crowded: bool) -> dict[str, Any]:
 
 def random_times(rng: random.Random) -> StepTimes | None:
     """Return prices, a step itself for about 1, most of them so that a few tokens take as long."""
-    prices = (rng.choice([0.0, rng.uniform(0, most)]) for most in (0.5, 0.05, 0.05))
+    prices = (rng.choice([0.0, rng.uniform(0, most)]) for most in (0.5, 0.05, 0.05, 0.5))
     return rng.choice([None, *[StepTimes(rng.uniform(0.5, 2), *prices, rng.choice([1.0, 1.3]))] * 4])
 
 

@@ -33,7 +33,7 @@ class StaleTimer(StepTimer):
         super().__init__()
         self.times = times
 
-    def record(self, starts: object, stops: object, seconds: float) -> float | None:
+    def record(self, starts: object, stops: object, num_samples: int, seconds: float) -> float | None:
         return None
 
 
@@ -44,16 +44,17 @@ class LyingTimer(StaleTimer):
         super().__init__(times)
         self._rng, self._truth = rng, times
 
-    def record(self, starts: object, stops: object, seconds: float) -> float | None:
-        prices = [price * self._rng.choice([0.0, 1e-6, 0.1, 1.0, 10.0, 1e6]) for price in self._truth[:4]]
-        self.times = StepTimes(max(prices[0], 1e-9), prices[1], prices[2], prices[3], self._rng.choice([1.0, 1.5]))
+    def record(self, starts: object, stops: object, num_samples: int, seconds: float) -> float | None:
+        prices = [price * self._rng.choice([0.0, 1e-6, 0.1, 1.0, 10.0, 1e6]) for price in self._truth[:5]]
+        self.times = StepTimes(max(prices[0], 1e-9), *prices[1:], self._rng.choice([1.0, 1.5]))
         return None
 
 
 def random_times(rng: random.Random) -> StepTimes:
     """Return prices of a machine on which a step takes 1 to 500 ms."""
     step_s = 10 ** rng.uniform(-3, -0.3)
-    return StepTimes(step_s, step_s * rng.uniform(0, 0.5), step_s * rng.uniform(0, 0.01), step_s * rng.uniform(0, 0.01))
+    prices = (step_s * rng.uniform(0, most) for most in (0.5, 0.01, 0.01, 0.5))
+    return StepTimes(step_s, *prices)
 
 
 def random_speed(rng: random.Random) -> Callable[[float], float]:
@@ -78,9 +79,11 @@ def random_timer(rng: random.Random, times: StepTimes) -> StepTimer | None:
 
 def work_of(plan: StepPlan) -> StepWork:
     """Return what a plan computes."""
-    work = StepWork()
+    sampled = set(plan.sample_tokens)
+    work, end = StepWork(), 0
     for start, count in zip(plan.starts, plan.counts, strict=True):
-        work += chunk_work(start, count)
+        work += chunk_work(start, count, len(sampled.intersection(range(end, end + count))))
+        end += count
     return work
 
 

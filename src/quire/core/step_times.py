@@ -1,8 +1,9 @@
 """Model of a step's time: seconds from its work alone. The worker fits it, the scheduler plans chunks of prompts by it.
 
 A step reads all weights, multiplies its tokens with them, multiplies each query with the keys that it sees, and reads
-the contexts of its rows. Each part has a price, and the sum is the step's time. The scheduler has no clock: prices
-come with the results of steps, so a recorded run can be repeated.
+the contexts of its rows. Each part has a price, and the sum is the step's time. Tokens behind which the next one is
+drawn have a price of their own: they need logits, but there are few in a step, and the first few cost little while the
+weights are read. The scheduler has no clock: prices come with the results of steps, so a recorded run can be repeated.
 """
 
 import math
@@ -12,24 +13,30 @@ from typing import Literal, NamedTuple
 class StepWork(NamedTuple):
     """What a step computes.
 
-    num_tokens: in all; num_attended: pairs of a query and a token that it sees; num_context: tokens of the contexts,
-    the new ones included, over all rows.
+    num_tokens: those of chunks, behind which nothing is drawn; num_attended: pairs of a query and a token that it sees;
+    num_context: tokens of the contexts, the new ones included, over all rows; num_samples: tokens behind which the next
+    one is drawn, each draft too.
     """
 
     num_tokens: float = 0
     num_attended: float = 0
     num_context: float = 0
+    num_samples: float = 0
 
     def __add__(self, other: tuple[float, ...]) -> "StepWork":  # type: ignore[override]
         """Return the work of both."""
-        num_tokens, num_attended, num_context = other
-        return StepWork(self.num_tokens + num_tokens, self.num_attended + num_attended, self.num_context + num_context)
+        num_tokens, num_attended, num_context, num_samples = other
+        return StepWork(
+            self.num_tokens + num_tokens, self.num_attended + num_attended, self.num_context + num_context,
+            self.num_samples + num_samples,
+        )  # fmt: skip
 
 
-def chunk_work(start: int, num_tokens: int) -> StepWork:
-    """Return the work of tokens [start, start + num_tokens) of one sequence."""
+def chunk_work(start: int, num_tokens: int, num_samples: int = 0) -> StepWork:
+    """Return the work of tokens [start, start + num_tokens) of one sequence, the last `num_samples` with a sample."""
     num_attended = num_tokens * start + num_tokens * (num_tokens + 1) / 2
-    return StepWork(num_tokens, num_attended, start + num_tokens if num_tokens else 0)
+    num_context = start + num_tokens if num_tokens else 0
+    return StepWork(num_tokens - num_samples, num_attended, num_context, num_samples)
 
 
 StepKind = Literal["decode", "mixed", "prefill"]  # decodes only, prompts beside decodes, prompts only
@@ -58,6 +65,7 @@ class StepTimes(NamedTuple):
     token_s: float
     attended_s: float
     context_s: float
+    sample_s: float
     margin: float = 1.0
 
     @property
@@ -69,7 +77,7 @@ class StepTimes(NamedTuple):
         """Return the likely seconds of a step."""
         return (
             self.step_s + self.token_s * work.num_tokens + self.attended_s * work.num_attended
-            + self.context_s * work.num_context
+            + self.context_s * work.num_context + self.sample_s * work.num_samples
         )  # fmt: skip
 
     def most_tokens(self, start: int, seconds: float) -> int:

@@ -45,9 +45,21 @@ MARGIN_SHARE = 0.9     # part of these steps that are within it
 LEAST_MARGIN_STEPS, FIRST_MARGIN, MOST_MARGIN = 8, 1.1, 1.5
 LOT_S = 0.01           # shorter steps are fitted in lots of this length, as one: a fit takes some 40 microseconds
 # Prices before a measurement, in units of a step without tokens: while the weights are read 4 tokens are computed, one
-# behind 4,000 others takes as long as two, and reading the weights as long as reading 100,000 tokens of context. Only
-# the ratios count, and only until steps of a kind have been measured: then a chunk that is too short costs little.
-GUESS = np.array([1.0, 1 / 4, 1 / 4 / 4000, 1 / 100_000])
+# behind 4,000 others takes as long as two, and reading the weights as long as reading 100,000 tokens of context or as
+# drawing 8 tokens. Only the ratios count, and only until steps of a kind have been measured: then a chunk that is too
+# short costs little.
+GUESS = np.array([1.0, 1 / 4, 1 / 4 / 4000, 1 / 100_000, 1 / 8])
+
+
+_NUM_PRICES = len(GUESS)
+
+
+class _Step(NamedTuple):
+    """A step of entries at positions [starts[i], stops[i]), and how many tokens it has drawn."""
+
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    num_samples: int
 
 
 class _Lot(NamedTuple):
@@ -62,10 +74,10 @@ class _Measured:
     """Steps as sums of their work per second, the latest with the most weight."""
 
     def __init__(self) -> None:
-        self.squares, self.sums, self.weight = np.zeros((4, 4)), np.zeros(4), 0.0
+        self.squares, self.sums, self.weight = np.zeros((_NUM_PRICES, _NUM_PRICES)), np.zeros(_NUM_PRICES), 0.0
 
     def add(self, work: Floats, seconds: float) -> None:
-        """Add a step of work [4]; those before it fade."""
+        """Add a step of work [_NUM_PRICES]; those before it fade."""
         scaled, fading = work / seconds, 1 - 1 / NUM_KEPT
         self.squares = self.squares * fading + np.outer(scaled, scaled)
         self.sums = self.sums * fading + scaled
@@ -88,18 +100,20 @@ class StepTimer:
     def __init__(self) -> None:
         self.times: StepTimes | None = None                  # None: nothing was measured yet
         self._prices: Floats | None = None
-        self._steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # not yet looked at
+        self._steps: list[_Step] = []                        # not yet looked at
         self._steps_s = 0.0
         self._kinds = [_Measured(), _Measured()]             # decodes, steps with chunks
         self._surprises: list[_Lot] = []                     # not yet fitted
         self._ratios = deque[float](maxlen=MARGIN_STEPS)     # measured to predicted, of steps with chunks
 
-    def record(self, starts: NDArray[np.int64], stops: NDArray[np.int64], seconds: float) -> float | None:
-        """Record a step of entries at positions [starts[i], stops[i]).
+    def record(
+        self, starts: NDArray[np.int64], stops: NDArray[np.int64], num_samples: int, seconds: float
+    ) -> float | None:  # fmt: skip
+        """Record a step of entries at positions [starts[i], stops[i]) that has drawn so many tokens.
 
         Return measured over predicted seconds of the lot that it completes; None without a lot or a prediction.
         """
-        self._steps.append((starts, stops))
+        self._steps.append(_Step(starts, stops, num_samples))
         self._steps_s += seconds
         if self._steps_s < LOT_S:
             return None
@@ -134,8 +148,8 @@ class StepTimer:
     def _fit(self) -> None:
         if any(kind.weight for kind in self._kinds):
             self._prices = _fitted(self._kinds)
-            step_s, token_s, attended_s, context_s = self._prices.tolist()
-            self.times = StepTimes(step_s, token_s, attended_s, context_s, self._margin())
+            step_s, token_s, attended_s, context_s, sample_s = self._prices.tolist()
+            self.times = StepTimes(step_s, token_s, attended_s, context_s, sample_s, self._margin())
 
     def _margin(self) -> float:
         if len(self._ratios) < LEAST_MARGIN_STEPS:
@@ -156,13 +170,14 @@ def _error(kinds: list[_Measured], lots: list[_Lot]) -> float:
     return sum(kind.error(prices) for kind in together)
 
 
-def _lot(steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]], seconds: float) -> _Lot:
+def _lot(steps: list[_Step], seconds: float) -> _Lot:
     """Return what prices are multiplied with, over all of these steps."""
-    starts, stops = steps[0] if len(steps) == 1 else map(np.concatenate, zip(*steps, strict=True))
-    counts = stops - starts
-    num_tokens, num_attended = int(counts.sum()), int(counts @ (starts + stops + 1)) / 2
-    work = np.array([len(steps), num_tokens, num_attended, int(stops.sum())], dtype=np.float64)
-    return _Lot(work, num_tokens > len(counts), seconds)
+    work = np.zeros(_NUM_PRICES)
+    for starts, stops, num_samples in steps:
+        counts = stops - starts
+        num_attended = int(counts @ (starts + stops + 1)) / 2
+        work += 1, max(int(counts.sum()) - num_samples, 0), num_attended, int(stops.sum()), num_samples
+    return _Lot(work, bool(work[1]), seconds)
 
 
 def _fitted(kinds: list[_Measured]) -> Floats:
@@ -172,11 +187,11 @@ def _fitted(kinds: list[_Measured]) -> Floats:
     """
     squares, sums = sum(kind.squares for kind in kinds), sum(kind.sums for kind in kinds)
     unit = GUESS * (GUESS @ sums) / (GUESS @ squares @ GUESS)
-    left = np.outer(unit, unit) * squares + GUESS_WEIGHT * np.eye(4)
+    left = np.outer(unit, unit) * squares + GUESS_WEIGHT * np.eye(_NUM_PRICES)
     right = unit * sums + GUESS_WEIGHT
-    used = np.ones(4, dtype=bool)
+    used = np.ones(_NUM_PRICES, dtype=bool)
     while True:
-        found = np.zeros(4)
+        found = np.zeros(_NUM_PRICES)
         found[used] = np.linalg.solve(left[np.ix_(used, used)], right[used])
         if (found >= 0).all():
             return np.asarray(found * unit)

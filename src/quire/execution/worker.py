@@ -142,7 +142,7 @@ class StepCompute:
         num_tokens = len(inputs.forward.token_ids)
         if num_tokens > len(inputs.rows):                                          # else every row is a decode
             self._prefill_rate.add(num_tokens, seconds)
-        ratio = self._timer.record(inputs.starts, inputs.stops, seconds)
+        ratio = self._timer.record(inputs.starts, inputs.stops, len(inputs.sample_rows), seconds)
         return structs.replace(result, step_s=seconds, step_ratio=ratio)
 
     def _draw_alone(self, inputs: StepInputs, hidden: Tensor, one: slice) -> SampledTokens:

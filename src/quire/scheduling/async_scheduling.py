@@ -126,7 +126,7 @@ def _num_blocks(chunks: Iterable[Chunk], cache: KVCacheManager) -> int:
 
 def _decode_work(*owners: Iterable[tuple[Request, Sequence]]) -> StepWork:
     """Return what these sequences compute: the token behind the known ones, which the running step samples."""
-    return sum((chunk_work(sequence.num_tokens, 1) for each in owners for _, sequence in each), StepWork())
+    return sum((chunk_work(sequence.num_tokens, 1, 1) for each in owners for _, sequence in each), StepWork())
 
 
 def _num_missing(sequence: Sequence) -> int:

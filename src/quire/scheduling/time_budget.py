@@ -99,7 +99,7 @@ class TimeBudget:
 
     def _measure(self, start: int) -> float:
         """Return the seconds that decodes leave; infinity without decodes or prices, 0 if no token at `start` fits."""
-        if self.times is None or self.target_s == math.inf or not (work := self._decodes()).num_tokens:
+        if self.times is None or self.target_s == math.inf or not (work := self._decodes()).num_context:
             return math.inf
         self.decode_s = self.times.seconds(work)
         left_s = room_s(self.times, self.decode_s, self.target_s)
@@ -143,12 +143,14 @@ def decodes(sequence: Sequence) -> bool:
 
 def decode_work(running: Iterable[Request]) -> StepWork:
     """Return what the decoding sequences of running requests compute in a step, with the drafts that wait."""
-    num_tokens = num_attended = num_context = 0.0
+    num_tokens = num_attended = num_context = num_samples = 0.0
     for request in running:
         for sequence in request.live:
             if sequence.row == NO_ROW or not decodes(sequence):
                 continue
             start = sequence.num_computed_tokens
-            tokens, attended, context = chunk_work(start, sequence.num_tokens - start + len(sequence.drafts))
-            num_tokens, num_attended, num_context = num_tokens + tokens, num_attended + attended, num_context + context
-    return StepWork(num_tokens, num_attended, num_context)
+            num_drafts = len(sequence.drafts)
+            work = chunk_work(start, sequence.num_tokens - start + num_drafts, 1 + num_drafts)
+            num_tokens, num_attended = num_tokens + work.num_tokens, num_attended + work.num_attended
+            num_context, num_samples = num_context + work.num_context, num_samples + work.num_samples
+    return StepWork(num_tokens, num_attended, num_context, num_samples)

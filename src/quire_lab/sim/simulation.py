@@ -74,7 +74,7 @@ class SimulatedExecutor:
         if self._timer is not None:
             rates = rates._replace(step_times=self._timer.times)  # the steps before give them, as in a worker
             starts = np.array(plan.starts, dtype=np.int64)
-            ratio = self._timer.record(starts, starts + np.array(plan.counts), seconds)
+            ratio = self._timer.record(starts, starts + np.array(plan.counts), len(plan.sample_rows), seconds)
         self.on_step(plan, seconds)
         num_swapped = len(plan.swap_outs) + len(plan.swap_ins)
         return StepResult(

@@ -13,8 +13,8 @@ from quire.engine.messages import EngineState, Stepped
 from quire.engine.processes.forecast import FRESH_S, LATE_LONGER, MOST_OFF, Asked, Forecast, QueuedRequests
 from support.scheduling import make_request
 
-TIMES = StepTimes(step_s=0.01, token_s=0.001, attended_s=0.0, context_s=0.0)
-STEPS = StepTimes(step_s=1.0, token_s=0.0, attended_s=0.0, context_s=0.0)
+TIMES = StepTimes(step_s=0.01, token_s=0.001, attended_s=0.0, context_s=0.0, sample_s=0.001)
+STEPS = StepTimes(step_s=1.0, token_s=0.0, attended_s=0.0, context_s=0.0, sample_s=0.0)
 OWN = chunk_work(0, 100)
 
 

@@ -112,13 +112,13 @@ class QueuedRequests:
 
     def _count(self, request: Request, sign: int) -> None:
         """Add a request to the totals, or subtract it."""
-        num_tokens, num_attended, num_context = chunk_work(0, len(request.prompt_token_ids))
+        num_tokens, num_attended, num_context, _ = chunk_work(0, len(request.prompt_token_ids))
         self.num_tokens += sign * len(request.prompt_token_ids) * request.params.n
         counted: tuple[tuple[dict[Any, Before], object], ...] = (
             (self._by_priority, request.priority), (self._by_client, request.client_id)
         )  # fmt: skip
         for totals, key in counted:
-            num_requests, (tokens, attended, context) = totals.get(key, _NONE)
+            num_requests, (tokens, attended, context, _) = totals.get(key, _NONE)
             if num_requests + sign:
                 tokens, attended, context = (
                     tokens + sign * num_tokens, attended + sign * num_attended, context + sign * num_context
@@ -251,7 +251,7 @@ class Forecast:
             return prompts_s + num_steps * (times.step_s + self._host_s)
         num_held = 0 if state.kv is None else state.kv.used_blocks * state.kv.block_size
         num_context = num_held * num_seqs / max(state.num_running_seqs, 1)
-        decode_s = times.seconds(StepWork(num_seqs, num_context, num_context))
+        decode_s = times.seconds(StepWork(0, num_context, num_context, num_seqs))
         left_s = room_s(times, decode_s, self._itl_target_s)
         if left_s <= 0:
             num_between = steps_between(decode_s, self._itl_target_s)
