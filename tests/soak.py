@@ -30,12 +30,12 @@ from support.server import ServerProcess, running_server
 from support.small_tokenizers import byte_level
 
 NUM_CLIENTS = 24
-NUM_BLOCKS = 96              # of 16 tokens: a small part of what the clients ask for at once
+NUM_BLOCKS = 96              # blocks of 16 tokens: a small part of what the clients ask for at once
 ARGUMENTS = ("--num-kv-blocks", str(NUM_BLOCKS), "--num-swap-blocks", "40", "--max-num-seqs", "24",
              "--max-model-len", "512", "--served-model-name", MODEL)  # fmt: skip
 ROUND_S, MIN_ROUNDS, MAX_ROUNDS = 15, 6, 60
 SHARE_CUT, SHARE_INVALID = 0.10, 0.05
-MAX_GROWTH_BYTES = 16 << 20  # of a process, by a straight line through its rounds but the first tenth
+MAX_GROWTH_BYTES = 16 << 20  # growth of a process, by a straight line through its rounds but the first tenth
 MAX_MORE = 4                 # descriptors, threads, tasks: what happens to be open when it is looked at
 INVALID: tuple[dict[str, Any], ...] = (
     {"prompt": ""},
@@ -85,7 +85,7 @@ class Round:
 
 @dataclass(slots=True)
 class Soak:
-    """A run: who is asked, and what was found."""
+    """A run: the server, and what was found."""
 
     server: ServerProcess
     reciter: Reciter

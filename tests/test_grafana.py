@@ -52,7 +52,7 @@ def test_every_selector_asks_for_the_chosen_servers(expression: str) -> None:
 def test_labels_of_legends_and_sums_are_labels_of_the_metrics() -> None:
     text = Metrics("tiny").exposition()[0].decode()
     labels = {
-        sample.name: set(sample.labels) | {"instance"}             # which Prometheus adds
+        sample.name: set(sample.labels) | {"instance"}             # added by Prometheus
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }

@@ -212,7 +212,7 @@ class LLM:
 
         With `continue_final_message`, instead of `add_generation_prompt`, the answer continues the last message.
         `tools` are functions in OpenAI's form, which the template describes to the model; calls are text of the answer.
-        `chat_template_kwargs` are other variables of the template. `lora_request` as of `generate`.
+        `chat_template_kwargs` are other variables of the template. `lora_request` as in `generate`.
         """
         inputs = self._inputs
         how = {
@@ -242,7 +242,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Search the likeliest continuations of every prompt: `params.beam_width` outputs each, the best first.
 
-        `cumulative_logprob` of an output is the sum of its tokens' logprobs. Errors and `lora_request` as of
+        `cumulative_logprob` of an output is the sum of its tokens' logprobs. Errors and `lora_request` as in
         `generate`.
         """
         tokenized = self._adapted(self._tokenize(prompts), lora_request)
@@ -284,7 +284,7 @@ class LLM:
         """Return the score of every pair: one text for all of `data_2`, or as many as it has.
 
         A reranker reads each pair as one prompt, with the `instruction`; the score is between 0 and 1. With an embedder
-        it is the cosine of both embeddings. Other arguments and errors as of `embed`.
+        it is the cosine of both embeddings. Other arguments and errors as in `embed`.
         """
         params = pooling_params or PoolingParams()
         return self._pooling(use_tqdm).score(data_1, data_2, params, instruction, truncate_prompt_tokens, priority)

@@ -19,7 +19,7 @@ from quire_vllm.translation import ROWS, meaning
 from quire_vllm.translation_rows import Row
 from quire_vllm.values import parsed_json
 
-VLLM_KEY = "VLLM_API_KEY"       # in the environment; of servers, after keys from everywhere else
+VLLM_KEY = "VLLM_API_KEY"       # environment variable; for servers, after keys from everywhere else
 _LEVEL = re.compile(r"-O=?(\d)")
 _KEY = re.compile(r"(--?[a-zA-Z][\w-]*)\.(.+)")
 
@@ -39,7 +39,7 @@ class VllmFlags:
         self._row_flags = {flag: row for row in self._rows.values() for flag in (row.flag, *row.flags)}
         self._given: set[str] = set()           # rows that a source of higher precedence has set
         self._off: set[str] = set()             # own switches that are off by a `--no-` flag of vLLM
-        self._keys: dict[str, Any] = {}         # of JSON that was given key by key, by flag
+        self._keys: dict[str, Any] = {}         # JSON that was given key by key, by flag
 
     def arguments(self, arguments: list[str], environment: MutableMapping[str, str]) -> list[str]:
         """Return the arguments of the command, with those that `environment` has in vLLM's names or forms before."""

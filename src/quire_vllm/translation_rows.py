@@ -18,15 +18,15 @@ class Row:
 
     name: str
     takes: Takes = "text"
-    allowed: tuple[Any, ...] = ()        # of a refused one: values without effect, beside those that are empty
+    allowed: tuple[Any, ...] = ()        # for a refused one: values without effect, beside those that are empty
     flags: tuple[str, ...] = ()          # beside the long one
     does: Does = "same"
     sentence: str = ""
     own: str = ""                        # option of Quire that it sets, where that has another name
-    convert: Callable[[Any, str], Any] | None = None  # of a value, and the name for errors, to the own option's value
+    convert: Callable[[Any, str], Any] | None = None  # from a value, and the name for errors, to the own option's value
     spread: Callable[[Any, str], dict[str, Any]] | None = None  # the same, to the values of several own options
     is_engine: bool = True               # else of servers alone
-    is_current: bool = True              # in vLLM 0.33, else of a version before
+    is_current: bool = True              # exists in vLLM 0.33, else in a version before
 
     @property
     def flag(self) -> str:

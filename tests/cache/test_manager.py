@@ -363,7 +363,7 @@ class TestSwapping:
         manager = self.make()
         begin(manager, 1, 6)
         assert manager.swap.swap_out([1]) == [(0, 0), (1, 1)]
-        assert (manager.num_free_blocks, manager.swap.space.num_free_blocks) == (8, 6)
+        assert (manager.num_free_blocks, manager.swap_space.num_free_blocks) == (8, 6)
         manager.check()
         begin(manager, 2, 1)
         manager.end_step()
@@ -372,10 +372,10 @@ class TestSwapping:
         assert [copy.src for copy in copies] == [0, 1]
         assert manager.block_ids(1) == [copy.dst for copy in copies]
         assert manager.num_tokens(1) == 6
-        assert manager.swap.space.num_free_blocks == 6, "held until the step has read them"
+        assert manager.swap_space.num_free_blocks == 6, "held until the step has read them"
         manager.check()
         manager.end_step()
-        assert manager.swap.space.num_free_blocks == 8
+        assert manager.swap_space.num_free_blocks == 8
         stats = manager.stats()
         swapped = stats.swapped_out_blocks, stats.swapped_in_blocks, stats.swap_used_blocks, stats.swap_total_blocks
         assert swapped == (2, 2, 0, 8)
@@ -387,7 +387,7 @@ class TestSwapping:
             manager.swap.swap_out([1])
         assert manager.num_tokens(1) == 6
         manager.check()
-        assert make().swap.space.num_free_blocks == 0
+        assert make().swap_space.num_free_blocks == 0
 
     def test_id_of_a_swapped_sequence_is_taken(self) -> None:
         manager = self.make()
@@ -396,7 +396,7 @@ class TestSwapping:
         with pytest.raises(ValueError, match="sequence 1 already has a block table"):
             manager.create(1)
         manager.free(1)
-        assert manager.swap.space.num_free_blocks == 8
+        assert manager.swap_space.num_free_blocks == 8
         manager.create(1)
 
     def test_footprint_counts_blocks_once_and_tells_who_else_holds_them(self) -> None:
@@ -494,7 +494,7 @@ class TestSwapping:
         manager.end_step()
         assert manager.match(tokens, 12).num_tokens == 0
         manager.check()
-        assert (manager.num_free_blocks, manager.swap.space.num_free_blocks) == (8, 8)
+        assert (manager.num_free_blocks, manager.swap_space.num_free_blocks) == (8, 8)
 
     def test_fork_of_what_comes_in_can_be_found_as_well(self) -> None:
         manager, tokens = self.make(caching=True), list(range(8))

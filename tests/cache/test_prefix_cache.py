@@ -123,7 +123,7 @@ class TestMatch:
         assert match(manager, PROMPT).of_whole_blocks() == match(manager, PROMPT)
 
     def test_source_is_held_until_the_step_is_over(self) -> None:
-        """Nobody may take the block that is about to be copied: copies run before the forward pass."""
+        """The block that is about to be copied: copies run before the forward pass."""
         manager = make(num_blocks=5)
         compute(manager, 0, PROMPT[:12])
         manager.free(0, num_computed=12)

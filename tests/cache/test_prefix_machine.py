@@ -43,12 +43,12 @@ class Live:
     tokens: list[int]
     scope: str | None
     worker_table: list[int]
-    num_computed: int           # by steps that have succeeded
+    num_computed: int           # written by steps that have succeeded
     is_in_step: bool = False    # the step copies or writes for it
     has_appended: bool = False
     copies: list[BlockCopy] = field(default_factory=list)
     writes: range = range(0)    # positions
-    writer: "Live | None" = None  # whose writes of this step it shares, having forked from it
+    writer: "Live | None" = None  # sequence that it has forked from, and shares the writes of this step with
     has_begun_in_step: bool = False  # with a copy, or with what another computes
 
     def leave_step(self) -> None:
@@ -74,14 +74,14 @@ class World:
         self.num_blocks, self.block_size, self.window = num_blocks, block_size, window
         self.num_swap_blocks = num_swap_blocks
         self.live: dict[int, Live] = {}
-        self.swapped: dict[int, Live] = {}     # in the step under way if they go out in it
-        self.swap_outs: list[BlockCopy] = []   # of the step under way
+        self.swapped: dict[int, Live] = {}     # planned in the step under way if they go out in it
+        self.swap_outs: list[BlockCopy] = []   # pending in the step under way
         self.swap_ins: list[BlockCopy] = []
         self.memory: dict[tuple[int, int], int] = {}
         self.swap_memory: dict[tuple[int, int], int] = {}
         self.pinned: dict[int, Pinned] = {}
         self.known: list[list[int]] = [[]]  # tokens of all sequences so far
-        self.awaiting: list[tuple[list[int], str | None, Awaited]] = []  # those that wait for what others compute
+        self.awaiting: list[tuple[list[int], str | None, Awaited]] = []  # sequences that wait for what others compute
         self.new_ids = count()
         self.seen: Counter[str] = Counter()
 
@@ -185,7 +185,7 @@ class World:
             self.unpin(pin_id)
 
     def unpin(self, pin_id: int) -> None:
-        """Let a pin go; between two steps, all of its full blocks are found as long as nobody takes them."""
+        """Let a pin go; between two steps, all of its full blocks are found as long as none is taken."""
         pinned = self.pinned.pop(pin_id)
         assert self.cache.pins.unpin(pin_id)
         assert not self.cache.pins.unpin(pin_id)
@@ -209,7 +209,7 @@ class World:
         return not sources.isdisjoint(self.cache.block_ids(seq_id))
 
     def retract(self) -> None:
-        """Take back what was appended in this step, unless somebody has begun with a part of it."""
+        """Take back what was appended in this step, unless another sequence has begun with a part of it."""
         if any(sequence.has_begun_in_step for sequence in self.live.values()):
             return
         for seq_id, sequence in self.live.items():
@@ -243,7 +243,7 @@ class World:
         sequence.num_computed = num_tokens
         del sequence.tokens[num_tokens:]
         sequence.tokens.append(seq_id % 2)
-        table = self.cache.swap.space.table(seq_id) if is_swapped else self.cache._tables[seq_id]
+        table = self.cache.swap_space.table(seq_id) if is_swapped else self.cache._tables[seq_id]
         del sequence.worker_table[len(table.columns) :]
         self.seen.update(truncated=True, truncated_shared=is_shared, cut=table.is_cut, truncated_swapped=is_swapped)
 
@@ -254,7 +254,7 @@ class World:
         try:
             copies = self.cache.swap.swap_out(group)
         except OutOfBlocksError:
-            assert self.cache.swap.space.num_free_blocks < num_blocks
+            assert self.cache.swap_space.num_free_blocks < num_blocks
             self.seen["swap space full"] += 1
             return
         assert len(copies) <= num_blocks, "a block moved twice"
@@ -356,7 +356,7 @@ class World:
             self.unpin(pin_id)
         self.check()
         assert self.cache.num_free_blocks == self.num_blocks
-        assert self.cache.swap.space.num_free_blocks == self.num_swap_blocks
+        assert self.cache.swap_space.num_free_blocks == self.num_swap_blocks
 
     def _check_is_found(self, sequence: Live, num_tokens: int) -> None:
         """All full blocks can be found, but those behind one that was given up when it had left the window."""
@@ -400,7 +400,7 @@ class World:
             elif any(each.is_in_step for each in self.live.values()):
                 continue
             else:
-                goes_on.append((tokens, scope, awaited))    # between two steps nobody computes anything
+                goes_on.append((tokens, scope, awaited))    # between two steps nothing is computed
         self.awaiting = goes_on[-MAX_SEQUENCES:]
 
     def _check_is_told_later(self, seq_id: int) -> None:
@@ -420,7 +420,7 @@ class World:
 
     def _check_pinned(self, pinned: Pinned) -> None:
         """A pin is found whole, to the last token, and holds what it held."""
-        tokens = [*pinned.tokens, 2]  # which nobody has
+        tokens = [*pinned.tokens, 2]  # owned by no sequence
         found = self.cache.match(tokens, len(tokens), pinned.scope)
         assert (found.num_tokens, found.is_pending) == (len(pinned.tokens), False)
         self._check_match(found, tokens, pinned.scope)

@@ -193,7 +193,7 @@ def test_swapped_sequence_gives_up_swap_blocks() -> None:
     cache.end_step()
     cache.truncate(0, 6)
     cache.check()
-    assert cache.swap.space.num_free_blocks == 2
+    assert cache.swap_space.num_free_blocks == 2
     cache.swap.swap_in([0])
     cache.end_step()
     cache.check()

@@ -74,7 +74,7 @@ def test_wrong_port_in_the_environment_is_an_error_that_names_the_variable(
     monkeypatch.setenv("QUIRE_PORT", value)
     ran = run("serve")
     assert (ran.code, started) == (2, [])
-    told = "".join(ran.err.replace("│", "").split())  # in a box, broken into lines
+    told = "".join(ran.err.replace("│", "").split())  # the box breaks it into lines
     assert f"the environment has QUIRE_PORT={value!r}".replace(" ", "") in told
 
 

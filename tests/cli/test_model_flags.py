@@ -12,7 +12,7 @@ NO_FLAG = {
     "memory_policy",            # baselines, for measurements: flags of `bench throughput` alone
     "batching",
     "max_kv_share_per_key",     # shares of clients, which only servers have: a flag of `serve`
-    "stall_limit", "start_timeout",  # of servers and of ranks: a flag of `serve`
+    "stall_limit", "start_timeout",  # for servers and ranks: a flag of `serve`
 }
 
 

@@ -18,7 +18,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")         # of Ray's own modules
+    warnings.simplefilter("ignore")         # raised in Ray's own modules
     from quire.cluster import routing
     from quire.cluster.routing import EngineCall, ReplicaTable
 

@@ -20,7 +20,7 @@ V1 = "".join(
     for number, name in enumerate(["cpu,cpuacct", "memory", "cpuset"])
 )
 V1_SELF = "5:memory:{path}\n4:cpu,cpuacct:{path}\n3:cpuset:/\n1:name=systemd:/\n0::/\n"
-NO_LIMIT = str(2**63 - 4096)  # of version 1
+NO_LIMIT = str(2**63 - 4096)  # cgroups of version 1
 
 
 class Case(NamedTuple):

@@ -22,7 +22,7 @@ from quire.kernels.sampling import SamplingOps
 SampleRows = Callable[..., SampledTokens]
 ANY_GRAMMAR = StructuredOutputsParams(regex=".*")  # the masks are made by the tests
 
-TOLERANCE = 1e-5  # of a float32 softmax over a few thousand tokens, in probability
+TOLERANCE = 1e-5  # error of a float32 softmax over a few thousand tokens, in probability
 SLACKS = (1.0, 1 - TOLERANCE, 1 + TOLERANCE)
 
 
@@ -149,7 +149,7 @@ def test_grammar_holds_when_the_other_masks_leave_nothing(sample_rows: SampleRow
     assert found.logprobs is not None
     for record in found.logprobs:
         assert record is not None
-        assert record.logprobs == pytest.approx([-np.log(40)] * 2)  # of the raw logits
+        assert record.logprobs == pytest.approx([-np.log(40)] * 2)  # taken from the raw logits
         assert record.token_ids[1] == 0
 
 

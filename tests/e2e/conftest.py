@@ -18,6 +18,6 @@ def reciter(tmp_path_factory: pytest.TempPathFactory) -> Reciter:
 
 @pytest.fixture(scope="module")
 def server(reciter: Reciter) -> Iterator[ServerProcess]:
-    """Serve the model to those who have the key."""
+    """Serve the model to clients with the key."""
     with running_server(str(reciter.folder), "--served-model-name", MODEL, "--api-key", KEY) as running:
         yield running

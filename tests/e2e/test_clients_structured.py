@@ -26,7 +26,7 @@ from support.small_tokenizers import byte_level
 
 LENGTH = 400  # tokens that are enough for any trip
 PROMPT = "Plan a trip as JSON."
-TEXT = 20 * '"}'  # that the model recites
+TEXT = 20 * '"}'  # text that the model recites
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_compaction_and_a_turn_behind_it(site: Site, place: Workplace) -> None:
     *_, last = turns_of(site, before)
     # Codex asks for a summary without tools. Claude Code keeps the last turn, and asks for one behind its prompt.
     assert (SUMMARY if agent.name == "codex" else f"{agent.name} answers again.") in json.dumps(last.body)
-    assert results_in(last.body) == []      # which the turns before had
+    assert results_in(last.body) == []      # tokens that the turns before had
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -122,7 +122,7 @@ class Model(NamedTuple):
     weights: str
     isa: str
     kv_dtype: str
-    tokenizer: str | None  # of another model, for one that has none
+    tokenizer: str | None  # tokenizer of another model, for one that has none
 
     def llm(self, **options: Any) -> LLM:  # noqa: ANN401
         return LLM(

@@ -20,7 +20,7 @@ from support.random_model import write_random_model
 from support.small_tokenizers import write_byte_tokenizer
 
 MAX_TOKENS = 900
-MIN_SHARE = 0.9  # of answers that end
+MIN_SHARE = 0.9  # share of answers that end
 
 
 @pytest.fixture(scope="module")

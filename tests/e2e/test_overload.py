@@ -1,4 +1,4 @@
-"""A burst of twenty times the capacity: who is let in is answered, who is not is told at once, and all goes on."""
+"""A burst of twenty times the capacity: admitted requests are answered, others refused at once, and all goes on."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ async def burst(server: ServerProcess, count: int, body: dict[str, Any], num_hel
 
 
 def test_burst_is_answered_or_refused_at_once(small_server: ServerProcess, reciter: Reciter) -> None:
-    """Who is refused does not wait for those who are let in. How long it takes is what bench/overload.py measures."""
+    """A refusal does not wait for admitted requests. How long it takes is what bench/overload.py measures."""
     server, engine = small_server, small_server.engine_pid()
     body = {"prompt": reciter.prompt(), "max_tokens": len(reciter.script), "temperature": 0}
     responses = asyncio.run(burst(server, NUM_REQUESTS, body, num_held=NUM_SEATS + NUM_PLACES))

@@ -155,7 +155,7 @@ def assert_unhealthy(response: httpx.Response, code: str) -> None:
 
 
 async def health_until_the_end(url: str) -> list[httpx.Response]:
-    """Ask for /health, each time on a new connection, until nobody answers; return the answers."""
+    """Ask for /health, each time on a new connection, until none is answered; return the answers."""
     answers = []
     while True:
         try:

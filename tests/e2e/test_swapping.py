@@ -99,7 +99,7 @@ def test_request_swapped_at_any_position_goes_on_as_if_alone(
     ) as llm:  # fmt: skip
         alone = answers_of(llm.generate([prompt], params, use_tqdm=False)[0])
         scheduler = llm._engine.engine.scheduler
-        llm._engine.engine._max_steps_in_flight = 1  # who is to give way is not planned ahead
+        llm._engine.engine._max_steps_in_flight = 1  # a victim is not planned ahead
         for num_steps in range(2, 24):
             unseen = {"prompt_token_ids": prompt, "cache_salt": str(num_steps)}
             with monkeypatch.context() as patched:

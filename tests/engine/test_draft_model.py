@@ -400,7 +400,7 @@ def test_memory_of_both_models_is_planned() -> None:
     both = assemble(
         EngineOptions(kv_cache_memory="8MiB", max_num_seqs=4, spec_model=str(DEMO_DRAFT)), loads_tokenizer=False
     )
-    draft_bytes = 2 * 2 * 2 * 32 * 2  # of a token: layers, keys and values, heads, head size, bfloat16
+    draft_bytes = 2 * 2 * 2 * 32 * 2  # bytes of a token: layers, keys and values, heads, head size, bfloat16
     assert both.ready.kv_bytes_per_token == alone.ready.kv_bytes_per_token + draft_bytes
     assert both.ready.weights_bytes - alone.ready.weights_bytes >= 2_900_000
     assert both.ready.num_parameters == alone.ready.num_parameters

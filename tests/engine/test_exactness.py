@@ -24,7 +24,7 @@ from support.answers import Answer, answers_of
 from support.random_model import MAX_MODEL_LEN, VOCAB_SIZE, write_random_model
 
 ISAS = usable_isas() or ("auto",)  # auto without the extension: PyTorch's stand-ins
-LENGTHS = (1, 255, 300, 17, 520, 256, 64, 100, 77, 128)  # of prompts
+LENGTHS = (1, 255, 300, 17, 520, 256, 64, 100, 77, 128)  # lengths of prompts
 TIGHT_MODEL_LEN = 320
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

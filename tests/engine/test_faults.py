@@ -222,7 +222,7 @@ POINTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 PASSING = ("forward", "swap out", "swap in", "end of a step", "sample")
 
-# Which requests fail with a hit: exactly one, or none, because the step is computed again in groups that succeed, and
+# Requests that fail with a hit: exactly one, or none, because the step is computed again in groups that succeed, and
 # samples are drawn again.
 MAY_FAIL: dict[str, Callable[[KeysView[int]], bool]] = {
     **dict.fromkeys(PASSING, lambda failed: not failed),

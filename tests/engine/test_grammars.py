@@ -45,7 +45,7 @@ KINDS = {
         grammar='start: "Items: " item (", " item){3} "."\nitem: /[a-z]{1,5}/ "=" /[0-9]{2}/'
     ),
 }
-MODES = ("none", "recompute", "swap")  # of preemption
+MODES = ("none", "recompute", "swap")  # modes of preemption
 PROMPTS = ["def f(x):", "import os\n", "class A:\n    ", "for i in range(3):"]
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

@@ -125,7 +125,7 @@ def test_gpus_of_a_machine_divide_its_swap_space() -> None:
     default, _ = size_engine(EngineOptions(), shared, 10 * GIB, default_swap_bytes=2 * GIB)
     exact, _ = size_engine(EngineOptions(num_swap_blocks=7), shared, 10 * GIB, default_swap_bytes=2 * GIB)
     assert [each.num_swap_blocks for each in (asked, default, exact)] == [128, 256, 7]
-    with pytest.raises(ConfigError, match=r"swap_space of 1048576 bytes holds no KV block"):  # of each
+    with pytest.raises(ConfigError, match=r"swap_space of 1048576 bytes holds no KV block"):  # bytes of each
         size_engine(EngineOptions(swap_space="4MiB"), shared, 10 * GIB)
 
 

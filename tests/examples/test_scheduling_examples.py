@@ -1,4 +1,4 @@
-"""Who gives way and how he comes back; what is reserved without paging (Kwon et al. 2023, 4.5 and 6.1)."""
+"""Victims of preemption and their return; what is reserved without paging (Kwon et al. 2023, 4.5 and 6.1)."""
 
 from typing import get_args
 

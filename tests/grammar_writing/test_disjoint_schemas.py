@@ -107,7 +107,7 @@ def test_unions_of_pydantic() -> None:
 
 def test_proofs_take_bounded_work() -> None:
     many = [tagged(number) for number in range(1000)]
-    assert "anyOf" in without_disjoint_one_of({"oneOf": many})  # by their tag, in linear time
+    assert "anyOf" in without_disjoint_one_of({"oneOf": many})  # told apart by their tag, in linear time
     lengths = [{"type": "string", "minLength": 2 * n, "maxLength": 2 * n + 1} for n in range(80)]
     assert "anyOf" in without_disjoint_one_of({"oneOf": lengths})
     assert len(lengths) ** 2 / 2 < MAX_COMPARISONS < 1000**2 / 2

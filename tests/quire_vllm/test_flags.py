@@ -14,7 +14,7 @@ from quire.server.options import ServerOptions
 Run = Callable[..., Any]
 Serve = Callable[[str], tuple[EngineOptions, ServerOptions, list[str]]]
 Started = list[tuple[EngineOptions, ServerOptions]]
-# Of flags that no line has set, where they differ from those of `EngineOptions`.
+# Values of flags that no line has set, where they differ from those of `EngineOptions`.
 DEFAULTS: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "itl_target_ms": "500"}
 
 

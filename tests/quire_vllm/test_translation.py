@@ -187,7 +187,7 @@ def test_llm_refuses_what_is_not_supported_before_it_loads() -> None:
 def test_unknown_argument_is_a_type_error_that_names_it() -> None:
     with pytest.raises(TypeError, match="enforce_eagr"):
         LLM(enforce_eagr=True)
-    with pytest.raises(TypeError, match="uvicorn_log_level"):  # of servers alone
+    with pytest.raises(TypeError, match="uvicorn_log_level"):  # for servers alone
         LLM(uvicorn_log_level="info")
 
 

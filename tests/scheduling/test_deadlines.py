@@ -81,7 +81,7 @@ def test_preempted_answer_ends_with_what_is_there(mode: str) -> None:
     harness.step()
     assert _outcome(harness, late) == ("length", num_tokens)
     assert num_tokens > 0
-    assert harness.cache.swap.space.num_free_blocks == 10
+    assert harness.cache.swap_space.num_free_blocks == 10
     harness.run()
 
 

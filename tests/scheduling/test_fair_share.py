@@ -208,7 +208,7 @@ def test_service_of_two_clients_that_wait_differs_by_the_papers_bound(
     """Over every stretch in which both have waiting requests, however unequal their loads, and whoever came first."""
     harness = Harness(num_blocks, 4, max_num_seqs, budget, scheduling_policy="fair")
     served = Counter[str]()
-    ahead: list[int] = []   # of the first client, since both have been waiting
+    ahead: list[int] = []   # a request of the first client, since both have been waiting
     requests = [harness.add(p, max_tokens=o, ignore_eos=True, client_id="first") for p, o in first]
     for number in range(10_000):
         if number == late:

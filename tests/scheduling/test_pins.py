@@ -29,7 +29,7 @@ def num_pinned(harness: Harness) -> int:
 
 
 def flood(harness: Harness) -> None:
-    """Requests that evict everything that nobody holds."""
+    """Requests that evict everything without an owner."""
     for salt in range(20):
         harness.add(40, salt=str(salt), max_tokens=20, ignore_eos=True)
     harness.run()

@@ -1,4 +1,4 @@
-"""The scheduler over a cache that finds prefixes: what is computed, who waits for whom, and what comes back."""
+"""The scheduler over a cache that finds prefixes: computed tokens, requests that wait for others, what comes back."""
 
 from collections.abc import Iterator
 
@@ -153,7 +153,7 @@ class TestWaitingForEachOther:
         finish(harness, *sharing, *others)
 
     def test_who_waited_is_preempted_after_who_went_past(self) -> None:
-        """The first in order gives way to nobody, and who arrived later gives way first."""
+        """The first in order is never preempted, and later arrivals are preempted first."""
         harness = harness_of(num_blocks=26, budget=64)
         first = harness.add([*PREFIX, 1], max_tokens=30, ignore_eos=True)
         waited = harness.add([*PREFIX, 2], max_tokens=30, ignore_eos=True)
@@ -232,7 +232,7 @@ class TestPreemption:
 
     @pytest.mark.parametrize("caching", [False, True])
     def test_work_done_twice_is_what_the_counter_says(self, caching: bool) -> None:
-        """Over a whole run: tokens computed are those that somebody needed, and those counted as recomputed."""
+        """Over a whole run: tokens computed are those that a request needed, and those counted as recomputed."""
         harness = Harness(num_blocks=24, block_size=4, max_num_seqs=32, caching=caching)
         requests = [harness.add(8, max_tokens=40, ignore_eos=True) for _ in range(12)]
         finish(harness, *requests)

@@ -1,4 +1,4 @@
-"""Priorities: who is served first, who gives way, and that nobody waits forever."""
+"""Priorities: order of service and of preemption, and no request waits forever."""
 
 import pytest
 

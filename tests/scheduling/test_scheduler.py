@@ -192,7 +192,7 @@ def test_head_room_keeps_admissions_from_thrashing() -> None:
 
 @pytest.mark.parametrize(("block_size", "num_let_in"), [(8, 3), (16, 3), (32, 4), (128, 5)])
 def test_large_blocks_are_not_kept_free_for_each_running_sequence(block_size: int, num_let_in: int) -> None:
-    """Of 6 blocks, each who comes takes one; 16 tokens for each must be left, and of small blocks one."""
+    """Each of the requests takes one of 6 blocks; 16 tokens for each must be left, and one small block."""
     harness = Harness(num_blocks=6, block_size=block_size, max_num_seqs=6)
     for _ in range(6):
         harness.add(1, max_tokens=9, ignore_eos=True)
@@ -236,7 +236,7 @@ def test_decoding_group_keeps_nobody_out_with_blocks_that_it_already_holds() -> 
 def test_prompt_logprobs_that_come_again_are_not_taken_twice() -> None:
     harness = Harness(num_blocks=15, block_size=4, budget=4)
     request = harness.add(8, max_tokens=2, prompt_logprobs=0)
-    scored = [TokenLogprobs([token], [-float(token)], [1]) for token in range(7)]  # of positions 1 to 7
+    scored = [TokenLogprobs([token], [-float(token)], [1]) for token in range(7)]  # blocks of positions 1 to 7
     for start, stop in ((1, 5), (1, 8)):
         plan = harness.scheduler.schedule()
         chunk = PromptLogprobsChunk(plan.rows[0], start, scored[start - 1 : stop - 1])
@@ -248,7 +248,7 @@ def test_prompt_logprobs_that_come_again_are_not_taken_twice() -> None:
 
 def test_scores_of_named_prompt_tokens_that_come_again_are_not_taken_twice() -> None:
     harness = Harness(num_blocks=15, block_size=4, budget=4)
-    rows = [[row, row] for row in range(5)]  # of positions 3 to 7
+    rows = [[row, row] for row in range(5)]  # blocks of positions 3 to 7
     request = harness.add(8, max_tokens=2, prompt_logprob_token_ids=rows, prompt_logprob_start=2)
     scores = np.arange(10, dtype=np.float32).reshape(5, 2)
     for start, some in ((1, scores[:2]), (1, scores)):

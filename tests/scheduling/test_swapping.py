@@ -1,4 +1,4 @@
-"""Victims that are swapped out: who returns when, with which blocks, and what becomes of them meanwhile."""
+"""Victims that are swapped out: the order of their return, with which blocks, and what becomes of them meanwhile."""
 
 import pytest
 from msgspec import structs
@@ -49,7 +49,7 @@ def test_victim_comes_back_with_all_that_it_had_computed() -> None:
     num_computed = victim.live[0].num_computed_tokens
     assert num_computed == victim.live[0].num_tokens - 1
     assert victim.live[0].status is SequenceStatus.SWAPPED
-    assert harness.cache.swap.space.num_free_blocks == 100 - harness.cache.blocks_for(num_computed)
+    assert harness.cache.swap_space.num_free_blocks == 100 - harness.cache.blocks_for(num_computed)
     while victim not in harness.scheduler.queues.running:
         harness.step()
     counts = harness.executor.trace[-1][2]
@@ -92,7 +92,7 @@ def test_group_comes_back_sharing_its_prompt() -> None:
     harness.add(8, max_tokens=44, ignore_eos=True)
     group = harness.add(9, n=3, max_tokens=12, ignore_eos=True)
     until_swapped(harness, group)
-    held = harness.num_swap_blocks - harness.cache.swap.space.num_free_blocks
+    held = harness.num_swap_blocks - harness.cache.swap_space.num_free_blocks
     assert held < sum(harness.cache.blocks_for(s.num_computed_tokens) for s in group.live)
     while group not in harness.scheduler.queues.running:
         harness.step()
@@ -139,7 +139,7 @@ def test_first_branch_may_end_while_its_prompt_is_swapped_out() -> None:
     victim = harness.add(24, n=2, max_tokens=4, ignore_eos=True)
     until_swapped(harness, victim)
     assert harness.scheduler.finish(victim.request_id, 0)
-    assert harness.cache.swap.space.num_free_blocks == 100
+    assert harness.cache.swap_space.num_free_blocks == 100
     harness.check()
     harness.run()
     assert harness.outputs[victim.request_id, 1] == harness.expected(victim)[1]
@@ -153,11 +153,11 @@ def test_swapped_request_can_be_ended(whole: bool) -> None:
     until_swapped(harness, group)
     if whole:
         assert harness.scheduler.abort(group.request_id)
-        assert harness.cache.swap.space.num_free_blocks == 100
+        assert harness.cache.swap_space.num_free_blocks == 100
         assert group not in harness.scheduler.queues.swapped
     else:
         assert harness.scheduler.finish(group.request_id, 0)
-        assert harness.cache.swap.space.num_free_blocks < 100
+        assert harness.cache.swap_space.num_free_blocks < 100
     harness.check()
     harness.run()
     harness.assert_right(group, whole=False)
@@ -207,7 +207,7 @@ def test_what_a_failed_step_was_to_swap_is_computed_again(direction: str, cachin
     victim = harness.add(8, max_tokens=30, ignore_eos=True)
     harness.fail(plan_that_swaps(harness, direction))
     assert victim in harness.scheduler.queues.waiting
-    assert harness.cache.swap.space.num_free_blocks == 100
+    assert harness.cache.swap_space.num_free_blocks == 100
     finish(harness)
 
 

@@ -17,7 +17,7 @@ def steps_until_let_in(harness: Harness, request: Request) -> int:
     while request not in harness.scheduler.step.admitted:
         harness.step()
         num_steps += 1
-    return num_steps - 1  # in the last one it ran
+    return num_steps - 1  # the last one ran it
 
 
 def test_who_runs_at_once_has_waited_for_nothing() -> None:

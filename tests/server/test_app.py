@@ -55,7 +55,7 @@ def test_ranges_are_those_of_the_parameters() -> None:
         kinds = kinds_of(fields[name])
         kind = kinds.get("number") or kinds["integer"] | {"minimum": int(kinds["integer"]["minimum"])}
         SamplingParams(**{name: kind["maximum"]})
-        if name not in ("temperature", "seed"):  # of these, routes take less than Python does: see test_fields
+        if name not in ("temperature", "seed"):  # routes take less of these than Python does: see test_fields
             with pytest.raises(ValueError, match=name):
                 SamplingParams(**{name: kind["maximum"] + 1})
         if "exclusiveMinimum" in kind:

@@ -12,7 +12,7 @@ import pytest
 from support.metrics_page import read_metrics
 from support.server import ANSWER_LIMIT_S, ServerProcess, engine_pids, is_running, running_server, wait_until
 
-NUM_BLOCKS = 512        # of the machine
+NUM_BLOCKS = 512        # memory of the machine
 BODY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 

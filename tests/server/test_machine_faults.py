@@ -71,7 +71,7 @@ def test_no_file_descriptors_left_keeps_new_clients_out_and_nobody_else(
         most = max(open_files) + num_spare
         before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (most, hard))
         try:
-            for _ in range(max(0, most - len(open_files)) + 3):  # those that are left, and three that are not
+            for _ in range(max(0, most - len(open_files)) + 3):  # requests that are left, and three that are not
                 clients.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             assert old.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == expected
         finally:
@@ -102,7 +102,7 @@ def test_engine_at_rest_uses_no_processor(server: ServerProcess) -> None:
     def is_quiet() -> bool:
         before = cpu_ticks(engine)
         time.sleep(2)
-        return cpu_ticks(engine) - before <= 1  # of 10 ms
+        return cpu_ticks(engine) - before <= 1  # ticks of 10 ms
 
     wait_until(is_quiet)  # once it has looked for lost blocks
     assert server.engine_pid() == engine, "the engine has ended"

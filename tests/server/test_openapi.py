@@ -19,7 +19,7 @@ from support.http_app import ask, make_app
 from support.openai_server import LIMIT_S, NAME, OpenAIServer, openai_server
 
 OWN = {"Authorization": "Bearer mine"}
-# Of the engine.
+# Options of the engine.
 SURVIVORS = {
     "/version", "/load", "/metrics", "/v1/models", "/v1/models/{model_id}", "/v1/prefixes",
     "/v1/requests/{request_id}/explain",

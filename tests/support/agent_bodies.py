@@ -15,7 +15,7 @@ from support.small_tokenizers import byte_level, save
 
 DATA = Path(__file__).parents[1] / "data"
 NUM_POSITIONS = 49_152
-NUM_RULES = 330     # of the system prompt: 20,000 tokens and more
+NUM_RULES = 330     # characters of the system prompt: 20,000 tokens and more
 NUM_TOOLS = 30
 _TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"

@@ -36,7 +36,7 @@ class CallingModel(NamedTuple):
     folder: Path
     tokenizer: Tokenizer
     messages: Mapping[str, list[dict[str, str]]]
-    num_tokens: Mapping[str, int]   # of each text, with the end of the sequence
+    num_tokens: Mapping[str, int]   # tokens of each text, with the end of the sequence
 
     def result_before(self, name: str, called_after: str, content: str = "") -> str:
         """Return the result of a call, after which a text is recited.

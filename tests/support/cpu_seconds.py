@@ -13,7 +13,7 @@ import pytest
 NUM_SLOWEST = 20
 PROPERTY = "cpu_seconds"
 BEGIN = pytest.StashKey[float]()
-REPORTED: list[float] = []  # by processes that have ended and were no children (support/forked_engines.py)
+REPORTED: list[float] = []  # spent by processes that have ended and were no children (support/forked_engines.py)
 
 
 def cpu_seconds() -> float:

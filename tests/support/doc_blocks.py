@@ -26,7 +26,7 @@ class Block:
 
     page: Path
     line: int
-    language: str | None  # of a fence; None: indented
+    language: str | None  # language of a fence; None: indented
     text: str
     reason: str | None
 

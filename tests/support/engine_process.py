@@ -112,7 +112,7 @@ def holds_nothing(client: EngineClient) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, apart from a corpse that nobody has buried."""
+    """Whether there is such a process, apart from one that has ended and was not waited for."""
     return _status(pid) not in ("", "Z", "X")
 
 
@@ -127,7 +127,7 @@ def open_files(pid: int) -> list[str]:
     """Return what a process holds open besides its standard streams, sockets as "socket:[number]"."""
     held = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # that of this very listing
+        with suppress(FileNotFoundError):  # the process of this very listing
             held += [os.readlink(entry)] if int(entry.name) > 2 else []
     return sorted(held)
 
@@ -137,7 +137,7 @@ def _status(pid: int) -> str:
 
 
 def _cpu_ticks(pid: int) -> int:
-    return sum(map(int, _stat(pid)[11:13]))  # in user mode and in the kernel
+    return sum(map(int, _stat(pid)[11:13]))  # user mode and kernel
 
 
 def _stat(pid: int) -> list[str]:

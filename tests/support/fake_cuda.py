@@ -89,7 +89,7 @@ class FakeCuda:
         self.streams: list[FakeStream] = []
         self.main = self.current = FakeStream(self, is_late=False)
         self.chooser = random.Random(seed)
-        self._written: dict[Hashable, tuple[int, int]] = {}  # place -> stream, and its count, of who wrote there last
+        self._written: dict[Hashable, tuple[int, int]] = {}  # place -> stream, and its count, of the last write there
         self._read: dict[Hashable, Clock] = {}               # since then, by stream
 
     def stand_in(self, patch: pytest.MonkeyPatch) -> None:

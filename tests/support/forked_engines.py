@@ -33,12 +33,12 @@ from quire.engine.messages import Start
 from quire.engine.options import EngineOptions
 from support import cpu_seconds
 
-END = struct.Struct("<id")  # of an engine: the exit status in the form of `Popen.returncode`, CPU seconds
+END = struct.Struct("<id")  # end of an engine: the exit status in the form of `Popen.returncode`, CPU seconds
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_DESCRIPTORS = 8
 # Loaded for all.
 MODULES = ("quire.engine.processes.engine_process", "quire.engine.parallel.process", "quire.engine.parallel.rank")
-NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # that a fork would lose
+NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads that a fork would lose
 TESTS = Path(__file__).parents[1]
 
 
@@ -106,7 +106,7 @@ class Parent:
             command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # of a file, sys.stdout would seek in what a fork has in its place
+                stdout=subprocess.PIPE,  # sys.stdout of a file would seek in what a fork has in its place
             )  # fmt: skip
         self._asking = threading.Lock()
         atexit.register(self.close)
@@ -156,7 +156,7 @@ def fork_child(
     ours, theirs = socket.socketpair()
     with theirs, block_stop_signals():
         if (pid := os.fork()) == 0:
-            signal.set_wakeup_fd(-1)  # that of an event loop, whose descriptors are closed
+            signal.set_wakeup_fd(-1)  # the handler of an event loop with closed descriptors
             _run(module, os.getcwd(), dict(env), [], 1, 2, theirs.fileno(), *descriptors)
     return ForkedChild(pid), ours
 
@@ -173,7 +173,7 @@ def main() -> None:
     for module in MODULES:
         import_module(module)
     asked = socket.socket(fileno=int(sys.argv[1]))
-    running: dict[int, tuple[int, int]] = {}  # by descriptor of a process: its id, and the pipe for its end
+    running: dict[int, tuple[int, int]] = {}  # keyed by descriptor of a process: its id, and the pipe for its end
     with selectors.DefaultSelector() as selector:
         selector.register(asked, selectors.EVENT_READ)
         while True:
@@ -212,7 +212,7 @@ def _run(
     """Be a process of the module, with the descriptors that a new one would have."""
     status = 1
     try:
-        Path("/proc/self/comm").write_text(module)  # of which 15 characters are kept
+        Path("/proc/self/comm").write_text(module)  # 15 characters are kept
         os.dup2(out, 1)
         os.dup2(err, 2)
         bounds = [2, *sorted(own), os.sysconf("SC_OPEN_MAX")]
@@ -221,7 +221,7 @@ def _run(
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv[1:] = [*map(str, own), *arguments]  # of this process alone
+        sys.argv[1:] = [*map(str, own), *arguments]  # only for this process
         import_module(module).main()
         status = 0
     except SystemExit as error:

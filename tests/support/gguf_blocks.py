@@ -37,7 +37,7 @@ def random_blocks(kinds: dict[str, str], default: str) -> Quantize:
             return as_is(name, tensor)
         if ".ffn_gate_inp" in name:  # routers stay floats
             return as_is(name, tensor.float())
-        stem = re.sub(r"\.\d+\.weight$", ".weight", name)  # of all experts
+        stem = re.sub(r"\.\d+\.weight$", ".weight", name)  # weights of all experts
         kind = next((kind for end, kind in kinds.items() if stem.endswith(end)), default)
         if kind == "BF16":
             return as_is(name, tensor.bfloat16())

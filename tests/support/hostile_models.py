@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.core.errors import ModelError
 
-MAX_SECONDS = 20.0  # of CPU, for what takes 0.02 s: a bound, not a speed
+MAX_SECONDS = 20.0  # CPU seconds for what takes 0.02 s: a bound, not a speed
 MAX_GROWTH_BYTES = 1 << 30
 
 

@@ -49,7 +49,7 @@ CARD = [torch.device("cuda", 0)]  # the current one
 ERRORS = {torch.float32: 2e-4, torch.bfloat16: 0.01, torch.float16: 0.01}
 CARD_BYTES, SWAP_BYTES = 256 << 20, 16 << 20
 aten = torch.ops.aten
-MIXING = (aten.copy_, aten.index, aten.index_put_, aten._index_put_impl_, aten._to_copy)  # of host and card
+MIXING = (aten.copy_, aten.index, aten.index_put_, aten._index_put_impl_, aten._to_copy)  # memory of host and card
 WITHOUT_ANY = dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_init"))
 
 

@@ -21,7 +21,7 @@ from quire import LLM, SamplingParams
 from support.nodes import marked_pids
 from support.server import ServerProcess, engine_pids, wait_until
 
-STALL_LIMIT_S = 10  # of a busy machine: loading torch holds up heartbeats for seconds
+STALL_LIMIT_S = 10  # for a busy machine: loading torch holds up heartbeats for seconds
 FLAGS = [
     "-tp", "2", "--nnodes", "2", "--num-kv-blocks", "64", "--max-num-batched-tokens", "16",
     "--stall-limit", str(STALL_LIMIT_S), "--start-timeout", "60", "--shutdown-timeout", "60",

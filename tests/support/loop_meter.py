@@ -18,7 +18,7 @@ class LoopMeter:
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self.num_turns = self.most_units = 0
-        self.most_called: list[tuple[str, int]] = []   # in the turn with the most units
+        self.most_called: list[tuple[str, int]] = []   # units in the turn with the most
         self._loop, self._is_on = loop, False
         self._num_units = 0
         self._calls: Counter[CodeType | str] = Counter()

@@ -31,7 +31,7 @@ from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 
-MARGINS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # of logits
+MARGINS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # distance of logits
 BLOCK_SIZE = 16
 
 
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
         return MARGINS[self.dtype]
 
 
-asked_for: dict[int, tuple[RequestOutput, Asked]] = {}  # by the id of the output, which is kept alive
+asked_for: dict[int, tuple[RequestOutput, Asked]] = {}  # keyed by the id of the output, which is kept alive
 
 
 def turn_on(replace: Callable[[object, str, object], None] = setattr) -> None:

@@ -101,7 +101,7 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
-def running_node(*flags: str, **how: Any) -> Iterator[NodeCommand]:  # noqa: ANN401 (as of NodeCommand)
+def running_node(*flags: str, **how: Any) -> Iterator[NodeCommand]:  # noqa: ANN401 (as in NodeCommand)
     """Run a node; it is killed at the end, if it still runs."""
     command = NodeCommand(*flags, **how)
     try:

@@ -35,7 +35,7 @@ def covering(
 ) -> pytest.MarkDecorator:
     """Parametrize a test with the product of its axes: rows of a covering table, and for `make matrix` all others.
 
-    An axis is an argument, or a tuple of arguments whose values are tuples. `indirect`: as of pytest. Values are part
+    An axis is an argument, or a tuple of arguments whose values are tuples. `indirect`: as in pytest. Values are part
     of the cases' names, so they must look the same in every process.
     """
     unnamed = [value for values in axes.values() for value in values if " at 0x" in str(value)]

@@ -47,7 +47,7 @@ class Poison:
         cache, compute = self._scheduler.cache, self._worker.compute
         self._fill(cache._pool, compute.cache.tensors)
         if compute.swapper is not None:
-            self._fill(cache.swap.space._pool, compute.swapper._space)
+            self._fill(cache.swap_space._pool, compute.swapper._space)
         self._fill_rows()
 
     def _fill(self, pool: BlockPool, tensors: Sequence[Tensor]) -> None:

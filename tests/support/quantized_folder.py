@@ -55,7 +55,7 @@ class Module(NamedTuple):
     values: Tensor
 
 
-Quantize = Callable[[np.random.Generator, int, int], Module]  # of a module of some outputs and inputs
+Quantize = Callable[[np.random.Generator, int, int], Module]  # tensors of a module of some outputs and inputs
 
 
 class Pair(NamedTuple):

@@ -20,7 +20,7 @@ WIDTH = 64
 NUM_POSITIONS = 4096  # many seconds of talk, for tests that look at an answer in the making
 CONVICTION = 4.0  # how much more a position says than the token that stands there
 
-ROUNDS = 30       # of the script: more outputs than server and sockets hold, so that no slow reader gets all in one
+ROUNDS = 30  # length of the script: more outputs than server and sockets hold, so that no slow reader gets all in one
 
 TEXT = "The end is 你好，世界。 Ünïcödé 🙂🎉 👩‍🚀 ok\n"
 

@@ -65,7 +65,7 @@ class Harness:
     ttft_target_s: float = math.inf
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
-    logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # of whole answers of beam searches
+    logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # deltas of whole answers of beam searches
     late: dict[tuple[int, int], SequenceDelta] = field(default_factory=dict)  # ends by deadlines
     num_steps: int = 0
     num_pinned: int = 0
@@ -194,12 +194,12 @@ class Harness:
             self.logprobs[key] = delta.cumulative_logprob
 
     def fail(self, plan: StepPlan) -> list[int]:
-        """Let a step that has been planned end in garbage. Return whom it concerned."""
+        """Let a step that has been planned end in garbage. Return the requests that it concerned."""
         self.executor.fail(plan)
         return self._undo()
 
     def fail_step(self, *, is_run: bool) -> list[int]:
-        """Plan a step whose result is lost; it has been run, or has left garbage. Return whom it concerned."""
+        """Plan a step that is run and loses its result, or leaves garbage. Return the requests that it concerned."""
         plan = self.schedule()
         if not is_run:
             return self.fail(plan)
@@ -214,7 +214,7 @@ class Harness:
         return concerned
 
     def schedule(self) -> StepPlan:
-        """Make a plan, and check who was let in: nobody past a victim, nobody new while anything is swapped out."""
+        """Make a plan, and check the admitted requests: none past a victim, none new while anything is swapped out."""
         scheduler, before = self.scheduler, list(self.scheduler.queues.running)
         swapped = list(scheduler.queues.swapped)  # they return before anything new, whatever their client's share
         plan = scheduler.schedule(self.now_s)
@@ -253,7 +253,7 @@ class Harness:
     def assert_empty(self) -> None:
         """Everything has been given back but what is pinned."""
         assert self.cache.num_free_blocks == self.num_blocks - self.cache.pins.num_blocks
-        assert self.cache.swap.space.num_free_blocks == self.num_swap_blocks
+        assert self.cache.swap_space.num_free_blocks == self.num_swap_blocks
 
     def expected(self, request: Request) -> list[list[int]]:
         """What the branches of a request must come to."""

@@ -42,7 +42,7 @@ class ServerProcess:
         entry: str = ENTRY,
         is_forked: bool = False,
     ) -> None:
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close; a pipe that nobody reads would fill up)
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close; a pipe without a reader would fill up)
         self.out = ""
         self.url = self.name = ""
         reader, writer = os.pipe()

@@ -35,7 +35,7 @@ MESSAGE = _names("role content refusal annotations audio function_call reasoning
 CHAT_CHOICE = _names("""
     index message logprobs finish_reason stop_reason token_ids routed_experts weight_versions
 """)
-CHAT_CHUNK_CHOICE = _names("index delta logprobs finish_reason token_ids")          # of all but the last
+CHAT_CHUNK_CHOICE = _names("index delta logprobs finish_reason token_ids")          # results of all but the last
 LAST_CHAT_CHUNK_CHOICE = CHAT_CHUNK_CHOICE | {"stop_reason", "weight_versions"}
 USAGE = _names("prompt_tokens completion_tokens total_tokens prompt_tokens_details completion_tokens_details")
 PROMPT_USAGE = _names("cached_tokens created_cache_tokens multimodal_tokens")

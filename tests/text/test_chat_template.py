@@ -222,7 +222,7 @@ def in_transformers(source: str, messages: list[dict[str, Any]]) -> str | None:
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     try:
         texts, _ = utils.render_jinja_template([messages], chat_template=source, continue_final_message=True, **tokens)
-    except Exception:  # of many types
+    except Exception:  # values of many types
         return None
     assert CONTINUE_MARK.strip() not in texts[0]
     return str(texts[0])

@@ -316,7 +316,7 @@ def in_transformers(source: str, messages: Messages, tools: list[Any] | None) ->
         texts, _ = utils.render_jinja_template(
             [messages], tools=tools, chat_template=source, add_generation_prompt=True, **TOKENS
         )
-    except Exception:  # of many types
+    except Exception:  # values of many types
         return None
     return str(texts[0])
 

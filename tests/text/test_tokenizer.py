@@ -33,7 +33,7 @@ def small_folder(folder: Path, **config: object) -> Path:
 @pytest.mark.parametrize("tokenizer_folder", [*SMALL, *REAL], indirect=True)
 def test_encodes_and_decodes_like_transformers(tokenizer_folder: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that transformers imports
+        warnings.simplefilter("ignore")  # warnings of libraries that transformers imports
         from transformers import AutoTokenizer
 
         theirs = AutoTokenizer.from_pretrained(tokenizer_folder)

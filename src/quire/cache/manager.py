@@ -14,7 +14,7 @@ from quire.cache.block_table import BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import checking_blocks, count_blocks, histogram, view_blocks
 from quire.cache.prefix_match import NO_MATCH, NONE, PrefixMatch, Scope
 from quire.cache.prefixes import Prefixes
-from quire.cache.swap_space import CacheSwap
+from quire.cache.swap_space import CacheSwap, SwapSpace
 from quire.core.block_map import BlockEntry, Tier
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
@@ -31,7 +31,7 @@ class _Tables(dict[int, BlockTable]):
 class KVCacheManager:
     """The block tables of all running sequences, over one pool, and the prefixes that can be found in it.
 
-    `swap` moves sequences to the swap space and back, which may have no block. `prefixes`: a prefix cache; without it
+    `swap` moves sequences to `swap_space` and back, which may have no block. `prefixes`: a prefix cache; without it
     none is found. `pins` are the prefixes that it keeps.
     """
 
@@ -39,7 +39,7 @@ class KVCacheManager:
 
     __slots__ = (
         "_num_copied", "_pool", "_sources", "_tables", "_window", "block_size", "has_window", "num_blocks", "pins",
-        "prefixes", "swap",
+        "prefixes", "swap", "swap_space",
     )
 
     def __init__(self, config: CacheConfig, prefixes: Prefixes | None = None) -> None:
@@ -51,7 +51,8 @@ class KVCacheManager:
         self.pins = self.prefixes.pins
         self._pool = self.prefixes.pool
         self._tables = _Tables()
-        self.swap = CacheSwap(config.num_swap_blocks, self._tables, self.prefixes)
+        self.swap_space = SwapSpace(config.num_swap_blocks)
+        self.swap = CacheSwap(self.swap_space, self._tables, self.prefixes)
         self._sources: list[int] = []            # blocks that the step under way copies from, held until it is over
         self._num_copied = 0                     # blocks, since start
 
@@ -68,7 +69,7 @@ class KVCacheManager:
 
     def __contains__(self, seq_id: int) -> bool:
         """Return whether a sequence has a block table, in the cache or in the swap space."""
-        return seq_id in self._tables or seq_id in self.swap.space
+        return seq_id in self._tables or seq_id in self.swap_space
 
     def match(
         self, token_ids: Sequence[int], stop: int, scope: Scope = None, like: int | None = None
@@ -179,8 +180,8 @@ class KVCacheManager:
 
         The blocks of its first `num_computed` tokens can be found; but none that the step under way was to swap in.
         """
-        if seq_id in self.swap.space:
-            self.swap.space.free(seq_id)
+        if seq_id in self.swap_space:
+            self.swap_space.free(seq_id)
         else:
             self.prefixes.free(self._tables[seq_id], num_computed)
             del self._tables[seq_id]
@@ -205,8 +206,8 @@ class KVCacheManager:
         self.prefixes.end_step()
         while self._sources:
             self._pool.release(self._sources.pop())
-        if self.swap.space.sources:
-            self.swap.space.end_step()
+        if self.swap_space.sources:
+            self.swap_space.end_step()
 
     def publish(self) -> None:
         """Publish all computed blocks to the prefix cache, and release duplicates.
@@ -240,8 +241,8 @@ class KVCacheManager:
         Raises ValueError, and changes nothing, if there are fewer tokens, or if the sliding window before the next
         token has lost a block: the tokens of the last append can always be taken back.
         """
-        is_swapped = seq_id in self.swap.space
-        table = self.swap.space.table(seq_id) if is_swapped else self._tables[seq_id]
+        is_swapped = seq_id in self.swap_space
+        table = self.swap_space.table(seq_id) if is_swapped else self._tables[seq_id]
         first_seen = num_tokens if self._window is None else max(0, num_tokens - self._window + 1)
         if not 0 <= num_tokens <= table.num_tokens or first_seen // self.block_size < table.num_dropped:
             raise ValueError(
@@ -281,12 +282,12 @@ class KVCacheManager:
             prefix_queries_tokens=self.prefixes.num_queried,
             prefix_hits_tokens=self.prefixes.num_found,
         )
-        return self.swap.space.add_stats(stats)
+        return self.swap_space.add_stats(stats)
 
     def view_blocks(self, first: int, count: int, tier: Tier = "kv") -> list[BlockEntry]:
         """Return what blocks [first, first + count) are, and their holders: a sequence by its id, a pin by -1 - id."""
         if tier == "swap":
-            return self.swap.space.view_blocks(self.block_size, first, count)
+            return self.swap_space.view_blocks(self.block_size, first, count)
         return view_blocks(self._pool, self._holders(), self.block_size, first, count, tier)
 
     def count_blocks(self, seq_ids: Iterable[int]) -> int:
@@ -300,8 +301,8 @@ class KVCacheManager:
     def checking(self) -> Iterator[None]:
         """Do what `check` does in slices of about a millisecond. To be dropped when anything changes between two."""
         yield from checking_blocks(self._pool, self._holders(), self._held_besides(), self.block_size)
-        yield from self.swap.space.checking()
-        both = [seq_id for seq_id in self._tables if seq_id in self.swap.space]
+        yield from self.swap_space.checking()
+        both = [seq_id for seq_id in self._tables if seq_id in self.swap_space]
         assert not both, f"sequences {both} are in the cache and in the swap space"
         yield from self.prefixes.checking()
         for table in self._tables.values():

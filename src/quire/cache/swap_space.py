@@ -162,9 +162,8 @@ class SwapSpace:
 class CacheSwap:
     """Swapping of sequence groups between a cache, by its tables and prefixes, and its swap space."""
 
-    def __init__(self, num_swap_blocks: int, tables: dict[int, BlockTable], prefixes: Prefixes) -> None:
-        self.space = SwapSpace(num_swap_blocks)
-        self._tables, self._prefixes = tables, prefixes
+    def __init__(self, space: SwapSpace, tables: dict[int, BlockTable], prefixes: Prefixes) -> None:
+        self._space, self._tables, self._prefixes = space, tables, prefixes
 
     def footprint(self, seq_ids: Sequence[int]) -> Footprint:
         """Return how many blocks some sequences in the cache hold together."""
@@ -183,7 +182,7 @@ class CacheSwap:
         for table in tables.values():
             assert table.path is None or not table.path.swap_in_pending, f"{seq_ids} swapped in and out in one step"
         self._prefixes.drop_unseen(tables.values())
-        copies = self.space.swap_out(tables, self._prefixes.pool)
+        copies = self._space.swap_out(tables, self._prefixes.pool)
         for seq_id, table in tables.items():
             self._prefixes.free(table, table.num_tokens)
             del self._tables[seq_id]
@@ -192,7 +191,7 @@ class CacheSwap:
     def num_blocks_to_swap_in(self, seq_ids: Sequence[int]) -> int:
         """Return how many blocks `swap_in` would take."""
         found, _ = self._found(seq_ids)
-        return self.space.num_blocks_to_swap_in(seq_ids, self._prefixes.pool, found)
+        return self._space.num_blocks_to_swap_in(seq_ids, self._prefixes.pool, found)
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
         """Move a sequence group back; return the copies to make after all swap-outs. Cached blocks are not copied.
@@ -200,7 +199,7 @@ class CacheSwap:
         Raises OutOfBlocksError, and changes nothing, when the pool lacks blocks.
         """
         found, num_found = self._found(seq_ids)
-        tables, copies = self.space.swap_in(seq_ids, self._prefixes.pool, found)
+        tables, copies = self._space.swap_in(seq_ids, self._prefixes.pool, found)
         self._tables.update(tables)
         for seq_id, table in tables.items():
             self._prefixes.swap_in(table, num_found[seq_id])
@@ -213,7 +212,7 @@ class CacheSwap:
         """
         found, num_found = dict[int, int](), dict[int, int]()
         for seq_id in seq_ids:
-            table = self.space.table(seq_id)
+            table = self._space.table(seq_id)
             places = self._prefixes.find(table)
             found.update(zip(table.columns, places, strict=False))
             num_found[seq_id] = len(places)

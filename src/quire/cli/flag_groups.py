@@ -31,7 +31,7 @@ VARIABLE_PREFIX = "QUIRE"
 COMMAND_SETTINGS = GROUP_SETTINGS | {"auto_envvar_prefix": VARIABLE_PREFIX}
 STANDARD_STREAM = Path("-")
 SEVERAL = " ..."                # end of the metavar of a flag that may have several values behind it
-VLLM_FLAGS = "vllm_flags"       # of a context's `meta`: the translation of names in its command's files
+VLLM_FLAGS = "vllm_flags"       # key of a context's `meta`: the translation of names in its command's files
 _NOT_FROM_FILE = frozenset({"config", "help"})
 
 

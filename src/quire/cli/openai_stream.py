@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from quire.core.errors import EngineError
 
-MAX_EVENT_BYTES = 1 << 20  # of an event that does not end; a server may not fill the memory
+MAX_EVENT_BYTES = 1 << 20  # bound on an event that does not end; a server may not fill the memory
 DONE = b"[DONE]"
 
 
@@ -69,7 +69,7 @@ class EventDecoder:
     """Turns the bytes of a stream, cut anywhere, into the data of its events."""
 
     def __init__(self) -> None:
-        self._tail = b""  # of a line that has not ended
+        self._tail = b""  # bytes of a line that has not ended
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the data of each event that `piece` ends. Raises BrokenStreamError when one grows too long."""

@@ -33,7 +33,7 @@ class _Open:
 
     client_number: int
     num_open: int                   # branches that have not ended
-    num_waiting_tokens: int         # of its prompt, until its first output
+    num_waiting_tokens: int         # tokens of its prompt, until its first output
     reports: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)     # None: there are no more
 
 

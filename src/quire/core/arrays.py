@@ -22,7 +22,7 @@ FLOAT8_E4M3 = np.dtype([("float8_e4m3", "u1")])  # e4m3fn: without infinities
 FLOAT8_E8M0 = np.dtype([("float8_e8m0", "u1")])  # powers of two: exponents with 127 added, 255 is NaN
 UINT8, INT32, INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 
-STORED_DTYPES: Mapping[str, DType] = {  # by safetensors' names
+STORED_DTYPES: Mapping[str, DType] = {  # keyed by safetensors' names
     "F64": FLOAT64, "F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16, "F8_E4M3": FLOAT8_E4M3,
     "F8_E8M0": FLOAT8_E8M0,
     "I64": INT64, "I32": INT32, "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),

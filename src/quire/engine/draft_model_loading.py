@@ -60,7 +60,7 @@ class LoadedDraftModel:
         )
 
     def drafter(self, cache: KVCache, batch: PersistentBatch) -> DraftModel:
-        """Return the drafter over `cache`, as of `allocate_cache`, for the rows of a batch."""
+        """Return the drafter over `cache`, as in `allocate_cache`, for the rows of a batch."""
         return DraftModel(self.model, cache, batch, self.scratch, self.max_positions)
 
 

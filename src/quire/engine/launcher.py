@@ -89,7 +89,7 @@ class EngineProcess:
 
 
 def spawn_engines(options: EngineOptions) -> list[EngineProcess]:
-    """Start `data_parallel_size` engine processes. Errors as of `EngineProcess.spawn`; none is left after one."""
+    """Start `data_parallel_size` engine processes. Errors as in `EngineProcess.spawn`; none is left after one."""
     processes: list[EngineProcess] = []
     try:
         processes.extend(EngineProcess.spawn(options, number) for number in range(options.data_parallel_size))

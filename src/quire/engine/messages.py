@@ -24,7 +24,7 @@ from quire.engine.launcher import Start
 from quire.scheduling.limits import AdmissionLimits
 
 FAULT = "fault"           # the kind of a Failed that no setting of the user caused
-MAX_FAILURE_CHARS = 2000  # of its message: assertions may show whole tables, and clients receive it
+MAX_FAILURE_CHARS = 2000  # bound on its message: assertions may show whole tables, and clients receive it
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -129,13 +129,13 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     weights_bytes: int
     kv_bytes_per_token: int
     num_swap_blocks: int = 0
-    quantization: str = ""  # in words; empty: none
-    kv_cache_dtype: str = ""  # of a quantized KV cache; empty: none
+    quantization: str = ""  # described in words; empty: none
+    kv_cache_dtype: str = ""  # dtype of a quantized KV cache; empty: none
     sampling: SamplingDefaults = NO_DEFAULTS
     pooler: PoolerConfig | None = None  # None: the model gives no vectors
     no_pooler_reason: str = ""  # for which it gives none
     generates: bool = True  # False: it has no output head
-    sliding_window: int | None = None  # of CacheConfig
+    sliding_window: int | None = None  # as in CacheConfig
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -153,9 +153,9 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     num_swapped: int
     kv: KVStats | None = None
     pins: tuple[int, ...] = ()          # requests whose prompts are pinned
-    num_pinned_blocks: int = 0          # of AdmissionLimits
+    num_pinned_blocks: int = 0          # as in AdmissionLimits
     num_running_seqs: int = 0           # sequences that run
-    waits_for: WaitReason | None = None  # of the next waiting request
+    waits_for: WaitReason | None = None  # reason of the next waiting request
     num_deferred: int = 0               # waiting requests that the last step skipped
     adapters: AdapterUse | None = None  # None: not counted with this report
     prompts_left: StepWork = StepWork()  # prompt tokens of running requests that are not computed yet

@@ -55,7 +55,7 @@ class KVShares:
             holding.num_requests += 1
 
     def has_excess(self) -> bool:
-        """Return whether a client holds more than its share, as of now."""
+        """Return whether a client holds more than its share now."""
         self.start_step()
         is_over = bool(self.excess())
         self.start_step()

@@ -215,7 +215,7 @@ class Planner:
             self._cache.retract(sequence.seq_id, sequence.num_computed_tokens)
         step.preempted.append(request.request_id)
         footprint = self._cache.swap.footprint([sequence.seq_id for sequence in held])
-        if self._preemption.choose(request, footprint, self._cache.swap.space.num_free_blocks) == "swap":
+        if self._preemption.choose(request, footprint, self._cache.swap_space.num_free_blocks) == "swap":
             step.plan.swap_outs.extend(self._queues.swap_out(request))
             step.swapped_out.append(request)
         else:

@@ -19,8 +19,8 @@ class BuddyPool(BlockPool):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self._free: list[set[int]] = [set() for _ in range(num_blocks.bit_length())]  # by order, the first blocks
-        self._orders: dict[int, int] = {}      # of the chunks of runs, by their first blocks
+        self._free: list[set[int]] = [set() for _ in range(num_blocks.bit_length())]  # first blocks, by order
+        self._orders: dict[int, int] = {}      # orders of the chunks of runs, by their first blocks
         self._num_held: dict[int, int] = {}    # blocks with an owner in each of them
         self._chunk_of = [0] * num_blocks      # the first block of the chunk that a block in use stands in
         self._num_free = num_blocks

@@ -25,7 +25,7 @@ from quire_lab.sim.statistics import Timeline, distribution
 TTFT_LIMIT_S = 0.5   # where a run has no limits of its own: what a reader takes for an immediate answer,
 ITL_LIMIT_S = 0.05   # and for a fluent one
 _LONG_PROMPT = 1024  # tokens
-_FULL = 0.95         # of the KV blocks
+_FULL = 0.95         # share of the KV blocks
 _HALF_FULL = 0.5
 _FEWEST = 10         # requests
 _OVERLOAD = "the queue grows: the rate is above what fits"

@@ -11,7 +11,7 @@ from quire_lab.bench.server import MeasuredLoad, ServerUnderTest
 from quire_lab.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed
 from quire_lab.sim.workloads import Schedule, WorkItem, poisson_arrivals, renewed
 
-_FEWEST_REQUESTS = 10   # of a probe: a share of fewer says nothing
+_FEWEST_REQUESTS = 10   # requests of a probe: a share of fewer says nothing
 _SHORTEST_END_S = 10.0  # for the answers to the last arrivals of a short probe
 
 

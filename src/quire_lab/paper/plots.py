@@ -28,7 +28,7 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 MAX_COLUMNS = 3
 HEIGHT, BLOCKS_HEIGHT = 3.6, 1.9  # inches of a panel
-Grid = dict[int, tuple[int, int, str]]  # of blocks in use: slots filled, references, owner and column of each
+Grid = dict[int, tuple[int, int, str]]  # per block in use: slots filled, references, owner and column
 
 
 class Lines(NamedTuple):

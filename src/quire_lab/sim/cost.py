@@ -82,12 +82,12 @@ class CostModel:
     ) -> None:
         itemsize = DTYPE_BYTES[dtype]
         ranges = head_ranges(spec.layers[0], num_devices)
-        # Of each the most that a device has: the others wait for it.
+        # The device with the most decides: the others wait for it.
         num_heads, num_kv_heads = max(each.num_heads for each in ranges), max(each.num_kv_heads for each in ranges)
         kv_bytes = stored_kv_bytes_per_token(spec.with_heads(num_heads, num_kv_heads), kv_dtype or dtype)
         self.spec, self.hardware, self._ranks = spec, hardware, (num_devices, mode)
         self._itemsize, self._window = itemsize, spec.sliding_window
-        self._layer_share, self._head_share = (  # of the bytes of an unquantized weight
+        self._layer_share, self._head_share = (  # share of the bytes of an unquantized weight
             scheme_bits(scheme, dtype, spec.hidden_size) / 8 / itemsize
             for scheme in (quantization.layers, quantization.head)
         )

@@ -20,9 +20,9 @@ LIGHT, HEAVY = "light", "heavy"
 class ServiceShares:
     """Shares of service of the clients while all of them had requests. Tokens are those of prompts and answers."""
 
-    tokens: dict[str, int]      # by client
+    tokens: dict[str, int]      # keyed by client
     light_queue_s: float        # mean, of the light client's requests
-    tokens_per_s: float         # of all, over the whole run
+    tokens_per_s: float         # sum over all clients and the whole run
 
     @property
     def jain_index(self) -> float:

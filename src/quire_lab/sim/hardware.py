@@ -30,18 +30,18 @@ class Hardware:
     name: str
     memory_bytes: float
     bytes_per_s: float                     # memory, peak
-    flops_per_s: float                     # in the weights' dtype, peak
+    flops_per_s: float                     # peak in the weights' dtype
     bandwidth_share: float = 0.8
     flops_share: float = 0.6
     link_bytes_per_s: float = 300e9        # to another device, one way
     host_bytes_per_s: float = 25e9         # to host memory, one way: what swapping uses
     copy_s: float = 10e-6                  # to start one copy between host and device
     collective_s: float = 20e-6            # to start one collective
-    step_s: float = 0.002                  # of each step: scheduling, batch preparation, launches
+    step_s: float = 0.002                  # per step: scheduling, batch preparation, launches
     sequence_s: float = 0.0                # the same for each sequence in it
-    price_per_hour: float | None = None    # of one device
+    price_per_hour: float | None = None    # per device
     device: Literal["cuda", "cpu"] = "cuda"
-    dtype: str = "bfloat16"                # that the curve was measured in
+    dtype: str = "bfloat16"                # dtype that the curve was measured in
     curve: tuple[CurvePoint, ...] = ()     # ascending; empty: by bandwidth and arithmetic
 
     def __post_init__(self) -> None:

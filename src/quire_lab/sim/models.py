@@ -72,7 +72,7 @@ SET_UPS = {
         SetUp("OPT-13B", "A100-40GB", 1, 15_700, 3600),
         SetUp("OPT-66B", "A100-40GB", 4, 9_700, 3600),
         SetUp("OPT-175B", "A100-80GB", 8, 60_100, 900),
-        SetUp("LLaMA-13B", "A100-40GB", 1, 15_700, 3600),  # of OPT-13B's size: the same memory is left
+        SetUp("LLaMA-13B", "A100-40GB", 1, 15_700, 3600),  # as large as OPT-13B: the same memory is left
     )
 }
 

@@ -51,23 +51,23 @@ class MemoryPlan:
     dtype: str
     kv_cache_dtype: str
     num_devices: int
-    num_ranks: int  # of tensor parallelism on a CPU, which hold the weights and the cache together
+    num_ranks: int  # ranks on a CPU hold the weights and the cache together
     num_engines: int
     num_parameters: int
-    quantization: str            # in words; empty: none
+    quantization: str            # described in words; empty: none
     memory_bytes: int
     weight_bytes: int
-    token_weight_bytes: int      # that a step of one token reads: of experts, those that it uses
+    token_weight_bytes: int      # bytes that a step of one token reads: those of the experts that it uses
     has_experts: bool
     workspace_bytes: int
     table_bytes: int             # block tables and tokens of the running sequences, in host memory
-    kv_bytes_per_token: int      # of the draft model, too
-    draft_weight_bytes: int      # of a draft model; not in `weight_bytes`
+    kv_bytes_per_token: int      # includes the draft model's
+    draft_weight_bytes: int      # bytes of a draft model; not in `weight_bytes`
     cache: CacheConfig
     scheduler: SchedulerConfig
     num_fitting: dict[int, int]  # requests at once, by their context length
     binds: str
-    windows: str                 # in words; empty: no layer has one
+    windows: str                 # described in words; empty: no layer has one
     exchanges: Exchanges         # between ranks or devices in a step of one token; zeros: there is one
 
     @property

@@ -104,7 +104,7 @@ class Answer:
     item: WorkItem
     arrival_s: float
     num_open: int = 1                                      # branches that have not ended
-    steps: list[int] = field(default_factory=list)         # that brought a token, by their numbers
+    steps: list[int] = field(default_factory=list)         # steps that brought a token, by their numbers
     admitted_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
@@ -131,7 +131,7 @@ class RecordedStep(NamedTuple):
 class SimulatedRun:
     """Result of a simulation. Means are over time: a step counts by its seconds."""
 
-    answers: list[Answer] = field(default_factory=list)    # of accepted requests, in order of arrival
+    answers: list[Answer] = field(default_factory=list)    # accepted requests, in order of arrival
     num_refused: int = 0                                   # could never run
     steps: list[RecordedStep] = field(default_factory=list)
     step_ends_s: list[float] = field(default_factory=list)

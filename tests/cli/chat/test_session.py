@@ -172,7 +172,7 @@ def test_question_that_did_not_fit_is_asked_again_after_a_reset(llm: LLM) -> Non
 
 
 class Interrupted:
-    """The demo model, with somebody who presses Ctrl-C after some tokens."""
+    """The demo model, interrupted by Ctrl-C after some tokens."""
 
     def __init__(self, back_end: ChatBackEnd, after: int) -> None:
         self.greeting = ""

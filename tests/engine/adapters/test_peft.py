@@ -63,7 +63,7 @@ def check(model: Path, plain: torch.nn.Module, folder: Path, config: dict[str, A
     assert (expected[places] - without[places]).abs().max() > 0.1
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which peft reads
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by peft
 @pytest.mark.parametrize("case", CASES)
 def test_logprobs_are_those_of_peft(case: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()

@@ -144,7 +144,7 @@ def test_adapter_that_changes_while_its_request_waits_fails_that_request_alone(
 ) -> None:
     with LLM(model, enable_lora=True, max_loras=1) as llm:
         outputs = llm.stream(PROMPTS[:2], PARAMS, lora_request=adapters[:2])
-        next(outputs)                                   # of the first: the second waits, and is not in memory
+        next(outputs)                                   # after the first: the second waits, and is not in memory
         write_adapter(Path(adapters[1].lora_path), model, seed=77)
         with pytest.raises(InvalidRequestError, match="its LoRA adapter cannot be loaded any more"):
             list(outputs)

@@ -155,7 +155,7 @@ def test_dead_engine_fails_the_call_and_is_started_again(demo_model: Path) -> No
         with pytest.raises(EngineDeadError, match="killed by signal 9"):
             for _ in outputs:
                 pass
-        assert len(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)) == 1      # by the other one
+        assert len(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)) == 1      # taken by the other one
         assert llm.kv_stats().used_blocks == 0
         wait_until(lambda: is_running(pids_of(llm)[0]) and llm.kv_stats().total_blocks == 256)
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)

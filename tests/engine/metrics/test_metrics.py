@@ -300,7 +300,7 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     assert 2 <= num_given_up < 140
     reasons = {"stop": 1, "length": 8, "repetition": 0, "abort": 1}
     assert page.by("vllm:request_success_total", "finished_reason") == reasons
-    # Of requests that ended by themselves:
+    # Requests that ended by themselves:
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
         assert page[f"vllm:{name}_seconds_count"] == len(answers), name
     for name in ("request_inference_time_seconds", "request_num_preemptions", "request_params_n"):
@@ -309,7 +309,7 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     assert page["vllm:request_params_n_sum"] == len(choices)
     assert page["vllm:request_generation_tokens_sum"] == num_tokens
     assert page["vllm:request_prompt_tokens_sum"] == sum(num_prompt_tokens)
-    # Of all, also the one that was given up:
+    # All requests, also the one that was given up:
     assert page["vllm:time_to_first_token_seconds_count"] == len(answers) + 1
     assert page["vllm:inter_token_latency_seconds_count"] == num_tokens - len(choices) + num_given_up - 1
     assert page["vllm:prompt_tokens_total"] == sum(num_prompt_tokens) + num_prompt_tokens[0]
@@ -320,7 +320,7 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
         for sample in samples:
             under_older = page.by_labels(older + sample.name.removeprefix(name))
             assert under_older[frozenset(sample.labels.items())] == sample.value
-    # Of the engine:
+    # The engine:
     assert page["vllm:num_preemptions_total"] == num_preemptions > 0
     assert page.by("quire:preemptions_total", "mode") == {"recompute": num_preemptions, "swap": 0}
     assert min(page["quire:recomputed_tokens_total"], page["quire:kv_blocks_copied_total"]) > 0
@@ -330,11 +330,11 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     assert sum(num_steps.values()) == page["quire:step_computed_tokens_count"]
     assert min(num_steps["decode"], num_steps["prefill"]) > 0
     assert 0 < page["quire:step_prediction_ratio_count"] < sum(num_steps.values())
-    # Of requests by their targets:
+    # Requests by their targets:
     num_ended = len(answers)
     counted = page.by("quire:requests_with_target_total", "target")
     assert counted == {"ttft": 0, "itl": num_ended, "deadline": 0, "all": num_ended}
-    # Of the end, when every block is free:
+    # At the end, when every block is free:
     gauges = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "quire:kv_tail_waste_ratio")
     assert [page[gauge] for gauge in gauges] == [0, 0, 0]
     assert page.by("quire:kv_blocks", "state") == {"free": 16, "cached": 0, "used": 0}

@@ -67,7 +67,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "4 ranks": ENOUGH | {"tensor_parallel_size": 4, "dtype": "bfloat16", "capture_graphs": True, "max_num_seqs": 2,
                 "cudagraph_capture_sizes": [1, 2, 16]},
 }
-LIMITS = {"4 ranks": 0.2, "8 bits": 0.1}  # of the differences of logprobs
+LIMITS = {"4 ranks": 0.2, "8 bits": 0.1}  # bound on the differences of logprobs
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def test_exchanges_can_be_captured() -> None:
     ranks._group = group
     own = torch.empty(3, 8, device="meta", dtype=torch.bfloat16)
     with CaptureRules():
-        assert ranks.sum(8)(own, torch.bfloat16).data_ptr() == own.data_ptr()  # in place
+        assert ranks.sum(8)(own, torch.bfloat16).data_ptr() == own.data_ptr()  # written in place
         assert ranks.gather(cut)(own[:, :5]).shape == (3, 8)
         assert ranks.broadcast(None, (3, 1), torch.int64).shape == (3, 1)
         ranks.broadcast(own, own.shape, own.dtype)

@@ -110,7 +110,7 @@ def test_partial_sums_have_the_bits_of_one_machine(
     model = {"folder": folder, "mixture": mixture}[name]
     settings = {"num_kv_blocks": 96, "tensor_parallel_mode": "reduce", "tensor_parallel_size": num_ranks}
     prompts = PROMPTS + [[token + 1 for token in prompt] for prompt in PROMPTS]
-    assert 4 * 72 * sum(map(len, prompts)) > ADDED_BYTES  # of the folder's dimensions, in one step
+    assert 4 * 72 * sum(map(len, prompts)) > ADDED_BYTES  # dimensions as in the folder, in one step
     with LLM(model, **settings) as llm:
         expected = answers(llm.generate(prompts, SAMPLED, use_tqdm=False))
     with two_nodes(model, **settings) as (llm, _):

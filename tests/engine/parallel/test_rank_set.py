@@ -141,7 +141,7 @@ def distance(outputs: list[RequestOutput], others: list[RequestOutput]) -> float
     [
         ("folder", 2, {}), ("mixture", 2, {}), ("folder", 3, {"quantization": "int4", "dtype": "bfloat16"}),
         ("mixture", 3, {"quantization": "int4", "dtype": "bfloat16"}),
-        ("folder", 4, {"tensor_parallel_mode": "reduce"}),  # of 6 heads and 3 KV heads
+        ("folder", 4, {"tensor_parallel_mode": "reduce"}),  # a model of 6 heads and 3 KV heads
         ("mixture", 2, {"tensor_parallel_mode": "reduce"}),
         ("wide_heads", 3, {"tensor_parallel_mode": "reduce", "quantization": "int4", "quantization_group_size": 32}),
     ],
@@ -210,7 +210,7 @@ def test_adapters_have_the_bits_of_one_process(family: str, tmp_path: Path) -> N
 def test_adapters_of_partial_sums_give_the_same_bits_every_time(
     family: str, num_ranks: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """So it is alone and beside other rows, those without an adapter as of ranks without any; near one process."""
+    """So it is alone and beside other rows, those without an adapter as in ranks without any; near one process."""
     config, targets = FUSED[family]
     model = write_random_folder(tmp_path / "model", config)
     folders = [write_adapter(tmp_path / f"{seed}", model, seed, targets=targets, rank=seed + 1) for seed in (1, 2)]

@@ -140,7 +140,7 @@ def test_engine_that_nobody_waits_for_is_ended(
 
 def test_engine_whose_server_dies_while_it_loads_ends_by_itself() -> None:
     child = EngineProcess.spawn(EngineOptions())
-    child.connection.recv(1)  # of `Located`: torch and the weights come next
+    child.connection.recv(1)  # after `Located`: torch and the weights come next
     child.connection.close()
     assert child.process.wait(TIMEOUT_S) == 0
 

@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 WINDOW = {"sliding_window": 24}
-CASES: dict[str, dict[str, Any]] = {  # by model type, with what differs from the sizes above
+CASES: dict[str, dict[str, Any]] = {  # keyed by model type, with what differs from the sizes above
     "apertus": {},
     "arcee": {},
     "bitnet": {},

@@ -1,4 +1,4 @@
-"""Swaps beside what is computed: every two touches of a block are ordered, and nobody waits for more than that."""
+"""Swaps beside what is computed: every two touches of a block are ordered, and nothing waits for more than that."""
 
 import random
 from functools import partial

@@ -1,4 +1,4 @@
-"""Memory for packed weights: whose pages it stands on, and that no byte belongs to two."""
+"""Memory for packed weights: the pages under it, and no byte belongs to two."""
 
 import gc
 from pathlib import Path

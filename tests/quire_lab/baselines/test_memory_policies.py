@@ -1,4 +1,4 @@
-"""The scheduler over memory that is reserved ahead, continuous and static: same tokens, and who runs when."""
+"""The scheduler over memory that is reserved ahead, continuous and static: same tokens, and the order of requests."""
 
 import random
 from typing import get_args

@@ -1,4 +1,4 @@
-"""A load on a real server: who is asked what and when, and what becomes of every request."""
+"""A load on a real server: what is sent when, and what becomes of every request."""
 
 import asyncio
 import socket
@@ -44,7 +44,7 @@ def run_load(
 
 @contextmanager
 def deaf_port() -> Iterator[int]:
-    """Yield a port on which nobody listens, and which nobody else can take."""
+    """Yield a port without a listener, which no other process can take."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]

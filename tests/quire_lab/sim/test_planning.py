@@ -167,7 +167,7 @@ def test_engines_of_a_machine_have_the_weights_each_and_share_the_rest() -> None
 def test_first_gpu_has_the_most_heads() -> None:
     model, card = read_model("OPT-13B"), HARDWARE["H200"]
     found = plan_memory(model, card, EngineOptions(), num_devices=3)
-    assert found.kv_bytes_per_token == 2 * 40 * 14 * 128 * 2  # of 40 heads
+    assert found.kv_bytes_per_token == 2 * 40 * 14 * 128 * 2  # a model of 40 heads
     with pytest.raises(ConfigError, match="tensor_parallel_size 41 is above the model's 40 attention heads"):
         plan_memory(model, card, EngineOptions(), num_devices=41)
 

@@ -14,7 +14,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """Return a port on which somebody listens."""
+    """Return a port with a listener."""
     with bind(HOST, 0) as listener:
         listen(listener, HOST)
         yield port_of(listener)

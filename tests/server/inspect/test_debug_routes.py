@@ -30,7 +30,7 @@ def error_of(response: httpx.Response) -> Json:
     return error
 
 
-# --- who sees it ------------------------------------------------------------------------------------------------------
+# --- readers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("url", ["/debug/kv", *PAGES, *FILES, "/debug/blocks/replay"])

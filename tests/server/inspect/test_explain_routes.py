@@ -90,7 +90,7 @@ def test_victims_and_those_who_wait_are_told_why(server: OpenAIServer, monkeypat
     seen: set[tuple[str, bool]] = set()
 
     def look(step: Stepped, processed: ProcessedStep) -> None:
-        """See what could be told after a step; who asks over HTTP may miss it."""
+        """See what could be told after a step; a client over HTTP may miss it."""
         on_step(step, processed)
         for past in chain(*service.history._calls.values()):
             told = explain_routes._explanation(service, past, None)

@@ -308,7 +308,7 @@ def test_waiting_requests_outlive_a_hostile_one(with_template: MakeTokenizer) ->
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 def test_a_crash_fails_the_conversation_at_hand_and_no_other(with_template: MakeTokenizer, number: int) -> None:
-    """Nobody can tell whether the conversation is to blame, so it is not told that it is (400), but failed (500)."""
+    """It is unknown whether the conversation is to blame, so the answer is a failure (500), no refusal (400)."""
 
     async def check() -> None:
         async with opened(with_template(LOOPS_IF_ASKED)) as renderer:

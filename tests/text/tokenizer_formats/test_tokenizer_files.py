@@ -39,7 +39,7 @@ def as_vocab_and_merges(source: Path, folder: Path, **config: Any) -> Path:  # n
 
 def assert_equal_to_transformers(folder: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that transformers imports
+        warnings.simplefilter("ignore")  # warnings of libraries that transformers imports
         from transformers import AutoTokenizer
 
         theirs = AutoTokenizer.from_pretrained(folder)

@@ -65,7 +65,7 @@ def _back_end(
     if server.url is None:
         _refuse_typed(context, (field.name for field in fields(RemoteFlags)), "needs --url")
         if _source(context, "max_num_seqs") == "DEFAULT":
-            engine = replace(engine, max_num_seqs=1)  # which also keeps the KV cache to one conversation
+            engine = replace(engine, max_num_seqs=1)  # it also keeps the KV cache to one conversation
         with load(engine) as llm:
             yield LocalBackEnd(llm, sampling.params(model_defaults(engine)), engine.model)
         return

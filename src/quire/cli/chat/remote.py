@@ -16,7 +16,7 @@ from quire.cli.chat.chat_history import ChatError, Update
 from quire.core.errors import ContextLengthError, EngineError
 from quire.text.conversation import Message
 
-_MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
+_MAX_BODY_BYTES = 1 << 20  # bound on an answer that is no stream
 _MAX_MESSAGE_CHARS = 1000
 _CONNECT_S = 10.0
 _SILENCE_S = 600.0  # a request may wait in the server's queue for a while

@@ -91,7 +91,7 @@ class RowState:
         self._forces = forces_tokens(new.params, new.bad_words_token_ids)
         self._may_force = self._forces and new.params.logprobs is None  # forced tokens have no logprobs
         self._is_beam = new.beam is not None           # the search chooses its next token, after the step
-        self._output = list[int]()                     # known tokens, as of the last job
+        self._output = list[int]()                     # known tokens at the last job
         self._grammar: CompiledGrammar | None = None
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0

@@ -45,7 +45,7 @@ class PeftConfig:
     rank: int
     alpha: float
     is_rank_stabilized: bool                 # scale alpha / sqrt(rank), not alpha / rank (Kalajdzievski 2023)
-    rank_pattern: Mapping[str, int]          # by the end of a module's name
+    rank_pattern: Mapping[str, int]          # keyed by the end of a module's name
     alpha_pattern: Mapping[str, float]
 
     def factor_of(self, module: str) -> Factor:

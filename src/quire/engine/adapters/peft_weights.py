@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-HEADER_BYTES = 16 << 20  # of a file of weights, at most
+HEADER_BYTES = 16 << 20  # bound on a file of weights
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _TEXT_MODEL = "model.", ""  # prefixes of a text model alone, and of its base model
@@ -54,7 +54,7 @@ class AdapterTarget(NamedTuple):
     num_rows: int
     width: int
     inputs: Range
-    grouped: LinearShape | None = None  # of rows that the checkpoint stores in groups
+    grouped: LinearShape | None = None  # order of rows that the checkpoint stores in groups
 
     @property
     def num_outputs(self) -> int:
@@ -196,7 +196,7 @@ def _targets(spec: DecoderSpec, shard: Shard, summed_inputs: Mapping[str, Range]
                 ranges = [inner] * len(shape.num_rows)
             inputs = summed_inputs.get(op, (0, shape.width))
             all_rows, grouped = sum(stop - start for start, stop in ranges), shape if shape.num_groups > 1 else None
-            own: list[tuple[int, tuple[Range, ...]]]  # of each module: all of its rows, and those that the op has
+            own: list[tuple[int, tuple[Range, ...]]]  # for each module: all of its rows, and those that the op has
             own = [(count, (rows,)) for count, rows in zip(shape.num_rows, ranges, strict=True)]
             if len(shape.modules) == 1:
                 own = [(sum(shape.num_rows), tuple(shifted(ranges, shape.num_rows)))]

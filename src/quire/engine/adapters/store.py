@@ -101,11 +101,11 @@ class AdapterStore:
         self._pool = ThreadPoolExecutor(1, "adapters")
         self._in_memory = OrderedDict[str, AdapterWeights]()  # the least recently used first
         self._loading = dict[str, Future[None]]()
-        self._known = dict[str, tuple[Signature, Adapter]]()  # by folder; used by the store's thread alone
+        self._known = dict[str, tuple[Signature, Adapter]]()  # keyed by folder; used by the store's thread alone
         self._failed = set[str]()                   # digests of loads since the last step
         self._step = 0
         self._wanted = dict[str, int]()             # the last step that had a waiting request of each in memory
-        self._is_held = False                       # in this step: a limit holds up a request
+        self._is_held = False                       # this step: a limit holds up a request
         self._running: set[str] | None = None       # adapters of admitted requests, once this step has asked
         self._scheduler: Scheduler | None = None
 

@@ -57,7 +57,7 @@ class FleetSettings:
 
 
 async def connect_fleet(processes: Sequence[EngineProcess], settings: FleetSettings) -> "Fleet":
-    """Wait until all engines are ready. Errors as of `EngineClient.connect`; after one all processes have ended."""
+    """Wait until all engines are ready. Errors as in `EngineClient.connect`; after one all processes have ended."""
     observers = [_Observer(number, engine) for number, engine in enumerate(settings.metrics.engines)]
     clients: list[EngineClient] = []
     request_ids = count()
@@ -127,7 +127,7 @@ class Fleet(SupervisedClient):
         num_blocks = [client.ready.limits.num_blocks for client in clients]
         self.router = Router(num_blocks, ready.limits.block_size, ready.limits.max_num_seqs, settings.routing)
         self._clients, self._observers, self._settings = clients, observers, settings
-        self._pinning: dict[int, EngineClient] = {}     # by the number of the request that pins
+        self._pinning: dict[int, EngineClient] = {}     # keyed by the number of the request that pins
         for observer, client in zip(observers, clients, strict=True):
             observer.fleet = self
             observer.engine.engine_ready(client.ready)

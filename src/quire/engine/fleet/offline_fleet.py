@@ -94,7 +94,7 @@ class Mailbox:
 class BlockingFleet(OfflineEngine):
     """The engines of `data_parallel_size`, started by this object. An engine that dies or stalls is started again.
 
-    ConfigError, ModelError and EngineDeadError as of `EngineClient.connect`.
+    ConfigError, ModelError and EngineDeadError as in `EngineClient.connect`.
     """
 
     def __init__(self, options: EngineOptions, metrics: Metrics) -> None:

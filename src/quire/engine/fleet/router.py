@@ -32,7 +32,7 @@ class _Routed:
     scope: Scope
     num_pending: int                    # prompt tokens that the engine has to compute before the first output token
     num_open: int                       # branches that have not ended
-    output: "array[int]" = field(default_factory=lambda: array("i"))  # of the first branch
+    output: "array[int]" = field(default_factory=lambda: array("i"))  # tokens of the first branch
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Router:
         self._max_num_seqs = max_num_seqs
         self._engines = [self._new_engine(number) for number in range(len(num_blocks))]
         self._num_routed = 0
-        self._engine_of: dict[int, int] = {}            # by the number of the request
+        self._engine_of: dict[int, int] = {}            # keyed by the number of the request
 
     def route(self, request: Request, engines: Collection[int] | None = None) -> int:
         """Return the engine for a request, which counts as its work from now on. `engines`: those that may be chosen.

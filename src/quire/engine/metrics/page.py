@@ -77,14 +77,14 @@ def _histograms(family: Family) -> Iterator[Histogram]:
 REFUSALS = ("server_overloaded", "shutting_down", "key_limit", "deadline_unmeetable")
 QUEUE_BOUNDS = ("max_num_queued_reqs", "max_num_queued_tokens")  # vLLM's names of max_queued_requests and _tokens
 FAILURES = ("request_failed", "engine_unhealthy")
-OLDER_NAMES = {  # of the same numbers in vLLM up to 0.11, which dashboards of that time still ask for
+OLDER_NAMES = {  # names of the same numbers in vLLM up to 0.11, which dashboards still ask for
     "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
     "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
     "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
 }
 _DEFAULTS = EngineOptions()
-_SERVER = {"engine": "0"}  # of calls that reached no engine: one value, so that sums over engines are right
+_SERVER = {"engine": "0"}  # label of calls that reached no engine: one value, so that sums over engines are right
 
 
 class Metrics(Collector):

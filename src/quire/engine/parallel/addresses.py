@@ -30,7 +30,7 @@ class RunAddress:
 
 
 def run_address(options: EngineOptions) -> RunAddress:
-    """Return the address of a run that is started by hand. ConfigError as of the functions below."""
+    """Return the address of a run that is started by hand. ConfigError as in the functions below."""
     return RunAddress(master_address(options), options.master_port, secret_key(options))
 
 

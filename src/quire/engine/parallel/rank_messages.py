@@ -19,9 +19,9 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
     rank: int
     num_ranks: int
     num_threads: int                # 0: as many as the rank has by itself
-    num_positions: int              # of rotary tables
+    num_positions: int              # length of rotary tables
     layout: tuple[int, int, int]    # a `MemoryLayout`
-    digest: str                     # of the model's files
+    digest: str                     # digest of the model's files
     place: str = ""                 # for exchanges over a network: the rank's address; of GPUs "ADDRESS PORT" of rank 0
 
     @property
@@ -116,7 +116,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
 
     version: str
     isas: tuple[str, ...]           # instruction sets of its CPU, the best first
-    options: EngineOptions | None = None  # of its command; None: rank 0 has started it
+    options: EngineOptions | None = None  # number of its command; None: rank 0 has started it
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
@@ -142,7 +142,7 @@ class Allocated(msgspec.Struct, tag="allocated", array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """From a rank, which ends: it cannot start. `kind` as of `quire.engine.messages.Failed`."""
+    """From a rank, which ends: it cannot start. `kind` as in `quire.engine.messages.Failed`."""
 
     kind: str
     message: str

@@ -25,7 +25,7 @@ from quire.engine.parallel.addresses import RunAddress, checked_address
 from quire.engine.parallel.node import Members
 
 NODE_ID = "ray.io/node-id"      # Ray's label of every node
-CONNECT_TIMEOUT_S = 5.0         # of a head at RAY_ADDRESS
+CONNECT_TIMEOUT_S = 5.0         # port of a head at RAY_ADDRESS
 KEY_BYTES = 32
 PLACE_SHARE = 0.5               # part of the start timeout, for Ray to find room
 DEFAULT_ADDRESS = "127.0.0.1"   # the default of master_addr: then Ray's own address of this machine is used
@@ -121,7 +121,7 @@ class RankPlaces:
             )
 
     def start(self, ranks: Sequence[int], *arguments: object) -> list[Any]:
-        """Start the actors of ranks; return the references to their ends. `arguments` as of `RankActor.run`."""
+        """Start the actors of ranks; return the references to their ends. `arguments` as in `RankActor.run`."""
         options, *others = arguments
         for rank in ranks:
             place = PlacementGroupSchedulingStrategy(

@@ -26,7 +26,7 @@ class BaseClient(ABC):
     ) -> None:
         self.tokenizer, self.ready, self.inputs = tokenizer, ready, inputs
         self.pinned = PinnedPrefixes(ready.limits.block_size)
-        self.request_ids = request_ids                    # of requests to come
+        self.request_ids = request_ids                    # numbers of requests to come
 
     @property
     @abstractmethod
@@ -156,7 +156,7 @@ class SingleEngine(BaseClient):
 
     @abstractmethod
     async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:
-        """Return what blocks [first, first + count) of a tier are, as of the end of a step.
+        """Return what blocks [first, first + count) of a tier are at the end of a step.
 
         The engine is asked for one map at a time, however many callers there are. Raises TimeoutError after
         `timeout_s`, EngineDeadError if the engine has died.

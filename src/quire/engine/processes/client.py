@@ -76,7 +76,7 @@ class EngineClient(SingleEngine):
             self.tokenizer, self._on_abort, self._on_closed, is_packed=packs_outputs, itl_target_s=options.itl_target_s
         )
         self._pending = PendingCommands(self._send)
-        self._is_idle, self._last_progress_s = True, 0.0  # by the engine's last report, and when it was received
+        self._is_idle, self._last_progress_s = True, 0.0  # from the engine's last report, and when it was received
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -196,7 +196,7 @@ class EngineClient(SingleEngine):
     # --- the engine -----------------------------------------------------------------------------------------------
 
     async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:
-        """Return what blocks [first, first + count) of a tier are, as of the end of a step.
+        """Return what blocks [first, first + count) of a tier are at the end of a step.
 
         The engine is asked for one map at a time, however many callers there are. Raises TimeoutError after
         `timeout_s`, EngineDeadError if the engine has died.
@@ -321,7 +321,7 @@ class EngineClient(SingleEngine):
             return
         self._num_signs += 1
         self._last_progress_s = time.monotonic()
-        if not isinstance(report, messages.Alive | messages.AdapterReply):  # of other threads: may follow the Idle
+        if not isinstance(report, messages.Alive | messages.AdapterReply):  # sent by other threads: may follow the Idle
             self._is_idle = isinstance(report, messages.Idle)
         match report:
             case messages.Alive() | messages.Stepped():

@@ -74,7 +74,7 @@ class EngineConnection:
     async def stop(self) -> str:
         """Close the connection and end the process, if it still runs; return how it ended, as text."""
         self.abort()
-        thread = ThreadPoolExecutor(1, "engine stop")  # of its own: other work must not delay a death
+        thread = ThreadPoolExecutor(1, "engine stop")  # separate: other work must not delay a death
         try:
             return _exit_text(await asyncio.get_running_loop().run_in_executor(thread, self.engine.stop))
         finally:

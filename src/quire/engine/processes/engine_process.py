@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 IDLE_CHECK_DELAY_S = 10.0      # idle time before the check for leaked blocks, which takes a second for 500,000 blocks
 OWNER_COUNT_INTERVAL_S = 0.5   # minimum between two counts of blocks by owner, which walk all block tables ...
 OWNER_COUNT_TIME_SHARE = 0.01  # ... and their maximum share of the time
-MAX_ADD_BYTES_PER_STEP = 1 << 18  # of Add messages handled between two steps: 4 ms of decoding if all are short
+MAX_ADD_BYTES_PER_STEP = 1 << 18  # Add messages handled between two steps: 4 ms of decoding if all are short
 MAX_COMMANDS_PER_STEP = 512       # others handled between two steps: 3 to 4 ms if all abort a request
 
 
@@ -55,7 +55,7 @@ class Connection:
     """Frames over a blocking socket. The end of the stream ends the process at once."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.exit_status = 0  # of the process, when the stream has ended
+        self.exit_status = 0  # exit status of the process, when the stream has ended
         self.on_end: Callable[[], None] = lambda: None  # called then, by either thread; must not block
         self._socket, self._sending = connection, threading.Lock()
         self._input = connection.makefile("rb")
@@ -318,7 +318,7 @@ def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> H
         return Heartbeat(lambda: int(progress[0]), beat)
     import torch  # noqa: PLC0415 (as above)
 
-    # Of this engine, not of the machine: engines divide its CPUs, and so do the ranks of one.
+    # The CPUs of this engine, not of the machine: engines divide them, and so do the ranks of one.
     detector = StallDetector(LayerCost(*assembled.model.layer_flops), torch.get_num_threads(), time.monotonic)
     assembled.engine.on_submit = detector.begin_step
     return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)

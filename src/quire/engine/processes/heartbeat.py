@@ -55,7 +55,7 @@ class Heartbeat:
 
 
 LATE_FACTOR = 5.0
-FLOOR_FLOPS_PER_S = 2e9     # of one thread, before a rate is known; AVX2 reaches 20 times as much
+FLOOR_FLOPS_PER_S = 2e9     # rate of one thread, before one is measured; AVX2 reaches 20 times as much
 MIN_MEASURED_S = 0.5        # shorter times do not predict long layers: the heartbeat polls four times a second
 
 

@@ -40,7 +40,7 @@ class CompletionBuilder:
         if matcher is not None:
             include = params.include_stop_str_in_output
             self._stops = StopStringFinder(matcher, include=include, reasoning=reasoning)
-        self.num_tokens = 0                             # of all, drained or not
+        self.num_tokens = 0                             # all tokens, drained or not
         self.last_token_s: float | None = None          # set by the caller of `extend`
         self.has_new_output = False                     # since the last drain
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0

@@ -50,7 +50,7 @@ class FinishedRequest(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     finish_reasons: list[FinishReason]
-    max_tokens: int = 1          # of each answer, resolved
+    max_tokens: int = 1          # limit of each answer, resolved
     num_gaps: int = 0            # between two tokens of an answer
     num_late_gaps: int = 0       # longer than the target
     met_deadline: bool | None = None  # None: the request had none
@@ -74,7 +74,7 @@ class ProcessedStep:
     itl_s: list[float] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
     num_output_tokens: int = 0
-    num_prompt_tokens: int = 0                   # of the requests in `first_tokens`
+    num_prompt_tokens: int = 0                   # sum over the requests in `first_tokens`
     failed: list[tuple[int, Exception]] = field(default_factory=list)
     is_last: bool = True                         # the last slice of the step
 
@@ -102,8 +102,8 @@ class _RequestState:
     metrics: RequestMetrics
     num_unfinished: int
     prompt_token_ids: list[int]                  # as outputs have them
-    branches: dict[int, CompletionBuilder] = field(default_factory=dict)  # those with a token, by index
-    matcher: StopMatcher | None = None           # of all branches, once there is one
+    branches: dict[int, CompletionBuilder] = field(default_factory=dict)  # branches with a token, by index
+    matcher: StopMatcher | None = None           # shared by all branches, once there is one
     prompt_logprobs: LogprobTable | None = None
     prompt_scores: bytes | None = None           # float32, of params.prompt_logprob_token_ids
     pooled: bytes | None = None                  # float32 vector

@@ -105,7 +105,7 @@ class PoolingInputs:
             return None
         return Truncation(self.max_model_len if max_tokens == -1 else max_tokens, keeps_last=side == "left")
 
-    def tokenize(self, prompt: Prompt, **how: Any) -> TokenizedPrompt:  # noqa: ANN401 (as of `InputProcessor.tokenize`)
+    def tokenize(self, prompt: Prompt, **how: Any) -> TokenizedPrompt:  # noqa: ANN401 (as in `InputProcessor.tokenize`)
         """Return the tokens of a prompt for one vector; a text is lowercased if the model's folder says so."""
         if isinstance(prompt, str):
             prompt = self.cased(prompt)

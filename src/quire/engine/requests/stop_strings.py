@@ -121,7 +121,7 @@ class StopMatcher:
         stop, depth = divmod(state, self._width)
         char, parent = self._stops[stop][depth - 1], self._parent(stop, depth)
         failure = ROOT
-        while parent:  # of depth 1 the only proper suffix is empty
+        while parent:  # at depth 1 the only proper suffix is empty
             if not self._has(parent):
                 return parent
             parent = self._failure(parent)

@@ -11,7 +11,7 @@ from quire.core.owner_labels import OPERATOR
 from quire.server.options import ServerOptions
 
 # Keys of a scope, which the application sets.
-KEY_NUMBER = "quire.key_number"  # of the key that a request carries, from 1, or OPERATOR; 0 without keys
+KEY_NUMBER = "quire.key_number"  # number of the key that a request carries, from 1, or OPERATOR; 0 without keys
 CLIENT_ID = "quire.client_id"    # see `client_id_of`
 
 

@@ -31,7 +31,7 @@ from quire.server.service import Service
 
 log = logging.getLogger(__name__)
 
-_NO_KEY_NEEDED = frozenset({b"/health", b"/ping", b"/ready"})  # those of probes, which can send no secret
+_NO_KEY_NEEDED = frozenset({b"/health", b"/ping", b"/ready"})  # routes of probes, which can send no secret
 _FOR_BROWSERS = b"/debug/"   # paths below it also accept a key from a browser's password dialog
 _DOCS, _SCHEMA = b"/docs", b"/openapi.json"  # as well
 _ALWAYS_ANSWERED = frozenset({b"/health", b"/ping", b"/ready", b"/load", b"/metrics", b"/version"})  # also in a drain

@@ -5,7 +5,7 @@ once, by 64-bit hashes of their characters: 0.4 s, where a dictionary takes 1.5 
 
 SentencePiece merges the pair with the highest score, of equal scores the leftmost in the text; the tokenizers library
 has one rank for each pair instead. Their order gives the same pieces where scores of different pieces are equal in runs
-of one character, as of blanks in Llama and Mistral: there a merge leaves none to its left but those with the new piece,
+of one character, like blanks in Llama and Mistral: there a merge leaves none to its left but those with the new piece,
 so the longest result comes first, and of equal ones that with the shortest left side.
 """
 

@@ -75,7 +75,7 @@ def read_sentencepiece(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def make_sentencepiece(model: SentencePieceModel, place: str, *, is_legacy: bool) -> Tokenizer:
-    """Return the tokenizer of a model. `place` is what errors call it; `is_legacy` as of `_set_normalizer`.
+    """Return the tokenizer of a model. `place` is what errors call it; `is_legacy` as in `_set_normalizer`.
 
     Raises ModelError for a model without the unknown token, with too long pieces, or of another algorithm.
     """

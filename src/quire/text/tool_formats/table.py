@@ -455,7 +455,7 @@ UNSUPPORTED = {
     "olmo3": "calls on lines of their own are not read; pythonic reads lists of calls",
 }
 
-# Of calls that are required where a template has no known format.
+# Format of calls that are required where a template has no known format.
 FALLBACK = next(row for row in TOOL_FORMATS if row.name == "hermes")
 
 Row = TypeVar("Row", bound=ToolFormat | ReasoningFormat)

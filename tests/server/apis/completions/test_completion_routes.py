@@ -132,7 +132,7 @@ def test_offsets_of_an_echo_count_the_special_tokens_that_came_in_the_text(serve
     (choice,) = server.ask(COMPLETIONS, **asked)["choices"]
     first, *tokens, _ = choice["logprobs"]["tokens"]
     offsets = choice["logprobs"]["text_offset"]
-    assert (first, offsets[0]) == ("<|endoftext|>", 0)      # which the tokenizer puts before every text
+    assert (first, offsets[0]) == ("<|endoftext|>", 0)      # the token that the tokenizer puts before every text
     slices = [prompt[start:end] for start, end in pairwise(offsets[1:])]
     assert slices == tokens
 

@@ -25,7 +25,7 @@ COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, PREFIXES = (
 )
 SIZE = DEFAULT_LIMITS.max_body_bytes - 256
 MAX_VALUES = DEFAULT_LIMITS.max_json_values
-LANES = 2                                         # of each, a slice may be done in an iteration of the event loop
+LANES = 2                                         # one slice of each may be done in an iteration of the event loop
 Counts = dict[str, int]
 
 # Per turn. A list of numbers has an element for two bytes, and one that is alone on its slice may be twice as long.

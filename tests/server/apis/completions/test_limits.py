@@ -112,7 +112,7 @@ BODIES: dict[str, list[Case]] = {
     "max_json_values": [Case(10, None, COMPLETIONS, lambda n: completion(unknown=["x"] * (n - 6)))],
     "max_json_depth": [Case(4, None, COMPLETIONS, nested, "invalid_json")],
 }
-# Of the connection, and of time: the tests that show them.
+# Limits of the connection, and of time: the tests that show them.
 CONSTRAINTS = "tests/server/grammars/test_structured_outputs.py::test_what_cannot_constrain_is_refused_by_name"
 VECTORS = "tests/server/apis/embeddings/test_embeddings.py::"
 ELSEWHERE = {
@@ -174,7 +174,7 @@ def test_bound_is_reached_and_not_passed(
     assert (status, error["param"], error["code"]) == (400, case.param, case.code)
     assert error["type"] == "invalid_request_error"
     assert str(case.limit) in error["message"]
-    assert name in error["message"] or name in ("max_n", "max_salt_chars")  # of the field's own range
+    assert name in error["message"] or name in ("max_n", "max_salt_chars")  # error of the field's own range
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])

@@ -40,7 +40,7 @@ TEXTS = {
     "in namespaces": f"{call_text('team__close', {'id': 'a'})}{call_text('mcp__fs__read', {})}",
     "cut": f"Yes. {call_text('get_weather', ULM)[:50]}",
 }
-FIELDS = {  # that grow, by the name of their events
+FIELDS = {  # fields that grow, by the name of their events
     "output_text": "text", "reasoning_text": "text", "function_call_arguments": "arguments",
     "custom_tool_call_input": "input",
 }  # fmt: skip
