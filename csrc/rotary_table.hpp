@@ -3,8 +3,9 @@
 
 namespace quire {
 
-// Write out [num_positions, 2 * num_pairs]: the cosines of each position, then its sines, times `scale`, each computed in
-// double and rounded once. frequencies [num_pairs]: radians per position. All threads take part.
-void rotary_table(const double* frequencies, long num_pairs, long num_positions, double scale, float* out);
+// Write out [num_positions, 2 * num_pairs]: the cosines of each position's angles, then the sines, times `scale`. An angle is
+// a product of floats, rounded to one; all else is computed in double and rounded once. frequencies [num_pairs]: radians per
+// position. All threads take part.
+void rotary_table(const float* frequencies, long num_pairs, long num_positions, double scale, float* out);
 
 }  // namespace quire

@@ -5,11 +5,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from quire.kernels.reference.kv_cache_write import apply_rotary, rotary_table
-
-
-def frequencies(rotary_dim: int) -> Tensor:
-    return 10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+from quire.kernels.reference.kv_cache_write import apply_rotary
+from support.rotary import frequencies, table_of
 
 
 def heads(num_tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -26,30 +23,22 @@ def test_rotation_matches_transformers(head_dim: int, dtype: torch.dtype, tol: f
     expected = apply_rotary_pos_emb(
         query.float().transpose(0, 1)[None], key.float().transpose(0, 1)[None], angles.cos()[None], angles.sin()[None]
     )
-    rotated = apply_rotary(query, key, positions, rotary_table(frequencies(head_dim), 500))
+    rotated = apply_rotary(query, key, positions, table_of(frequencies(head_dim), 500))
     for ours, theirs in zip(rotated, expected, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs[0].transpose(0, 1).to(dtype), rtol=tol, atol=tol)
 
 
-def test_table_holds_cosines_then_sines_times_scale() -> None:
-    table = rotary_table(frequencies(16), 100, scale=1.5)
-    angles = torch.outer(torch.arange(100).double(), frequencies(16).double())
-    assert table.shape == (100, 16)
-    assert table.dtype == torch.float32
-    torch.testing.assert_close(table, (torch.cat([angles.cos(), angles.sin()], 1) * 1.5).float(), rtol=0, atol=1e-5)
-
-
 def test_position_zero_turns_nothing() -> None:
     query, key = heads(3, 32)
-    rotated = apply_rotary(query, key, torch.zeros(3, dtype=torch.int64), rotary_table(frequencies(32), 4))
+    rotated = apply_rotary(query, key, torch.zeros(3, dtype=torch.int64), table_of(frequencies(32), 4))
     assert torch.equal(rotated[0], query)
     assert torch.equal(rotated[1], key)
 
 
 def test_dimensions_past_the_rotary_ones_pass_through() -> None:
     query, key = heads(5, 64)
-    table, positions = rotary_table(frequencies(24), 10), torch.arange(5)
+    table, positions = table_of(frequencies(24), 10), torch.arange(5)
     rotated = apply_rotary(query, key, positions, table)
     assert torch.equal(rotated[0][..., 24:], query[..., 24:])
     assert torch.equal(rotated[1][..., :24], apply_rotary(query, key[..., :24], positions, table)[1])
@@ -57,7 +46,7 @@ def test_dimensions_past_the_rotary_ones_pass_through() -> None:
 
 def test_scores_depend_on_distance_alone() -> None:
     query, key = heads(1, 64)
-    table = rotary_table(frequencies(64), 300)
+    table = table_of(frequencies(64), 300)
     scores = []
     for shift in (0, 100, 250):
         turned_query, _ = apply_rotary(query, key, torch.tensor([shift + 7]), table)
@@ -71,7 +60,7 @@ def test_scores_depend_on_distance_alone() -> None:
 @pytest.mark.parametrize("head_dim", [8, 80, 128])
 def test_tokens_have_the_same_bits_among_any_others(head_dim: int, dtype: torch.dtype, num_threads: int) -> None:
     query, key = heads(300, head_dim, dtype)
-    positions, table = torch.arange(300).flip(0), rotary_table(frequencies(head_dim), 300)
+    positions, table = torch.arange(300).flip(0), table_of(frequencies(head_dim), 300)
     together = apply_rotary(query, key, positions, table)
     for begin, end in [(i, i + 1) for i in range(0, 300, 7)] + [(3, 90)]:
         part = apply_rotary(query[begin:end], key[begin:end], positions[begin:end], table)

@@ -1,12 +1,11 @@
-"""Scaled rotary frequencies against transformers', at positions beyond the original length."""
+"""Scaled rotary frequencies against transformers', up to a last bit."""
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quire.kernels.reference.kv_cache_write import POSITIONS_AT_ONCE, rotary_table
 from quire.model.config import spec_from_config
 from quire.model.frequencies import inverse_frequencies
 
@@ -26,23 +25,27 @@ SCALINGS = {
 }  # fmt: skip
 
 
-def reference(config: dict[str, object], positions: Tensor) -> Tensor:
-    """Return transformers' cosines and sines of positions, once for each pair of dimensions."""
+def assert_same_as_transformers(config: dict[str, object], longest: int) -> None:
+    """Assert the frequencies of transformers for a sequence of `longest` positions, but for last bits of a few.
+
+    Powers are rounded once, and PyTorch's in float32 are a last bit off themselves; a divisor can make two of one.
+    """
+    rotary = spec_from_config(config).rotary
+    assert rotary is not None
     embedding = LlamaRotaryEmbedding(LlamaConfig(**config))
-    cos, sin = (x[0, :, : x.shape[2] // 2] for x in embedding(torch.zeros(1), positions[None]))
-    return torch.cat([cos, sin], dim=-1)
+    embedding(torch.zeros(1), torch.tensor([[longest - 1]]))  # lets frequencies follow the length
+    expected, found = embedding.inv_freq.numpy(), inverse_frequencies(rotary, longest)
+    np.testing.assert_array_max_ulp(found, expected, maxulp=2)
+    assert np.count_nonzero(found != expected) <= len(expected) // 16
+    assert rotary.scale == pytest.approx(embedding.attention_scaling, rel=1e-7)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_tables_equal_transformers_up_to_the_last_position(name: str) -> None:
+def test_frequencies_are_those_of_transformers(name: str) -> None:
     scaling, longest = SCALINGS[name]
     config = QWEN | {"rope_parameters": {"rope_theta": 1e6, **scaling}}
-    spec = spec_from_config(config)
-    assert spec.rotary is not None
-    assert spec.max_position_embeddings == longest
-    table = rotary_table(inverse_frequencies(spec.rotary, longest), longest, spec.rotary.scale)
-    positions = torch.cat([torch.arange(0, longest, 997), torch.arange(longest - 50, longest)])  # the last one included
-    torch.testing.assert_close(table[positions], reference(config, positions), rtol=0, atol=1e-6)
+    assert spec_from_config(config).max_position_embeddings == longest
+    assert_same_as_transformers(config, longest)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
@@ -67,16 +70,4 @@ YARN_OPTIONS = ("truncate", "factor", "attention_factor", "mscale", "mscale_all_
 )  # fmt: skip
 def test_null_means_what_it_means_in_transformers(options: dict[str, object]) -> None:
     config = QWEN | {"rope_parameters": {"rope_theta": 1e6, **options}}
-    spec = spec_from_config(config)
-    assert spec.rotary is not None
-    frequencies, scale = inverse_frequencies(spec.rotary, 8192), spec.rotary.scale
-    table = rotary_table(frequencies, 8192, scale)
-    positions = torch.arange(0, 8192, 409)
-    torch.testing.assert_close(table[positions], reference(config, positions), rtol=0, atol=1e-6)
-
-
-def test_table_made_in_parts_has_the_bits_of_one_made_at_once() -> None:
-    frequencies = 10000.0 ** (-torch.arange(0, 24, 2).float() / 24)
-    count = 2 * POSITIONS_AT_ONCE + 7
-    angles = torch.outer(torch.arange(count).float(), frequencies)
-    assert torch.equal(rotary_table(frequencies, count, 1.5), torch.cat([angles.cos(), angles.sin()], dim=-1) * 1.5)
+    assert_same_as_transformers(config, 8192)

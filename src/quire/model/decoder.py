@@ -5,12 +5,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.core.arrays import Array
 from quire.kernels.back_end import BackEnd
 from quire.kernels.embedding import Table
 from quire.kernels.linear import Linear
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
-from quire.kernels.reference.kv_cache_write import rotary_table
+from quire.kernels.rotary_table import rotary_table
 from quire.kernels.special_ops import SummedLinearOp
 from quire.kernels.support import require, require_attention, require_kv_dtype, require_ops
 from quire.model.frequencies import inverse_frequencies
@@ -79,7 +80,8 @@ class Decoder:
         self._text_cache = None if spec.is_causal else TextCache(spec, self.dtype, self.back_end)
         tokens = weights.embedding(shapes.embedding)
         self._embedding = Embedding(spec, shapes, weights, tokens.taken)
-        cos_sin = {each: _rotary_table(each, max_positions, table_positions, weights.device) for each in spec.rotaries}
+        tables = {each: _rotary_table(each, max_positions, table_positions) for each in spec.rotaries}
+        cos_sin = {rotary: weights.taken(table) for rotary, table in tables.items()}
         self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
         shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
@@ -210,6 +212,6 @@ class Embedding:
         return x if self._positions is None else x + self._embed(self._positions, positions)
 
 
-def _rotary_table(rotary: Rotary, max_positions: int, table_positions: int, device: torch.device) -> Tensor:
+def _rotary_table(rotary: Rotary, max_positions: int, table_positions: int) -> Array:
     """Return cosines and sines of the first `table_positions` positions."""
-    return rotary_table(inverse_frequencies(rotary, max_positions).to(device), table_positions, rotary.scale)
+    return rotary_table(inverse_frequencies(rotary, max_positions), table_positions, rotary.scale)

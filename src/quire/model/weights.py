@@ -89,7 +89,7 @@ class WeightReader:
 
     def table(self, shape: TableShape) -> Tensor:
         """Return a table of floats [num_rows, width]."""
-        return self._taken(self._read_table(shape))
+        return self.taken(self._read_table(shape))
 
     def _read_table(self, shape: TableShape) -> Array:
         return self._read_kept([f"{self._prefix}{shape.module}.weight"], [(shape.num_rows, shape.width)])
@@ -100,7 +100,7 @@ class WeightReader:
         stored = self._format.read_table(self._tensors, module, shape.width)
         if stored is None:
             table = self._read_table(shape)
-            return TokenTable(table, self._taken(table))
+            return TokenTable(table, self.taken(table))
         self.tally.num_parameters += shape.num_rows * shape.width
         self.tally.weight_bytes += stored.num_bytes
         return TokenTable(stored, TensorTable(stored))
@@ -110,14 +110,14 @@ class WeightReader:
 
         def read(part: str) -> Tensor:
             found = {self._prefix + name: size for name, size in shape.tensors.items() if name.endswith(part)}
-            return self._taken(self._read_kept(list(found), list(found.values())).reshape(shape.weight_shape))
+            return self.taken(self._read_kept(list(found), list(found.values())).reshape(shape.weight_shape))
 
         weight = read(".weight") if shape.has_weight else torch.ones(shape.width, dtype=self.dtype, device=self.device)
         return weight, read(".bias") if shape.has_bias else None
 
     def vector(self, shape: VectorShape) -> Tensor:
         """Return a vector of a layer, [length] float32."""
-        return self._taken(self._read_kept([self._prefix + shape.name], [(shape.length,)], FLOAT32))
+        return self.taken(self._read_kept([self._prefix + shape.name], [(shape.length,)], FLOAT32))
 
     def linear(
         self,
@@ -244,12 +244,12 @@ class WeightReader:
         found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._tensors.names)
         return next(found, self.names.prefixes[0])
 
-    def _taken(self, array: Array) -> Tensor:
+    def taken(self, array: Array) -> Tensor:
         """Return an array as the back end takes it."""
         return to_tensor(array).to(self.device)
 
     def _taken_bias(self, bias: Array | None) -> Tensor | None:
-        return None if bias is None else self._taken(bias)
+        return None if bias is None else self.taken(bias)
 
     def _read_kept(
         self, names: list[str], shapes: list[tuple[int, ...]], dtype: DType | None = None

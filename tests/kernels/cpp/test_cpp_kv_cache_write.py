@@ -7,10 +7,11 @@ from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.cpp_kv_cache_write import write_kv
 from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.reference import kv_cache_write
-from quire.kernels.reference.kv_cache_write import apply_rotary, rotary_table
+from quire.kernels.reference.kv_cache_write import apply_rotary
 from support.packed_cache import pack, unpack
 from support.paged_cache import rotary_spec
 from support.pairwise import covering
+from support.rotary import frequencies, table_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_BLOCKS = 12
@@ -74,7 +75,7 @@ def test_keys_and_queries_are_turned_to_the_bit_as_the_rotary_op_turns_them(
 ) -> None:
     query, key, value = fused_heads(50, head_dim, dtype)
     positions, slots = torch.randperm(300)[:50], slots_for(50, 16)
-    table = rotary_table(10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim), 300)
+    table = table_of(frequencies(rotary_dim), 300)
     expected_query, expected_key = apply_rotary(query, key, positions, table, is_interleaved=is_interleaved)
     ours, plain = caches(16, head_dim, dtype), plain_caches(16, head_dim, dtype)
     given = query, key.clone(), value.clone()
@@ -88,7 +89,7 @@ def test_keys_and_queries_are_turned_to_the_bit_as_the_rotary_op_turns_them(
 def test_float16_is_turned_in_float32_and_kept_so_in_the_cache() -> None:
     query, key, value = fused_heads(20, 32, torch.float16)
     positions, slots = torch.arange(20), torch.arange(20)
-    table = rotary_table(10000.0 ** (-torch.arange(0, 32, 2).float() / 32), 20)
+    table = table_of(frequencies(32), 20)
     keys, values = caches(16, 32, torch.float16)
     turned = write_kv(rotary_spec(query, key, table), query, key, value, positions, keys, values, slots)
     expected_query, expected_key = apply_rotary(query.float(), key.float(), positions, table)

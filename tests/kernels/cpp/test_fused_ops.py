@@ -24,7 +24,7 @@ from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
 from quire.kernels.quantized import round_to_nearest
-from quire.kernels.reference.kv_cache_write import rotary_table
+from support.rotary import table_of
 
 HEADS, WIDTH, INNER, BLOCK_SIZE = Heads(4, 2, 16), 48, 80, 8
 NUM_TOKENS = 7  # a chunk of 6 and a decode
@@ -59,7 +59,7 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
     stem, is_pre = f"layers.{layer}.", position == "pre"
     query_width, kv_width = HEADS.num_heads * HEADS.head_dim, HEADS.num_kv_heads * HEADS.head_dim
     source, centers = ("x", False) if is_pre else (INPUT, True)
-    cos_sin = rotary_table(torch.rand(HEADS.head_dim // 2), 64) if is_pre else None
+    cos_sin = table_of(torch.rand(HEADS.head_dim // 2), 64) if is_pre else None
     norms = [norm(WIDTH, dtype, centers=centers) for _ in range(2)]
     out, summed = ("x", INPUT) if is_pre else (INPUT, None)
     first, second = (ops.NormOp(f"{stem}norm_{i + 1}", norms[i], "x", out, INPUT, summed) for i in range(2))
@@ -96,7 +96,7 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
     if layer == 0:
         first = ops.NormOp(first.name, first.norm, INPUT, "x")
     widths = norm(query_width, dtype, centers=False, offset=0.0), norm(kv_width, dtype, centers=False, offset=1.0)
-    table = rotary_table(torch.rand(HEADS.head_dim // 4), 64)
+    table = table_of(torch.rand(HEADS.head_dim // 4), 64)
     feed_forward: list[Op] = [
         ops.LinearOp(f"{stem}up", linear(WIDTH, INNER, dtype, DENSE, "gelu_tanh_and_mul"), "normed", "inner"),
         ops.LinearOp(f"{stem}down", linear(INNER, WIDTH, dtype, DENSE), "inner", "y"),

@@ -15,11 +15,12 @@ from quire.kernels.cpp.cpp_kv_cache_write import write_kv
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.reference import kv_cache_write
 from quire.kernels.reference.back_ends import REFERENCE
-from quire.kernels.reference.kv_cache_write import apply_rotary, rotary_table
+from quire.kernels.reference.kv_cache_write import apply_rotary
 from quire.kernels.reference.paged_attention import reference
 from support.packed_cache import CPP, pack
 from support.paged_cache import Paging, Part, Tokens, attend, rotary_spec
 from support.pairwise import covering
+from support.rotary import frequencies, table_of
 
 KV = list(QUANTIZED)
 SCALED_AND_NOT = ["int8_per_token_head", "fp8"]  # each part of the code at least once
@@ -77,7 +78,7 @@ def test_stored_bytes_are_the_reference_s(block_size: int, head_dim: int, dtype:
 def test_rotated_keys_are_quantized_as_they_would_be_stored(kv: str, dtype: torch.dtype) -> None:
     stored, heads = QUANTIZED[kv], torch.randn(50, 12, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     query, key, value = heads[:, :6], heads[:, 6:9], heads[:, 9:]
-    table = rotary_table(10000.0 ** (-torch.arange(0, 64, 2).float() / 64), 300)
+    table = table_of(frequencies(64), 300)
     positions, slots = torch.randperm(300)[:50], torch.randperm(NUM_BLOCKS * 16)[:50]
     element, width = getattr(torch, stored.element), 64 + stored.scale_bytes
     ours, plain = (

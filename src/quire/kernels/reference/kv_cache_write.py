@@ -4,14 +4,11 @@ Rotary position embedding is on half-split pairs (Su et al. 2021, in the layout 
 interleaved ones: dimensions (2i, 2i + 1), as in GPT-J.
 """
 
-
 import torch
 from torch import Tensor
 
 from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.reference.kv_quantization import as_bytes, encode, is_quantized
-
-POSITIONS_AT_ONCE = 1 << 14  # rows of a rotary table made at a time: 4 MiB with heads of 128
 
 
 def write_kv(
@@ -37,28 +34,13 @@ def write_kv(
     return query
 
 
-def rotary_table(inv_freq: Tensor, max_positions: int, scale: float = 1.0) -> Tensor:
-    """Return cosines and sines of every position, [max_positions, rotary_dim] float32: cosines first, then sines.
-
-    inv_freq [rotary_dim / 2] float32, radians per position; `scale` multiplies both (YaRN's attention factor).
-    """
-    half, positions = len(inv_freq), torch.arange(max_positions, dtype=torch.float32, device=inv_freq.device)
-    table = torch.empty(max_positions, 2 * half, dtype=torch.float32, device=inv_freq.device)
-    for begin in range(0, max_positions, POSITIONS_AT_ONCE):  # what is needed on the way stays small beside the table
-        some = slice(begin, begin + POSITIONS_AT_ONCE)
-        angles = torch.outer(positions[some], inv_freq.float())
-        table[some, :half] = angles.cos().mul_(scale)
-        table[some, half:] = angles.sin().mul_(scale)
-    return table
-
-
 def apply_rotary(
     query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, *, is_interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return query and key turned by their positions, in their own dtype; computed in float32, rounded once.
 
     query [num_tokens, num_heads, head_dim], key [num_tokens, num_kv_heads, head_dim], positions [num_tokens] int,
-    cos_sin from `rotary_table`. Dimensions past rotary_dim pass through.
+    cos_sin from `rotary_table.rotary_table`. Dimensions past rotary_dim pass through.
     """
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rotary_dim / 2]
     rotate = _rotate_interleaved if is_interleaved else _rotate

@@ -1,0 +1,50 @@
+"""Rotary tables: correctly rounded, and near to what PyTorch computes in float32."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels import rotary_table as module
+from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.rotary_table import POSITIONS_AT_ONCE, rotary_table
+
+FREQUENCIES = (10_000.0 ** (-np.arange(0, 64, 2) / 64)).astype(np.float32)
+
+
+@pytest.fixture(params=["cpp", "numpy"], autouse=True)
+def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tables made by the extension, or by NumPy as where there is none."""
+    if request.param == "numpy":
+        monkeypatch.setattr(module, "usable_isas", tuple)
+    elif not usable_isas():
+        pytest.skip("the C++ kernels were not built")
+
+
+def test_cosines_come_before_sines_times_scale() -> None:
+    table = rotary_table(FREQUENCIES, 2 * POSITIONS_AT_ONCE + 7, 1.5)
+    assert (table.shape, table.dtype) == ((2 * POSITIONS_AT_ONCE + 7, 64), np.float32)
+    for position in (0, 1, 999, POSITIONS_AT_ONCE, 2 * POSITIONS_AT_ONCE + 6):
+        angles = [float(np.float32(position) * each) for each in FREQUENCIES]
+        expected = [1.5 * math.cos(angle) for angle in angles] + [1.5 * math.sin(angle) for angle in angles]
+        np.testing.assert_array_equal(table[position], np.array(expected).astype(np.float32))
+
+
+def test_an_angle_is_rounded_to_float32_as_models_are_trained() -> None:
+    position, frequency = 131_071, np.float32(1 / 3)
+    exact = Fraction(position) * Fraction(float(frequency))
+    angle = np.float32(float(exact))
+    assert Fraction(float(angle)) != exact
+    table = rotary_table(np.array([frequency]), position + 1)
+    assert table[position, 0] == np.float32(math.cos(angle))
+    assert table[position, 0] != np.float32(math.cos(float(exact)))
+
+
+def test_entries_are_at_most_a_last_bit_off_those_of_pytorch() -> None:
+    angles = torch.outer(torch.arange(20_000).float(), torch.from_numpy(FREQUENCIES))
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1).numpy()
+    found = rotary_table(FREQUENCIES, 20_000)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-24)
+    assert (found != expected).mean() < 0.06
