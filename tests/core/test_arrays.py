@@ -13,6 +13,7 @@ from quire.core.arrays import (
     DType,
     address,
     bits,
+    concatenated,
     dtype_name,
     empty,
 )
@@ -64,3 +65,12 @@ def test_memory_of_a_huge_page_begins_at_one_and_is_zeros() -> None:
     array[-1, -1] = array[0, 0]
     assert (array.shape, array.dtype, array.flags.writeable) == ((HUGE_PAGE_BYTES, 3), BFLOAT16, True)
     assert address(None) == 0
+
+
+def test_rows_of_several_arrays_are_in_memory_of_their_own(array: Array) -> None:
+    whole = concatenated([array, array[1:, ::-1], array[:0]])
+    assert whole.dtype == array.dtype
+    np.testing.assert_array_equal(bits(whole), np.concatenate([bits(array), bits(array)[1:, ::-1]]))
+    assert address(concatenated([array])) != address(array)
+    with pytest.raises(AssertionError, match="rows of"):
+        concatenated([array, bits(array)])
