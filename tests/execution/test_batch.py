@@ -69,6 +69,15 @@ def test_new_row_replaces_all_that_its_last_owner_left(batch: PersistentBatch) -
     assert batch.block_tables[0, 0] == 6
 
 
+def test_new_row_scores_no_tokens_that_its_last_owner_named(batch: PersistentBatch) -> None:
+    named = SamplingParams(prompt_logprob_token_ids=[[7], [8, 9]], max_tokens=1)
+    batch.apply(StepPlan(new_rows=[NewRow(0, [1, 2, 3], 3, [5], named, seed=0)]))
+    assert batch.named_ids(0, 0, 3) is not None
+    batch.apply(StepPlan(new_rows=[new_row(0, [4, 5, 6], [5], prompt_logprobs=1)]))
+    assert batch.scores_prompt[0]
+    assert batch.named_ids(0, 0, 3) is None
+
+
 def test_token_past_the_full_length_has_no_place_and_needs_none(batch: PersistentBatch) -> None:
     plan = StepPlan(
         new_rows=[new_row(0, list(range(12)), [0, 1, 2])], rows=[0], starts=[0], counts=[12],
