@@ -259,7 +259,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 # Lives end early now and then: 600 of them come to 2.6 x 10^4 steps, each of them checked.
 CacheMachine.TestCase.settings = settings(
-    max_examples=600, stateful_step_count=50, deadline=None, derandomize=True, print_blob=True
+    max_examples=300, stateful_step_count=50, deadline=None, derandomize=True, print_blob=True
 )
 TestCacheMachine = CacheMachine.TestCase
 

@@ -594,7 +594,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 PrefixMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, print_blob=True
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, print_blob=True
 )
 TestPrefixMachine = PrefixMachine.TestCase
 

@@ -19,7 +19,7 @@ dense = LinearWeight.dense
 FOLDER = Path(__file__).parent / "triton"
 
 
-@pytest.mark.timeout(1800)  # the interpreter takes two minutes of a processor
+@pytest.mark.timeout(1800)  # the interpreter takes a minute of a processor
 @pytest.mark.parametrize("marks", ["not matrix", pytest.param("matrix", marks=pytest.mark.matrix)])
 def test_kernels_match_their_references_in_the_interpreter(marks: str) -> None:
     """Triton chooses its interpreter when it is imported, so it has a process to itself."""
@@ -38,6 +38,12 @@ def test_benchmark_runs_without_a_card() -> None:
     assert result.stdout.count("| tiny | 2 |") == 2, "by Quire, and by transformers"
 
 
+def on_one_of(*capabilities: int) -> pytest.MarkDecorator:
+    """Parametrize with the first of some capabilities, and for `make matrix` with the others."""
+    first, *others = capabilities
+    return pytest.mark.parametrize("capability", [first, *(pytest.param(x, marks=pytest.mark.matrix) for x in others)])
+
+
 CASES = [((32, 8, 128), torch.bfloat16)]
 OTHERS = [
     ((16, 4, 64), torch.bfloat16), ((8, 2, 32), torch.float16), ((32, 32, 80), torch.float16),
@@ -47,9 +53,7 @@ OTHERS = [
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that a card of this capability gives a program
 
 
-@pytest.mark.parametrize(
-    "capability", [80, 90, *(pytest.param(other, marks=pytest.mark.matrix) for other in (86, 89, 100, 120))]
-)
+@on_one_of(90, 80, 86, 89, 100, 120)
 @pytest.mark.parametrize(
     ("heads", "dtype"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in OTHERS)], ids=str
 )
@@ -79,7 +83,7 @@ def test_kernels_of_a_layer_compile_without_spilling(
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] * 1024 for kernel in kernels), kernels
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@on_one_of(80, 90)
 @pytest.mark.parametrize(
     "kv", ["int8_per_token_head", *(pytest.param(kv, marks=pytest.mark.matrix) for kv in ("fp8_per_token_head", "fp8"))]
 )
@@ -104,7 +108,7 @@ def test_kernels_of_a_cache_of_8_bits_compile_without_spilling(kv: str, capabili
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] * 1024 for kernel in kernels), kernels
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@on_one_of(90, 80)
 def test_softcap_sinks_window_and_interleaved_rotary_compile_without_spilling(capability: int) -> None:
     from quire.kernels.choice import cuda_back_end
     from quire.kernels.paged_attention import build_metadata
@@ -122,7 +126,7 @@ def test_softcap_sinks_window_and_interleaved_rotary_compile_without_spilling(ca
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@on_one_of(80, 90)
 def test_other_kernels_compile_without_spilling(capability: int) -> None:
     import numpy as np
 
@@ -149,7 +153,7 @@ OTHER_PRODUCTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@on_one_of(90, 80)
 @pytest.mark.parametrize(
     ("weight_format", "kind", "activation_group_size"),
     [*PRODUCTS, *(pytest.param(*case, marks=pytest.mark.matrix) for case in OTHER_PRODUCTS)],
@@ -177,7 +181,7 @@ def test_products_compile_without_spilling(
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] << 10 for kernel in products), products
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@on_one_of(80, 90)
 @pytest.mark.parametrize(
     ("weight_format", "kind"),
     [("dense", ""), pytest.param("int4", "zeros", marks=pytest.mark.matrix)],
@@ -206,7 +210,7 @@ def test_experts_compile_without_spilling(weight_format: str, kind: str, capabil
     assert all(kernel.reads_widely for kernel in kernels if kernel.name in ("_product_kernel", "_add_kernel")), kernels
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@on_one_of(90, 80)
 def test_adapters_compile_without_spilling(capability: int) -> None:
     from quire.kernels.low_rank import FactorSizes, RowAdapters
     from quire.kernels.triton.triton_low_rank import TritonSlots
@@ -222,7 +226,7 @@ def test_adapters_compile_without_spilling(capability: int) -> None:
     assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_product_kernel"), kernels
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@on_one_of(80, 90)
 def test_layers_of_one_output_compile(capability: int) -> None:
     """Triton makes arguments of 1 constants."""
     from quire.kernels.triton.few_rows import few_rows_product

@@ -20,6 +20,7 @@ from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, Method, QuantizationOptions, resolve
 from support.paged_runner import PagedRunner
+from support.pairwise import covering
 from support.random_model import VOCAB_SIZE, write_random_model
 
 BACK_ENDS = [("torch", "auto"), *(("cpp", isa) for isa in usable_isas())]
@@ -89,8 +90,9 @@ def check(decoder: Decoder, nums_drafts: tuple[int, ...]) -> None:
         assert all(map(torch.equal, written, stored)), f"{num_drafts} drafts"
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@covering(
+    {"each_back_end": BACK_ENDS, "dtype": ["float32", "bfloat16"], "weights": [*WEIGHTS]}, indirect=["each_back_end"]
+)
 def test_rows_with_drafts_have_the_bits_of_single_steps(
     folder: Path, each_back_end: BackEnd, dtype: str, weights: str
 ) -> None:
@@ -99,8 +101,10 @@ def test_rows_with_drafts_have_the_bits_of_single_steps(
     check(load_model(folder, dtype=dtype, back_end=each_back_end, quantization=quantization), NUMS_DRAFTS)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@covering(
+    {"each_back_end": BACK_ENDS, "dtype": ["float32", "bfloat16"], "kv_dtype": KV_DTYPES[1:]},
+    indirect=["each_back_end"],
+)
 def test_rows_with_drafts_have_the_bits_of_single_steps_over_a_cache_of_8_bits(
     folder: Path, each_back_end: BackEnd, dtype: str, kv_dtype: str
 ) -> None:

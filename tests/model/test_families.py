@@ -1,7 +1,7 @@
 """Every family against transformers, on small random checkpoints that leave no parameter at its initial value."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from quire.model.loader import load_model
 from quire.model.ranks import Ranks
 from quire.model.source import read_folder
 from quire_lab.sim.footprint import weight_bytes
-from support.pairwise import covering
 from support.random_parameters import randomize
 from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks
 
@@ -365,6 +364,29 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+FIRST = {family: case for case, (family, _) in reversed(CASES.items())}.values()  # of each class, its plainest model
+
+
+def on_both_back_ends(cases: Iterable[str], by_torch: Iterable[str] = FIRST) -> pytest.MarkDecorator:
+    """Parametrize with the kernels in C++ for all cases, and PyTorch's ops for some; `make matrix` runs all others.
+
+    What else a case sets reaches both through the same program, and tests of the kernels compare each op of both.
+    """
+    kept = [*by_torch, *(case for case in cases if _has_odd_heads(case))]
+    rows = [(name, case) for name in ("torch", "cpp") for case in cases]
+    is_more = [name == "torch" and case not in kept for name, case in rows]
+    marks = [[pytest.mark.matrix] if more else [] for more in is_more]
+    marked = [pytest.param(*row, marks=own) for row, own in zip(rows, marks, strict=True)]
+    return pytest.mark.parametrize(("back_end", "case"), marked, indirect=["back_end"])
+
+
+def _has_odd_heads(case: str) -> bool:
+    """Return whether the kernels in C++ leave a case's heads to the stand-in."""
+    head_dim = CASES[case][1].get("head_dim", 8)
+    assert isinstance(head_dim, int)
+    return head_dim % 8 > 0
+
+
 def make_reference(family: str, config: dict[str, object], seed: int = 7) -> "transformers.PreTrainedModel":
     """Return a transformers model with random parameters, each of which matters."""
     model_config = getattr(transformers, f"{family}Config")(**config)
@@ -400,11 +422,11 @@ def random_tokens(count: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-@pytest.mark.parametrize("case", CASES)
+@on_both_back_ends(CASES)
 def test_logprobs_and_greedy_tokens_equal_transformers(
     case: str, checkpoint: Checkpoint, back_end: BackEnd, paged_runner: Callable
 ) -> None:
-    if back_end.name == "cpp" and CASES[case][1].get("head_dim", 8) % 8:
+    if back_end.name == "cpp" and _has_odd_heads(case):
         pytest.skip("the stand-in serves these")
     reference, folder = make_reference(*CASES[case]), checkpoint(case)
     runner = paged_runner(load_model(folder, back_end=back_end, max_positions=PROMPT_LEN + NUM_FORCED))
@@ -441,7 +463,7 @@ NEWER = [
 OLDER = ["gpt2", "opt, as the 350m", "llama, llama3 rope", "mistral, no window", "qwen3"]
 
 
-@pytest.mark.parametrize("case", OLDER + NEWER)
+@on_both_back_ends(OLDER + NEWER)
 def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
     case: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable
 ) -> None:
@@ -478,7 +500,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
     return write
 
 
-@pytest.mark.parametrize("case", MIXTURES)
+@on_both_back_ends(MIXTURES, by_torch=["qwen2 moe"])
 def test_bfloat16_error_of_ten_mixtures_is_at_most_1_2_times_that_of_transformers(
     case: str, mixture: Mixture, back_end: BackEnd, paged_runner: Callable
 ) -> None:
@@ -509,14 +531,8 @@ def test_stacked_experts_load_like_single_ones(
     assert "not used" not in caplog.text
 
 
-@covering(
-    {
-        "case": [*NEWER, *MIXTURES, "qwen2 moe, every option"],
-        "dtype": ["float32", "bfloat16"],
-        "back_end": ["torch", "cpp"],
-    },
-    indirect=["back_end"],
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_both_back_ends([*NEWER, *MIXTURES, "qwen2 moe, every option"], by_torch=["gptj", "cohere2", "gemma3", *MIXTURES])
 def test_rows_have_the_same_bits_alone_batched_chunked_and_computed_again(
     case: str, dtype: str, checkpoint: Checkpoint, back_end: BackEnd, paged_runner: Callable
 ) -> None:
@@ -565,13 +581,12 @@ def test_windows_change_what_is_computed(tmp_path: Path, back_end: BackEnd, page
     assert (narrow[11:] - wide[11:]).abs().max() > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("back_end", ["cpp"], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if not _has_odd_heads(case)])
 def test_layers_in_one_call_have_the_bits_of_single_ops(
     case: str, dtype: str, checkpoint: Checkpoint, back_end: BackEnd, paged_runner: Callable
 ) -> None:
-    if back_end.name != "cpp" or CASES[case][1].get("head_dim", 8) % 8:
-        pytest.skip("composed of single ops only")
     folder = checkpoint(case)
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
     decoder = load_model(folder, dtype=dtype, back_end=back_end, max_positions=len(tokens))
@@ -583,11 +598,17 @@ def test_layers_in_one_call_have_the_bits_of_single_ops(
     assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))
 
 
+# Each case in one dtype: what ranks divide is the same in both. `make matrix` runs the others.
+IN_TURN = [
+    pytest.param(case, dtype, marks=[pytest.mark.matrix] if (number + is_half) % 2 else [])
+    for number, case in enumerate(CASES) for is_half, dtype in enumerate(("float32", "bfloat16"))
+]  # fmt: skip
+
+
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), IN_TURN)
 def test_ranks_have_the_bits_of_one(case: str, dtype: str, checkpoint: Checkpoint, paged_runner: Callable) -> None:
-    if CASES[case][1].get("head_dim", 8) % 8:
+    if _has_odd_heads(case):
         pytest.skip("the kernels do not serve these heads")
     folder = checkpoint(case)
     tokens, back_end = random_tokens(PROMPT_LEN), choose_back_end(torch.device("cpu"), "cpp")

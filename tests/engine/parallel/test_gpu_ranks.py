@@ -107,7 +107,8 @@ def run_cases(models: dict[str, Path], settings: dict[str, dict[str, Any]]) -> d
 def case_of(name: str, model: Path, settings: dict[str, Any], fault: Fault = "") -> Case:
     """Return a case of two turns, its first and last prompt with adapters if it has some."""
     adapters = [str(model / "a"), "", str(model / "b")] if name.startswith("adapters") else []
-    return Case(str(model), settings, PROMPTS, PARAMS, adapters, 2, fault)
+    params = PARAMS | ({"max_tokens": 16} if name.startswith("swap") else {})  # as many as want more blocks
+    return Case(str(model), settings, PROMPTS, params, adapters, 2, fault)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
+from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.cpp_experts import CppExperts
@@ -216,6 +217,7 @@ COMPUTING = [
 ]
 
 
+@pytest.mark.parametrize("isa", _kernels.usable_isas()[:1], indirect=True)  # the translation knows none
 @pytest.mark.parametrize(("position", "left_out"), COMPUTING)
 def test_op_that_the_interpreter_leaves_out_is_named(
     position: str, left_out: str, monkeypatch: pytest.MonkeyPatch

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.huge_pages import ALIGNMENT, HUGE_PAGE_BYTES, MAPPED_AT_ONCE, PackedMemory, huge_pages
 
 MAPS = Path("/proc/self/maps")
+pytestmark = pytest.mark.parametrize("isa", _kernels.usable_isas()[:1], indirect=True)  # memory knows none
 
 
 def test_memory_begins_with_a_page_and_is_zero() -> None:

@@ -126,16 +126,16 @@ def test_slices_are_the_whole(num_positions: int, tokenizer: Tokenizer, monkeypa
 
 
 def test_no_piece_has_more_than_a_slice_of_work(tokenizer: Tokenizer) -> None:
-    """262,144 candidates, the default of max_prompt_candidates: bytes that are encoded at once."""
-    table, names = LogprobTable.of([candidates(5)] * (1 << 17)), TokenNames(tokenizer)
-    wide = LogprobTable.of([candidates(*range(5, 26))] * (1 << 13))
-    whole = LogprobTable.of([candidates(*(5 + number % 300 for number in range(1 << 14)))] * 2)
+    """Many slices of positions, of candidates of positions, and of candidates of one position."""
+    table, names = LogprobTable.of([candidates(5)] * (1 << 14)), TokenNames(tokenizer)
+    wide = LogprobTable.of([candidates(*range(5, 26))] * (1 << 10))
+    whole = LogprobTable.of([candidates(*(5 + number % 300 for number in range(1 << 12)))] * 2)
     writer = CompletionLogprobs(tokenizer, [], skip_special_tokens=True, start=0)
     for pieces in (
-        completion_logprobs([LogprobPiece(names, [5] * (1 << 17), table, lambda token: token)]),
-        completion_logprobs([writer.piece([5] * (1 << 13), wide)]),
+        completion_logprobs([LogprobPiece(names, [5] * (1 << 14), table, lambda token: token)]),
+        completion_logprobs([writer.piece([5] * (1 << 10), wide)]),
         completion_logprobs([writer.piece([5] * 2, whole)]),
-        chat_logprobs(names, table, 0), chat_logprobs(names, wide, 20), chat_logprobs(names, whole, 1 << 14),
+        chat_logprobs(names, table, 0), chat_logprobs(names, wide, 20), chat_logprobs(names, whole, 1 << 12),
         prompt_logprobs(names, table), prompt_logprobs(names, wide), prompt_logprobs(names, whole),
     ):  # fmt: skip
         assert isinstance(pieces, JsonStream)
