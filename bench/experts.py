@@ -29,6 +29,7 @@ from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight, Table
+from quire.kernels.reference.experts import route
 from quire.kernels.torch_arrays import weight_of_arrays
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import spec_from_config
@@ -74,7 +75,7 @@ class Mixture:
 
     def used(self, x: Tensor) -> list[CppLinear]:
         """Return the layers that rows use."""
-        chosen = sorted(set(self.routing(self.router(x))[0].flatten().tolist()))
+        chosen = sorted(set(route(self.routing, self.router(x))[0].flatten().tolist()))
         return [self.router, *(layer for number in chosen for layer in self.experts[number])]  # type: ignore[list-item]
 
 
@@ -165,7 +166,7 @@ def bench_model(
     spec = spec_from_config(A3B | {"num_hidden_layers": layers})
     back_end = choose_back_end(torch.device("cpu"), "cpp", head_dim=spec.head_dim)
     decoder = build_decoder(
-        spec, DummyCheckpoint(spec), dtype=torch.bfloat16, device=torch.device("cpu"), back_end=back_end,
+        spec, DummyCheckpoint(spec), dtype="bfloat16", device=torch.device("cpu"), back_end=back_end,
         weight_format=RandomInt4(),
     )  # fmt: skip
     cache = KVCache.allocate(decoder.kv_geometry, -(-max(CONTEXT, prompt) // BLOCK_SIZE), BLOCK_SIZE, back_end)

@@ -129,7 +129,7 @@ def main(
 
     def load(quantization: Quantization | None, kv_cache_dtype: str = "auto") -> Decoder:
         return build_decoder(
-            spec, checkpoint, dtype=getattr(torch, dtype), device=torch.device("cpu"),
+            spec, checkpoint, dtype=dtype, device=torch.device("cpu"),
             back_end=choose_back_end(torch.device("cpu"), head_dim=spec.head_dim),
             weight_format=None if quantization is None else RoundedFormat(quantization), kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip

@@ -1,11 +1,11 @@
 #include "thread_pool.hpp"
 
-#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <new>
 #include <thread>
@@ -146,6 +146,16 @@ private:
 ThreadPool* pool = new ThreadPool;
 [[maybe_unused]] const int is_registered = pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPool; });
 
+// OMP_NUM_THREADS, else the CPUs that the process may run on.
+long initial_threads() {
+    const char* given = std::getenv("OMP_NUM_THREADS");
+    if (const long count = given ? std::strtol(given, nullptr, 10) : 0; count > 0) return count;
+    cpu_set_t usable;
+    return sched_getaffinity(0, sizeof usable, &usable) == 0 ? CPU_COUNT(&usable) : 1;
+}
+
+std::atomic<long> thread_count{initial_threads()};
+
 }  // namespace
 
 void wait_for(const std::atomic<long>& count, long expected) {
@@ -156,7 +166,9 @@ void wait_for(const std::atomic<long>& count, long expected) {
             sched_yield();
 }
 
-long num_threads() { return omp_get_max_threads(); }
+long num_threads() { return thread_count.load(std::memory_order_relaxed); }
+
+void set_num_threads(long count) { thread_count.store(std::max(count, 1L), std::memory_order_relaxed); }
 
 void work_together(long num_chunks, Work work, void* body) {
     Chunks chunks(num_chunks);

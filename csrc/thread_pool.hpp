@@ -29,8 +29,9 @@ private:
 
 using Work = void (*)(void* body, Chunks& chunks);
 
-// As many threads as torch has been given (OMP_NUM_THREADS, torch.set_num_threads).
+// Threads that compute, the caller's included: OMP_NUM_THREADS, else the CPUs of the process, unless a number was set.
 long num_threads();
+void set_num_threads(long count);
 
 // Call `work` with `body` here and in as many more threads as there are, all at once, and return when all have returned.
 // An exception in any of the threads cancels the chunks not yet taken; the first one is rethrown here, once no thread

@@ -20,6 +20,7 @@ from quire.core.errors import ContextLengthError, ModelError
 from support.random_model import VOCAB_SIZE, write_random_model
 from support.server import ServerProcess
 from support.small_tokenizers import CHAT_TEMPLATE, byte_level, save
+from support.threads import set_num_threads
 
 MAX_GROWTH_BYTES = 2 << 30
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -103,11 +104,11 @@ def run_hostile(whole: Path, count: int, *, derandomize: bool) -> None:
         check_hostile(whole, draw)
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     try:
         check()
     finally:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
 
 
 def test_a_spoilt_folder_serves_or_is_refused_by_name(whole_folder: Path) -> None:

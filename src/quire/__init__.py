@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 (PEP 562 leaves no narrower type)
-    """Load `LLM`, and torch with it, when it is first asked for."""
+    """Load `LLM` when it is first asked for."""
     if name == "LLM":
         with collections_paused():  # 170,000 objects come with torch: the collector takes 0.2 s to find no garbage
             from quire.llm import LLM  # noqa: PLC0415 (the point of this function)

@@ -12,8 +12,9 @@ from quire.decoding.row_grammars import TokenMasks
 from quire.decoding.sampler import SampledTokens, sample
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.sampling import SamplingOps
+from support.on_tensors import logits_of
 
 SampleRows = Callable[..., SampledTokens]
 
@@ -47,7 +48,7 @@ def sample_rows(ops: SamplingOps) -> SampleRows:
         num_tokens = np.array([len(new.token_ids) for new in new_rows])
         masks = masks_of(allowed, vocab_size) if allowed else None
         batch = SamplingBatch.of(state, rows, token_ids, num_tokens, masks)
-        return sample(batch, torch.from_numpy(logits.copy()), ops)
+        return sample(batch, logits_of(ops, logits), ops)
 
     return sample_rows
 

@@ -33,7 +33,7 @@ def draw_many(
         state.set(NewRow(row, [0], 1, [], params, seed))
     rows = np.repeat(np.arange(len(seeds)), num_indices)
     num_tokens = 1 + np.tile(np.arange(num_indices), len(seeds))
-    batch = torch.from_numpy(logits).expand(len(rows), -1)
+    batch = np.broadcast_to(logits, (len(rows), len(logits)))
     sampled = sample(SamplingBatch.of(state, rows, np.zeros((len(seeds), 1), np.int32), num_tokens), batch, ops)
     return np.array(sampled.token_ids).reshape(len(seeds), num_indices)
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding import sampler
 from quire.decoding.sampler import SampledTokens, prompt_logprobs
 from quire.kernels.sampling import SamplingOps
+from support.on_tensors import logits_of
 
 SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]
 
@@ -29,7 +29,7 @@ def plain_log_softmax(logits: np.ndarray) -> np.ndarray:
 def test_prompt_logprobs_hold_the_token_then_the_likeliest(ops: SamplingOps, count: int) -> None:
     logits = random_logits(20, 33)
     tokens = np.random.default_rng(1).integers(0, 33, 20)
-    records = prompt_logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), count, ops)
+    records = prompt_logprobs(logits_of(ops, logits), tokens, count, ops)
     for row, token, record in zip(logits, tokens.tolist(), records, strict=True):
         order = np.argsort(-row, kind="stable").tolist()
         assert record.token_ids == [token, *order[:count]]
@@ -38,13 +38,13 @@ def test_prompt_logprobs_hold_the_token_then_the_likeliest(ops: SamplingOps, cou
 
 
 def test_equal_logits_rank_by_id(ops: SamplingOps) -> None:
-    record = prompt_logprobs(torch.tensor([[1.0, 2.0, 2.0, 1.0]]), torch.tensor([3]), 4, ops)[0]
+    record = prompt_logprobs(logits_of(ops, np.array([[1, 2, 2, 1]], np.float32)), np.array([3]), 4, ops)[0]
     assert record.token_ids == [3, 1, 2, 0, 3]
     assert record.ranks == [4, 1, 2, 3, 4]
 
 
 def test_no_prompt_token_gives_no_record(ops: SamplingOps) -> None:
-    assert prompt_logprobs(torch.empty(0, 5), torch.empty(0, dtype=torch.int64), 2, ops) == []
+    assert prompt_logprobs(logits_of(ops, np.empty((0, 5), np.float32)), np.empty(0, np.int64), 2, ops) == []
 
 
 def test_rows_may_name_the_tokens_of_their_logprobs(sample_rows: SampleRows) -> None:
@@ -66,7 +66,7 @@ def test_rows_may_name_the_tokens_of_their_logprobs(sample_rows: SampleRows) -> 
 
 
 def test_records_do_not_depend_on_how_many_are_made_at_once(ops: SamplingOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, tokens = torch.from_numpy(random_logits(20, 33)), torch.arange(20)
+    logits, tokens = logits_of(ops, random_logits(20, 33)), np.arange(20)
     whole = prompt_logprobs(logits, tokens, 5, ops)
     for most in (1, 13):
         monkeypatch.setattr(sampler, "CANDIDATES_AT_ONCE", most)
@@ -106,7 +106,7 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_was_edited(sample_rows: S
 
 
 def test_one_record_does_not_depend_on_how_many_others_ask_for(ops: SamplingOps) -> None:
-    logits, tokens = torch.from_numpy(random_logits(300, 4099)), torch.arange(300)
+    logits, tokens = logits_of(ops, random_logits(300, 4099)), np.arange(300)
     together = prompt_logprobs(logits, tokens, 20, ops)
     for row in (0, 1, 150, 299):
         alone = prompt_logprobs(logits[row : row + 1], tokens[row : row + 1], 20, ops)

@@ -11,6 +11,7 @@ import torch
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.sampler import SampledTokens
+from support.threads import set_num_threads
 
 SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]
 
@@ -79,7 +80,7 @@ def test_random_company_changes_nothing(sample_rows: SampleRows, vocab_size: int
     logits = make_logits(60, vocab_size)
     expected = sample_rows(rows, logits)
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     try:
         for _ in range(4):
             company = rng.permutation(60)[: rng.integers(1, 60)]
@@ -90,4 +91,4 @@ def test_random_company_changes_nothing(sample_rows: SampleRows, vocab_size: int
                 record = None if expected.logprobs is None else expected.logprobs[who]
                 assert outcome(sampled, place) == (expected.token_ids[who], record)
     finally:
-        torch.set_num_threads(before)
+        set_num_threads(before)

@@ -7,7 +7,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from quire.decoding.sampler import NOTHING_ALLOWED, SampledTokens, sample
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.kernels.philox import uniforms
 from quire.kernels.sampling import SamplingOps
+from support.on_tensors import logits_of
 
 SampleRows = Callable[..., SampledTokens]
 ANY_GRAMMAR = StructuredOutputsParams(regex=".*")  # the masks are made by the tests
@@ -201,7 +201,8 @@ def test_a_draw_is_the_philox_number_of_its_seed_and_index(ops: SamplingOps) -> 
     state.set(NewRow(0, [1, 2, 3], 3, [], SamplingParams(), seed=42))
     num_tokens = np.arange(3, 203)
     rows, token_ids = np.zeros(200, dtype=int), np.zeros((1, 300), np.int32)
-    sampled = sample(SamplingBatch.of(state, rows, token_ids, num_tokens), torch.zeros(200, 10), ops)
+    logits = logits_of(ops, np.zeros((200, 10), np.float32))
+    sampled = sample(SamplingBatch.of(state, rows, token_ids, num_tokens), logits, ops)
     numbers = uniforms(np.full(200, 42, dtype=np.uint64), np.arange(200))
     assert sampled.token_ids == np.floor(numbers * 10).astype(int).tolist()
 
@@ -257,7 +258,7 @@ def test_new_owner_of_a_row_gets_nothing_that_the_last_one_asked_for(ops: Sampli
     params = SamplingParams(logprobs=2, logit_bias={1: 100.0}, repetition_penalty=2.0)
     state.set(NewRow(0, [0], 1, [], params, seed=0))
     state.set(NewRow(0, [0], 1, [], SamplingParams(temperature=0), seed=0))
-    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0, 3.0]])
+    logits = logits_of(ops, np.array([[0, 1, 3, 2, 3]], np.float32))
     samples = SamplingBatch.of(state, np.array([0]), np.zeros((1, 4), np.int32), np.array([1]))
     assert sample(samples, logits, ops)[:2] == ([2], None)
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
@@ -10,6 +9,7 @@ from quire.decoding.sampler import SampledTokens, sample
 from quire.decoding.sampling_state import SamplingBatch, SamplingState
 from quire.execution.row_results import num_accepted
 from quire.kernels.sampling import SamplingOps
+from support.on_tensors import logits_of
 
 VOCAB_SIZE, NUM_DRAFTS = 60, 7
 PARAMS = [
@@ -41,7 +41,7 @@ def test_samples_at_several_positions_are_those_of_single_steps(params: dict[str
     def sampled(which: slice) -> list[tuple[object, ...]]:
         rows = np.ones(NUM_DRAFTS + 1, dtype=np.int64)[which]
         samples = SamplingBatch.of(state, rows, token_ids, num_tokens[which])
-        return outcomes(sample(samples, torch.from_numpy(logits[which].copy()), ops))
+        return outcomes(sample(samples, logits_of(ops, logits[which]), ops))
 
     together = sampled(slice(None))
     token_ids[1, len(known) :] = -9

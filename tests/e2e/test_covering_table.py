@@ -26,7 +26,7 @@ from quire.core.step_times import StepTimes
 from quire.engine.parallel import rank_choice
 from quire.engine.parallel.starters import ForkedRanks
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import Answer, answers_of
 from support.oracle_drafter import let_draft
@@ -35,6 +35,7 @@ from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.small_tokenizers import write_byte_tokenizer
 from support.thread_ranks import ThreadRanks
+from support.threads import set_num_threads
 
 NUM_TOKENS = 8
 PREFIX_LENS = {"random": 270, "demo_model": 150, "stories260k": 150}  # 270: past the border of a kernel's partition
@@ -182,7 +183,7 @@ def alone(
     model: Model, prompt: tuple[int, ...], branches: str, sampling: str, grammar: str = "none",
     adapter: LoRARequest | None = None,
 ) -> list[Answer]:  # fmt: skip
-    torch.set_num_threads(1)
+    set_num_threads(1)
     with model.llm(enable_prefix_caching=False, enable_jump_forward=False, enable_lora=adapter is not None) as llm:
         return answers_of(ask(llm, prompt, branches, sampling, grammar, adapter))
 
@@ -271,7 +272,7 @@ def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] = ThreadRanks) ->
         alone(model, other, "one", sampling, "none", its)
         for (other, sampling), its in zip(beside, others[: len(beside)], strict=True)
     ]
-    torch.set_num_threads(row.num_threads)
+    set_num_threads(row.num_threads)
     with ranks_as(ranks), model.llm(
         tensor_parallel_size=row.tensor_parallel,
         block_size=row.block_size,
@@ -325,7 +326,7 @@ def _engine_as_before() -> Iterator[None]:
     """Put back the number of threads and the instruction set, which are the whole process's."""
     num_threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     choose_back_end(torch.device("cpu"))
 
 

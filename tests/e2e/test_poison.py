@@ -14,12 +14,13 @@ import torch
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import RequestFailedError
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 from support.answers import Answer, answers_of
 from support.poison import Poison, poison_blocks
 from support.random_model import VOCAB_SIZE, write_random_model
+from support.threads import set_num_threads
 
 ISAS = usable_isas() or ("auto",)  # auto without the extension: PyTorch's stand-ins
 CASES = [
@@ -89,7 +90,7 @@ def test_poison_in_all_that_is_free_changes_no_answer(model: Path, isa: str, dty
         stats = llm.kv_stats()
         llm._engine.engine.scheduler.check()
         beams = llm.beam_search([prompts[0]], BeamSearchParams(beam_width=3, max_tokens=12), use_tqdm=False)[0]
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     assert [answers_of(output) for output in outputs] == expected
     assert all(token < VOCAB_SIZE for beam in beams.outputs for token in beam.token_ids)
     assert poison.num_poisoned_blocks > 100

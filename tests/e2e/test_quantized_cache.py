@@ -19,6 +19,7 @@ from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 from quire.text.tokenizer import Tokenizer
 from support.answers import answers_of
+from support.on_tensors import run
 from support.random_model import write_random_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no KV cache in 8 bits yet")
@@ -79,7 +80,7 @@ def log_probs(model: Decoder, tokens: list[int]) -> torch.Tensor:
     places, starts = torch.arange(length), torch.tensor([0, length]).int()
     tables = torch.arange(-(-length // 16)).int()[None]
     batch = ForwardBatch(torch.tensor(tokens), places, places, starts, starts[1:], tables)
-    return model.logits(model.forward(batch, cache)).double().log_softmax(dim=-1)
+    return run(model, batch, cache).double().log_softmax(dim=-1)
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED)

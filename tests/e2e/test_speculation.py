@@ -25,6 +25,7 @@ from quire.execution.batch import PersistentBatch, StepInputs
 from quire.scheduling import result_recorder
 from support.answers import Answer, answers_of
 from support.oracle_drafter import CountedDrafter, let_draft
+from support.threads import set_num_threads
 
 NUM_TOKENS, MAX_MODEL_LEN = 32, 128
 KINDS: dict[str, dict[str, Any]] = {
@@ -71,9 +72,9 @@ Answers = list[tuple[list[Answer], object]]
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     yield
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
 
 
 @cache

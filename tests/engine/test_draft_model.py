@@ -28,6 +28,7 @@ from quire.execution.drafter import DraftRows
 from quire.execution.drafting import draft_model as module
 from quire.execution.drafting.draft_lengths import AdaptiveLength
 from quire.execution.drafting.draft_model import DraftModel
+from quire.kernels.tensors import floats
 from quire.model.decoder import Decoder
 from quire.model.language_model import ForwardBatch
 from quire.model.resolve import DEMO_MODEL
@@ -185,7 +186,7 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft the likeliest tokens for any parameters, as the draft model alone generates them."""
 
     def choose(samples: SamplingBatch, logits: Tensor, ops: object) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        return logits.argmax(dim=1).numpy(), np.ones(len(logits), dtype=bool)
+        return floats(logits).argmax(axis=1), np.ones(len(logits), dtype=bool)
 
     monkeypatch.setattr(module, "choose_drafts", choose)
 
@@ -435,7 +436,7 @@ def test_dtypes_and_quantization_of_the_target(tmp_path: Path) -> None:
     with LLM(num_kv_blocks=50, **settings, **speculation()) as llm:  # type: ignore[arg-type]
         worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
         draft = worker.compute.drafter._method
-    assert draft._model.dtype == torch.float32
+    assert draft._model.dtype == np.float32
     assert draft._model.kv_geometry.quantized_dtype == "int8_per_token_head"
     plain = assemble(EngineOptions(dtype="float32", spec_model=str(DEMO_DRAFT)), loads_tokenizer=False)
     assert draft._model.weight_bytes < plain.ready.weights_bytes / 2

@@ -19,9 +19,10 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from support.answers import Answer, answers_of
 from support.random_model import MAX_MODEL_LEN, VOCAB_SIZE, write_random_model
+from support.threads import set_num_threads
 
 ISAS = usable_isas() or ("auto",)  # auto without the extension: PyTorch's stand-ins
 LENGTHS = (1, 255, 300, 17, 520, 256, 64, 100, 77, 128)  # lengths of prompts
@@ -78,13 +79,13 @@ def _engine_as_before() -> Iterator[None]:
     """Put back the number of threads and the instruction set, which are the whole process's."""
     num_threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     choose_back_end(torch.device("cpu"))
 
 
 @cache
 def alone(model: Path, isa: str, dtype: str) -> list[list[Answer]]:
-    torch.set_num_threads(1)
+    set_num_threads(1)
     with LLM(model, cpu_isa=isa, dtype=dtype, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False) as llm:
         return [answers_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in requests()]
 
@@ -121,7 +122,7 @@ def check(model: Path, setting: Setting, seed: int) -> int:
     expected = alone(model, setting.isa, setting.dtype)
     max_model_len = TIGHT_MODEL_LEN if setting.is_tight else MAX_MODEL_LEN
     asked = [i for i, length in enumerate(LENGTHS) if length + 10 <= max_model_len]
-    torch.set_num_threads(setting.num_threads)
+    set_num_threads(setting.num_threads)
     with LLM(
         model,
         cpu_isa=setting.isa,

@@ -11,6 +11,7 @@ from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 from support.random_model import write_random_model
+from support.threads import set_num_threads
 
 _kernels = pytest.importorskip("quire.kernels.cpp._kernels", reason="the C++ kernels were not built")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -27,7 +28,7 @@ def test_exception_in_a_thread_of_the_kernels_fails_one_step(
 
             def run_out_of_memory(model: Decoder, batch: ForwardBatch, cache: KVCache) -> Tensor:
                 patch.undo()
-                torch.set_num_threads(3)
+                set_num_threads(3)
                 _kernels.fail_in_chunk(64, 5, in_helper)
                 raise AssertionError("the exception was lost")
 
@@ -36,5 +37,5 @@ def test_exception_in_a_thread_of_the_kernels_fails_one_step(
                 with pytest.raises(MemoryError, match="bad_alloc"):
                     llm.generate([[4, 5, 6]], GREEDY, use_tqdm=False)
             finally:
-                torch.set_num_threads(num_threads)
+                set_num_threads(num_threads)
         assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before

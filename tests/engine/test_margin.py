@@ -3,11 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.kernels.tensors import Tensor
 from quire.model.decoder import Decoder
 from support import margin
 from support.answers import Answer, answers_of, have_equal_prompt_logprobs
@@ -40,11 +41,12 @@ def answers(model: Path, dtype: str = "float32") -> list[Answer]:
 
 def with_noise(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     """Let a model compute with errors up to so much in every logit."""
-    logits, generator = Decoder.logits, torch.Generator().manual_seed(0)
+    logits, generator = Decoder.logits, np.random.default_rng(0)
 
     def noisy(self: Decoder, hidden: Tensor) -> Tensor:
         exact = logits(self, hidden)
-        return exact + (2 * torch.rand(exact.shape, generator=generator) - 1) * size
+        error = generator.uniform(-size, size, exact.shape).astype(np.float32)
+        return exact + (error if isinstance(exact, np.ndarray) else torch.from_numpy(error))  # or of the reference
 
     monkeypatch.setattr(Decoder, "logits", noisy)
 

@@ -6,10 +6,11 @@ error in either cache changes tokens or logprobs.
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.outputs import KVStats
@@ -22,6 +23,7 @@ from quire.execution.executor import LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
 from quire.execution.worker import StepCompute, Worker
 from quire.kernels.choice import choose_back_end
+from quire.kernels.tensors import Tensor, floats, like
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
@@ -39,7 +41,7 @@ class TwoModels:
 
     def __init__(self, first: Decoder, second: Decoder) -> None:
         self.models = first, second
-        self.back_end, self.device, self.dtype = first.back_end, first.device, torch.float32
+        self.back_end, self.device, self.dtype = first.back_end, first.device, first.back_end.library.dtype("float32")
         self.vocab_size = VOCAB_SIZE
         self.kv_geometry = first.kv_geometry.joined(second.kv_geometry)
         self._width: int | None = None
@@ -48,14 +50,19 @@ class TwoModels:
         parts = cache.split([model.kv_geometry.num_layers for model in self.models])
         first, second = (model.forward(batch, part) for model, part in zip(self.models, parts, strict=True))
         self._width = first.shape[1]
-        return torch.cat([first.float(), second.float()], dim=1)
+        return self.back_end.library.tensor(np.concatenate([floats(first), floats(second)], axis=1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self._width is not None
         widths = self._width, hidden.shape[1] - self._width
-        halves = zip(self.models, hidden.split(widths, dim=1), strict=True)
-        first, second = (model.logits(half.to(model.dtype).contiguous()) for model, half in halves)
-        return first + second
+        halves = zip(self.models, np.split(floats(hidden), widths[:1], axis=1), strict=True)
+        first, second = (floats(model.logits(self._taken(model, half))).copy() for model, half in halves)
+        return self.back_end.library.tensor(first + second)
+
+    def _taken(self, model: Decoder, states: NDArray[np.float32]) -> Tensor:
+        one = model.back_end.library.tensor(np.zeros(1, np.float32))
+        dtype = model.dtype
+        return like(np.ascontiguousarray(states), np.empty(0, dtype) if isinstance(one, np.ndarray) else one.to(dtype))
 
 
 @pytest.fixture(scope="module", params=["torch", "auto"])

@@ -15,6 +15,7 @@ from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.loader import load_model
 from quire.model.spec import DecoderSpec
+from support.on_tensors import tensors
 
 MIB = 1 << 20
 
@@ -39,28 +40,28 @@ def back_end(request: pytest.FixtureRequest, spec: DecoderSpec) -> BackEnd:
     return choose_back_end(torch.device("cpu"), request.param, head_dim=spec.head_dim)
 
 
-def geometry_of(spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype) -> KVGeometry:
-    return KVGeometry.of(spec, *back_end.cache_layout.stored_dtype(dtype))
+def geometry_of(spec: DecoderSpec, back_end: BackEnd, dtype: str) -> KVGeometry:
+    return KVGeometry.of(spec, *back_end.cache_layout.stored_dtype(back_end.library.dtype(dtype)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_space_is_laid_out_as_the_cache_is(
-    spec: DecoderSpec, back_end: BackEnd, dtype: torch.dtype, tmp_path: Path
+    spec: DecoderSpec, back_end: BackEnd, dtype: str, tmp_path: Path
 ) -> None:
     geometry = geometry_of(spec, back_end, dtype)
     space = allocate_swap_space(geometry, 5, 16, back_end, str(tmp_path))
     cache = KVCache.allocate(geometry, 5, 16, back_end)
-    for ours, theirs in zip(space.tensors, cache.tensors, strict=True):
+    for ours, theirs in zip(tensors(space.tensors), tensors(cache.tensors), strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
         assert ours.data_ptr() % ALIGNMENT == 0
         assert not ours.any()
         ours.fill_(1)
-    starts = sorted(x.data_ptr() for x in space.tensors)
+    starts = sorted(x.data_ptr() for x in tensors(space.tensors))
     assert starts[-1] - starts[0] < 5 * 16 * geometry.bytes_per_token + 64 * ALIGNMENT
 
 
 def test_file_has_no_name_and_goes_with_its_last_tensor(spec: DecoderSpec, tmp_path: Path) -> None:
-    geometry = geometry_of(spec, REFERENCE, torch.float32)
+    geometry = geometry_of(spec, REFERENCE, "float32")
     space = allocate_swap_space(geometry, 64, 16, REFERENCE, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert mapped_bytes(tmp_path) >= 64 * 16 * geometry.bytes_per_token

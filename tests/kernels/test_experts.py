@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.reference.experts import TorchExperts
+from quire.kernels.reference.experts import TorchExperts, route
 from quire.kernels.reference.linear import make_linear
 
 WIDTH, INNER = 24, 40
@@ -60,14 +60,14 @@ def test_rows_are_the_weighted_results_of_their_experts(routing: Routing) -> Non
 
 def test_of_equal_scores_the_lower_number_counts_as_higher() -> None:
     scores = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0]])
-    chosen, weights = Routing(3, True)(scores)
+    chosen, weights = route(Routing(3, True), scores)
     assert chosen.tolist() == [[1, 3, 0], [0, 1, 2], [0, 1, 2]]
     assert weights[1].tolist() == pytest.approx([1 / 3] * 3)
-    assert Routing(3, False)(scores)[1][1].tolist() == pytest.approx([1 / 5] * 3)
+    assert route(Routing(3, False), scores)[1][1].tolist() == pytest.approx([1 / 5] * 3)
 
 
 def test_shared_expert_comes_last_with_the_sigmoid_of_its_score() -> None:
-    chosen, weights = Routing(1, True, has_shared=True)(torch.tensor([[0.5, 0.7, 40.0], [0.7, 0.5, 0.0]]))
+    chosen, weights = route(Routing(1, True, has_shared=True), torch.tensor([[0.5, 0.7, 40.0], [0.7, 0.5, 0.0]]))
     assert chosen.tolist() == [[1, 2], [0, 2]]
     assert weights.tolist() == [[1.0, 1.0], [1.0, 0.5]]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.kernels import rotary_table as module
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.rotary_table import POSITIONS_AT_ONCE, rotary_table
 
 FREQUENCIES = (10_000.0 ** (-np.arange(0, 64, 2) / 64)).astype(np.float32)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from support.threads import set_num_threads
+
 
 @pytest.mark.parametrize("vocab_size", [5, 37, 512, 4096, 4099, 32_003, 151_936])
 def test_threads_change_no_bit_of_a_row(vocab_size: int) -> None:
@@ -11,7 +13,7 @@ def test_threads_change_no_bit_of_a_row(vocab_size: int) -> None:
     for operation in (torch.softmax, torch.log_softmax, lambda row, dim: row.double().cumsum(dim)):
         outcomes = []
         for num_threads in (1, 2):
-            torch.set_num_threads(num_threads)
+            set_num_threads(num_threads)
             outcomes.append(operation(row, 0))
         assert torch.equal(*outcomes)
 

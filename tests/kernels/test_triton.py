@@ -139,7 +139,7 @@ def test_other_kernels_compile_without_spilling(capability: int) -> None:
         ops.norm(half[0], half[0], 1e-5, True)(half, half.clone())
         ops.linear(dense(half), activation="silu_and_mul")(half)
         ops.linear(dense(half), activation="gelu")(half)
-        ops.copy_blocks(blocks, blocks, ids, ids + 1)
+        ops.copy_blocks(blocks, blocks, ids.numpy(), ids.numpy() + 1)
         ops.sampling.choose_tokens(torch.empty(4, 128_256), np.ones(4, SETTINGS))
     assert len(kernels) == 8
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
@@ -287,7 +287,7 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     ops.write_kv(rotary_spec(query, key, torch.empty(9, 64)), query, key, value, positions, *caches, positions)
     ops.paged_attention(plain_spec(query, 2), query, *caches, build_metadata(tables, starts, lens, 16))
     ops.linear(dense(torch.empty(64, 512, dtype=dtype)), activation="silu_and_mul")(x)
-    ops.copy_blocks(caches, caches, torch.arange(num_seqs), torch.arange(num_seqs) + num_seqs)
+    ops.copy_blocks(caches, caches, np.arange(num_seqs), np.arange(num_seqs) + num_seqs)
     ops.sampling.choose_tokens(torch.empty(num_seqs, 301), np.ones(num_seqs, SETTINGS))
 
 

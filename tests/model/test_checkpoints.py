@@ -92,7 +92,7 @@ def test_model_of_a_checkpoint_in_memory_gives_the_bits_of_the_folder(tmp_path: 
     folder = write_random_model(tmp_path)
     checkpoint = MemoryCheckpoint(load_file(folder / "model.safetensors"))
     spec = spec_from_config(read_config(folder))
-    model = build_decoder(spec, checkpoint, dtype=torch.float32, device=torch.device("cpu"), back_end=TORCH)
+    model = build_decoder(spec, checkpoint, dtype="float32", device=torch.device("cpu"), back_end=TORCH)
     assert torch.equal(hidden_states(model), hidden_states(load_model(folder, back_end=TORCH)))
     assert {name for name, _, _ in checkpoint.reads} == set(checkpoint.names)
 
@@ -105,7 +105,7 @@ def test_transposed_weights_are_read_from_any_checkpoint(tmp_path: Path) -> None
     save_file(weights, folder / "model.safetensors")
     spec = spec_from_config(read_config(folder))
     model = build_decoder(
-        spec, MemoryCheckpoint(weights), dtype=torch.float32, device=torch.device("cpu"), back_end=TORCH
+        spec, MemoryCheckpoint(weights), dtype="float32", device=torch.device("cpu"), back_end=TORCH
     )
     assert torch.equal(hidden_states(model), hidden_states(load_model(folder, back_end=TORCH)))
 
@@ -116,6 +116,6 @@ def test_value_that_is_not_finite_is_refused_with_its_place(tmp_path: Path) -> N
     weights["model.norm.weight"][3] = float("nan")
     with pytest.raises(ModelError, match=r"memory of model\.norm\.weight: tensor .* has values that are NaN"):
         build_decoder(
-            spec_from_config(read_config(folder)), MemoryCheckpoint(weights), dtype=torch.float32,
+            spec_from_config(read_config(folder)), MemoryCheckpoint(weights), dtype="float32",
             device=torch.device("cpu"), back_end=TORCH,
         )  # fmt: skip

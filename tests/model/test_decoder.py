@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from quire.kernels.back_end import BackEnd
+from quire.kernels.tensors import dtype_name
 from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
+from support.on_tensors import arrays, run, tensors
 
 STORIES = Path(__file__).parents[2] / "../shared/data/models/stories260K"
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -59,7 +62,7 @@ def test_slot_of_minus_one_reads_the_cache_and_leaves_it(
     decoder = load_model(write_llama(), back_end=back_end)
     runner, tokens = paged_runner(decoder), tokens_of(7, 16)
     expected = runner.step({"a": tokens})["a"][-1:]
-    before = [tensor.clone() for tensor in (*runner.cache.keys, *runner.cache.values)]
+    before = [tensor.clone() for tensor in tensors([*runner.cache.keys, *runner.cache.values])]
     table = torch.tensor([runner.table("a")], dtype=torch.int32)
     last = ForwardBatch(
         token_ids=torch.tensor(tokens[-1:]),
@@ -69,16 +72,18 @@ def test_slot_of_minus_one_reads_the_cache_and_leaves_it(
         context_lens=torch.tensor([16], dtype=torch.int32),
         block_tables=table,
     )
-    assert torch.equal(decoder.logits(decoder.forward(last, runner.cache)), expected)
-    after = (*runner.cache.keys, *runner.cache.values)
+    assert torch.equal(run(decoder, last, runner.cache), expected)
+    after = tensors([*runner.cache.keys, *runner.cache.values])
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_float32(dtype: str, write_llama: Callable[..., Path], back_end: BackEnd) -> None:
     decoder = load_model(write_llama(), dtype=dtype, back_end=back_end)
-    logits = decoder.logits(torch.zeros(3, 32, dtype=decoder.dtype))
-    assert logits.dtype == torch.float32
+    hidden = np.zeros((3, 32), np.float32)
+    states = torch.from_numpy(hidden).to(getattr(torch, dtype))
+    logits = decoder.logits(states if decoder.back_end.name == "torch" else arrays(states))
+    assert dtype_name(logits.dtype) == "float32"
     assert logits.shape == (3, 96)
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.reference.kv_quantization import as_bytes
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, Method, QuantizationOptions, resolve
+from support.on_tensors import tensors
 from support.paged_runner import PagedRunner
 from support.pairwise import covering
 from support.random_model import VOCAB_SIZE, write_random_model
@@ -52,7 +53,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 def contents(runner: PagedRunner, name: str) -> list[Tensor]:
     """Return the keys and values of a sequence that fills its blocks."""
     blocks = runner.table(name)[: LENGTH // runner.cache.block_size]
-    return [as_bytes(tensor)[blocks] for tensor in runner.cache.tensors]
+    return [as_bytes(tensor)[blocks] for tensor in tensors(runner.cache.tensors)]
 
 
 def single_steps(decoder: Decoder, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:

@@ -18,6 +18,7 @@ from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
+from support.on_tensors import taken, tensors
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -97,7 +98,7 @@ def states_of(encoder: Decoder, texts: list[list[int]], second: list[int] | None
         torch.zeros(len(texts), 1, dtype=int32),
         token_types=types,
     )
-    return list(encoder.forward(batch, KVCache([], [], 16)).split(lengths))
+    return list(tensors(encoder.forward(taken(encoder, batch), KVCache([], [], 16))).split(lengths))
 
 
 def reference_states(model: "transformers.PreTrainedModel", text: list[int], second: int | None = None) -> Tensor:
@@ -148,11 +149,11 @@ def test_classifiers_equal_transformers(
     assert encoder.spec.classifier is not None
     all_states, is_mean = states_of(encoder, texts, second), encoder.spec.classifier.pooling == "mean"
     pooled = torch.stack([states.mean(dim=0) if is_mean else states[0] for states in all_states])
-    logits = encoder.logits(pooled).clone()
+    logits = tensors(encoder.logits(taken(encoder, pooled))).clone()
     for text, at, row in zip(texts, second, logits, strict=True):
         expected = reference_states(reference, text, at if has_types else None)
         torch.testing.assert_close(row, expected, rtol=0, atol=TOLERANCE)
-    alone = encoder.logits(pooled[2:3])
+    alone = tensors(encoder.logits(taken(encoder, pooled[2:3])))
     assert torch.equal(alone[0], logits[2])
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
+from quire.kernels.tensors import dtype_name
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.ranks import Ranks
@@ -471,7 +472,7 @@ def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
     reference.save_pretrained(tmp_path)
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
     decoder = load_model(tmp_path, back_end=back_end, max_positions=len(tokens))
-    assert decoder.dtype == torch.bfloat16
+    assert dtype_name(decoder.dtype) == "bfloat16"
     ours = paged_runner(decoder).run("a", tokens, CHUNKS).log_softmax(dim=-1)
     theirs, exact = (
         logprobs_of(type(reference).from_pretrained(tmp_path, dtype=dtype).eval(), tokens)  # rotary tables in float32

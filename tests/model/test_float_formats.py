@@ -91,7 +91,7 @@ def test_floats_of_one_tensor_are_in_memory_at_a_time(tmp_path: Path) -> None:
     largest = max(each.nbytes for name, each in tensors.items() if "embed_tokens" not in name)
     counted = CountedCheckpoint(tensors)
     build_decoder(
-        spec, counted, dtype=torch.float32, device=torch.device("cpu"), back_end=TORCH,
+        spec, counted, dtype="float32", device=torch.device("cpu"), back_end=TORCH,
         weight_format=RoundedFormat(quantization("int4", 32)),
     )  # fmt: skip
     assert counted.most_bytes <= max(table, largest) + 4096, "and norms"

@@ -8,9 +8,9 @@ import torch
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVDtype
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cache_layout import dtype_name
 from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import TORCH
+from quire.kernels.tensors import dtype_name
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
 
@@ -59,7 +59,7 @@ def test_layers_may_differ_and_are_split_by_model(back_end: BackEnd) -> None:
     joined = geometry("float32").joined(KVGeometry((LayerKV(1, 16, "bfloat16"), LayerKV(3, 24, "float32"))))
     cache = KVCache.allocate(joined, 5, 16, back_end)
     assert [tensor.nbytes for tensor in cache.tensors] == joined.tensor_bytes(5 * 16)
-    assert [tensor.dtype for tensor in cache.keys] == [torch.float32] * 3 + [torch.bfloat16, torch.float32]
+    assert [dtype_name(each.dtype) for each in cache.keys] == ["float32"] * 3 + ["bfloat16", "float32"]
     target, draft = cache.split([3, 2])
     assert all(a is b for a, b in zip(target.keys + draft.keys, cache.keys, strict=True))
     assert all(a is b for a, b in zip(target.values + draft.values, cache.values, strict=True))
@@ -81,8 +81,8 @@ def test_dtype_that_no_kernel_reads_is_refused_by_name(layer: LayerKV, named: st
 
 
 def test_dtype_of_another_model_is_refused_by_name(back_end: BackEnd) -> None:
-    layout = back_end.cache_layout
+    layout, of = back_end.cache_layout, back_end.library.dtype
     stored = KVDtype("bfloat16")
-    assert layout.stored_dtype(torch.bfloat16) == layout.stored_dtype(torch.bfloat16, "bfloat16") == stored
+    assert layout.stored_dtype(of("bfloat16")) == layout.stored_dtype(of("bfloat16"), "bfloat16") == stored
     with pytest.raises(ConfigError, match=r"kv_cache_dtype 'float32' is not supported: .* a bfloat16 model .* bfloat"):
-        layout.stored_dtype(torch.bfloat16, "float32")
+        layout.stored_dtype(of("bfloat16"), "float32")

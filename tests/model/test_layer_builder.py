@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear
 from quire.kernels.program import Activations, LayerInputs
+from quire.kernels.tensors import added, like
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
@@ -29,7 +31,7 @@ def load(
     """Load a Llama whose layers have been changed, one by one."""
     spec = spec_from_config(read_config(folder), "config.json")
     spec = replace(spec, layers=tuple(change(layer, index) for index, layer in enumerate(spec.layers)))
-    weights = WeightReader(SafetensorsCheckpoint(folder), spec.weights, back_end, torch.float32, torch.device("cpu"))
+    weights = WeightReader(SafetensorsCheckpoint(folder), spec.weights, back_end, "float32", "cpu")
     return Decoder(spec, weights, 64, 64, ranks)
 
 
@@ -43,7 +45,8 @@ class Shift:
     writes: tuple[str, ...] = ("x",)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        activations["x"] = activations["x"] + self.factor * inputs.positions[:, None]
+        shift = np.asarray(inputs.positions)[:, None].repeat(activations["x"].shape[1], axis=1) * self.factor
+        activations["x"] = added(activations["x"], like(shift.astype(np.float32), activations["x"]))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire.kernels.choice import choose_back_end
 from quire.kernels.quantized import expand, round_to_nearest
+from quire.kernels.tensors import dtype_name
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
@@ -27,6 +28,7 @@ from quire.model.quantization import (
 from quire.model.weight_formats.float_formats import RoundedFormat
 from quire.text.tokenizer import Tokenizer
 from support.memory_checkpoint import MemoryCheckpoint
+from support.on_tensors import run
 from support.outliers import add_outliers
 
 LENGTH = 256
@@ -44,7 +46,7 @@ def tokens(demo_model: Path) -> Tensor:
 def load(folder: Path, tensors: dict[str, Tensor], quantization: Quantization | None, dtype: torch.dtype) -> Decoder:
     device = torch.device("cpu")
     return build_decoder(
-        spec_from_config(read_config(folder)), MemoryCheckpoint(tensors), dtype=dtype, device=device,
+        spec_from_config(read_config(folder)), MemoryCheckpoint(tensors), dtype=dtype_name(dtype), device=device,
         back_end=choose_back_end(device), weight_format=None if quantization is None else RoundedFormat(quantization),
     )  # fmt: skip
 
@@ -55,7 +57,7 @@ def log_probs(model: Decoder, tokens: Tensor) -> Tensor:
     starts, lens = torch.tensor([0, len(tokens)]).int(), torch.tensor([len(tokens)]).int()
     batch = ForwardBatch(tokens, places, places, starts, lens, torch.arange(num_blocks).int()[None])
     with torch.inference_mode():
-        return model.logits(model.forward(batch, cache)).double().log_softmax(dim=-1)
+        return run(model, batch, cache).double().log_softmax(dim=-1)
 
 
 def divergence(expected: Tensor, found: Tensor) -> float:

@@ -17,6 +17,7 @@ from quire import LLM, SamplingParams
 from quire.engine.formats import load_tokenizer
 from support.llama_cpp import LlamaCpp
 from support.real_text import prose
+from support.threads import set_num_threads
 from support.whole_logits import divergences, load_model, losses, whole_logits
 
 pytestmark = pytest.mark.real
@@ -68,9 +69,9 @@ class Measured(NamedTuple):
 def _whole_sums() -> Any:  # noqa: ANN401
     """Use one thread, as llama.cpp does here."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    set_num_threads(before)
 
 
 def family(model: Path) -> str:

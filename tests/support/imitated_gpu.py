@@ -33,6 +33,7 @@ from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire.kernels.reference import linear
 from quire.kernels.reference.block_copy import copy_blocks
+from quire.kernels.reference.experts import route
 from quire.kernels.reference.kv_cache_write import write_kv
 from quire.kernels.reference.logits import mask_logits
 from quire.kernels.reference.norm import TorchNorm
@@ -183,7 +184,7 @@ class StackedLayer:
 
 
 def _choose(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    chosen, weights = routing(scores)
+    chosen, weights = route(routing, scores)
     return chosen[:, : routing.num_chosen].contiguous(), weights
 
 
@@ -282,7 +283,7 @@ def turn_on(
 
     def noisy(self: Decoder, hidden: Tensor) -> Tensor:
         exact = logits(self, hidden)
-        if not exact.is_cuda or not is_noisy:
+        if not (isinstance(exact, Tensor) and exact.is_cuda and is_noisy):
             return exact
         noise = 2 * torch.rand(exact.shape, generator=generator) - 1
         return exact + (noise * ERRORS[self.dtype]).to(exact.device)

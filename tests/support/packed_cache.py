@@ -5,11 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.cpp_attention import paged_attention
-from quire.kernels.cpp.cpp_cache_layout import cache_shapes
-from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire.kernels.reference.back_ends import TORCH
+from support.cpp_kernels import cache_shapes, kernel_dtype, paged_attention
 
 
 def pack(keys: Tensor, values: Tensor, head_dim: int | None = None) -> tuple[Tensor, Tensor]:

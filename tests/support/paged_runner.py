@@ -9,10 +9,12 @@ from torch import Tensor
 
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
+from support.on_tensors import run
+from support.threads import set_num_threads
 
 
 class PagedRunner:
@@ -38,7 +40,7 @@ class PagedRunner:
             context_lens=torch.tensor([self._lengths[name] for name in pieces], dtype=torch.int32),
             block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
         )
-        logits = self.decoder.logits(self.decoder.forward(batch, self.cache)).clone()
+        logits = run(self.decoder, batch, self.cache)
         return dict(zip(pieces, logits.split([len(tokens) for tokens in pieces.values()]), strict=True))
 
     def run(self, name: str, tokens: Sequence[int], chunks: Sequence[int]) -> Tensor:
@@ -74,9 +76,9 @@ class PagedRunner:
 def one_thread() -> Iterator[None]:
     """Tensors here are too small to share out; threads that wait for each other only make the tests slow."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
+    set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", params=["torch", "cpp"])

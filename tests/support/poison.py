@@ -11,16 +11,19 @@ from torch import Tensor
 
 from quire import LLM
 from quire.cache.block_pool import BlockPool
+from quire.core.arrays import Array
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.executor import LocalExecutor
 from quire.execution.worker import Worker
 from quire.kernels.reference.kv_quantization import as_bytes
+from quire.kernels.torch_arrays import to_tensor
 
 POISON_TOKEN = 3
 
 
-def poison_blocks(tensor: Tensor, blocks: Sequence[int]) -> None:
+def poison_blocks(tensor: Array | Tensor, blocks: Sequence[int]) -> None:
     """Fill blocks of a cache with NaN; in 8 bits with bytes that are NaN as scales and in e4m3."""
+    tensor = tensor if isinstance(tensor, Tensor) else to_tensor(tensor)
     as_bytes(tensor)[torch.tensor(blocks, dtype=torch.int64)] = -1 if tensor.itemsize == 1 else torch.nan
 
 

@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.arrays import Array
 from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.peer import Peer
@@ -61,11 +63,12 @@ class RankDecoder:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self._decoder, name)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         if self._is_first:
-            return self._decoder.logits(hidden).clone()
+            found: Array = self._decoder.logits(hidden).copy()
+            return found
         self._decoder.head_sums(hidden)
-        return torch.zeros(len(hidden), self._decoder.vocab_size)
+        return np.zeros((len(hidden), self._decoder.vocab_size), np.float32)
 
 
 def logits_of_ranks(

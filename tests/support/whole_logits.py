@@ -11,6 +11,7 @@ from quire.engine.loading import load
 from quire.engine.options import EngineOptions
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch, LanguageModel
+from support.on_tensors import run
 
 _BLOCK_SIZE = 16
 _ROWS_AT_ONCE = 64
@@ -30,7 +31,7 @@ def whole_logits(model: LanguageModel, ids: Sequence[int]) -> Tensor:
     starts, lens = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
     tables = torch.arange(num_blocks, dtype=torch.int32)[None]
     batch = ForwardBatch(torch.tensor(ids), places, places, starts, lens, tables)
-    return model.logits(model.forward(batch, cache)).clone()  # the next call's are written where these are
+    return run(model, batch, cache)
 
 
 def divergences(expected: Tensor, found: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ from quire.core.errors import ConfigError
 COMMANDS, ARGUMENT_NAMES, SCHEDULERS = "quire.commands", "quire.argument_names", "quire.schedulers"
 
 
+NEEDS_TORCH = "this needs PyTorch: pip install 'quire[torch]'"
+
+
 @contextmanager
 def needs_library(setting: str, library: str, requirement: str) -> Iterator[None]:
     """Raise ConfigError "SETTING needs the package LIBRARY: pip install REQUIREMENT" if it is missing for an import."""

@@ -6,12 +6,8 @@ a grammar and one of the others may have no token to draw, and fails. No counts 
 that was preempted and resumed is penalized the same.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.decoding.sampling_state import (
     ALLOWED,
@@ -24,18 +20,17 @@ from quire.decoding.sampling_state import (
     SamplingBatch,
 )
 from quire.kernels.logits import Penalties
-from quire.kernels.reference.logits import upload
 from quire.kernels.sampling import SamplingOps
-
-FEW_TOKENS = 64
-LogitIndices = tuple[Tensor, Tensor]  # sample and token id of each index, both int64 [num], on the logits' device
+from quire.kernels.tensors import Tensor
 
 
 def process_logits(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
     """Process `logits` [num_samples, vocab] in place."""
     _mask(samples, logits, ops)
     lists = {i: samples.state.token_lists(samples.rows[i]) for i in samples.using(TOKEN_LISTS).tolist()}
-    _keep_allowed(logits, {i: lists[i].allowed_ids for i in samples.using(ALLOWED).tolist()})
+    allowed = {i: lists[i].allowed_ids for i in samples.using(ALLOWED).tolist()}
+    if allowed:
+        ops.keep_tokens(logits, *_entries(allowed))
     forbidden = {i: lists[i].early_stop_ids for i in samples.using(MIN_TOKENS).tolist()}
     always_forbidden = dict[int, NDArray[np.int64]]()
     for i in samples.using(BAD_WORDS).tolist():
@@ -45,10 +40,13 @@ def process_logits(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> 
         else:
             forbidden[i] = np.concatenate([forbidden[i], completing]) if i in forbidden else completing
     if always_forbidden:
-        logits[_logit_indices(logits, always_forbidden)] = -torch.inf
-    _forbid(logits, forbidden)
-    biased = samples.using(BIAS).tolist()
-    _add_bias(logits, {i: lists[i].bias_ids for i in biased}, [lists[i].bias_values for i in biased])
+        ops.forbid_tokens(logits, *_entries(always_forbidden))
+    forbidden = {sample: tokens for sample, tokens in forbidden.items() if tokens.size}
+    if forbidden:
+        ops.forbid_while_any_is_left(logits, *_entries(forbidden))
+    biased = {i: lists[i].bias_ids for i in samples.using(BIAS).tolist()}
+    if biased:
+        ops.add_bias(logits, *_entries(biased), np.concatenate([lists[i].bias_values for i in biased]))
     _penalize(samples, logits, ops)
 
 
@@ -65,51 +63,10 @@ def _mask(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:
         ops.mask_logits(logits, found, bits)
 
 
-def _logit_indices(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> LogitIndices:
-    """Return the indices in `logits` of the ids of each sample."""
+def _entries(ids: dict[int, NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return sample and token of each id, both int64 [num]."""
     samples = np.repeat(np.fromiter(ids, dtype=np.int64, count=len(ids)), [len(tokens) for tokens in ids.values()])
-    return upload(samples, logits.device), upload(np.concatenate(list(ids.values())), logits.device)
-
-
-def _rows(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> Tensor:
-    """Return the samples that have ids, int64 [len(ids)]."""
-    return upload(np.fromiter(ids, dtype=np.int64, count=len(ids)), logits.device)
-
-
-def _keep_allowed(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
-    """Forbid all tokens but the given ids."""
-    if not ids:
-        return
-    places = _logit_indices(logits, ids)
-    kept = logits[places]
-    logits.index_fill_(0, _rows(logits, ids), -torch.inf)
-    logits[places] = kept
-
-
-def _forbid(logits: Tensor, ids: dict[int, NDArray[np.int64]]) -> None:
-    """Forbid the given ids, except in samples that would have no token left."""
-    ids = {sample: tokens for sample, tokens in ids.items() if tokens.size}
-    if not ids:
-        return
-    places = _logit_indices(logits, ids)
-    before = logits[places]
-    logits[places] = -torch.inf
-    rows = _rows(logits, ids)
-    if logits.device.type == "cpu":  # most rows have a finite logit among the first; a GPU would have to synchronize
-        rows = rows[logits[:, :FEW_TOKENS][rows].amax(dim=1) == -torch.inf]
-        if not len(rows):
-            return
-    is_relaxed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    is_relaxed[rows] = logits[rows].amax(dim=1) == -torch.inf
-    logits[places] = torch.where(is_relaxed[places[0]], before, -torch.inf)
-
-
-def _add_bias(logits: Tensor, ids: dict[int, NDArray[np.int64]], values: Sequence[NDArray[np.float32]]) -> None:
-    """Add a bias to each given id; no id occurs twice in one sample."""
-    if not ids:
-        return
-    places = _logit_indices(logits, ids)
-    logits[places] = logits[places] + upload(np.concatenate(values), logits.device)
+    return samples, np.concatenate(list(ids.values()))
 
 
 def _penalize(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> None:

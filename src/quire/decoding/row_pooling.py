@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.core.pooling import Pool
+from quire.kernels.tensors import Tensor, floats, like
 
 NOT_FINITE = "the model gave hidden states that are NaN or infinite"
 
@@ -30,7 +29,7 @@ class RowPool:
             states = states[: 1 if start == 0 else 0]
         elif self.pool.kind == "last":
             states = states[-1:]
-        rows = states.float().numpy(force=True).astype(np.float64)
+        rows = floats(states).astype(np.float64)
         if self.pool.kind == "last" or (self._sum is None and len(rows) > 0):
             self._sum, rows = rows[0].copy(), rows[1:]
         for row in rows:  # np.sum promises no order, and np.cumsum, which does, takes 75 times as long (2,048 x 896)
@@ -62,13 +61,17 @@ class PooledEntry(NamedTuple):
         """Whether it ends with the last token of the prompt."""
         return self.start + self.end - self.begin == self.state.num_tokens
 
-    def scored(self, hidden: Tensor) -> Tensor:
-        """Return the state [width] that the head reads. One that is not of the last token is of a whole prompt."""
+    def scored(self, hidden: Tensor) -> NDArray[np.float32]:
+        """Return the state [width] that the head reads, before it is rounded to the model's dtype.
+
+        One that is not of the last token is of a whole prompt.
+        """
         if self.state.pool.kind == "last":
-            return hidden[self.end - 1]
+            state: NDArray[np.float32] = floats(hidden[self.end - 1 : self.end])[0]
+            return state
         assert self.start == 0, "a part of the prompt was computed in an earlier step"
         self.state.append(hidden[self.begin : self.end], 0)
-        return torch.from_numpy(self.state.vector()).to(hidden)
+        return self.state.vector()
 
 
 def pool(
@@ -82,9 +85,9 @@ def pool(
     vectors = dict[int, NDArray[np.float32]]()
     scored = [each for each in entries if each.state.pool.token_ids and each.is_last]
     if scored:
-        found = logits(torch.stack([each.scored(hidden) for each in scored]))
+        found = logits(like(np.stack([each.scored(hidden) for each in scored]), hidden))
         for each, row in zip(scored, found, strict=True):
-            vectors[each.row] = row[list(each.state.pool.token_ids)].float().numpy(force=True).copy()
+            vectors[each.row] = floats(row[list(each.state.pool.token_ids)]).copy()
     for each in entries:
         if not each.state.pool.token_ids:
             each.state.append(hidden[each.begin : each.end], each.start)

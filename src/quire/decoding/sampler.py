@@ -22,9 +22,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.core.deltas import TokenLogprobs
 from quire.decoding.logits_processors import process_logits
@@ -40,8 +38,8 @@ from quire.decoding.sampling_state import (
     SCALED,
     SamplingBatch,
 )
-from quire.kernels.reference.sampling import SAMPLING
 from quire.kernels.sampling import SamplingOps, Tokens
+from quire.kernels.tensors import Tensor, floats, take_rows
 
 CANDIDATES_AT_ONCE = 1 << 20  # arrays of 20 bytes each: whole vocabularies of many rows would take gigabytes
 NOT_FINITE = "the model gave logits that are NaN or infinite"
@@ -63,7 +61,7 @@ class SampledTokens(NamedTuple):
     failures: Mapping[int, str] = {}
 
 
-def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = SAMPLING) -> SampledTokens:
+def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> SampledTokens:
     """Choose one token per sample, from logits float32 [num_samples, vocab].
 
     Steps 1 and 2, and beams' temperatures, edit `logits`: do not use them afterwards.
@@ -73,9 +71,9 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = SAMPLING) 
         _scale(samples, logits)
     raw, raw_rows = logits, asking
     if asking.size and wanted & LOGITS_PROCESSED:  # a copy of those rows alone
-        raw, raw_rows = logits[torch.from_numpy(asking).to(logits.device)], np.arange(len(asking))
-    choice = _choose(samples, logits, wanted, ops)
-    chosen = choice.numpy(force=True) if isinstance(choice, Tensor) else choice
+        raw, raw_rows = take_rows(logits, asking), np.arange(len(asking))
+    choice = choose(samples, logits, wanted, ops)
+    chosen = choice if isinstance(choice, np.ndarray) else choice.numpy(force=True)
     failures = _without_distribution(logits, chosen)
     for index in failures:
         features = samples.features[index]
@@ -97,40 +95,6 @@ def sample(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = SAMPLING) 
     return SampledTokens(chosen.tolist(), records, failures)
 
 
-def sample_async(samples: SamplingBatch, logits: Tensor, ops: SamplingOps = SAMPLING) -> Tensor:
-    """Do what `sample` does without waiting for the device; for samples without logprobs.
-
-    Returns int64 [2, num_samples], where the logits are: the tokens, and whether each has a finite logit.
-    """
-    wanted = samples.wanted
-    assert not wanted & (LOGPROBS | SCALED), "logprobs have to be waited for"
-    return _with_soundness(_choose(samples, logits, wanted, ops), logits)
-
-
-def sample_on_device(settings: Tensor, logits: Tensor, ops: SamplingOps) -> Tensor:
-    """Do what `sample_async` does, for samples of `device_settings` that are on the device: also in a CUDA graph."""
-    return _with_soundness(ops.choose_tokens(logits, settings), logits)
-
-
-def device_settings(samples: SamplingBatch, ops: SamplingOps) -> NDArray[np.void] | None:
-    """Return the settings of samples, SETTINGS [num_samples]; None if one needs more than a draw or an argmax."""
-    if samples.wanted & ~SAMPLED:
-        return None
-    return samples.draws(ops)
-
-
-def _with_soundness(choice: Tokens, logits: Tensor) -> Tensor:
-    tokens = choice if isinstance(choice, Tensor) else torch.from_numpy(choice)
-    return torch.stack([tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite()])
-
-
-def to_sampled_tokens(drawn: Tensor) -> SampledTokens:
-    """Return the result of `sample` from that of `sample_async`."""
-    token_ids, is_sound = drawn.tolist()
-    failures = {} if all(is_sound) else {i: NOT_FINITE for i, sound in enumerate(is_sound) if not sound}
-    return SampledTokens(token_ids, None, failures)
-
-
 def join(parts: Sequence[SampledTokens]) -> SampledTokens:
     """Join the results of calls for one sample each into that of one call."""
     records = [part.logprobs[0] if part.logprobs else None for part in parts]
@@ -148,20 +112,20 @@ def is_finite(record: TokenLogprobs) -> bool:
 
 def _without_distribution(logits: Tensor, chosen: NDArray[np.int64]) -> dict[int, str]:
     """Return the samples, of logits [num_samples, vocab], whose chosen tokens [num_samples] have no finite logit."""
-    tokens = torch.from_numpy(chosen).to(logits.device)
-    is_sound = logits.gather(1, tokens[:, None]).isfinite().numpy(force=True)[:, 0]
+    found = logits[np.arange(len(chosen)), chosen]
+    is_sound = np.isfinite(found if isinstance(found, np.ndarray) else floats(found))
     return {} if is_sound.all() else dict.fromkeys(np.flatnonzero(~is_sound).tolist(), NOT_FINITE)
 
 
 def prompt_logprobs(
-    logits: Tensor, next_tokens: Tensor, num_logprobs: int, ops: SamplingOps = SAMPLING
+    logits: Tensor, next_tokens: NDArray[np.int64], num_logprobs: int, ops: SamplingOps
 ) -> list[TokenLogprobs]:
     """Return the logprobs of known tokens: row i of float32 `logits` [num, vocab] predicts `next_tokens[i]` [num]."""
     counts = np.full(len(logits), min(num_logprobs, logits.shape[1]))
-    return _token_logprobs(logits, np.arange(len(logits)), next_tokens.long().numpy(force=True), counts, ops)
+    return _token_logprobs(logits, np.arange(len(logits)), next_tokens, counts, ops)
 
 
-def prompt_scores(logits: Tensor, token_ids: NDArray[np.int64], ops: SamplingOps = SAMPLING) -> NDArray[np.float32]:
+def prompt_scores(logits: Tensor, token_ids: NDArray[np.int64], ops: SamplingOps) -> NDArray[np.float32]:
     """Return the logprobs [num, width] of `token_ids` [num, width] in the rows of float32 `logits` [num, vocab].
 
     -inf for padding. Each costs a pass over its row, and has the bits that it has among other logprobs.
@@ -229,11 +193,12 @@ def _scale(samples: SamplingBatch, logits: Tensor) -> None:
     """Divide the logits of beams by their temperatures. The highest is subtracted first, so that none overflows."""
     scaled = samples.using(SCALED)
     temperatures = samples.take(scaled).settings()["temperature"]
-    for index, temperature in zip(scaled.tolist(), temperatures.tolist(), strict=True):
-        logits[index] = (logits[index] - logits[index].amax()) / temperature
+    with np.errstate(over="ignore", invalid="ignore"):  # what is far below the highest becomes minus infinity
+        for index, temperature in zip(scaled.tolist(), temperatures.tolist(), strict=True):
+            logits[index] = (logits[index] - logits[index].max()) / temperature
 
 
-def _choose(samples: SamplingBatch, logits: Tensor, wanted: int, ops: SamplingOps) -> Tokens:
+def choose(samples: SamplingBatch, logits: Tensor, wanted: int, ops: SamplingOps) -> Tokens:
     """Process the logits; return tokens [num_samples]: drawn if the temperature is above 0, else the highest."""
     if wanted & LOGITS_PROCESSED:
         process_logits(samples, logits, ops)

@@ -35,12 +35,10 @@ from quire.execution.drafter import Drafter
 from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
 from quire.execution.worker import StepCompute
-from quire.kernels.cache_layout import dtype_name
-from quire.kernels.cpp.cpp_back_end import usable_isas
-from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
-from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.paged_attention import AttentionBackEnd
+from quire.kernels.tensors import dtype_name
 from quire.model.config import UnknownArchitectureError
 from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
@@ -127,7 +125,8 @@ def _load(options: EngineOptions, folder: Path) -> LoadedModel:
         is_there = importlib.util.find_spec("transformers") is not None
         if options.model_impl == "quire" or not is_there:
             raise unknown
-    with needs_library("model_impl 'transformers'", "transformers", "'quire[transformers]'"):
+    setting, extra = "model_impl 'transformers'", "'quire[transformers]'"
+    with needs_library(setting, "torch", extra), needs_library(setting, "transformers", extra):
         # Takes seconds to import: only for models that need it.
         from quire.engine.transformers_model.transformers_loading import knows, load_through_transformers  # noqa: PLC0415
     if options.model_impl == "auto" and not knows(folder):
@@ -138,8 +137,14 @@ def _load(options: EngineOptions, folder: Path) -> LoadedModel:
 def _attention(options: EngineOptions) -> AttentionBackEnd | None:
     """Return what the options name in place of Triton's attention."""
     if options.attention_backend == "cuda":
+        from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION  # noqa: PLC0415 (loads torch)
+
         return CUDA_ATTENTION
-    return FLASHINFER_ATTENTION if options.attention_backend == "flashinfer" else None
+    if options.attention_backend == "flashinfer":
+        from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION  # noqa: PLC0415 (loads torch)
+
+        return FLASHINFER_ATTENTION
+    return None
 
 
 def build_engine(

@@ -3,11 +3,11 @@
 import importlib.util
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from quire.core.errors import ConfigError
+from quire.core.optional_package import NEEDS_TORCH
 from quire.engine.options import EngineOptions
 from quire.execution.device import Device, HostDevice
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def open_device(options: EngineOptions) -> Device:
-    """Return the device for auto, cpu or cuda; auto is the GPU if torch sees one and all that it needs is installed.
+    """Return the device for auto, cpu or cuda; auto is the GPU if there is one and all that it needs is installed.
 
     Raises ConfigError if cuda is requested and something is missing.
     """
-    if options.device == "cpu":
+    if options.device == "cpu" or (options.device == "auto" and not _has_driver()):
         return HostDevice()
     try:
         return _open_gpu(options)
@@ -32,7 +32,9 @@ def open_device(options: EngineOptions) -> Device:
 
 def uses_gpu(options: EngineOptions) -> bool:
     """Return whether the options mean a GPU, and one can be used here."""
-    return options.device != "cpu" and _what_cuda_lacks() is None
+    if options.device == "cpu" or (options.device == "auto" and not _has_driver()):
+        return False
+    return _what_cuda_lacks() is None
 
 
 def _open_gpu(options: EngineOptions) -> Device:
@@ -57,7 +59,16 @@ def graph_sizes_of(options: EngineOptions) -> "GraphSizes":
     )
 
 
+def _has_driver() -> bool:
+    """Return whether the system has a driver of GPUs: without one, PyTorch need not be loaded to look for them."""
+    return any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg"))
+
+
 def _what_cuda_lacks() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return NEEDS_TORCH
+    import torch  # noqa: PLC0415 (for the start on a CPU)
+
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():

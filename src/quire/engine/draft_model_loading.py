@@ -17,8 +17,8 @@ from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.draft_model import DraftModel
-from quire.kernels.cache_layout import dtype_name
 from quire.kernels.choice import choose_back_end
+from quire.kernels.tensors import dtype_name
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
@@ -87,9 +87,9 @@ def draft_quantization(source: ModelSource, asked: QuantizationOptions) -> Quant
 
 def _require_support(target: LoadedModel) -> None:
     """Raise ConfigError for a target that cannot have a draft model."""
-    device = target.model.device
-    if device.type != "cpu":
-        raise ConfigError(f"speculative_config: the method draft_model is not supported on device {device.type} yet")
+    device = str(target.model.device).partition(":")[0]
+    if device != "cpu":
+        raise ConfigError(f"speculative_config: the method draft_model is not supported on device {device} yet")
     if not target.generates:
         raise ConfigError("speculative_config: the model has no output head, so there is nothing to draft")
 

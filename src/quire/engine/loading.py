@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
+from quire.core.arrays import FLOAT32
 from quire.core.errors import ConfigError, ModelError
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
@@ -70,10 +69,10 @@ def load(
     if not spec.is_causal:
         check_encoder(options)
     device = open_device(options)
-    device_type = device.torch_device.type
+    device_type = str(device.tensor_device).partition(":")[0]
     check_device(options, device_type)
     back_end = choose_back_end(
-        device.torch_device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True,
+        device.tensor_device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True,
         attention=attention,
     )  # fmt: skip
     if options.capture_graphs and not back_end.is_capturable:
@@ -81,7 +80,7 @@ def load(
             f"capture_graphs True is not supported with attention_backend {options.attention_backend}: it plans each "
             "step on the host"
         )
-    dtype = getattr(torch, source.dtype(options.dtype))
+    dtype = back_end.library.dtype(source.dtype(options.dtype))
     require_kv_dtype(back_end.attention, options.kv_cache_dtype)
     stored = back_end.cache_layout.stored_dtype(dtype, options.kv_cache_dtype)
     num_ranks = options.tensor_parallel_size
@@ -98,8 +97,8 @@ def load(
         ranks, num_positions = open_ranks(spec, num_positions)
     quantization = source.quantization(options.quantization_options)
     model = load_model(
-        source, dtype=options.dtype, device=device.torch_device, back_end=back_end, max_positions=options.max_model_len,
-        table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
+        source, dtype=options.dtype, device=device.tensor_device, back_end=back_end,
+        max_positions=options.max_model_len, table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
         quantization=quantization, needs_head=pooler.config is None or pooler.config.is_reranker, ranks=ranks,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
@@ -166,7 +165,7 @@ def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int) -> ModelLim
 
     `geometry` is that of a rank, for all models that share the block tables.
     """
-    table_bytes = sum(rotary.head_dim for rotary in spec.rotaries) * torch.float32.itemsize
+    table_bytes = sum(rotary.head_dim for rotary in spec.rotaries) * FLOAT32.itemsize
     return ModelLimits(
         spec.max_position_embeddings,
         num_ranks * geometry.bytes_per_token,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-import torch
+import numpy as np
 
 from quire.core.plan import StepPlan
 from quire.kernels.low_rank import AdapterSlots, AdapterWeights, RowAdapters
@@ -29,9 +29,9 @@ class AdapterRows:
         of_entry = [-1 if each is None else found.setdefault(each, len(found)) for each in digests]
         if not found:
             return None
-        of_row = torch.tensor(of_entry, dtype=torch.int32).repeat_interleave(torch.tensor(plan.counts))
+        of_row = np.array(of_entry, np.int32).repeat(plan.counts)
         adapters = [self._weights(digest) for digest in found]
         if self.slots is None:
             return RowAdapters(adapters, of_row)
-        by_index = torch.tensor([*self.slots.place(adapters), -1], dtype=torch.int32)
+        by_index = np.array([*self.slots.place(adapters), -1], np.int32)
         return RowAdapters((), by_index[of_row], self.slots)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
@@ -117,16 +116,16 @@ class PersistentBatch:
             slots[query_starts[plan.stored_entries]] = -1
         max_blocks = -(-int(stops.max()) // self.block_size) if has_tables else 0
         forward = ForwardBatch(
-            token_ids=torch.from_numpy(self.token_ids[token_rows, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(slots),
-            query_starts=torch.from_numpy(query_starts),
-            context_lens=torch.from_numpy(stops.astype(np.int32)),
-            block_tables=torch.from_numpy(self.block_tables[rows, :max_blocks]),
+            token_ids=self.token_ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=slots,
+            query_starts=query_starts,
+            context_lens=stops.astype(np.int32),
+            block_tables=self.block_tables[rows, :max_blocks],
         )
         pooled = list(self._pooled_entries(plan)) if self._pools else []
         if any(each.state.pool.second_text for each in pooled):
-            forward = replace(forward, token_types=torch.from_numpy(_token_types(pooled, len(positions))))
+            forward = replace(forward, token_types=_token_types(pooled, len(positions)))
         logit_rows = np.array(plan.sample_tokens, dtype=np.int64)
         return StepInputs(
             forward=forward,

@@ -1,8 +1,6 @@
 """Device of a model: its memory, and the executor of steps there. The host here; a GPU in `execution/cuda`."""
 
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import Any, NamedTuple, Protocol
 
 from quire.core.host_limits import HOST_KV_SHARE, free_memory_bytes
 from quire.execution.executor import Executor, LocalExecutor
@@ -28,7 +26,7 @@ class Device(Protocol):
     """What an engine asks of the device of its model. It exists before the model is loaded."""
 
     @property
-    def torch_device(self) -> torch.device:
+    def tensor_device(self) -> Any:  # noqa: ANN401 ("cpu", or a torch.device)
         """The device of the tensors."""
 
     @property
@@ -68,7 +66,7 @@ class Device(Protocol):
 class HostDevice:
     """The CPUs of this machine: a step runs when its result is collected."""
 
-    torch_device, kv_share = torch.device("cpu"), HOST_KV_SHARE
+    tensor_device, kv_share = "cpu", HOST_KV_SHARE
 
     def free_bytes(self) -> int:
         """Return the memory that can be allocated without swapping."""

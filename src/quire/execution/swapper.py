@@ -4,20 +4,20 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from quire.core.arrays import Array
 from quire.core.errors import ConfigError
 from quire.core.plan import BlockCopy, StepPlan
 from quire.execution.step_timer import Rate
 from quire.kernels.back_end import BackEnd
+from quire.kernels.block_copy import CopyBlocks
+from quire.kernels.tensors import Tensor
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry
-
-CopyBlocks = Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
 
 
 class Swapper:
@@ -28,7 +28,7 @@ class Swapper:
         self._copy_blocks = copy_blocks
         self.out_rate, self.in_rate = Rate(), Rate()
 
-    def move(self, plan: StepPlan, slots: Tensor) -> float:
+    def move(self, plan: StepPlan, slots: NDArray[np.int64]) -> float:
         """Swap out, then in; return the seconds. slots [T]: where the step's forward pass will write."""
         out_s = self._move(self._cache, self._space, plan.swap_outs, self.out_rate)
         return out_s + self._move(self._space, self._cache, plan.swap_ins, self.in_rate)
@@ -37,7 +37,7 @@ class Swapper:
         if not copies:
             return 0.0
         started_s = time.perf_counter()
-        src, dst = torch.tensor(copies).unbind(dim=1)
+        src, dst = np.array(copies).T.copy()
         self._copy_blocks(sources, destinations, src, dst)
         seconds = time.perf_counter() - started_s
         rate.add(len(copies), seconds)
@@ -61,10 +61,10 @@ class UnlinkedFile:
     """An unlinked file as memory, allocated from its beginning. It is deleted with the last tensor in it."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
-        self._memory = torch.frombuffer(_mapped_file(directory, num_bytes), dtype=torch.uint8)
+        self._memory = np.frombuffer(_mapped_file(directory, num_bytes), np.uint8)
         self._num_used = 0
 
-    def allocate(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Array:
         """Return the next so many bytes, aligned, uint8 [num_bytes]."""
         start = self._num_used + -self._num_used % ALIGNMENT
         self._num_used = start + num_bytes

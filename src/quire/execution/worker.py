@@ -7,11 +7,10 @@ rows at once, so its failure fails the step. Sampling and logprobs fail for the 
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import torch
 from msgspec import structs
-from torch import Tensor
 
 from quire.core.plan import MeasuredRates, PromptLogprobsChunk, RowResult, StepPlan, StepResult
 from quire.decoding.grammars.rows import GrammarRows
@@ -33,6 +32,7 @@ from quire.execution.drafter import Drafter
 from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
 from quire.execution.step_timer import Rate, StepTimer
 from quire.execution.swapper import Swapper
+from quire.kernels.tensors import NUMPY_LIBRARY, Tensor, take_rows
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch, LanguageModel
 
@@ -78,7 +78,7 @@ class StepCompute:
             inputs = inputs._replace(grammars=step)
         swap_s = 0.0 if self.swapper is None else self.swapper.move(plan, inputs.forward.slot_mapping)
         if plan.copies:
-            src, dst = torch.tensor(plan.copies).unbind(dim=1)
+            src, dst = np.array(plan.copies).T.copy()
             tensors = self.cache.tensors
             self.model.back_end.copy_blocks(tensors, tensors, src, dst)
         return inputs, swap_s
@@ -87,12 +87,12 @@ class StepCompute:
         """Return the hidden states [T, hidden] of a batch; its keys and values are written to the cache."""
         return self.model.forward(batch, self.own_cache)
 
-    def sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Tensor) -> SampledTokens:
+    def sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Any) -> SampledTokens:  # noqa: ANN401 (where the states are)
         """Draw all samples at once; if that fails, one by one. hidden [T, hidden], logit_rows [N]."""
         num_samples = len(inputs.sample_rows)
         if num_samples == 0:
             return SampledTokens([], None)
-        hidden = hidden[logit_rows]
+        hidden = take_rows(hidden, logit_rows)
         try:
             return self._draw(inputs, self.model.logits(hidden), slice(num_samples))
         except Exception:
@@ -191,7 +191,7 @@ class StepCompute:
         for begin in range(start, stop, PROMPT_LOGITS_ROWS):
             end = min(begin + PROMPT_LOGITS_ROWS, stop)
             logits = self.model.logits(hidden[first + begin : first + end])
-            following = torch.from_numpy(self.batch.token_ids[row, begin + 1 : end + 1])
+            following = self.batch.token_ids[row, begin + 1 : end + 1].astype(np.int64)
             asked, ops = int(self.batch.prompt_logprobs[row]), self.model.back_end.sampling
             records = [] if asked < 0 else prompt_logprobs(logits, following, asked, ops)
             named, scores = self.batch.named_ids(row, begin, end), b""
@@ -207,15 +207,15 @@ class Worker:
     def __init__(self, compute: StepCompute) -> None:
         self.compute = compute
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: changes of rows, swaps, block copies, forward pass, sampling."""
         started_s, compute = time.perf_counter(), self.compute
         inputs, swap_s = compute.prepare(plan)
-        hidden = compute.forward(inputs.forward)                                   # [T, hidden]
+        library, batch = compute.model.back_end.library, inputs.forward
+        hidden = compute.forward(batch if library is NUMPY_LIBRARY else batch.taken(library))  # [T, hidden]
         if inputs.grammars is not None:
             inputs.grammars.finish_masks()
-        sampled = compute.sample(inputs, hidden, torch.from_numpy(inputs.logit_rows))
+        sampled = compute.sample(inputs, hidden, inputs.logit_rows)
         compute.batch.record(inputs, sampled.token_ids)
         result = compute.result(inputs, hidden, sampled, swap_s)
         return compute.timed(result, inputs, time.perf_counter() - started_s - swap_s)

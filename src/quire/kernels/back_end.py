@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from quire.kernels.block_copy import CopyBlocks
 from quire.kernels.cache_layout import CacheLayout
 from quire.kernels.experts import ExpertLayer
 from quire.kernels.kv_cache_write import WriteKV
@@ -15,21 +14,24 @@ from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import Attend, AttentionBackEnd
 from quire.kernels.program import Program
 from quire.kernels.sampling import SamplingOps
+from quire.kernels.tensors import Library, Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class BackEnd:
     """One implementation of every op; each field has the signature that `reference.back_ends.TORCH` has there.
 
-    `linear` makes a layer from a `LinearWeight`, as `make_linear` does; `head` makes one to float32 logits,
-    which are defined until its next call; `low_rank_up` makes B of an adapter's module from its weight, as
-    `TorchUp` is one; `adapter_slots` makes `low_rank.AdapterSlots` where adapters are computed on a device of
-    their own memory; `experts` makes a mixture of layers, as `TorchExperts` is one; `norm` makes one from its
-    parameters, as `TorchNorm` does. `fuse` replaces those stretches of a layer program that the back end runs in
-    one call. `attention` is what --attention-backend chose for a GPU in place of Triton's kernels, if anything.
+    `linear` makes a layer from a `LinearWeight`, as `make_linear` does; `head` makes one to float32 logits, which
+    are defined until its next call; `low_rank_up` makes B of an adapter's module from its weight, as `TorchUp` is
+    one; `adapter_slots` makes `low_rank.AdapterSlots` where adapters are computed on a device of their own memory;
+    `experts` makes a mixture of layers, as `TorchExperts` is one; `norm` makes one from its parameters, as
+    `TorchNorm` does. `library` makes the tensors that all of them take. `fuse` replaces those stretches of a layer
+    program that the back end runs in one call. `attention` is what --attention-backend chose for a GPU in place of
+    Triton's kernels, if anything.
     """
 
     name: str
+    library: Library
     linear: Callable[..., Linear]
     head: Callable[[LinearWeight, Tensor | None], Linear]
     low_rank_up: Callable[..., Up]
@@ -38,7 +40,7 @@ class BackEnd:
     cache_layout: CacheLayout
     paged_attention: Attend
     write_kv: WriteKV
-    copy_blocks: Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]
+    copy_blocks: CopyBlocks
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], Norm]
     embed: Callable[..., Tensor]
     sampling: SamplingOps

@@ -10,11 +10,11 @@ import logging
 from dataclasses import replace
 from importlib.util import find_spec
 
-import torch
-
 from quire.core.errors import ConfigError
+from quire.core.optional_package import NEEDS_TORCH
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cpp.cpp_back_end import cpp_ops, usable_isas
+from quire.kernels.cpp.cpp_back_end import cpp_ops
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.support import MAX_HEAD_DIM, serves_head_dim
 
@@ -24,7 +24,7 @@ NAMES = ("cpp", "torch", "reference")  # back ends of CPUs
 
 
 def choose_back_end(
-    device: torch.device, name: str = "auto", isa: str = "auto", head_dim: int = 8, *, is_exact: bool = False,
+    device: object, name: str = "auto", isa: str = "auto", head_dim: int = 8, *, is_exact: bool = False,
     attention: AttentionBackEnd | None = None,
 ) -> BackEnd:  # fmt: skip
     """Return the back end for `device`: the fastest one there is for it, or the one named.
@@ -35,7 +35,7 @@ def choose_back_end(
     `isa` is the instruction set of the C++ kernels; auto is the best that the CPU has. Where they were not built, or
     cannot serve heads of `head_dim`, auto is the PyTorch stand-in. Raises ConfigError for what is not there.
     """
-    if device.type == "cuda":
+    if str(device).startswith("cuda"):
         return cuda_back_end(head_dim, is_exact=is_exact, attention=attention)
     if name not in ("auto", *NAMES):
         raise ConfigError(f"the back end must be auto, {' or '.join(NAMES)}, got {name!r}")
@@ -44,20 +44,27 @@ def choose_back_end(
     if not usable_isas():
         if name == "cpp" or isa != "auto":
             raise ConfigError(f"cpu_isa {isa}: the C++ kernels were not built; install with a C++ compiler or use auto")
+        plain = _plain("torch")
         log.warning("the C++ kernels were not built, PyTorch's serve: several times slower; a C++ compiler is missing")
-        return _plain("torch")
+        return plain
     if isa not in ("auto", *usable_isas()):
         raise ConfigError(f"cpu_isa must be auto, {' or '.join(usable_isas())} on this CPU, got {isa!r}")
     if not serves_head_dim(head_dim):
         limit = f"a multiple of 8 up to {MAX_HEAD_DIM}"
         if name == "cpp" or isa != "auto":
             raise ConfigError(f"cpu_isa {isa}: the C++ kernels need heads of {limit}, the model's have {head_dim}")
+        plain = _plain("torch")
         log.warning("heads of %d are not %s: PyTorch's kernels serve, several times slower", head_dim, limit)
-        return _plain("torch")
+        return plain
     return BackEnd(name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
 
 
 def _plain(name: str) -> BackEnd:
+    if find_spec("torch") is None:
+        raise ConfigError(
+            f"there are no C++ kernels for this model here (install a wheel, or with a C++ compiler), and without them "
+            f"{NEEDS_TORCH}"
+        )
     from quire.kernels.reference.back_ends import REFERENCE, TORCH  # noqa: PLC0415 (loads torch)
 
     return TORCH if name == "torch" else REFERENCE

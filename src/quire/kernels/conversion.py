@@ -6,7 +6,7 @@ PyTorch converts where the extension was not built.
 import numpy as np
 
 from quire.core.arrays import BFLOAT16, FLOAT32, Array, DType, address, bits, dtype_name
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 
 
 def convert(array: Array, out: Array) -> None:

@@ -3,7 +3,7 @@
 
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
+from quire.kernels.tensors import Tensor
 
 
 @runtime_checkable

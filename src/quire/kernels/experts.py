@@ -8,11 +8,9 @@ in that order in float32, so that a row depends on itself alone. An expert witho
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
 from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.linear import Linear
+from quire.kernels.tensors import Tensor
 
 
 class Expert(NamedTuple):
@@ -59,19 +57,3 @@ class Routing:
     num_chosen: int
     is_normalized: bool
     has_shared: bool = False
-
-    def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return experts int64 and their weights float32, each [num_rows, num_places], the highest score first.
-
-        scores: float32 [num_rows, num_experts]. A shared expert has the last place.
-        """
-        routed = scores[:, :-1] if self.has_shared else scores
-        chosen = routed.sort(dim=1, descending=True, stable=True).indices[:, : self.num_chosen]
-        if self.is_normalized:
-            weights = routed.gather(1, chosen).softmax(dim=1)
-        else:
-            weights = routed.softmax(dim=1).gather(1, chosen)
-        if not self.has_shared:
-            return chosen, weights
-        shared = torch.full_like(chosen[:, :1], routed.shape[1])
-        return torch.cat([chosen, shared], dim=1), torch.cat([weights, scores[:, -1:].sigmoid()], dim=1)

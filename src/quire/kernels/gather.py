@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from quire.kernels.tensors import DType, Tensor
 
 
 class GatherHook(Protocol):
@@ -32,12 +31,12 @@ class SumHook(Protocol):
     """
 
     @property
-    def partial_dtype(self) -> torch.dtype | None:
+    def partial_dtype(self) -> DType | None:
         """The dtype of partial sums; None: the model's."""
 
     @property
     def address(self) -> tuple[int, int] | None:
         """A C function (csrc/kernels.hpp, SumExchange) and its context, which does the same; None: there is none."""
 
-    def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(self, own: Tensor, dtype: DType) -> Tensor:
         """Return the sums [num_tokens, width] of all ranks' `own`, partial sums of that shape, rounded to `dtype`."""

@@ -4,11 +4,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.paged_attention import Heads
+from quire.kernels.tensors import Tensor, dtype_name, is_contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +21,8 @@ class RotarySpec:
     def __post_init__(self) -> None:
         if self.cos_sin is not None:
             assert self.rotary_dim <= self.heads.head_dim, f"{self.rotary_dim} dimensions of {self.heads} are rotated"
-            assert self.cos_sin.dtype == torch.float32, f"a rotary table of {self.cos_sin.dtype}"
-            assert self.cos_sin.is_contiguous(), "a rotary table with gaps"
+            assert dtype_name(self.cos_sin.dtype) == "float32", f"a rotary table of {self.cos_sin.dtype}"
+            assert is_contiguous(self.cos_sin), "a rotary table with gaps"
 
     @property
     def rotary_dim(self) -> int:

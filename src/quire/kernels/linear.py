@@ -3,7 +3,7 @@
 
 from typing import Literal, Protocol
 
-from torch import Tensor
+from quire.kernels.tensors import Tensor
 
 Activation = Literal[
     "none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "relu"

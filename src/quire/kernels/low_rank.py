@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from quire.kernels.linear import Linear
+from quire.kernels.tensors import Tensor, contiguous, full, take_rows
 
 NOTHING = -0.0  # x + -0.0 is x, also where x is -0.0
 
@@ -51,11 +51,15 @@ class LowRankLayer:
     def addend(self, x: Tensor) -> Tensor:
         """Return float32 [num_rows, num_outputs] for x [num_rows, in_features]."""
         inner = self.down(x)
-        addend = torch.full((len(x), self.num_outputs), NOTHING)
+        addend = self.nothing(x)
         for part in self.parts:
             columns = slice(part.first_output, part.first_output + part.num_outputs)
-            addend[:, columns] = part.up(inner[:, part.first_input : part.first_input + part.rank].contiguous())
+            addend[:, columns] = part.up(contiguous(inner[:, part.first_input : part.first_input + part.rank]))
         return addend
+
+    def nothing(self, x: Tensor) -> Tensor:
+        """Return the addend of rows x without an adapter."""
+        return full((len(x), self.num_outputs), NOTHING, x)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -111,10 +115,10 @@ class RowAdapters(NamedTuple):
             return self.slots.addend(name, x, self.groups)
         addend: Tensor | None = None
         for index, adapter in enumerate(self.adapters):
-            layer, rows = adapter.layers.get(name), (self.of_row == index).nonzero()[:, 0]
+            layer, rows = adapter.layers.get(name), np.flatnonzero(np.asarray(self.of_row) == index)
             if layer is None or not len(rows):
                 continue
             if addend is None:
-                addend = torch.full((len(x), layer.num_outputs), NOTHING)
-            addend[rows] = layer.addend(x[rows])
+                addend = layer.nothing(x)
+            addend[rows] = layer.addend(take_rows(x, rows))
         return addend

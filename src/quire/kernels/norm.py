@@ -3,7 +3,7 @@
 
 from typing import Protocol
 
-from torch import Tensor
+from quire.kernels.tensors import Tensor
 
 
 class Norm(Protocol):

@@ -5,11 +5,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.kernels.kv_quantization import ONES, KVScales
+from quire.kernels.tensors import DType, Tensor, dtype_name, is_contiguous
 
 MAX_AHEAD = 2**31      # tokens: beyond every context
 
@@ -58,8 +56,8 @@ class AttentionSpec:
         assert self.heads.num_heads % self.heads.num_kv_heads == 0, f"{self.heads}: uneven groups"
         if self.sinks is not None:
             assert self.sinks.shape == (self.heads.num_heads,), f"sinks {tuple(self.sinks.shape)} for {self.heads}"
-            assert self.sinks.dtype == torch.float32, f"sinks of {self.sinks.dtype}"
-            assert self.sinks.is_contiguous(), "sinks with gaps"
+            assert dtype_name(self.sinks.dtype) == "float32", f"sinks of {self.sinks.dtype}"
+            assert is_contiguous(self.sinks), "sinks with gaps"
 
     @property
     def num_ahead(self) -> int:
@@ -88,7 +86,7 @@ class AttentionBackEnd:
 
     name: str                                # a value of --attention-backend
     make: Callable[[Callable[..., Tensor]], Attend]
-    serves: Callable[[torch.dtype, int], bool]  # heads of a dtype and a size
+    serves: Callable[[DType, int], bool]  # heads of a dtype and a size
     shapes: str                              # the dtypes and head sizes that `serves` accepts, for errors
     features: frozenset[str] = frozenset()   # the part of `AttentionSpec.features` that it computes
     is_capturable: bool = True               # a step can be captured as a CUDA graph
@@ -97,12 +95,10 @@ class AttentionBackEnd:
 def build_metadata(
     block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int
 ) -> AttentionMetadata:
-    """Return the metadata of a step; arguments as in `AttentionMetadata`.
+    """Return the metadata of a step; arguments as in `AttentionMetadata`, the rows of tables without gaps.
 
     Table entries past a context, or before every window, may hold anything: they are never followed.
     """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
-    assert block_tables.dtype == query_starts.dtype == context_lens.dtype == torch.int32, "int32 tables and lengths"
-    tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
-    return AttentionMetadata(tables, query_starts.contiguous(), context_lens.contiguous(), block_size)
+    return AttentionMetadata(block_tables, query_starts, context_lens, block_size)

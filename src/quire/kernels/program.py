@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.kernels.kv_cache_write import RotarySpec, WriteKV
 from quire.kernels.linear import Linear
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import Attend, AttentionMetadata, AttentionSpec, Heads
+from quire.kernels.tensors import Tensor, added
 
 INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]
 
@@ -130,8 +131,11 @@ class SplitHeadsOp:
         """Make the views; nothing is computed."""
         num_heads, num_kv_heads, head_dim = self.heads
         qkv = activations.pop(self.qkv)
-        parts = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        activations[self.query], activations[self.key], activations[self.value] = parts
+        num_queries_and_keys = num_heads + num_kv_heads
+        heads = qkv.reshape(len(qkv), num_queries_and_keys + num_kv_heads, head_dim)
+        activations[self.query] = heads[:, :num_heads]
+        activations[self.key] = heads[:, num_heads:num_queries_and_keys]
+        activations[self.value] = heads[:, num_queries_and_keys:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,7 @@ class AttentionOp:
         """Attend, in one op of the back end."""
         keys, values = inputs.keys[self.layer], inputs.values[self.layer]
         attended = self.attend(self.spec, activations[self.query], keys, values, inputs.metadata)
-        activations[self.out] = attended.flatten(1)
+        activations[self.out] = attended.reshape(len(attended), attended.shape[1] * attended.shape[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +197,7 @@ class AddOp:
     writes = Names("out")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        activations[self.out] = activations[self.x] + activations[self.y]
+        activations[self.out] = added(activations[self.x], activations[self.y])
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +205,12 @@ class CountLayerOp:
     """The end of a layer: adds 1 to the counter that stall detection reads."""
 
     name: str
-    progress: Tensor            # [1] int64
+    progress: NDArray[np.int64]  # [1]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        self.progress.add_(1)
+        self.progress[0] += 1
 
 
 @dataclass(frozen=True, slots=True)

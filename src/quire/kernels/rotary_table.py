@@ -3,7 +3,7 @@
 import numpy as np
 
 from quire.core.arrays import FLOAT32, Array, address, empty
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 
 POSITIONS_AT_ONCE = 1 << 12  # of NumPy: what is needed on the way stays small beside the table
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from quire.core.arrays import FLOAT32, UINT8, Array, address, empty
 from quire.kernels.conversion import converted
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.linear_weight import INT4, ZERO_POINTS, LinearWeight
 
 ELEMENTS_AT_ONCE = 1 << 20  # converted to float32 at a time

@@ -3,13 +3,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.kernels.logits import Penalties
 from quire.kernels.ranking import TopLogprobs
+from quire.kernels.tensors import Tensor
 
 SETTINGS = np.dtype([          # a row's draw, 32 bytes
     ("top_ps", np.float64),       # 1 is off
@@ -20,18 +21,25 @@ SETTINGS = np.dtype([          # a row's draw, 32 bytes
 ])  # fmt: skip
 
 
-Tokens = NDArray[np.int64] | Tensor  # one per row; a tensor where the device has yet to choose them
+Tokens = Any  # one per row; a tensor where the device has yet to choose them
+
+
+Edit = Callable[[Tensor, NDArray[np.int64], NDArray[np.int64]], None]  # as in `logits`: of (row, token) entries
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """One implementation of each op of sampling; a field has the signature of the function that `TORCH` names here."""
+    """One implementation of each op of sampling; fields have the signatures of `reference.sampling.SAMPLING`'s."""
 
     choose_tokens: Callable[..., Tokens]
     uniforms: Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[np.float64]]
     top_logprobs: Callable[..., TopLogprobs]
     penalize: Callable[[Tensor, Penalties], None]
     mask_logits: Callable[[Tensor, NDArray[np.int64], NDArray[np.uint32]], None]
+    keep_tokens: Edit
+    forbid_tokens: Edit
+    forbid_while_any_is_left: Edit
+    add_bias: Callable[[Tensor, NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]], None]
 
 
 def pack_settings(draws: NDArray[np.void]) -> NDArray[np.float64]:

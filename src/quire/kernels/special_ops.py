@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from quire.kernels.experts import ExpertLayer
 from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
+from quire.kernels.tensors import Tensor, clipped, multiplied, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,8 @@ class QKNormOp:
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         for name, norm in ((self.query, self.query_norm), (self.key, self.key_norm)):
             heads = activations[name]
-            activations[name] = norm(heads.flatten(1) if self.is_over_heads else heads)[0].view(heads.shape)
+            shape = (len(heads), heads.shape[1] * heads.shape[2]) if self.is_over_heads else heads.shape
+            activations[name] = norm(heads.reshape(shape))[0].reshape(heads.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class PositionScaleOp:
 
     name: str
     heads: Heads
-    factors: Tensor             # [positions] float32, rounded to the model's dtype
+    factors: Tensor             # [positions] float32, rounded to the model's dtype where they multiply
     query: str = "query"
 
     reads = Names("query")
@@ -90,7 +90,7 @@ class PositionScaleOp:
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         query = activations[self.query]
-        activations[self.query] = query * self.factors[inputs.positions].to(query.dtype)[:, None, None]
+        activations[self.query] = multiplied(query, self.factors[inputs.positions][:, None, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class ScaleOp:
     writes = Names("x")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        activations[self.x] = activations[self.x] * self.factor
+        activations[self.x] = scaled(activations[self.x], self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class ClipOp:
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         for name in self.reads:
-            activations[name] = activations[name].clamp(-self.limit, self.limit)
+            activations[name] = clipped(activations[name], self.limit)
 
 
 @dataclass(frozen=True, slots=True)

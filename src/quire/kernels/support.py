@@ -5,12 +5,11 @@ An op class that is not listed runs by its own `run` on the CPU, and is refused 
 
 from collections.abc import Iterable
 
-import torch
-
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.program import AttentionOp, Op, RotaryWriteOp
+from quire.kernels.tensors import DType, dtype_name
 
 CPU = frozenset({"cpp", "torch", "reference"})
 EVERYWHERE = CPU | {"cuda"}
@@ -52,7 +51,7 @@ def require_ops(back_end: str, ops: Iterable[Op]) -> None:
         require(back_end, [type(op).__name__.removesuffix("Op"), *features])
 
 
-def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dtype: torch.dtype) -> None:
+def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dtype: DType) -> None:
     """Raise ConfigError if an attention back end lacks a feature of these ops, their head sizes or `dtype`."""
     if attention is None:
         return
@@ -62,7 +61,7 @@ def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dty
         raise ConfigError(f"{name} does not support {', '.join(missing)}; use triton")
     for op in own:
         if not attention.serves(dtype, op.spec.heads.head_dim):
-            asked = f"{str(dtype).removeprefix('torch.')} heads of {op.spec.heads.head_dim}"
+            asked = f"{dtype_name(dtype)} heads of {op.spec.heads.head_dim}"
             raise ConfigError(f"{name} does not support {asked}, only {attention.shapes}; use triton")
 
 

@@ -69,3 +69,32 @@ class TensorTable:
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
         return to_tensor(self._table.look_up(to_array(token_ids)))
+
+
+class TorchLibrary:
+    """The `Library` of back ends in PyTorch, and of those of GPUs."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a dtype by its name."""
+        found = getattr(torch, name)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def device(self, name: object) -> torch.device:
+        """Return a device by its name, or itself."""
+        return name if isinstance(name, torch.device) else torch.device(str(name))
+
+    def tensor(self, array: Array, device: object = "cpu") -> Tensor:
+        """Return an array on a device, on the CPU in the same memory."""
+        return to_tensor(array).to(self.device(device))
+
+    def weight(self, weight: LinearWeight, device: object) -> LinearWeight:
+        """Return a weight of arrays as one of tensors."""
+        return weight_of_tensors(weight, self.device(device))
+
+    def table(self, table: StoredTable) -> Any:  # noqa: ANN401 (a StoredTable of tensors)
+        """Return a stored table as one that takes and returns tensors."""
+        return TensorTable(table)
+
+
+TORCH_LIBRARY = TorchLibrary()

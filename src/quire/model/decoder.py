@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from quire.core.arrays import Array
 from quire.kernels.back_end import BackEnd
@@ -14,6 +13,7 @@ from quire.kernels.program import LayerInputs
 from quire.kernels.rotary_table import rotary_table
 from quire.kernels.special_ops import SummedLinearOp
 from quire.kernels.support import require, require_attention, require_kv_dtype, require_ops
+from quire.kernels.tensors import DType, Tensor, added, divided, scaled, take_rows, tanh
 from quire.model.frequencies import inverse_frequencies
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
@@ -31,7 +31,7 @@ BLOCK_SIZE = 32  # tokens: texts are short, and the rest of a text's last block 
 class TextCache:
     """Memory that grows to the largest step: its tokens, and less than BLOCK_SIZE more for each text."""
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, back_end: BackEnd) -> None:
+    def __init__(self, spec: DecoderSpec, dtype: DType, back_end: BackEnd) -> None:
         stored = back_end.cache_layout.stored_dtype(dtype, "auto")
         self._geometry = KVGeometry((LayerKV(spec.num_kv_heads, spec.head_dim, *stored),))
         self._num_layers, self._back_end = spec.num_layers, back_end
@@ -39,14 +39,15 @@ class TextCache:
 
     def place(self, batch: ForwardBatch) -> tuple[ForwardBatch, KVCache]:
         """Return the batch with places for its texts, and the cache that has them. Each text is there as a whole."""
-        lengths = batch.query_starts.diff().long()
-        assert torch.equal(lengths, batch.context_lens.long()), "a part of a text"
+        lengths = np.diff(np.asarray(batch.query_starts)).astype(np.int64)
+        assert np.array_equal(lengths, np.asarray(batch.context_lens)), "a part of a text"
         num_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
-        first_blocks = num_blocks.cumsum(0) - num_blocks
+        first_blocks = num_blocks.cumsum() - num_blocks
         self._grow(int(num_blocks.sum()))
-        columns = torch.arange(int(num_blocks.max()))
-        tables = (first_blocks[:, None] + columns).int()        # past a text's blocks they are not followed
-        slots = (first_blocks * BLOCK_SIZE).repeat_interleave(lengths) + batch.positions
+        columns = np.arange(num_blocks.max())
+        tables = (first_blocks[:, None] + columns).astype(np.int32)  # past a text's blocks they are not followed
+        slots = (first_blocks * BLOCK_SIZE).repeat(lengths) + np.asarray(batch.positions)
+        slots, tables = map(self._back_end.library.tensor, (slots, tables))
         return replace(batch, slot_mapping=slots, block_tables=tables), self._cache
 
     def _grow(self, num_blocks: int) -> None:
@@ -80,9 +81,10 @@ class Decoder:
         self._text_cache = None if spec.is_causal else TextCache(spec, self.dtype, self.back_end)
         tokens = weights.embedding(shapes.embedding)
         self._embedding = Embedding(spec, shapes, weights, tokens.taken)
-        tables = {each: _rotary_table(each, max_positions, table_positions) for each in spec.rotaries}
-        cos_sin = {rotary: weights.taken(table) for rotary, table in tables.items()}
-        self.progress = torch.zeros(1, dtype=torch.int64)  # layers and heads run since start; any thread may look
+        cos_sin = {
+            each: weights.taken(_rotary_table(each, max_positions, table_positions)) for each in spec.rotaries
+        }
+        self.progress = np.zeros(1, np.int64)  # layers and heads run since start; any thread may look
         shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
         summed = (op for op in program.ops if isinstance(op, SummedLinearOp))
@@ -147,7 +149,7 @@ class Decoder:
         if self.spec.logit_multiplier != 1:
             logits *= self.spec.logit_multiplier
         if self.spec.logit_softcap:
-            logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+            logits = scaled(tanh(divided(logits, self.spec.logit_softcap)), self.spec.logit_softcap)
         return logits
 
     def _classified(self, hidden: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class Decoder:
         assert self._classifier is not None
         rows = self._classifier(hidden)
         if self.spec.classifier.activation == "tanh":
-            rows = torch.stack([torch.tanh(row.clone()) for row in rows])
+            rows = tanh(rows)
         return rows if self._classifier_norm is None else self._classifier_norm(rows)[0]
 
     def head_sums(self, hidden: Tensor) -> Tensor:
@@ -194,22 +196,23 @@ class Embedding:
         self._embed = weights.back_end.embed
         self._multiplier = spec.embedding_multiplier
         if spec.is_embedding_multiplier_rounded:
-            self._multiplier = torch.tensor(self._multiplier).to(weights.dtype).item()
+            self._multiplier = float(weights.rounded(np.array([self._multiplier], np.float32))[0])
 
     def __call__(self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
         """Return [num_tokens, hidden_size] for token_ids, positions and types [num_tokens] int64; None: all 0."""
         x = self._sums(token_ids, positions)
         if self._types is not None:
             has_types = token_types is not None and len(self._types) > 1
-            x = x + (self._types[token_types] if has_types else self._types[0])
+            types = token_types if has_types else np.zeros(len(x), np.int64)
+            x = added(x, take_rows(self._types, types))
         return x if self._norm is None else self._norm(x)[0]
 
     def _sums(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         if self._project is None:
             x = self._embed(self.tokens, token_ids, self._positions, positions)
-            return x if self._multiplier == 1 else x * self._multiplier
+            return x if self._multiplier == 1 else scaled(x, self._multiplier)
         x = self._project(self._embed(self.tokens, token_ids))
-        return x if self._positions is None else x + self._embed(self._positions, positions)
+        return x if self._positions is None else added(x, self._embed(self._positions, positions))
 
 
 def _rotary_table(rotary: Rotary, max_positions: int, table_positions: int) -> Array:

@@ -7,11 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import Array
 from quire.core.kv_dtypes import KVDtype
 from quire.kernels.back_end import BackEnd
+from quire.kernels.tensors import Tensor
 from quire.model.kv_geometry import KVGeometry
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector register; a page has more
@@ -44,6 +45,10 @@ class KVCache:
         ConfigError for a dtype that the back end does not serve.
         """
         layout, allocator = back_end.cache_layout, allocator or _zeros
+
+        def taken(memory: Tensor) -> Tensor:
+            return back_end.library.tensor(memory) if isinstance(memory, np.ndarray) else memory
+
         stored = [KVDtype(layer.dtype, layer.scale_dtype) for layer in geometry.layers]
         dtypes = [layout.check(each) for each in stored]
         shapes = [
@@ -52,7 +57,7 @@ class KVCache:
         ]
         keys, values = (
             [
-                allocator(math.prod(shape[kind]) * dtype.itemsize).view(dtype).view(shape[kind])
+                taken(allocator(math.prod(shape[kind]) * dtype.itemsize)).view(dtype).reshape(shape[kind])
                 for shape, dtype in zip(shapes, dtypes, strict=True)
             ]
             for kind in (0, 1)
@@ -76,11 +81,10 @@ class KVCache:
         return [KVCache(self.keys[a:b], self.values[a:b], self.block_size) for a, b in pairwise(starts)]
 
 
-def _zeros(num_bytes: int) -> Tensor:
+def _zeros(num_bytes: int) -> Array:
     """Return zeros that take memory only where something has been written, aligned to a page.
 
-    `torch.zeros` writes them, 4 s for each GB of a cache that may stay empty, and so does `calloc` where it finds a
-    free block of that size, as in a process that had a model before.
+    `np.zeros` writes them where `calloc` finds a free block of that size, as in a process that had a model before.
     """
     try:
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -88,4 +92,4 @@ def _zeros(num_bytes: int) -> Tensor:
         raise MemoryError(f"{num_bytes:,} bytes of the KV cache: {error}") from None
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    return np.frombuffer(memory, np.uint8)[:num_bytes]

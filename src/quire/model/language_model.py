@@ -4,13 +4,14 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import RowAdapters
+from quire.kernels.tensors import NUMPY_LIBRARY, DType, Library, Tensor
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
 
@@ -28,6 +29,16 @@ class ForwardBatch:
     token_types: Tensor | None = field(default=None, kw_only=True)  # [T] int64, 1 in a pair's second text; None: all 0
     adapters: RowAdapters | None = field(default=None, kw_only=True)  # one per token; None: the model alone
 
+    def taken(self, library: Library) -> "ForwardBatch":
+        """Return a batch of arrays as one of the library's tensors in host memory."""
+        if library is NUMPY_LIBRARY:
+            return self
+        types, adapters = self.token_types, self.adapters
+        return ForwardBatch(
+            *map(library.tensor, self.tensors), token_types=None if types is None else library.tensor(types),
+            adapters=None if adapters is None else adapters._replace(of_row=library.tensor(adapters.of_row)),
+        )
+
     @property
     def tensors(self) -> list[Tensor]:
         """All of them in the order of the fields, without the token types and the adapters."""
@@ -44,11 +55,11 @@ class LanguageModel(Protocol):
         """Token ids, and columns of the logits."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights and the activations; the KV cache's is in the geometry."""
+    def dtype(self) -> DType:
+        """Dtype of the weights and the activations, as the back end has it; the KV cache's is in the geometry."""
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> Any:  # noqa: ANN401 ("cpu", or a torch.device)
         """Device of the weights; the KV cache is on the same one."""
 
     @property
@@ -60,8 +71,8 @@ class LanguageModel(Protocol):
         """Keys and values that the model writes, layer by layer."""
 
     @property
-    def progress(self) -> Tensor:
-        """Count of layers and heads computed since start, int64 [1] on the host; any thread may read it."""
+    def progress(self) -> NDArray[np.int64]:
+        """Count of layers and heads computed since start, [1]; any thread may read it."""
 
     @property
     def num_parameters(self) -> int:

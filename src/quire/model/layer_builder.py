@@ -8,8 +8,8 @@ the feed-forward. An op's name is `layers.N.` and a name given here.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
@@ -20,6 +20,7 @@ from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import AttentionSpec, Heads
 from quire.kernels.program import INPUT, Op, Program
+from quire.kernels.tensors import DType, Tensor
 from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
 from quire.model.sharding import Cut, Range, Shard
@@ -34,7 +35,7 @@ class ProgramInputs:
     """Inputs that the layers of a decoder share, besides its spec."""
 
     cos_sin: Mapping[Rotary, Tensor]   # as in `rotary_table`, for each of `spec.rotaries`
-    progress: Tensor                   # [1] int64, one more after each layer
+    progress: NDArray[np.int64]        # [1], one more after each layer
     ranks: Ranks | None = None         # tensor parallelism; None: one rank
     reads_kv_scales: bool = False      # scales of an 8-bit KV cache are the checkpoint's; else 1
 
@@ -57,9 +58,7 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
 
 def make_norm(spec: DecoderSpec, weights: WeightReader, shape: NormShape, heads: Range | None = None) -> Norm:
     """Read a norm over the last dimension; of heads with weights of their own, those in a range; None: all."""
-    weight, bias = weights.norm(shape)
-    if shape.num_heads and heads is not None:
-        weight = weight[slice(*heads)].clone()
+    weight, bias = weights.norm(shape, heads)
     return weights.back_end.norm(weight, bias, spec.norm_eps, spec.norm == "layer", OFFSETS.get(spec.norm))
 
 
@@ -210,11 +209,9 @@ class LayerBuilder:
         self._append("rotary_write", ops.RotaryWriteOp(name, self._index, rotation, write))
         if layer.position_scale is not None:
             assert table is not None, "factors of positions without rotary positions"
-            factors = _position_factors(*layer.position_scale, table).to(weights.dtype).float()
+            factors = weights.taken(weights.rounded(_position_factors(*layer.position_scale, len(table))))
             self.ops.append(special_ops.PositionScaleOp(f"{self._stem}position_scale", heads, factors))
-        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks)
-        if sinks is not None and query_heads is not None:
-            sinks = sinks[slice(*query_heads)].clone()
+        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, query_heads)
         spec = AttentionSpec(heads, layer.scale, layer.window, layer.softcap, sinks, layer.is_causal, scales)
         attend = weights.back_end.paged_attention
         self._append("attention", ops.AttentionOp(f"{self._stem}attention", self._index, spec, attend))
@@ -260,17 +257,18 @@ class LayerBuilder:
     def _experts(self, mixture: Experts, shapes: ExpertShapes) -> ExpertLayer:
         """Read a mixture of experts; a rank has some outputs of both layers of each, or some inner columns."""
         weights, ranks, width = self._weights, self._ranks, shapes.router.width
+        float32 = weights.back_end.library.dtype("float32")
         routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
         found, split = list[Expert](), None
         if ranks is not None and ranks.shard.mode == "reduce":
             columns: dict[int, Range] = {}  # inner width -> columns: experts of equal width are cut alike
             for up, down in shapes.experts:
-                *layers, inner = _partial_layers(up, down, weights, ranks.shard, torch.float32, columns.get(down.width))
+                *layers, inner = _partial_layers(up, down, weights, ranks.shard, float32, columns.get(down.width))
                 columns[down.width] = inner
                 found.append(Expert(*layers))
             return weights.experts(shapes.router, found, routing, ExpertSplit(width, None, None, ranks.sum(width)))
         for up, down in shapes.experts:
-            layer_out = weights.linear(down, self._ranges(down), dtype=torch.float32)
+            layer_out = weights.linear(down, self._ranges(down), dtype=float32)
             found.append(Expert(weights.linear(up, self._ranges(up)), layer_out))
         if ranks is not None:
             first, stop = ranks.shard.cut(width).of(ranks.shard.rank)
@@ -303,14 +301,13 @@ class LayerBuilder:
             self.ops.append(part.make(self._weights, self._stem + part.name))
 
 
-def _position_factors(beta: float, length: int, cos_sin: Tensor) -> Tensor:
-    """Return the factors of all positions of a rotary table, [positions] float32. Llama 4 (Meta 2025)."""
-    positions = torch.arange(len(cos_sin), dtype=torch.float32, device=cos_sin.device)
-    return 1 + beta * torch.log(1 + torch.floor(positions / length))
+def _position_factors(beta: float, length: int, num_positions: int) -> NDArray[np.float32]:
+    """Return the factors of the first positions, [num_positions], of float64 rounded. Llama 4 (Meta 2025)."""
+    return (1 + beta * np.log1p(np.arange(num_positions) // length)).astype(np.float32)
 
 
 def _partial_layers(
-    up: LinearShape, down: LinearShape, weights: WeightReader, shard: Shard, dtype: torch.dtype | None,
+    up: LinearShape, down: LinearShape, weights: WeightReader, shard: Shard, dtype: DType | None,
     inner: Range | None = None,
 ) -> tuple[Linear, Linear, Range]:  # fmt: skip
     """Return a rank's layers of a feed-forward that is split by its inner columns, and the range of these.

@@ -4,8 +4,6 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from quire.kernels.back_end import BackEnd
 from quire.model.checkpoints.tensor_reader import Checkpoint
 from quire.model.decoder import Decoder
@@ -24,7 +22,7 @@ def load_model(
     model: Path | ModelSource,
     *,
     dtype: str = "auto",
-    device: torch.device | str = "cpu",
+    device: object = "cpu",
     back_end: BackEnd,
     max_positions: int | None = None,
     table_positions: int | None = None,
@@ -52,8 +50,8 @@ def load_model(
     return build_decoder(
         spec,
         stored.checkpoint,
-        dtype=getattr(torch, source.dtype(dtype)),
-        device=torch.device(device),
+        dtype=source.dtype(dtype),
+        device=device,
         back_end=back_end,
         max_positions=max_positions,
         table_positions=table_positions,
@@ -67,8 +65,8 @@ def build_decoder(
     spec: DecoderSpec,
     checkpoint: Checkpoint,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: object,
     back_end: BackEnd,
     max_positions: int | None = None,
     table_positions: int | None = None,

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from quire.core.arrays import FLOAT32, Array, DType, concatenated
+from quire.core.arrays import FLOAT32, MODEL_DTYPES, Array, DType, concatenated
 from quire.core.errors import ConfigError
 from quire.kernels import embedding as embeddings
+from quire.kernels import tensors
 from quire.kernels.back_end import BackEnd
+from quire.kernels.conversion import converted
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import DENSE, LinearWeight, Table
-from quire.kernels.torch_arrays import TensorTable, array_dtype, to_tensor, weight_of_tensors
+from quire.kernels.tensors import Tensor
 from quire.model.checkpoints.stacked import with_single_experts
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 from quire.model.shapes import LinearShape, NormShape, TableShape, VectorShape
@@ -59,19 +60,19 @@ class WeightReader:
         checkpoint: Checkpoint,
         names: WeightMap,
         back_end: BackEnd,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: str,
+        device: object,
         weight_format: WeightFormat | None = None,
     ) -> None:
         self.names = names
         self.back_end = back_end
-        self.dtype = dtype
-        self.device = device
+        self._library = back_end.library
+        self.dtype = self._library.dtype(dtype)
+        self.device = self._library.device(device)
         self.tally = ReadTally()
         checkpoint = with_single_experts(checkpoint, names)
-        self._tensors = TensorReader(
-            checkpoint, array_dtype(dtype), takes_stored_tables=device.type == "cpu"
-        )
+        is_on_host = str(self.device) == "cpu"
+        self._tensors = TensorReader(checkpoint, MODEL_DTYPES[dtype], takes_stored_tables=is_on_host)
         self._format = weight_format or DenseFormat()
         self._prefix = self._find_prefix()
 
@@ -103,28 +104,35 @@ class WeightReader:
             return TokenTable(table, self.taken(table))
         self.tally.num_parameters += shape.num_rows * shape.width
         self.tally.weight_bytes += stored.num_bytes
-        return TokenTable(stored, TensorTable(stored))
+        return TokenTable(stored, self._library.table(stored))
 
-    def norm(self, shape: NormShape) -> tuple[Tensor, Tensor | None]:
-        """Return a norm's weight, [width] or [num_heads, width], and, if it has one, its bias."""
+    def norm(self, shape: NormShape, heads: Range | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return a norm's weight, [width] or [num_heads, width], and, if it has one, its bias.
 
-        def read(part: str) -> Tensor:
+        heads: those whose weights are kept; None: all.
+        """
+
+        def read(part: str) -> Array:
             found = {self._prefix + name: size for name, size in shape.tensors.items() if name.endswith(part)}
-            return self.taken(self._read_kept(list(found), list(found.values())).reshape(shape.weight_shape))
+            return self._read_kept(list(found), list(found.values())).reshape(shape.weight_shape)
 
-        weight = read(".weight") if shape.has_weight else torch.ones(shape.width, dtype=self.dtype, device=self.device)
-        return weight, read(".bias") if shape.has_bias else None
+        dtype = self._tensors.dtype
+        weight = read(".weight") if shape.has_weight else converted(np.ones(shape.width, np.float32), dtype)
+        if shape.num_heads and heads is not None:
+            weight = weight[slice(*heads)].copy()
+        return self.taken(weight), self.taken(read(".bias")) if shape.has_bias else None
 
-    def vector(self, shape: VectorShape) -> Tensor:
-        """Return a vector of a layer, [length] float32."""
-        return self.taken(self._read_kept([self._prefix + shape.name], [(shape.length,)], FLOAT32))
+    def vector(self, shape: VectorShape, elements: Range | None = None) -> Tensor:
+        """Return a vector of a layer, [length] float32; or some of its elements."""
+        whole = self._read_kept([self._prefix + shape.name], [(shape.length,)], FLOAT32)
+        return self.taken(whole if elements is None else whole[slice(*elements)].copy())
 
     def linear(
         self,
         shape: LinearShape,
         ranges: Sequence[Range] | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: tensors.DType | None = None,
         weight_format: WeightFormat | None = None,
     ) -> Linear:
         """Return one layer, the modules' rows on top of each other.
@@ -139,7 +147,7 @@ class WeightReader:
         weight = weight if order is None else weight.take(order)
         bias = self._read_biases(modules, order) if shape.has_bias else None
         layer = self.back_end.linear(
-            weight_of_tensors(weight, self.device), self._taken_bias(bias), dtype=dtype,
+            self._library.weight(weight, self.device), self._taken_bias(bias), dtype=dtype,
             activation=shape.activation or "none",
         )  # fmt: skip
         num_rows = shape.num_rows if ranges is None else [stop - start for start, stop in ranges]
@@ -147,7 +155,7 @@ class WeightReader:
         return layer
 
     def partial_linear(
-        self, shape: LinearShape, inputs: Callable[[int], Range], *, dtype: torch.dtype | None, has_bias: bool
+        self, shape: LinearShape, inputs: Callable[[int], Range], *, dtype: tensors.DType | None, has_bias: bool
     ) -> tuple[Linear, Range]:
         """Return the layer of some inputs, and these inputs. dtype as in `linear`; `has_bias`: with the shape's bias.
 
@@ -170,7 +178,7 @@ class WeightReader:
                 f"them ends at input {cut}; use --tensor-parallel-mode gather"
             )
         bias = self._read_biases(modules) if shape.has_bias and has_bias else None
-        part = weight_of_tensors(weight.take_inputs(start, stop), self.device)
+        part = self._library.weight(weight.take_inputs(start, stop), self.device)
         layer = self.back_end.linear(part, self._taken_bias(bias), dtype=dtype)
         self._tally_layer(layer, sum(shape.num_rows) * (stop - start))
         return layer, (start, stop)
@@ -190,7 +198,7 @@ class WeightReader:
         self, router: LinearShape, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
     ) -> ExpertLayer:
         """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32."""
-        scores = self.linear(router, dtype=torch.float32, weight_format=DenseFormat())
+        scores = self.linear(router, dtype=self._library.dtype("float32"), weight_format=DenseFormat())
         return self.back_end.experts(scores, experts, routing, split)
 
     def kv_scales(self, shape: LinearShape) -> KVScales:
@@ -214,14 +222,17 @@ class WeightReader:
         read = self._format.read_head(self._tensors, module, shape.width, table if is_tied else None)
         bias = self._read_biases([module]) if shape.has_bias else None
         if read.format == DENSE and read.data[0] is table:  # on a GPU, too, the head and the table are one
-            assert isinstance(embedding.taken, Tensor)
-            weight = LinearWeight.dense(embedding.taken[own])
+            weight = LinearWeight.dense(embedding.taken[own])  # type: ignore[index]
         else:
-            weight = weight_of_tensors(read, self.device)
+            weight = self._library.weight(read, self.device)
         layer = self.back_end.head(weight, self._taken_bias(bias))
         is_counted = len(self._tensors.names_read) > num_read
         self._tally_layer(layer, (module.stop - module.start) * shape.width if is_counted else 0)
         return layer
+
+    def rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return values, rounded to the model's dtype."""
+        return converted(converted(values, self._tensors.dtype), FLOAT32)
 
     def warn_of_unread(self) -> None:
         """Log the tensors that no module has read, apart from those known to be harmless."""
@@ -246,7 +257,7 @@ class WeightReader:
 
     def taken(self, array: Array) -> Tensor:
         """Return an array as the back end takes it."""
-        return to_tensor(array).to(self.device)
+        return self._library.tensor(array, self.device)
 
     def _taken_bias(self, bias: Array | None) -> Tensor | None:
         return None if bias is None else self.taken(bias)

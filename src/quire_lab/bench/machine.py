@@ -4,22 +4,17 @@ import platform
 from pathlib import Path
 
 import quire
-from quire.core.host_limits import find_cpus
+from quire.core.host_limits import find_cpus, num_threads
+from quire.kernels.cpp.isas import usable_isas
 
 
 def machine_facts() -> dict[str, str | int]:
-    """Return the CPU, the threads and the versions that a figure of this process depends on."""
-    import torch  # noqa: PLC0415 (--help loads no torch)
-
-    return client_facts() | {
-        "num_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-    }
+    """Return the CPU, its best instruction set, the threads and the versions that a figure depends on."""
+    return client_facts() | {"num_threads": num_threads(), "instruction_set": next(iter(usable_isas()), "none")}
 
 
 def client_facts() -> dict[str, str | int]:
-    """Return what is known of this machine without torch: all that matters to a client of a server elsewhere."""
+    """Return what matters to a client of a server elsewhere."""
     return {
         "cpu": _cpu_model(),
         "num_cpus": find_cpus().num_usable,

@@ -12,10 +12,13 @@ from random import Random
 from statistics import median
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from quire import LLM
+from quire.core.arrays import BFLOAT16, Array, DType
+from quire.core.optional_package import needs_library
 from quire.kernels.choice import choose_back_end
+from quire.kernels.conversion import converted
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire_lab.bench.passes import greedy_requests
 from quire_lab.paper.figures import Comparison, Result, Row, Settings, figure
@@ -112,7 +115,7 @@ def _engine(name: str) -> LLM:
 
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # one layer of Llama-3.1-8B
-BATCH, BLOCK_SIZE, DTYPE = 8, 16, torch.bfloat16
+BATCH, BLOCK_SIZE = 8, 16
 CONTEXTS = (128, 512, 2048)                     # tokens
 NUM_ROUNDS, NUM_ROUNDS_FULL = 11, 51
 
@@ -141,27 +144,34 @@ def kernel(settings: Settings) -> Result:
 
 def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
     """Return the median CPU microseconds of each way, over all threads: other work on the machine disturbs it less."""
-    back_end, generator = choose_back_end(torch.device("cpu"), head_dim=HEAD_DIM), torch.Generator().manual_seed(seed)
+    with needs_library("figure kernel", "torch", "'quire[torch]'"):
+        import torch  # noqa: PLC0415 (what is compared with)
+
+        from quire.kernels.torch_arrays import to_tensor  # noqa: PLC0415
+    back_end, generator = choose_back_end("cpu", head_dim=HEAD_DIM), np.random.default_rng(seed)
+
+    def drawn(shape: tuple[int, ...], dtype: DType = BFLOAT16) -> Array:
+        return converted(generator.standard_normal(shape, np.float32), dtype)
+
     num_blocks = BATCH * context // BLOCK_SIZE
     spec = AttentionSpec(Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), HEAD_DIM**-0.5)
     layout = back_end.cache_layout
-    dtype = layout.own_dtype(DTYPE)
+    dtype = layout.own_dtype(BFLOAT16)
     shapes = layout.shapes(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype)
-    query = torch.randn(BATCH, NUM_HEADS, HEAD_DIM, generator=generator).to(DTYPE)
+    query = drawn((BATCH, NUM_HEADS, HEAD_DIM))
     calls: dict[str, Callable[[], object]] = {}
     random = Random(seed)  # noqa: S311 (an order)
-    orders = {"scattered": torch.randperm(num_blocks, generator=generator), "in a row": torch.arange(num_blocks)}
+    orders = {"scattered": generator.permutation(num_blocks), "in a row": np.arange(num_blocks)}
     for name, order in orders.items():  # each over keys of its own: else the second would find them in the caches
-        keys, values = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-        tables = order.view(BATCH, -1).int()
-        starts, lens = torch.arange(BATCH + 1).int(), torch.full((BATCH,), context).int()
+        keys, values = (drawn(shape, dtype) for shape in shapes)
+        tables = order.reshape(BATCH, -1).astype(np.int32)
+        starts, lens = np.arange(BATCH + 1, dtype=np.int32), np.full(BATCH, context, np.int32)
         metadata = build_metadata(tables, starts, lens, BLOCK_SIZE)
         calls[f"blocks {name}"] = partial(back_end.paged_attention, spec, query, keys, values, metadata)
-    shape = (BATCH, NUM_KV_HEADS, context, HEAD_DIM)
-    whole_keys, whole_values = (torch.randn(shape, generator=generator).to(DTYPE) for _ in range(2))
+    whole_keys, whole_values = (to_tensor(drawn((BATCH, NUM_KV_HEADS, context, HEAD_DIM))) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
     calls["contiguous, torch"] = partial(
-        attend, query.unsqueeze(2), whole_keys, whole_values, scale=spec.scale, enable_gqa=True
+        attend, to_tensor(query).unsqueeze(2), whole_keys, whole_values, scale=spec.scale, enable_gqa=True
     )
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

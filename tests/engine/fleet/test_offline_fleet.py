@@ -21,7 +21,7 @@ from quire.engine.fleet import offline_fleet as engines
 from quire.engine.fleet.fleet import FleetSettings
 from quire.engine.fleet.offline_fleet import BlockingFleet, total
 from quire.engine.messages import EngineDeadError
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from support.embedders import write_embedder, write_reranker
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.engine.parallel import nccl
 from quire.engine.parallel.nccl import COLLECTIVE_TIMEOUT, NcclRanks, file_store, open_group
-from quire.kernels.cpp.cpp_back_end import usable_isas
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference.linear import make_linear
 from quire.model.sharding import Cut, Shard

@@ -6,7 +6,6 @@ from typing import cast
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from quire.core.plan import StepPlan
 from quire.engine.assembly import AssembledEngine
@@ -96,8 +95,8 @@ def test_engine_is_expected_to_have_the_speed_of_its_own_threads(monkeypatch: py
         return detector_of(cost, num_threads, clock)
 
     monkeypatch.setattr(process, "StallDetector", recorded)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    model = SimpleNamespace(progress=[0], device=torch.device("cpu"), layer_flops=(1.0, 1.0))
+    monkeypatch.setattr(process, "threads_of_kernels", lambda: 3)
+    model = SimpleNamespace(progress=[0], device="cpu", layer_flops=(1.0, 1.0))
     heartbeat = process._make_heartbeat(cast("AssembledEngine", SimpleNamespace(model=model, engine=Mock())), Mock())
     assert heartbeat is not None
     assert made == [3]

@@ -86,7 +86,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
             logits = model.logits(hidden[:num_seqs])
             model.back_end.sampling.mask_logits(logits, np.arange(num_seqs), np.ones((num_seqs, 10), np.uint32))
             model.back_end.sampling.choose_tokens(logits, np.ones(num_seqs, SETTINGS))
-        blocks = torch.arange(16)
+        blocks = np.arange(16)
         for caches in (cache.keys + cache.values, cache.values + cache.keys):  # a copy, and a swap
             model.back_end.copy_blocks(cache.keys + cache.values, caches, blocks, blocks + 16)
     assert kernels == tried

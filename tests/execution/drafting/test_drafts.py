@@ -14,6 +14,7 @@ from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, Step
 from quire.execution.device import Device
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.worker import StepCompute, Worker
+from support.steps_in_flight import compute_with_torch
 
 PROMPTS = [[(11 * i * i + 5 * seed) % 290 for i in range(length)] for seed, length in enumerate((40, 3, 33, 17, 9))]
 PARAMS = [
@@ -123,6 +124,8 @@ def answers(model: Path, **settings: int) -> tuple[list[object], Outputs]:
 def test_answers_are_the_same_to_the_bit(
     settings: dict[str, int], is_async: bool, stories260k: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if is_async:
+        compute_with_torch(monkeypatch)
     expected, outputs = answers(stories260k, **settings)
     oracle = Oracle(outputs)
 

@@ -15,7 +15,7 @@ from quire.execution.drafter import DraftRows
 from quire.execution.drafting.draft_lengths import AdaptiveLength, StepCost
 from quire.execution.drafting.drafters import Lookup, LookupDrafter, make_lookup
 from quire.execution.drafting.lookups import ScopedLookup, SuffixRules, SuffixTexts
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 
 NUM_ROWS = 6
 SETTINGS = [

@@ -15,7 +15,7 @@ from quire.core.task import NO_SCOPE, Scope
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.drafters import make_lookup
 from quire.execution.drafting.lookups import GAP, RULES, RecentOutputs
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 
 PHRASE = list(range(100, 140))
 

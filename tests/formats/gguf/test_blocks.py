@@ -16,7 +16,7 @@ from quire.formats.gguf.blocks import (
     reference,
 )
 from quire.kernels.conversion import converted
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from support.gguf_blocks import HALVES, random_rows
 
 LEAST = {"MXFP4": -50}  # magnitudes of scales

@@ -32,6 +32,7 @@ from quire.model.weight_formats.weight_format import ModuleRows
 from quire_lab.sim.footprint import weight_bytes
 from support.gguf_blocks import random_blocks, random_rows
 from support.gguf_files import as_is, convert, converted, dequantized, write_gguf
+from support.on_tensors import linear_of
 from support.random_folder import write_random_folder
 from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks
 
@@ -330,7 +331,7 @@ def test_layer_with_int8_activations_is_the_reference_to_the_bit(
     weight, _ = read_fused(tmp_path, kinds, activations="int8")
     assert weight.activation_group_size == weight.group_size
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(back_end.linear(weight)(x), reference(x, weight))
+    assert torch.equal(linear_of(back_end, weight, x), reference(x, weight))
 
 
 def test_floats_of_a_file_are_quantized_as_those_of_a_folder(

@@ -21,6 +21,7 @@ from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
 from quire.model.ranks import Ranks
 from quire_lab.sim.footprint import weight_bytes
+from support.on_tensors import linear_of
 from support.pairwise import covering
 from support.quantized_folder import (
     INNER,
@@ -231,7 +232,7 @@ def test_layers_of_parts_compute_columns_of_the_whole(
             read(pair.folder, (name, INNER), width=WIDTH, rows=[rows], dtype=torch.bfloat16, activations=activations)
             for rows in pairwise([0, *cuts, INNER])
         ]
-        found.append(torch.cat([back_end.linear(part)(x) for part in parts], dim=1))
+        found.append(torch.cat([linear_of(back_end, part, x) for part in parts], dim=1))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
@@ -254,7 +255,7 @@ def test_int8_activations_give_the_same_bits_on_every_back_end(tmp_path: Path, b
     weight = read(pair.folder, (name, WIDTH), width=INNER, dtype=torch.bfloat16, activations="int8")
     assert weight.activation_group_size
     x = torch.randn(5, INNER).bfloat16()
-    assert torch.equal(back_end.linear(weight)(x), reference(x, weight))
+    assert torch.equal(linear_of(back_end, weight, x), reference(x, weight))
 
 
 SUMMED = KINDS | {

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference import activation
+from support.cpp_kernels import CppLinear
 from support.pairwise import covering
 
 dense = LinearWeight.dense

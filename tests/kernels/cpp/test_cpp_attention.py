@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.cpp.cpp_attention import paged_attention
-from quire.kernels.cpp.cpp_cache_layout import cache_shapes
-from quire.kernels.cpp.dtypes import kernel_dtype
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.reference.back_ends import REFERENCE, TORCH
+from support.cpp_kernels import cache_shapes, kernel_dtype, paged_attention
 from support.packed_cache import CPP, pack, unpack
 from support.paged_cache import Paging, Part, Tokens, attend, plain_spec
 from support.pairwise import covering
+from support.threads import set_num_threads
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 EXACT_DTYPES = [torch.float32, torch.bfloat16]  # float16 is float32 between two conversions
@@ -150,7 +149,7 @@ def test_groups_wider_than_a_block_of_rows_match_the_reference(
     together = attend(parts, back_end=CPP)
     for result, wanted in zip(together, attend(parts, back_end=REFERENCE), strict=True):
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
-    torch.set_num_threads(1)
+    set_num_threads(1)
     assert all(torch.equal(attend([part], back_end=CPP)[0], bits) for part, bits in zip(parts, together, strict=True))
 
 
@@ -182,9 +181,9 @@ def test_neighbours_and_threads_never_change_a_bit(
     chooser = random.Random(0)
     tokens = Tokens.random(LENGTH, heads, dtype)
     watched = [Part(tokens, start, stop) for start, stop in ((0, 40), (LENGTH - 1, LENGTH), (255, 256), (200, 271))]
-    torch.set_num_threads(1)
+    set_num_threads(1)
     alone = [attend([part], back_end=CPP)[0] for part in watched]
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     assert all(torch.equal(attend([part], back_end=CPP)[0], bits) for part, bits in zip(watched, alone, strict=True))
     for seed in range(4):
         starts = [chooser.choice([0, 1, 255, 256, chooser.randrange(LENGTH)]) for _ in range(chooser.randrange(1, 12))]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.cpp_block_copy import copy_blocks
 from quire.kernels.reference import block_copy
+from support.cpp_kernels import copy_blocks
 
 COPIES = {
     "apart": ([1, 1, 7], [0, 9, 3]),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels.cpp.cpp_embedding import embed
 from quire.kernels.reference import embedding
+from support.cpp_kernels import embed
 from support.pairwise import covering
 
 

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
-from quire.kernels.cpp.cpp_experts import CppExperts
-from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.experts import Expert, ExpertSplit, Routing
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, INT8, LinearWeight
 from quire.kernels.quantized import round_to_nearest
 from quire.kernels.reference.experts import TorchExperts
+from support.cpp_kernels import CppExperts, CppLinear
+from support.on_tensors import TensorHook
 from support.pairwise import covering
 from support.thread_ranks import in_threads, make_ranks
+from support.threads import set_num_threads
 
 WIDTH = 80
 NUM_ROWS = (1, 2, 3, 7, 17, 64, 200)
@@ -93,14 +94,14 @@ def test_ranks_have_columns_of_the_whole(num_ranks: int, routing: Routing, make:
         ]
 
     def compute(rank: SharedRanks) -> Tensor:
-        shared = rank.gather(rank.shard.cut(104)) if routing.has_shared else None
+        shared = TensorHook(rank.gather(rank.shard.cut(104))) if routing.has_shared else None
         cut = rank.shard.cut(WIDTH)
         first, stop = cut.of(rank.shard.rank)
-        split = ExpertSplit(stop - first, rank.gather(rank.shard.cut(72)), shared)
+        split = ExpertSplit(stop - first, TensorHook(rank.gather(rank.shard.cut(72))), shared)
         compute = make(router, experts_of(rank), routing, split)
         assert compute(x[:0]).shape == (0, stop - first)
         parts = torch.cat([compute(x[:1]), compute(x[1:])])
-        return torch.stack([rank.gather(cut)(rows) for rows in (compute(x), parts)])
+        return torch.stack([TensorHook(rank.gather(cut))(rows) for rows in (compute(x), parts)])
 
     layout = MemoryLayout(region_bytes=1 << 16, max_rows=4, vocab_size=33)
     expected = make(router, experts_of(None), routing)(x)
@@ -143,7 +144,7 @@ def test_ranks_that_have_inputs_of_second_layers_add_up_their_results(
         ]  # fmt: skip
 
     def compute(rank: SharedRanks) -> list[Tensor]:
-        split = ExpertSplit(WIDTH, None, None, rank.sum(WIDTH))
+        split = ExpertSplit(WIDTH, None, None, TensorHook(rank.sum(WIDTH)))
         layers = experts_of(rank)
         compute, plain = (make(router, layers, routing, split) for make in (CppExperts, TorchExperts))
         return [compute(x), torch.cat([compute(x[:1]), compute(x[1:])]), plain(x)]
@@ -175,7 +176,7 @@ def test_biases_of_pieces_are_those_of_their_outputs(
     routing = Routing(2, True)
     router, experts = mixture(routing, dtype=dtype, inner=200, activation=activation, has_bias=True)
     x = torch.randn(9, WIDTH).to(dtype)
-    torch.set_num_threads(3)  # layers are cut into pieces
+    set_num_threads(3)  # layers are cut into pieces
     tolerances = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (8e-3, 1e-5), torch.float16: (1e-3, 1e-3)}
     rtol, atol = tolerances[dtype]  # of float16 inner activations stay float32 in one call
     expected = TorchExperts(router, experts, routing)(x)
@@ -194,9 +195,9 @@ def test_rows_have_the_same_bits_among_any_others(kind: tuple[str, str], dtype: 
     routing = Routing(2, False, True)
     compute = CppExperts(*mixture(routing, kind, dtype), routing)
     rows = torch.randn(max(NUM_ROWS), WIDTH).to(dtype)
-    torch.set_num_threads(1)
+    set_num_threads(1)
     alone = torch.cat([compute(row[None]) for row in rows])
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     for count in NUM_ROWS:
         assert torch.equal(compute(rows[:count]), alone[:count])
     assert torch.equal(compute(rows.flip(0)), alone.flip(0))

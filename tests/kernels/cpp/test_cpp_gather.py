@@ -9,9 +9,10 @@ from torch import Tensor
 
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
-from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.linear_weight import LinearWeight
 from quire.model.sharding import Cut
+from support.cpp_kernels import CppLinear
+from support.on_tensors import called
 from support.thread_ranks import in_threads, make_ranks
 
 SMALL = MemoryLayout(region_bytes=512, max_rows=4, vocab_size=33)
@@ -29,7 +30,7 @@ def test_all_ranks_get_the_columns_of_all(bounds: Sequence[int], dtype: torch.dt
 
     def exchange(rank: SharedRanks) -> list[Tensor]:
         gather = rank.gather(cut)
-        return [gather(columns(whole, cut, rank)) for whole in wholes]
+        return [called(gather, columns(whole, cut, rank)) for whole in wholes]
 
     for found in in_threads(make_ranks(len(bounds) - 1, SMALL), exchange):
         assert all(torch.equal(rows, whole) for rows, whole in zip(found, wholes, strict=True))
@@ -52,7 +53,7 @@ def test_partial_sums_are_added_in_the_order_of_the_ranks(num_ranks: int, dtype:
 
     def exchange(rank: SharedRanks) -> list[Tensor]:
         add = rank.sum(width)
-        return [add(each[rank.shard.rank], dtype) for each in partial]
+        return [called(add, each[rank.shard.rank], dtype) for each in partial]
 
     for found in in_threads(make_ranks(num_ranks, layout), exchange):
         for sums, right in zip(found, expected, strict=True):
@@ -62,7 +63,7 @@ def test_partial_sums_are_added_in_the_order_of_the_ranks(num_ranks: int, dtype:
 
 def test_partial_sums_that_do_not_fit_are_refused() -> None:
     def exchange(rank: SharedRanks) -> None:
-        rank.sum(100)(torch.zeros(1, 100), torch.float32)
+        called(rank.sum(100), torch.zeros(1, 100), torch.float32)
 
     with pytest.raises(ValueError, match="partial sums of 800 bytes do not fit into a region"):
         in_threads(make_ranks(2, SMALL), exchange)
@@ -70,7 +71,7 @@ def test_partial_sums_that_do_not_fit_are_refused() -> None:
 
 def test_rows_that_do_not_fit_are_refused() -> None:
     def exchange(rank: SharedRanks) -> None:
-        rank.gather(Cut((0, 100, 200)))(torch.zeros(1, 100))
+        called(rank.gather(Cut((0, 100, 200))), torch.zeros(1, 100))
 
     with pytest.raises(ValueError, match="a row of 800 bytes does not fit into a region"):
         in_threads(make_ranks(2, SMALL), exchange)
@@ -80,7 +81,7 @@ def test_broadcast_sends_rows_of_rank_0() -> None:
     sent = torch.arange(12).view(3, 4)
 
     def exchange(rank: SharedRanks) -> Tensor:
-        return rank.broadcast(sent if rank.shard.rank == 0 else None, sent.shape, sent.dtype).clone()
+        return called(rank.broadcast, sent if rank.shard.rank == 0 else None, sent.shape, sent.dtype).clone()
 
     assert all(torch.equal(found, sent) for found in in_threads(make_ranks(3, SMALL), exchange))
 
@@ -93,7 +94,7 @@ def test_head_of_ranks_has_the_bits_of_one() -> None:
         cut = rank.shard.cut(33)
         head = CppLinear(LinearWeight.dense(weight[slice(*cut.of(rank.shard.rank))]))
         joined = rank.joined_head(head, cut)
-        return torch.cat([joined(x).clone(), joined(x[:2]).clone()])
+        return torch.cat([called(joined, x).clone(), called(joined, x[:2]).clone()])
 
     first, other = in_threads(make_ranks(2, SMALL), compute)
     assert torch.equal(first, torch.cat([alone, alone[:2]]))
@@ -107,20 +108,20 @@ def test_interruption_ends_every_exchange_until_all_are_reset() -> None:
     def exchange(rank: SharedRanks) -> Tensor:
         index = rank.shard.rank
         own = torch.full((2, 1), float(index))
-        gathers[index](own)
+        called(gathers[index], own)
         has_met.wait()
         if index == 2:
             rank.group.interrupt()
         for _ in range(2):
             with pytest.raises(InterruptedExchangeError):
-                gathers[index](own)
+                called(gathers[index], own)
         has_met.wait()
         rank.group.reset()
         has_met.wait()
         if index == 0:
             rank.group.resume()
         has_met.wait()
-        return gathers[index](own)
+        return called(gathers[index], own)
 
     assert all(found.tolist() == [[0, 1, 2]] * 2 for found in in_threads(ranks, exchange))
 
@@ -132,7 +133,7 @@ def test_exchanges_keep_their_order_between_ranks_of_any_speed() -> None:
         gather, own, wrong = rank.gather(cut), torch.empty(3, 2, dtype=torch.int64), 0
         for number in range(num_exchanges):
             own.fill_(2 * number + rank.shard.rank)
-            found = gather(own)
+            found = called(gather, own)
             wrong += int(found[:, :2].ne(2 * number).any()) + int(found[:, 2:].ne(2 * number + 1).any())
         return wrong
 

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.cpp.cpp_linear import CppHead, CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference.linear import reference
+from support.cpp_kernels import CppHead, CppLinear
 from support.pairwise import covering
+from support.threads import set_num_threads
 
 dense = LinearWeight.dense
 
@@ -61,9 +62,9 @@ def test_layer_matches_a_plain_product(
 def test_rows_have_the_same_bits_among_any_others(shape: tuple[int, int], dtype: torch.dtype, num_threads: int) -> None:
     rows, weight = revealing(max(NUM_ROWS), *shape, dtype)
     layer = CppLinear(dense(weight), dtype=torch.float32)
-    torch.set_num_threads(1)
+    set_num_threads(1)
     alone = torch.cat([layer(row[None]) for row in rows])
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     for num_rows in NUM_ROWS:
         chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(num_rows))[:num_rows]
         assert torch.equal(layer(rows[chosen]), alone[chosen]), f"{num_rows} rows"

@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.cpp.cpp_low_rank import CppUp
-from quire.kernels.cpp.cpp_norm import CppNorm
 from quire.kernels.cpp.fused_ops import FusedOps, fuse
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import GATED, Activation
@@ -19,6 +16,8 @@ from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import INPUT, LayerInputs, LinearOp, NormOp, Program
 from quire.kernels.quantized import round_to_nearest
 from support.adapters import adapter, random_layer
+from support.cpp_kernels import CppLinear, CppNorm, CppUp
+from support.on_tensors import arrays, tensors
 
 WIDTH, INNER = 48, 88
 
@@ -60,11 +59,18 @@ def run(program: Program, x: Tensor, adapters: RowAdapters | None) -> Tensor:
     one = torch.zeros(1, 1, dtype=torch.int32)
     metadata = build_metadata(one, torch.tensor([0, len(x)], dtype=torch.int32), torch.tensor([len(x)]).int(), 8)
     places = torch.zeros(len(x), dtype=torch.int64)
-    return program.run(x.clone(), LayerInputs(places, places, metadata, [], [], adapters=adapters))
+    inputs = LayerInputs(*arrays((places, places, metadata)), [], [], adapters=arrays_of(adapters))
+    found: Tensor = tensors(program.run(arrays(x.clone()), inputs))
+    return found
+
+
+def arrays_of(adapters: RowAdapters | None) -> RowAdapters | None:
+    return None if adapters is None else adapters._replace(of_row=arrays(adapters.of_row))
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    x, y = x.contiguous(), y.contiguous()
+    return x.shape == y.shape and (not len(x) or torch.equal(x.view(torch.uint8), y.view(torch.uint8)))
 
 
 @pytest.mark.parametrize("num_threads", [2], indirect=True)

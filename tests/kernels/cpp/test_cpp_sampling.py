@@ -6,10 +6,10 @@ import torch
 
 from quire.kernels import philox
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.cpp_sampling import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
 from quire.kernels.logits import Penalties, num_words
 from quire.kernels.reference import logits as edits
 from quire.kernels.reference import ranking, sampling
+from support.cpp_kernels import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
 from support.draws import draws_of
 
 VOCAB_SIZES = [1, 2, 16, 17, 1000, 1025, 20_011]

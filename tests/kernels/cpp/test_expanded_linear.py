@@ -4,17 +4,18 @@ from dataclasses import replace
 from itertools import cycle
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.quantization import WHOLE_ROW, WeightScheme
 from quire_lab.sim.footprint import CPU_PACKING, packed_bytes
+from support.cpp_kernels import CppLinear
 from support.pairwise import covering
 
 WHOLE = 1 << 20  # a group longer than any row
@@ -189,7 +190,7 @@ def test_packing_in_parts_gives_the_bytes_of_the_whole(
     whole = random_weight((sum(counts), 51, 16), kind, torch.bfloat16)
     parts = replace(whole, data=tuple(whole.data[0].split(counts)))
     of_whole, of_parts = (CppLinear(each, activation=activation)._weight.packed for each in (whole, parts))
-    assert torch.equal(of_parts, of_whole)
+    assert np.array_equal(of_parts, of_whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,19 +4,18 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.core.arrays import Array
 from quire.kernels import program as ops
 from quire.kernels import special_ops
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
-from quire.kernels.cpp.cpp_cache_layout import cache_shapes
-from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_kv_cache_write import write_kv
-from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.cpp.cpp_norm import CppNorm
 from quire.kernels.cpp.fused_ops import TRANSLATIONS, FusedOps, fuse
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.kv_cache_write import RotarySpec
@@ -25,6 +24,9 @@ from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
 from quire.kernels.quantized import round_to_nearest
+from quire.kernels.tensors import scaled
+from support.cpp_kernels import CppExperts, CppLinear, CppNorm, cache_shapes
+from support.on_tensors import arrays, tensors
 from support.rotary import table_of
 
 HEADS, WIDTH, INNER, BLOCK_SIZE = Heads(4, 2, 16), 48, 80, 8
@@ -51,7 +53,7 @@ def norm(
     return CppNorm(weight.to(dtype), bias, 1e-5, centers, offset)
 
 
-def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -> list[Op]:
+def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: NDArray[np.int64]) -> list[Op]:
     """Return a layer with every kind of op: rotary and query-key norms where norms come first, neither where last.
 
     The second layer's linear weights are quantized.
@@ -72,7 +74,7 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
         ops.LinearOp(f"{stem}qkv", linear(WIDTH, query_width + 2 * kv_width, dtype, formats[0]), source, "qkv"),
         ops.SplitHeadsOp(f"{stem}split", HEADS),
         *([special_ops.QKNormOp(f"{stem}qk_norm", head_norms[0], head_norms[1], HEADS)] if is_pre else []),
-        ops.RotaryWriteOp(f"{stem}rotary", layer, RotarySpec(HEADS, cos_sin), write_kv),
+        ops.RotaryWriteOp(f"{stem}rotary", layer, arrays(RotarySpec(HEADS, cos_sin)), write_kv),
         ops.AttentionOp(f"{stem}attention", layer, AttentionSpec(HEADS, 0.3, 5 if layer else None), paged_attention),
         ops.LinearOp(f"{stem}out", linear(query_width, WIDTH, dtype, formats[1]), "attended", "x"),
     ]
@@ -84,7 +86,7 @@ def layer_ops(layer: int, dtype: torch.dtype, position: str, progress: Tensor) -
     return [*in_order, ops.CountLayerOp(f"{stem}end", progress)]
 
 
-def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
+def parallel_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> list[Op]:
     """Return a layer with the parts that `layer_ops` has not.
 
     Sublayers that read the same stream, norms of their outputs, a multiplier; norms with weights in float32, those of
@@ -118,9 +120,9 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: Tensor) -> list[Op]:
         ops.SplitHeadsOp(f"{stem}split", HEADS),
         special_ops.QKNormOp(f"{stem}qk_norm", *widths, HEADS, is_over_heads=True),
         special_ops.ClipOp(f"{stem}clip", HEADS, 0.9),
-        ops.RotaryWriteOp(f"{stem}rotary", layer, RotarySpec(HEADS, table, is_interleaved=True), write_kv),
-        special_ops.PositionScaleOp(f"{stem}position_scale", HEADS, (torch.rand(64) + 1).to(dtype).float()),
-        ops.AttentionOp(f"{stem}attention", layer, attention, paged_attention),
+        ops.RotaryWriteOp(f"{stem}rotary", layer, arrays(RotarySpec(HEADS, table, is_interleaved=True)), write_kv),
+        special_ops.PositionScaleOp(f"{stem}position_scale", HEADS, arrays((torch.rand(64) + 1).to(dtype).float())),
+        ops.AttentionOp(f"{stem}attention", layer, arrays(attention), paged_attention),
         ops.LinearOp(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
         special_ops.ScaleOp(f"{stem}multiplier", "x", WIDTH, 0.22),
         ops.NormOp(f"{stem}norm_2", norm(WIDTH, dtype, centers=False), INPUT, "normed"),
@@ -146,7 +148,7 @@ class Step:
     """A program, its counter, and a step's inputs with caches of their own."""
 
     program: Program
-    progress: Tensor
+    progress: NDArray[np.int64]
     dtype: torch.dtype
     is_quantized: bool = False
 
@@ -161,18 +163,18 @@ class Step:
         tables = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32)
         lens = torch.tensor([6, 12], dtype=torch.int32)
         metadata = build_metadata(tables, torch.tensor([0, 6, 7], dtype=torch.int32), lens, BLOCK_SIZE)
-        inputs = LayerInputs(
+        inputs = LayerInputs(*arrays((
             torch.tensor([*range(6), 11]), torch.tensor([0, 1, 2, 3, 4, 5, BLOCK_SIZE + 3]), metadata, keys, values
-        )
-        self.progress.zero_()
-        found = {"result": program.run(x, inputs)}
+        )))
+        self.progress[:] = 0
+        found = {"result": tensors(program.run(arrays(x), inputs))}
         found |= {f"keys {i}": cache for i, cache in enumerate(keys)} | {f"values {i}": c for i, c in enumerate(values)}
-        return found | {"progress": self.progress.clone()}
+        return found | {"progress": torch.from_numpy(self.progress.copy())}
 
 
 def make(dtype: torch.dtype, position: str, change: Callable[[list[Op]], list[Op]] = lambda found: found) -> Step:
     torch.manual_seed(0)
-    progress = torch.zeros(1, dtype=torch.int64)
+    progress = np.zeros(1, np.int64)
     if position == "parallel":
         found = [op for layer in range(2) for op in parallel_ops(layer, dtype, progress)]
     else:
@@ -246,7 +248,7 @@ class Halve:
         return (self.x,)
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        activations[self.x] = activations[self.x] / 2
+        activations[self.x] = scaled(activations[self.x], 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -285,18 +287,18 @@ class Hook:
     def address(self) -> tuple[int, int] | None:
         return (ctypes.cast(self._function, ctypes.c_void_p).value or 0, 0) if self.is_in_c else None
 
-    def __call__(self, own: Tensor) -> Tensor:
+    def __call__(self, own: Array) -> Array:
         self.calls.append(f"{len(own)} rows of {own.shape[1]} floats")
-        return torch.cat([own, 2 * own], dim=1)
+        return np.concatenate([own, 2 * own], axis=1)
 
     def _in_c(self, context: int, own: int, rows: int, num_tokens: int, element_bytes: int) -> None:
         assert element_bytes == 4
 
-        def at(place: int, width: int) -> Tensor:
+        def at(place: int, width: int) -> Array:
             memory = (ctypes.c_float * (num_tokens * width)).from_address(place)
-            return torch.frombuffer(memory, dtype=torch.float32).view(num_tokens, width)
+            return np.frombuffer(memory, np.float32).reshape(num_tokens, width)
 
-        at(rows, self.width).copy_(self(at(own, self.num_own)))
+        at(rows, self.width)[:] = self(at(own, self.num_own))
 
 
 @pytest.mark.parametrize("is_in_c", [False, True])

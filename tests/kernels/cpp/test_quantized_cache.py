@@ -10,17 +10,17 @@ from torch import Tensor
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cpp.cpp_cache_layout import cache_shapes
-from quire.kernels.cpp.cpp_kv_cache_write import write_kv
 from quire.kernels.kv_quantization import KVScales
 from quire.kernels.reference import kv_cache_write
 from quire.kernels.reference.back_ends import REFERENCE
 from quire.kernels.reference.kv_cache_write import apply_rotary
 from quire.kernels.reference.paged_attention import reference
+from support.cpp_kernels import cache_shapes, write_kv
 from support.packed_cache import CPP, pack
 from support.paged_cache import Paging, Part, Tokens, attend, rotary_spec
 from support.pairwise import covering
 from support.rotary import frequencies, table_of
+from support.threads import set_num_threads
 
 KV = list(QUANTIZED)
 SCALED_AND_NOT = ["int8_per_token_head", "fp8"]  # each part of the code at least once
@@ -195,9 +195,9 @@ def test_neighbours_threads_and_blocks_never_change_a_bit(
 ) -> None:
     tokens = Tokens.random(LENGTH, (4, 2, 64), dtype)
     parts = [Part(tokens, 0, 90), Part(tokens, 90, LENGTH - 1), Part(tokens, LENGTH - 1, LENGTH)]
-    torch.set_num_threads(1)
+    set_num_threads(1)
     alone = [attend([part], window=window, back_end=CPP, kv=kv)[0] for part in parts]
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
     for seed, block_size in enumerate(KERNEL_BLOCK_SIZES):
         beside = Part(Tokens.random(300 + seed, (4, 2, 64), dtype, seed), 250, 300 + seed)
         results = attend([beside, *parts], Paging(block_size, seed), window, CPP, kv=kv)[1:]

@@ -31,7 +31,7 @@ def test_exception_in_a_helper_reaches_the_caller(failing: int, num_threads: int
 
 @pytest.mark.parametrize("num_threads", [3], indirect=True)
 def test_kernels_compute_the_same_after_an_exception(num_threads: int) -> None:
-    from quire.kernels.cpp.cpp_linear import CppLinear
+    from support.cpp_kernels import CppLinear
 
     layer, x = CppLinear(dense(torch.randn(700, 256))), torch.randn(70, 256)
     before = layer(x)

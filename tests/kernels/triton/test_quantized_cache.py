@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,8 +95,8 @@ def test_context_in_parts_and_copied_blocks_match_the_reference(kv: str, device:
     for cache in caches:
         cache.view(torch.int8).copy_(torch.randint(-128, 128, cache.shape, dtype=torch.int8))
     expected = [cache.clone() for cache in caches]
-    copy_blocks(expected, expected, torch.tensor([0]), torch.tensor([2]))
-    OPS.copy_blocks(caches, caches, torch.tensor([0]), torch.tensor([2]))
+    copy_blocks(expected, expected, np.array([0]), np.array([2]))
+    OPS.copy_blocks(caches, caches, np.array([0]), np.array([2]))
     for cache, wanted in zip(caches, expected, strict=True):
         assert torch.equal(cache.view(torch.uint8), wanted.view(torch.uint8))
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,17 +57,17 @@ def test_write_stores_turned_keys_and_values_where_the_slots_say(
 @pytest.mark.parametrize("num_heads", [1, 300], ids=["part of a program", "several programs"])
 def test_copies_move_whole_blocks_in_every_cache(num_heads: int, dst: list[int], device: torch.device) -> None:
     caches = [random(6, 8, num_heads, 8, dtype=torch.float16, seed=seed) for seed in range(3)]
-    expected, src = [cache.clone() for cache in caches], torch.tensor([1, 2, 4])
-    block_copy.copy_blocks(expected, expected, src, torch.tensor(dst))
+    expected, src = [cache.clone() for cache in caches], np.array([1, 2, 4])
+    block_copy.copy_blocks(expected, expected, src, np.array(dst))
     caches = [cache.to(device) for cache in caches]
-    CUDA_OPS.copy_blocks(caches, caches, src, torch.tensor(dst))
+    CUDA_OPS.copy_blocks(caches, caches, src, np.array(dst))
     assert all(torch.equal(cache.cpu(), wanted) for cache, wanted in zip(caches, expected, strict=True))
 
 
 def test_swaps_move_blocks_between_the_cache_and_host_memory(device: torch.device) -> None:
     caches = [random(6, 8, 2, 8, seed=seed).to(device) for seed in range(2)]
     space = [torch.zeros(4, 8, 2, 8, pin_memory=device.type == "cuda") for _ in range(2)]
-    CUDA_OPS.copy_blocks(caches, space, torch.tensor([5, 1]), torch.tensor([0, 3]))
+    CUDA_OPS.copy_blocks(caches, space, np.array([5, 1]), np.array([0, 3]))
     if device.type == "cuda":
         torch.cuda.synchronize()
     for cache, places in zip(caches, space, strict=True):
@@ -74,7 +75,7 @@ def test_swaps_move_blocks_between_the_cache_and_host_memory(device: torch.devic
         assert torch.equal(places[3], cache[1].cpu())
         assert not places[1:3].any()
     before = [cache.clone() for cache in caches]
-    CUDA_OPS.copy_blocks(space, caches, torch.tensor([3]), torch.tensor([2]))
+    CUDA_OPS.copy_blocks(space, caches, np.array([3]), np.array([2]))
     for cache, was in zip(caches, before, strict=True):
         assert torch.equal(cache[2], was[1])
         assert torch.equal(cache[3:], was[3:])

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from quire.core.arrays import Array, address
 from quire.kernels.choice import choose_back_end
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire_lab.paper import measured, paper_command, pictures, runs, serving
@@ -68,12 +68,12 @@ def test_a_figure_is_a_table_a_record_and_two_plots(run: Run, tmp_path: Path) ->
 
 
 def test_no_way_of_figure_18a_finds_what_another_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    back_end, seen = choose_back_end(torch.device("cpu"), head_dim=measured.HEAD_DIM), set[int]()
+    back_end, seen = choose_back_end("cpu", head_dim=measured.HEAD_DIM), set[int]()
 
     def attend(
-        spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        seen.add(keys.data_ptr())
+        spec: AttentionSpec, query: Array, keys: Array, values: Array, metadata: AttentionMetadata
+    ) -> Array:
+        seen.add(address(keys))
         return back_end.paged_attention(spec, query, keys, values, metadata)
 
     monkeypatch.setattr(measured, "choose_back_end", lambda *_, **__: replace(back_end, paged_attention=attend))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.host_limits import num_threads
+from quire.core.host_limits import find_cpus
 from quire.core.plan import RowDrafts, StepPlan
 from quire.decoding.grammars.compiler import GrammarCache, InvalidGrammarError
 from quire.decoding.grammars.row_state import FAILED, MaskJob, RowState, failure_of
@@ -40,7 +40,7 @@ class GrammarRows:
         self._cache, self._vocab_size, self._jumps_forward = cache, vocab_size, jumps_forward
         self._states = dict[int, RowState]()
         self._num_steps = 0
-        self._num_threads = min(num_threads(), MAX_THREADS)
+        self._num_threads = min(max(find_cpus().num_usable, 2), MAX_THREADS)  # one slow mask delays no other
         self._threads = ThreadPoolExecutor(self._num_threads, "masks")
         self.num_late = 0  # rows that were not sampled in a step for want of their mask, since start
 

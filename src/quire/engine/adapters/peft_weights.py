@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
-from quire.core.arrays import BFLOAT16, FLOAT16, FLOAT32, STORED_DTYPES, Array, concatenated, dtype_name
+from quire.core.arrays import BFLOAT16, FLOAT16, FLOAT32, MODEL_DTYPES, STORED_DTYPES, Array, concatenated, dtype_name
 from quire.core.errors import ModelError
 from quire.core.model_files import file_inside, read_bytes
 from quire.engine.adapters.peft_config import CONFIG_FILE, Factor, parse_config
@@ -19,14 +19,12 @@ from quire.kernels.conversion import all_finite, converted
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, FactorSizes, LowRankLayer, LowRankPart, Up
-from quire.kernels.torch_arrays import array_dtype, to_tensor, weight_of_tensors
+from quire.kernels.tensors import DType
+from quire.kernels.tensors import dtype_name as model_dtype_name
 from quire.model.shapes import LayerShapes, LinearShape
 from quire.model.sharding import Range, Shard, shifted
 from quire.model.spec import DecoderSpec
 from quire.model.weights import ungrouped
-
-if TYPE_CHECKING:
-    import torch
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 HEADER_BYTES = 16 << 20  # bound on a file of weights
@@ -77,13 +75,13 @@ class ModelTargets:
         self,
         spec: DecoderSpec,
         back_end: BackEnd,
-        dtype: "torch.dtype",
+        dtype: DType,
         shard: Shard,
         summed_inputs: Mapping[str, Range],
     ) -> None:
         self._prefixes = sorted({*spec.weights.prefixes, *_TEXT_MODEL}, key=len, reverse=True)
         self._targets = dict(_targets(spec, shard, summed_inputs))
-        self._back_end, self._dtype = back_end, array_dtype(dtype)
+        self._back_end, self._dtype = back_end, MODEL_DTYPES[model_dtype_name(dtype)]
 
     def max_bytes(self, max_rank: int) -> int:
         """Return the most bytes of a file of weights, with every module in float32 at the highest rank."""
@@ -157,7 +155,7 @@ class ModelTargets:
         return None
 
     def _pack(self, scaled: Mapping[AdapterTarget, tuple[Array, Array]]) -> AdapterWeights:
-        make_down, make_up = _makers(self._back_end)
+        library, (make_down, make_up) = self._back_end.library, _makers(self._back_end)
         by_op: dict[str, list[AdapterTarget]] = {}
         for target in sorted(scaled, key=lambda each: (each.op, each.first)):
             by_op.setdefault(target.op, []).append(target)
@@ -167,10 +165,11 @@ class ModelTargets:
             for target in targets:
                 up = scaled[target][1]
                 own = concatenated([up[slice(*rows)] for rows in target.rows])
-                parts.append(LowRankPart(make_up(to_tensor(own)), rank, up.shape[1], target.first, target.num_outputs))
+                made = make_up(library.tensor(own))
+                parts.append(LowRankPart(made, rank, up.shape[1], target.first, target.num_outputs))
                 rank += up.shape[1]
             downs = [scaled[target][0][:, slice(*target.inputs)].copy() for target in targets]
-            down = make_down(weight_of_tensors(LinearWeight.dense(downs)))
+            down = make_down(library.weight(LinearWeight.dense(downs), "cpu"))
             layers[op] = LowRankLayer(down, rank, targets[0].all_rows, tuple(parts))
             num_bytes += down.num_bytes + sum(part.up.num_bytes for part in parts)
         return AdapterWeights(layers, num_bytes)

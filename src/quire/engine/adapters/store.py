@@ -15,8 +15,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
-import torch
-
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.lora import MAX_ADAPTERS, MAX_SHOWN_NAMES, Adapter, AdapterUse
 from quire.core.sequence import Request
@@ -69,7 +67,9 @@ def make_slots(options: EngineOptions, model: LanguageModel, shard: Shard = WHOL
     num_slots, rank = options.resolved_max_loras, options.max_lora_rank
     try:
         return model.back_end.adapter_slots(sizes, num_slots, rank, model.dtype, model.device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which a CPU does not load
+            raise
         limits = f"max_loras {num_slots} and max_lora_rank {rank}"
         raise ConfigError(f"{limits} need more memory than {model.device} has left; lower one of them") from error
 

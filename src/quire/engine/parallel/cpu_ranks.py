@@ -8,8 +8,7 @@ import logging
 from dataclasses import replace
 from typing import Literal, NoReturn
 
-import torch
-
+from quire.core.arrays import INT64
 from quire.core.config import CacheConfig
 from quire.core.plan import StepPlan, StepResult, decode_plan
 from quire.engine.parallel import rank_messages
@@ -103,7 +102,6 @@ class CpuRank:
                 self._commands.expect(rank_messages.Resume)
                 self._exchange.reset()
 
-    @torch.inference_mode()
     def execute(self, plan_message: bytes) -> None:
         """Run a step: changes of rows, swaps, block copies, then what rank 0 asks for."""
         inputs, _ = self._compute.prepare(decode_plan(plan_message))
@@ -114,7 +112,7 @@ class CpuRank:
             if kind == END:
                 return
             if kind == FORWARD:
-                tokens = self._link.rows(count, 1, torch.int64).flatten()
+                tokens = self._link.rows(count, 1, INT64).flatten()
                 self._compute.forward(replace(inputs.forward, token_ids=tokens))
             else:
                 assert kind == LOGITS, f"command {kind}"

@@ -1,14 +1,14 @@
-"""Exchanges between ranks: the protocol, the commands of rank 0 within a step, and columns in collectives."""
+"""Exchanges between ranks: the protocol, the commands of rank 0 within a step, and a head in parts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import INT64
 from quire.kernels.linear import Linear
+from quire.kernels.tensors import DType, Tensor
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
@@ -28,7 +28,7 @@ class RankExchange(Ranks, Protocol):
     those of all ranks. When no rank exchanges, rank 0 calls `resume`, lets the other ranks call `reset`, and calls it.
     """
 
-    def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: DType) -> Tensor:
         """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
 
     def interrupt(self) -> None:
@@ -56,7 +56,7 @@ class Link:
     def send(self, kind: int, rows: Tensor | None = None) -> None:
         """Send a command, with rows [num_rows, width] of any dtype."""
         count = 0 if rows is None else len(rows)
-        self._ranks.broadcast(torch.tensor([[kind, count]]), (1, 2), torch.int64)
+        self._ranks.broadcast(np.array([[kind, count]]), (1, 2), INT64)
         if rows is not None:
             self._ranks.broadcast(rows, rows.shape, rows.dtype)
 
@@ -68,10 +68,10 @@ class Link:
 
     def receive(self) -> tuple[int, int]:
         """Wait for a command; return its kind, and the number of rows that `rows` is to be called for."""
-        kind, count = self._ranks.broadcast(None, (1, 2), torch.int64)[0].tolist()
+        kind, count = self._ranks.broadcast(None, (1, 2), INT64)[0].tolist()
         return kind, count
 
-    def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    def rows(self, num_rows: int, width: int, dtype: DType) -> Tensor:
         """Wait for the rows of a command."""
         return self._ranks.broadcast(None, (num_rows, width), dtype)
 
@@ -111,25 +111,3 @@ class GatheredHead:
         """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
         assert addend is None, "an addend of a head that is split"
         return self._gather(self._head(x), self._cut)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as uint8, which every collective takes."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def widest(cut: Cut) -> int:
-    """Return the most columns of a rank: ranks may have different numbers, the parts of a collective may not."""
-    return max(cut.of(rank)[1] - cut.of(rank)[0] for rank in range(len(cut.bounds) - 1))
-
-
-def padded(own: Tensor, cut: Cut) -> Tensor:
-    """Return own [num_rows, columns of a rank], contiguous, with room for the most columns of a rank."""
-    num_missing = widest(cut) - own.shape[1]
-    return F.pad(own, (0, num_missing)) if num_missing else own.contiguous()  # to pad by nothing would copy
-
-
-def joined(received: Tensor, cut: Cut) -> Tensor:
-    """Return the columns of all ranks [num_rows, width] of received [num_ranks, num_rows, most columns]."""
-    parts = [part[:, : cut.of(rank)[1] - cut.of(rank)[0]] for rank, part in enumerate(received.unbind())]
-    return torch.cat(parts, dim=1)

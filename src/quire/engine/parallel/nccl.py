@@ -25,7 +25,8 @@ from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-define
 
 from quire.core.errors import ConfigError
 from quire.engine.parallel import rank_messages
-from quire.engine.parallel.link import GatheredHead, as_bytes, joined, padded, widest
+from quire.engine.parallel.collectives import as_bytes, joined, padded, widest
+from quire.engine.parallel.link import GatheredHead
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError

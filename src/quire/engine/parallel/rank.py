@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 from msgspec import structs
 
 from quire.core.errors import ConfigError
@@ -21,16 +20,14 @@ from quire.engine.parallel import rank_messages
 from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.cpu_ranks import CpuRank
-from quire.engine.parallel.gpu_ranks import GpuRank
 from quire.engine.parallel.link import RankExchange
-from quire.engine.parallel.nccl import rank_exchange
 from quire.engine.parallel.peer import Commands
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
-from quire.engine.parallel.tcp import NetworkRanks
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import StepLimits
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.isas import usable_isas
 from quire.model.decoder import Decoder
 from quire.model.resolve import model_digest, resolve_model
 
@@ -65,9 +62,13 @@ def serve(channel: Channel, inherited: Inherited, own: EngineOptions | None = No
 def open_exchange(command: rank_messages.Load, inherited: Inherited) -> RankExchange:
     """Return the exchanges of a rank, by its device and by what it has inherited; `reset` connects them."""
     if command.options.device == "cuda":
+        from quire.engine.parallel.nccl import rank_exchange  # noqa: PLC0415 (loads torch)
+
         return rank_exchange(command, inherited if isinstance(inherited, int) else None)
     if isinstance(inherited, int):
         return SharedRanks(command.shard, MemoryLayout(*command.layout), inherited)
+    from quire.engine.parallel.tcp import NetworkRanks  # noqa: PLC0415 (loads torch)
+
     return NetworkRanks(command.shard, command.place, inherited)
 
 
@@ -94,17 +95,19 @@ def bring_up(
         swapper = device.swapper(cache, geometry, num_swap_blocks, model.back_end, options.swap_dir)
     compute = StepCompute(model, cache, batch, swapper, adapters=rows)
     if options.device == "cuda":
-        rank: CpuRank | GpuRank = GpuRank(channel, commands, exchange, compute, options)
+        from quire.engine.parallel.gpu_ranks import GpuRank  # noqa: PLC0415 (loads torch)
+
+        run = GpuRank(channel, commands, exchange, compute, options).run
     else:
-        rank = CpuRank(channel, commands, exchange, compute)
+        run = CpuRank(channel, commands, exchange, compute).run
     channel.send(rank_messages.Allocated())
-    return rank.run
+    return run
 
 
 def load_part(channel: Channel, command: rank_messages.Load, exchange: RankExchange) -> LoadedModel:
     """Connect with the other ranks, load this one's part of the model, and report it."""
     if command.num_threads:
-        torch.set_num_threads(command.num_threads)
+        _kernels.set_num_threads(command.num_threads)
     path = Path(command.options.model or "")
     if model_digest(path) != command.digest:
         raise ConfigError(f"the model at {path} is another one than that of rank 0")

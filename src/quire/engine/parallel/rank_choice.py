@@ -1,18 +1,16 @@
 """Choice of the starter, the transport and the device of ranks."""
 
-import torch
+import importlib.util
 
 from quire.core.errors import ConfigError
-from quire.core.optional_package import needs_library
+from quire.core.host_limits import num_threads
+from quire.core.optional_package import NEEDS_TORCH, needs_library
 from quire.engine.devices import uses_gpu
 from quire.engine.options import EngineOptions
 from quire.engine.parallel.cpu_ranks import CpuRanks
-from quire.engine.parallel.gpu_ranks import GpuRanks
-from quire.engine.parallel.nccl import Nccl
-from quire.engine.parallel.rank_set import RankDevice, RankSet, Starter, Transport
+from quire.engine.parallel.rank_set import RankSet, Starter, Transport
 from quire.engine.parallel.shared_memory import SharedMemory
 from quire.engine.parallel.starters import ByHand, ForkedRanks, JoinedRanks, Placement
-from quire.engine.parallel.tcp import Tcp
 
 
 def make_rank_set(options: EngineOptions) -> RankSet:
@@ -29,20 +27,27 @@ def make_rank_set(options: EngineOptions) -> RankSet:
             f"node_rank {options.node_rank}: node 0 has the engine; start the other nodes by `quire serve` with the "
             "same settings"
         )
-    is_on_gpu, num_threads = uses_gpu(options), torch.get_num_threads()
-    device: RankDevice = GpuRanks(options) if is_on_gpu else CpuRanks()
-    placement = _placement(options, num_threads)
+    is_on_gpu, threads = uses_gpu(options), num_threads()
+    placement = _placement(options, threads)
     if placement is None:
-        starter: Starter = ForkedRanks(options, num_threads)
+        starter: Starter = ForkedRanks(options, threads)
         address = None
     else:
         starter, address = JoinedRanks(options, placement), placement.address.address
-    transport: Transport
     if is_on_gpu:
-        transport = Nccl(options.tensor_parallel_size, address)
-    else:
-        transport = SharedMemory() if address is None else Tcp(address)
-    return RankSet(options, starter, transport, device)
+        from quire.engine.parallel.gpu_ranks import GpuRanks  # noqa: PLC0415 (loads torch)
+        from quire.engine.parallel.nccl import Nccl  # noqa: PLC0415
+
+        return RankSet(options, starter, Nccl(options.tensor_parallel_size, address), GpuRanks(options))
+    return RankSet(options, starter, SharedMemory() if address is None else _tcp(address), CpuRanks())
+
+
+def _tcp(address: str) -> Transport:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"ranks of several machines: {NEEDS_TORCH}")
+    from quire.engine.parallel.tcp import Tcp  # noqa: PLC0415 (loads torch)
+
+    return Tcp(address)
 
 
 def _placement(options: EngineOptions, num_threads: int) -> Placement | None:

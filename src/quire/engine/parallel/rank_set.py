@@ -14,10 +14,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Literal, Protocol, cast
 
-import torch
-
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
+from quire.core.host_limits import num_threads
 from quire.core.lora import Adapter
 from quire.core.options import declared_options
 from quire.core.plan import StepPlan, encode
@@ -33,7 +32,8 @@ from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.execution.device import Device, StepLimits
 from quire.execution.executor import Executor
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.low_rank import AdapterSlots
 from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry
@@ -113,7 +113,7 @@ class RankSet:
         self.on_beat: Callable[[], None] = lambda: None  # likewise, while this process runs
         self.peers: list[Peer] = []
         self._options, self._starter, self._transport, self._device = options, starter, transport, device
-        self._num_threads = torch.get_num_threads()
+        self._num_threads = num_threads()
         self._is_closing, self._losing = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._exchange: RankExchange | None = None
@@ -151,7 +151,7 @@ class RankSet:
         for peer in self.peers:
             threads, place = self._starter.threads_of(peer.rank), self._transport.place_of(peer)
             peer.send(rank_messages.Load(sent, peer.rank, num_ranks, threads, num_positions, layout, digest, place))
-        torch.set_num_threads(self._starter.threads_of(0))
+        _kernels.set_num_threads(self._starter.threads_of(0))
         try:
             exchange.reset()
         except RuntimeError as error:
@@ -243,7 +243,7 @@ class RankSet:
             self._watcher.join()
         if self._exchange is not None:
             self._exchange.close()
-        torch.set_num_threads(self._num_threads)
+        _kernels.set_num_threads(self._num_threads)
 
     def dismiss(self, reason: str = "rank 0 was closed") -> None:
         """End the processes without waiting for them."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT32, Array, DType
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank_messages import Report
 from quire.kernels.cpp import _kernels
@@ -62,10 +62,11 @@ class SharedRanks:
 
     def __init__(self, shard: Shard, layout: MemoryLayout, descriptor: int) -> None:
         self.shard = shard
-        self._memory = torch.frombuffer(mmap.mmap(descriptor, layout.num_bytes), dtype=torch.uint8)
-        rows = self._memory[layout.logits_at :].view(torch.float32)
-        self._logits = rows.view(layout.max_rows, layout.vocab_size)
-        self.group = _kernels.RankGroup(self._memory.data_ptr(), shard.rank, shard.num_ranks, layout.region_bytes)
+        self._memory = np.frombuffer(mmap.mmap(descriptor, layout.num_bytes), np.uint8)
+        rows = self._memory[layout.logits_at :].view(FLOAT32)
+        self._logits = rows.reshape(layout.max_rows, layout.vocab_size)
+        address = _kernels.address(self._memory)
+        self.group = _kernels.RankGroup(address, shard.rank, shard.num_ranks, layout.region_bytes)
 
     def gather(self, cut: Cut) -> CppGather:
         """Return the exchange of an activation that is divided like this."""
@@ -81,11 +82,11 @@ class SharedRanks:
         is_first = self.shard.rank == 0
         return JoinedHead(head, self.group, self._logits, cut.of(self.shard.rank), is_first=is_first)
 
-    def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def broadcast(self, rows: Array | None, shape: Sequence[int], dtype: DType) -> Array:
         """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
         num_rows, width = shape
         gather = self.gather(Cut((0, *[width] * self.shard.num_ranks)))
-        return gather(torch.empty(num_rows, 0, dtype=dtype) if rows is None else rows)
+        return gather(np.empty((num_rows, 0), dtype) if rows is None else rows)
 
     def interrupt(self) -> None:
         """Give up all exchanges."""

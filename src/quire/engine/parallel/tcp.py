@@ -7,6 +7,7 @@ secret.
 
 import ctypes
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -14,21 +15,25 @@ from functools import partial
 from typing import Any
 from weakref import proxy
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, Store, Work
 from torch.distributed import ProcessGroupGloo
 
+from quire.core.arrays import FLOAT32, Array, DType
 from quire.core.errors import RankLostError
 from quire.engine.parallel.addresses import AddressBook
-from quire.engine.parallel.link import GatheredHead, as_bytes, joined, padded, widest
+from quire.engine.parallel.collectives import as_bytes, joined, padded, widest
+from quire.engine.parallel.link import GatheredHead
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank_messages import Published, Report
 from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
+from quire.kernels.torch_arrays import to_array, to_tensor, torch_dtype
 from quire.model.sharding import ADDED_BYTES, Cut, Shard
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # heartbeats find ranks that do not answer
@@ -82,13 +87,15 @@ class NetworkRanks:
 
     def joined_head(self, head: Linear, cut: Cut) -> GatheredHead:
         """Return the head of all ranks from this one's."""
-        return GatheredHead(self.gather_columns_to_first, head, cut)
+        return GatheredHead(
+            lambda own, cut: to_array(self.gather_columns_to_first(to_tensor(own), cut)), head, cut
+        )
 
-    def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def broadcast(self, rows: Array | None, shape: Sequence[int], dtype: DType) -> Array:
         """Return rows [num_rows, width] of rank 0, which passes them, on every rank; others know shape and dtype."""
-        sent = torch.empty(*shape, dtype=dtype) if rows is None else rows.contiguous()
-        if sent.numel():
-            self._run(lambda group: group.broadcast(as_bytes(sent), 0))
+        sent = np.empty(tuple(shape), dtype) if rows is None else np.ascontiguousarray(rows)
+        if sent.size:
+            self._run(lambda group: group.broadcast(as_bytes(to_tensor(sent)), 0))
         return sent
 
     def gather_columns(self, own: Tensor, cut: Cut) -> Tensor:
@@ -175,6 +182,7 @@ class NetworkRanks:
         try:
             work = start(group)
         except RuntimeError as error:
+            del group
             raise self._broken(error) from error
         while True:
             try:
@@ -182,6 +190,7 @@ class NetworkRanks:
                 return
             except RuntimeError as error:
                 if work.is_completed():
+                    del group, work
                     raise self._broken(error) from error
             if self._is_interrupted.is_set():
                 # A thread of gloo's still waits, for a rank that is stopped; freeing the group would wait for it.
@@ -190,6 +199,8 @@ class NetworkRanks:
                 raise InterruptedExchangeError("the exchange between ranks was interrupted")
 
     def _broken(self, error: RuntimeError) -> InterruptedExchangeError:
+        """Drop the group, which the frames of an error would keep, so that the other ranks lose the connection."""
+        traceback.clear_frames(error.__traceback__)
         self._drop()
         return InterruptedExchangeError(f"the connection between ranks has ended: {str(error)[:200]}")
 
@@ -209,15 +220,15 @@ class NetworkGather:
         """The function and the context."""
         return self._exchange.gather_address()
 
-    def __call__(self, own: Tensor) -> Tensor:
+    def __call__(self, own: Array) -> Array:
         """Exchange."""
-        return self._ranks.gather_columns(own, self._cut)
+        return to_array(self._ranks.gather_columns(to_tensor(own), self._cut))
 
 
 class NetworkSum:
     """A `SumHook` over a network, of partial sums of `width` columns."""
 
-    partial_dtype = torch.float32
+    partial_dtype = FLOAT32
 
     def __init__(self, ranks: NetworkRanks, width: int) -> None:
         self._ranks = ranks
@@ -228,9 +239,9 @@ class NetworkSum:
         """The function and the context."""
         return self._exchange.sum_address()
 
-    def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(self, own: Array, dtype: DType) -> Array:
         """Add."""
-        return self._ranks.sum_rows(own, dtype)
+        return to_array(self._ranks.sum_rows(to_tensor(own), torch_dtype(dtype)))
 
 
 class Tcp:

@@ -37,6 +37,7 @@ from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.launcher import Start
 from quire.engine.messages import EngineState, Report
 from quire.engine.processes.heartbeat import Heartbeat, LayerCost, StallDetector
+from quire.kernels.cpp.isas import threads_of_kernels
 from quire.model.resolve import resolve_model, resolve_tokenizer
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     text_source = resolve_tokenizer(start.options.tokenizer, folder, start.options.tokenizer_revision)
     connection.send(messages.Located(str(text_source)))
     gc.disable()  # objects made from here on are permanent
-    from quire.engine.assembly import assemble  # noqa: PLC0415 (loads torch; the server reads its tokenizer meanwhile)
+    from quire.engine.assembly import assemble  # noqa: PLC0415 (for a second; the server reads its tokenizer meanwhile)
 
     assembled = assemble(replace(start.options, model=str(folder)), loads_tokenizer=False)
     if assembled.ranks is not None:
@@ -295,7 +296,7 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
         assembled.ranks.on_lost = partial(end_with, connection)
         if assembled.ranks.lost is not None:
             raise assembled.ranks.lost
-    gc.freeze()  # else a full collection looks through all of torch: 75 ms in the middle of a step
+    gc.freeze()  # else a full collection looks through all that was loaded, in the middle of a step
     gc.enable()
     connection.send(assembled.ready)
     if assembled.ranks is not None:
@@ -314,12 +315,10 @@ def end_with(connection: Connection, error: Exception) -> None:
 def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> Heartbeat:
     """Return the heartbeat of a model. A GPU's layers are counted at launch, so their rate tells nothing."""
     progress = assembled.model.progress
-    if assembled.model.device.type != "cpu":
+    if str(assembled.model.device) != "cpu":
         return Heartbeat(lambda: int(progress[0]), beat)
-    import torch  # noqa: PLC0415 (as above)
-
-    # The CPUs of this engine, not of the machine: engines divide them, and so do the ranks of one.
-    detector = StallDetector(LayerCost(*assembled.model.layer_flops), torch.get_num_threads(), time.monotonic)
+    # Of this engine, not of the machine: engines divide its CPUs, and so do the ranks of one.
+    detector = StallDetector(LayerCost(*assembled.model.layer_flops), threads_of_kernels(), time.monotonic)
     assembled.engine.on_submit = detector.begin_step
     return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)
 

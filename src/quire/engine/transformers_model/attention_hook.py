@@ -11,7 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.logging import disable_progress_bar
@@ -20,6 +22,8 @@ from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads
+from quire.kernels.tensors import NUMPY_LIBRARY
+from quire.kernels.torch_arrays import to_array, to_tensor
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 
@@ -29,6 +33,16 @@ WITHOUT_EFFECT = frozenset({  # on the attention of a causal model without a cac
     "return_dict", "position_embeddings", "past_key_values", "is_causal", "scaling", "sliding_window", "softcap",
     "s_aux", "logits_to_keep", "num_items_in_batch",
 })  # fmt: skip
+
+
+def of_back_end(back_end: BackEnd, tensor: Tensor) -> Any:  # noqa: ANN401 (an Array, or a Tensor)
+    """Return a tensor as the back end takes it, in the same memory."""
+    return to_array(tensor.detach()) if back_end.library is NUMPY_LIBRARY else tensor
+
+
+def tensor_of(found: Any) -> Tensor:  # noqa: ANN401 (an Array, or a Tensor)
+    """Return what a back end has returned as a tensor, in the same memory."""
+    return to_tensor(found) if isinstance(found, np.ndarray) else found
 
 
 class AttentionHook(Protocol):
@@ -143,7 +157,7 @@ class PagedStep:
 
     def __init__(
         self, layers: list[AttentionLayer], back_end: BackEnd, batch: ForwardBatch, metadata: AttentionMetadata,
-        cache: KVCache, progress: Tensor,
+        cache: KVCache, progress: NDArray[np.int64],
     ) -> None:  # fmt: skip
         self._layers, self._back_end, self._batch, self._metadata = layers, back_end, batch, metadata
         self._cache, self._progress = cache, progress
@@ -156,7 +170,7 @@ class PagedStep:
         self._index += 1
         self._progress += 1
         layer, keys, values = self._layers[index], self._cache.keys[index], self._cache.values[index]
-        flat = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+        flat = (of_back_end(self._back_end, each[0].transpose(0, 1).contiguous()) for each in (query, key, value))
         rows, new_keys, new_values = flat  # [num_tokens, heads, head_dim]
         batch = self._batch
         heads = Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
@@ -165,6 +179,6 @@ class PagedStep:
         )
         scale, sinks = options.get("scaling") or layer.head_dim**-0.5, None
         if layer.has_sinks:
-            sinks = options["s_aux"].float().contiguous()
+            sinks = of_back_end(self._back_end, options["s_aux"].float().contiguous())
         spec = AttentionSpec(heads, scale, layer.window, layer.softcap, sinks)
-        return self._back_end.paged_attention(spec, rows, keys, values, self._metadata)[None]
+        return tensor_of(self._back_end.paged_attention(spec, rows, keys, values, self._metadata))[None]

@@ -7,6 +7,7 @@ but clips or scales keeps its own code. Each row of a replaced part depends on t
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.pytorch_utils import Conv1D
 
+from quire.engine.transformers_model.attention_hook import of_back_end, tensor_of
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import DENSE, LinearWeight
-from quire.kernels.quantized import round_to_nearest
+from quire.kernels.norm import Norm
 from quire.kernels.reference import activation
+from quire.kernels.rounding import round_to_nearest
+from quire.kernels.torch_arrays import to_array
 from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
 
 _OFFSETS: dict[type[nn.Module], float | None] = {LlamaRMSNorm: None, Olmo2RMSNorm: 0.0, GemmaRMSNorm: 1.0}
@@ -44,40 +48,46 @@ _ACTIVATIONS: dict[type[nn.Module], tuple[str, Callable[[Tensor], Tensor]]] = {
 _GATED = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}  # activations that a linear has for gates
 
 
+def called(part: Callable[[Any], Any], x: Tensor, back_end: BackEnd) -> Tensor:
+    """Return what a part of the back end computes of x."""
+    return tensor_of(part(of_back_end(back_end, x)))
+
+
 class Layer(nn.Module):
     """Linear layer of the back end, over any leading dimensions."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, back_end: BackEnd) -> None:
         super().__init__()
-        self._linear = linear
+        self._linear, self._back_end = linear, back_end
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [..., in_features]."""
-        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return called(self._linear, x.reshape(-1, x.shape[-1]), self._back_end).view(*x.shape[:-1], -1)
 
 
 class GatedFeedForward(nn.Module):
     """Gated feed-forward in two linears of the back end."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, back_end: BackEnd) -> None:
         super().__init__()
-        self._gate_up, self._down = gate_up, down
+        self._gate_up, self._down, self._back_end = gate_up, down, back_end
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [..., hidden_size]."""
-        return self._down(self._gate_up(x.reshape(-1, x.shape[-1]))).view(*x.shape[:-1], -1)
+        inner = called(self._gate_up, x.reshape(-1, x.shape[-1]), self._back_end)
+        return called(self._down, inner, self._back_end).view(*x.shape[:-1], -1)
 
 
 class NormPart(nn.Module):
     """Norm of the back end, over any leading dimensions."""
 
-    def __init__(self, norm: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, norm: Norm, back_end: BackEnd) -> None:
         super().__init__()
-        self._norm = norm
+        self._norm, self._back_end = norm, back_end
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., width]."""
-        return self._norm(x.reshape(-1, x.shape[-1]))[0].view(x.shape)
+        return called(lambda rows: self._norm(rows)[0], x.reshape(-1, x.shape[-1]), self._back_end).view(x.shape)
 
 
 class ActivationPart(nn.Module):
@@ -111,16 +121,16 @@ class Replacer:
 
     def _part(self, module: nn.Module, *, is_head: bool) -> nn.Module | None:
         if type(module) is nn.Linear or type(module) is Conv1D:
-            return Layer(self._linear([module], is_head=is_head))
+            return Layer(self._linear([module], is_head=is_head), self.back_end)
         if type(module) is nn.LayerNorm and module.weight is not None and len(module.normalized_shape) == 1:
-            return NormPart(self.back_end.norm(module.weight.data, _data(module.bias), module.eps, True, None))
+            return NormPart(self._norm(module.weight.data, _data(module.bias), module.eps, True, None), self.back_end)
         if norm := self._scaling_norm(module):
             return norm
         if _same_code(module, LlamaMLP, "forward"):
             act, gate, up, down = map(module.get_submodule, ("act_fn", "gate_proj", "up_proj", "down_proj"))
             gated = _GATED.get(_ACTIVATIONS[type(act)][0]) if type(act) in _ACTIVATIONS else None
             if gated is not None and (gate.bias is None) == (up.bias is None):
-                return GatedFeedForward(self._linear([gate, up], activation=gated), self._linear([down]))
+                return GatedFeedForward(self._linear([gate, up], activation=gated), self._linear([down]), self.back_end)
         if type(module) in _ACTIVATIONS:
             return ActivationPart(_ACTIVATIONS[type(module)][1])
         return None
@@ -133,8 +143,12 @@ class Replacer:
             return None
         for known, offset in _OFFSETS.items():
             if _same_code(module, known, "forward", "_norm"):
-                return NormPart(self.back_end.norm(weight.data, None, float(eps), False, offset))
+                return NormPart(self._norm(weight.data, None, float(eps), False, offset), self.back_end)
         return None
+
+    def _norm(self, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, offset: float | None) -> Norm:
+        taken, own = of_back_end(self.back_end, weight), None if bias is None else of_back_end(self.back_end, bias)
+        return self.back_end.norm(taken, own, eps, centers, offset)
 
     def _linear(
         self, modules: list[nn.Module], *, is_head: bool = False, activation: str = "none"
@@ -144,8 +158,10 @@ class Replacer:
         weights = [_weight(module, scheme) for module in modules]
         biases = [_data(module.bias) for module in modules]
         bias = None if biases[0] is None else torch.cat([each for each in biases if each is not None])
-        dtype = {"dtype": torch.float32} if is_head else {}
-        linear: Linear = self.back_end.linear(LinearWeight.stack(weights), bias, activation=activation, **dtype)
+        library, taken = self.back_end.library, None if bias is None else of_back_end(self.back_end, bias)
+        dtype = {"dtype": library.dtype("float32")} if is_head else {}
+        weight = library.weight(LinearWeight.stack(weights), "cpu")
+        linear: Linear = self.back_end.linear(weight, taken, activation=activation, **dtype)
         self.num_bytes += linear.num_bytes + (0 if bias is None else bias.nbytes)
         return linear
 
@@ -155,9 +171,10 @@ def _weight(module: nn.Module, scheme: WeightScheme) -> LinearWeight:
     assert isinstance(weight, Tensor), "a linear's weight"
     rows = weight.data.T.contiguous() if isinstance(module, Conv1D) else weight.data
     if scheme.format == DENSE:
-        return LinearWeight.dense(rows)
+        return LinearWeight.dense(to_array(rows))
     group_size = rows.shape[1] if scheme.group_size == WHOLE_ROW else scheme.group_size
-    return round_to_nearest(rows, scheme.format, group_size, activation_group_size=scheme.activation_group_size)
+    size = scheme.activation_group_size
+    return round_to_nearest(to_array(rows), scheme.format, group_size, activation_group_size=size)
 
 
 def _data(parameter: object) -> Tensor | None:

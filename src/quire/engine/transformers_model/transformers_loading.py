@@ -225,11 +225,11 @@ def try_rows(model: TransformersModel, place: str) -> None:
     ids, positions = torch.arange(num_tokens) * 7 % model.vocab_size, torch.arange(num_tokens)
     padding = _padding_ids(model)
     ids[3 : 3 + len(padding)] = torch.tensor(padding, dtype=torch.int64)
-    together = model.logits(model.run(ids, positions, Trace(), None))
+    together = model.tensor_logits(model.run(ids, positions, Trace(), None))
     if not bool(torch.isfinite(together).all()):
         raise ModelError("its logits are not finite in a trial")
     parts = [
-        model.logits(model.run(some, at, Trace(), model.no_mask))
+        model.tensor_logits(model.run(some, at, Trace(), model.no_mask))
         for some, at in zip(torch.split(ids, _TRIAL), torch.split(positions, _TRIAL), strict=True)
     ]
     alone = torch.cat(parts)
@@ -239,7 +239,7 @@ def try_rows(model: TransformersModel, place: str) -> None:
             "its layers mix tokens outside of attention, or count positions themselves (in a trial, logits of rows "
             f"alone and together differ by {difference:.2g})"
         )
-    if not torch.equal(model.logits(model.run(ids, None, Trace(), None)), together):
+    if not torch.equal(model.tensor_logits(model.run(ids, None, Trace(), None)), together):
         raise ModelError(
             "the positions that it counts itself do not begin at 0, or depend on token ids, as RoBERTa's do "
             "(in a trial, its logits without given positions are others than with 0, 1, 2, ...)"

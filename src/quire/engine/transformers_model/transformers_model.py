@@ -5,15 +5,26 @@ returns the hidden states it is given, so what the model does to its logits is d
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from quire.engine.transformers_model.attention_hook import AttentionHook, AttentionLayer, PagedStep, active, marker
+from quire.engine.transformers_model.attention_hook import (
+    AttentionHook,
+    AttentionLayer,
+    PagedStep,
+    active,
+    marker,
+    of_back_end,
+    tensor_of,
+)
 from quire.kernels.back_end import BackEnd
 from quire.kernels.paged_attention import build_metadata
+from quire.kernels.tensors import dtype_name
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
@@ -38,12 +49,12 @@ class TransformersModel:
         self, causal: PreTrainedModel, layers: Sequence[AttentionLayer], back_end: BackEnd, dtype: torch.dtype,
         num_parameters: int, weight_bytes: int,
     ) -> None:  # fmt: skip
-        self.dtype, self.device, self.back_end = dtype, torch.device("cpu"), back_end
+        self.dtype, self.device, self.back_end = back_end.library.dtype(dtype_name(dtype)), "cpu", back_end
         self.num_parameters, self.weight_bytes = num_parameters, weight_bytes
         self.vocab_size: int = causal.config.get_text_config().vocab_size
         self.pad_token_id: object = getattr(causal.config.get_text_config(), "pad_token_id", None)
-        self.progress = torch.zeros(1, dtype=torch.int64)
-        stored, scales = back_end.cache_layout.stored_dtype(dtype, "auto")
+        self.progress = np.zeros(1, np.int64)
+        stored, scales = back_end.cache_layout.stored_dtype(self.dtype, "auto")
         self.kv_geometry = KVGeometry(tuple(
             LayerKV(each.num_kv_heads, each.head_dim, stored, scales, each.window) for each in layers
         ))  # fmt: skip
@@ -57,12 +68,14 @@ class TransformersModel:
         self._causal = causal
         self.no_mask = marker(None)  # windows are those of the trace
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Any:  # noqa: ANN401 (as the back end has tensors)
         """Compute a batch and write its keys and values; return hidden states [num_tokens, hidden_size]."""
         assert batch.adapters is None, "adapters are refused at start"
         metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
         step = PagedStep(self._layers, self.back_end, batch, metadata, cache, self.progress)
-        return self.run(batch.token_ids, batch.positions, step, self.no_mask)
+        token_ids, positions = map(torch.as_tensor, (batch.token_ids, batch.positions))
+        hidden = self.run(token_ids, positions, step, self.no_mask)
+        return of_back_end(self.back_end, hidden)
 
     def run(
         self, token_ids: Tensor, positions: Tensor | None, hook: AttentionHook, mask: Tensor | None
@@ -77,9 +90,13 @@ class TransformersModel:
         hidden: Tensor = output[0][0]
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Any) -> Any:  # noqa: ANN401 (as the back end has tensors)
         """Return float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
         self.progress += 1
+        return of_back_end(self.back_end, self.tensor_logits(tensor_of(hidden)))
+
+    def tensor_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of tensors."""
         self._given.hidden = hidden[None]
         with torch.inference_mode():
             logits: Tensor = self._causal(input_ids=torch.zeros(1, len(hidden), dtype=torch.int64), use_cache=False)[0]

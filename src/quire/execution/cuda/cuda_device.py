@@ -39,8 +39,8 @@ class CudaDevice:
 
     def __init__(self, utilization: float, sizes: GraphSizes, *, captures_graphs: bool) -> None:
         use_exact_products()
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._meter = CudaMemoryMeter(self.torch_device)
+        self.tensor_device = torch.device("cuda", torch.cuda.current_device())
+        self._meter = CudaMemoryMeter(self.tensor_device)
         self._utilization, self._sizes, self._captures_graphs = utilization, sizes, captures_graphs
 
     def free_bytes(self) -> int:
@@ -57,7 +57,7 @@ class CudaDevice:
 
     def allocate_cache(self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd) -> KVCache:
         """Return a cache of zeros in the card's memory."""
-        return KVCache.allocate(geometry, num_blocks, block_size, back_end, device_allocator(self.torch_device))
+        return KVCache.allocate(geometry, num_blocks, block_size, back_end, device_allocator(self.tensor_device))
 
     def swapper(
         self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None

@@ -3,12 +3,15 @@
 from collections import deque
 from collections.abc import Set
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import BlockCopy, StepPlan
 from quire.execution.step_timer import Rate
-from quire.execution.swapper import CopyBlocks, Swapper
+from quire.execution.swapper import Swapper
+from quire.kernels.block_copy import CopyBlocks
 from quire.model.kv_cache import KVCache
 
 SWAP_OUT_CHUNK = 64  # blocks; a write to one of them waits for all: 2 ms for those of a model of 8 billion parameters
@@ -33,7 +36,7 @@ class CudaSwapper(Swapper):
         """Wait for pending copies: the memory that they read and write is freed next."""
         self._stream.synchronize()
 
-    def move(self, plan: StepPlan, slots: Tensor) -> float:
+    def move(self, plan: StepPlan, slots: NDArray[np.int64]) -> float:
         """Swap out, then in; return the seconds of those swaps that have ended since the last call."""
         while self._pending_outs and self._pending_outs[0][1].query():  # type: ignore[no-untyped-call]
             self._pending_outs.popleft()
@@ -78,7 +81,7 @@ class CudaSwapper(Swapper):
         """Copy on the current stream; return the event of its end."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        self._copy_blocks(sources, destinations, *torch.tensor(copies).unbind(dim=1))
+        self._copy_blocks(sources, destinations, *np.array(copies).T.copy())
         end.record()
         self._pending_timings.append((len(copies), rate, begin, end))
         return end

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import StepPlan, StepResult
-from quire.decoding.sampler import SampledTokens, device_settings, sample_async, sample_on_device, to_sampled_tokens
+from quire.decoding.sampler import SampledTokens
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import StepInputs
 from quire.execution.cuda.cuda_graphs import (
@@ -30,6 +30,12 @@ from quire.execution.cuda.cuda_graphs import (
     Graph,
     GraphSize,
     GraphSizes,
+)
+from quire.execution.cuda.device_sampling import (
+    device_settings,
+    sample_async,
+    sample_on_device,
+    to_sampled_tokens,
 )
 from quire.execution.cuda.device_tables import DeviceTables, table_edits
 from quire.execution.cuda.graph_inputs import Draws, InputLayout, upload

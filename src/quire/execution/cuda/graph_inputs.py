@@ -88,15 +88,15 @@ class InputLayout:
         is_mixed = self._num_tokens > self._num_rows
         ends = len(batch.token_ids) if is_mixed else np.arange(len(inputs.rows) + 1, self._num_rows + 1)
         arrays: list[tuple[NDArray[Any], Any]] = [
-            (batch.token_ids.numpy(), 0),
-            (batch.positions.numpy(), 0),
-            (batch.slot_mapping.numpy(), -1),
-            (batch.query_starts.numpy(), ends),
-            (batch.context_lens.numpy(), 0),
+            (np.asarray(batch.token_ids), 0),
+            (np.asarray(batch.positions), 0),
+            (np.asarray(batch.slot_mapping), -1),
+            (np.asarray(batch.query_starts), ends),
+            (np.asarray(batch.context_lens), 0),
             (inputs.rows, 0),
         ]
         if batch.adapters is not None:
-            arrays.append((batch.adapters.of_row.numpy(), -1))
+            arrays.append((np.asarray(batch.adapters.of_row), -1))
         if settings is not None:
             arrays += [(settings, IDLE), (inputs.sample_rows, idle_row), (inputs.logit_rows, 0)]
         return self._places.write(arrays, device)

@@ -66,7 +66,7 @@ def available_kv_bytes(
     """
     cache = KVCache.allocate(model.kv_geometry, 2, block_size, model.back_end, device_allocator(model.device))
     max_blocks, num_seqs = -(-max_model_len // block_size), min(num_seqs, num_tokens)
-    model.back_end.copy_blocks(cache.tensors, cache.tensors, torch.tensor([0]), torch.tensor([1]))
+    model.back_end.copy_blocks(cache.tensors, cache.tensors, np.array([0]), np.array([1]))
     meter.reset_peak()
     largest = dummy_batch(num_seqs, num_tokens, max_blocks, model.device, slots)
     logits = model.logits(model.forward(largest, cache)[:num_seqs])

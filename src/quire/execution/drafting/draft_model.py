@@ -18,9 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.core.speculation import MAX_PENDING, ScratchBlocks
 from quire.decoding.logits_processors import process_logits
@@ -35,8 +33,8 @@ from quire.decoding.sampling_state import (
 )
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
-from quire.kernels.reference.kv_quantization import as_bytes
 from quire.kernels.sampling import SamplingOps
+from quire.kernels.tensors import Tensor, clear_rows, floats, full, take_rows
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch, LanguageModel
 
@@ -86,7 +84,7 @@ class DraftModel:
 
     def _computed(self, step: StepInputs) -> Spans:
         """Return the tokens of a step that have slots, at positions that the model can compute."""
-        first_slots = step.forward.slot_mapping[step.forward.query_starts[:-1].long()].numpy()
+        first_slots = step.forward.slot_mapping[step.forward.query_starts[:-1]]
         spans = Spans(step.rows, step.starts, np.minimum(step.stops, self._max_positions))
         return spans.at(np.flatnonzero((first_slots >= 0) & (spans.starts < spans.stops)))
 
@@ -103,7 +101,7 @@ class DraftModel:
         self._copy_blocks(own[partly], self._scratch[partly, 0])
         hidden = self._forward(self._batch_of(spans, tables))
         self._copy_blocks(self._scratch[partly, 0], own[partly])
-        hidden = hidden[torch.from_numpy(np.cumsum(spans.stops - spans.starts)[places] - 1)]
+        hidden = take_rows(hidden, np.cumsum(spans.stops - spans.starts)[places] - 1)
         return self._continue(rows, limits, spans.at(places), tables[places], hidden)
 
     def _continue(
@@ -154,7 +152,7 @@ class DraftModel:
 
     def _copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         if sources.size:
-            src, dst = (torch.from_numpy(blocks.astype(np.int64)) for blocks in (sources, targets))
+            src, dst = (blocks.astype(np.int64) for blocks in (sources, targets))
             self._model.back_end.copy_blocks(self._cache.tensors, self._cache.tensors, src, dst)
 
     def _batch_of(self, spans: Spans, tables: NDArray[np.int32]) -> ForwardBatch:
@@ -166,19 +164,19 @@ class DraftModel:
         positions = np.arange(query_starts[-1]) + np.repeat(spans.starts - query_starts[:-1], counts)
         slots = tables[places, positions // block_size].astype(np.int64) * block_size + positions % block_size
         return ForwardBatch(
-            token_ids=torch.from_numpy(self._batch.token_ids[spans.rows[places], positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(slots),
-            query_starts=torch.from_numpy(query_starts),
-            context_lens=torch.from_numpy(spans.stops.astype(np.int32)),
-            block_tables=torch.from_numpy(tables[:, : -(-int(spans.stops.max()) // block_size)].copy()),
+            token_ids=self._batch.token_ids[spans.rows[places], positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=slots,
+            query_starts=query_starts,
+            context_lens=spans.stops.astype(np.int32),
+            block_tables=tables[:, : -(-int(spans.stops.max()) // block_size)].copy(),
         )
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         """Run the model. Token ids that only the target has are replaced by the draft model's last one."""
         if self._model.vocab_size < self._batch.sampling.vocab_size:
-            batch = replace(batch, token_ids=batch.token_ids.clamp(max=self._model.vocab_size - 1))
-        return self._model.forward(batch, self._cache)
+            batch = replace(batch, token_ids=batch.token_ids.clip(max=self._model.vocab_size - 1))
+        return self._model.forward(batch.taken(self._model.back_end.library), self._cache)
 
     def _choose(
         self, rows: IntArray, num_tokens: IntArray, logits: Tensor
@@ -186,7 +184,7 @@ class DraftModel:
         """Return a token for each row of logits [num_rows, vocab], and whether its logits were finite."""
         num_ids = self._batch.sampling.vocab_size
         if logits.shape[1] != num_ids:  # padded to another width; ids that one model lacks are no drafts
-            fitted = logits.new_full((len(logits), num_ids), -torch.inf)
+            fitted = full((len(logits), num_ids), -np.inf, logits)
             width = min(num_ids, logits.shape[1])
             fitted[:, :width] = logits[:, :width]
             logits = fitted
@@ -196,9 +194,9 @@ class DraftModel:
     def _clear_scratch(self, places: IntArray) -> None:
         """Write zeros to scratch blocks that may hold NaN."""
         if places.size:
-            blocks = torch.from_numpy(self._scratch[places].reshape(-1).astype(np.int64))
+            blocks = self._scratch[places].reshape(-1).astype(np.int64)
             for tensor in self._cache.tensors:
-                as_bytes(tensor).index_fill_(0, blocks, 0)
+                clear_rows(tensor, blocks)
 
 
 HALF_WINDOW = 0.1  # from the table above
@@ -215,20 +213,24 @@ def choose_drafts(
     samples = samples._replace(features=samples.features & ~_TARGETS_ALONE)
     if samples.wanted & LOGITS_PROCESSED:
         process_logits(samples, logits, ops)
-    highest, tokens = logits.max(dim=1)
+    values = floats(logits)
+    tokens = values.argmax(axis=1)
+    highest = values[np.arange(len(values)), tokens]
     sampled = samples.using(SAMPLED)
     if sampled.size:
-        which = torch.from_numpy(sampled)
-        tokens[which] = _in_window(samples.take(sampled), logits[which] - highest[which, None], ops)
-    return tokens.numpy(), highest.isfinite().numpy()
+        with np.errstate(over="ignore", invalid="ignore"):  # rows with infinite logits have no draft
+            tokens[sampled] = _in_window(samples.take(sampled), values[sampled] - highest[sampled, None], ops)
+    return tokens, np.isfinite(highest)
 
 
-def _in_window(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> Tensor:
+def _in_window(samples: SamplingBatch, logits: NDArray[np.float32], ops: SamplingOps) -> NDArray[np.int64]:
     """Return the token of each sample with the largest share of the window; logits [num_samples, vocab], at most 0."""
-    temperatures = torch.from_numpy(samples.settings()["temperature"])[:, None]
-    centres = torch.from_numpy(samples.uniforms(ops).astype(np.float32))[:, None]
-    probabilities = torch.softmax(logits / temperatures, dim=1)
-    uppers = probabilities.cumsum(dim=1)
+    temperatures = samples.settings()["temperature"][:, None]
+    centres = samples.uniforms(ops).astype(np.float32)[:, None]
+    weights = np.exp(logits / temperatures)
+    probabilities = weights / weights.sum(axis=1, keepdims=True)
+    uppers = probabilities.cumsum(axis=1)
     lowers = uppers - probabilities
-    shares = torch.minimum(uppers, centres + HALF_WINDOW) - torch.maximum(lowers, centres - HALF_WINDOW)
-    return shares.argmax(dim=1)
+    shares = np.minimum(uppers, centres + HALF_WINDOW) - np.maximum(lowers, centres - HALF_WINDOW)
+    found: NDArray[np.int64] = shares.argmax(axis=1)
+    return found

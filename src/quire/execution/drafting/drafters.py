@@ -12,7 +12,7 @@ from quire.execution.drafter import Drafter, DraftRows
 from quire.execution.drafting.draft_lengths import AdaptiveLength, StepCost
 from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.lookups import RULES, NgramLookup, ScopedLookup, SuffixTexts
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 from quire.model.weight_counts import ExpertReads
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from quire.core.arrays import FLOAT32, INT64, UINT8, Array, DType, address, empty
 from quire.formats.gguf.gguf_file import GGML_TYPES
 from quire.kernels.conversion import converted
-from quire.kernels.cpp.cpp_back_end import usable_isas
+from quire.kernels.cpp.isas import usable_isas
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of 4 bits, scales are half

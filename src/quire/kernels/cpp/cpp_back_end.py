@@ -1,18 +1,7 @@
-"""Back end of the C++ extension: its instruction sets and its ops."""
+"""Back end of the C++ extension: its ops."""
 
-import importlib.util
-from functools import cache, partial
+from functools import partial
 from typing import Any
-
-
-@cache
-def usable_isas() -> tuple[str, ...]:
-    """Return the instruction sets that were built and that this CPU has, the best first; none without the extension."""
-    if importlib.util.find_spec("quire.kernels.cpp._kernels") is None:
-        return ()
-    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
-
-    return tuple(_kernels.usable_isas())
 
 
 def cpp_ops(isa: str) -> dict[str, Any]:
@@ -34,16 +23,20 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         fused_ops,
         huge_pages,
     )
+    from quire.kernels.tensors import NUMPY_LIBRARY  # noqa: PLC0415
 
     _kernels.use_isa(isa)
     memory = huge_pages.PackedMemory()
     return {
+        "library": NUMPY_LIBRARY,
         "linear": partial(cpp_linear.CppLinear, memory=memory),
         "head": partial(cpp_linear.CppHead, memory=memory),
         "low_rank_up": cpp_low_rank.CppUp,
         "experts": cpp_experts.CppExperts,
         "fuse": fused_ops.fuse,
-        "cache_layout": CacheLayout(cpp_cache_layout.cache_shapes, dtypes.kernel_dtype, cpp_cache_layout.STORED),
+        "cache_layout": CacheLayout(
+            cpp_cache_layout.cache_shapes, dtypes.kernel_dtype, cpp_cache_layout.STORED, NUMPY_LIBRARY.dtype
+        ),
         "paged_attention": cpp_attention.paged_attention,
         "write_kv": cpp_kv_cache_write.write_kv,
         "copy_blocks": cpp_block_copy.copy_blocks,

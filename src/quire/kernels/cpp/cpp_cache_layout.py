@@ -16,9 +16,9 @@ float16 models keep float32 caches.
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT32, Array, DType
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED, KVDtype
 from quire.kernels.cpp import _kernels
@@ -26,13 +26,14 @@ from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.support import serves_head_dim
 
 Shape = tuple[int, ...]
-DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn)  # element types
+INT8 = np.dtype(np.int8)
+DTYPES = (BFLOAT16, FLOAT32, INT8, FLOAT8_E4M3)  # element types
 STORED = (KVDtype("bfloat16"), KVDtype("float32"), *QUANTIZED.values())    # storages of a cache
 SCALE_BYTES = 4
 _FORMATS = {
-    (torch.int8, True): _kernels.KV_FORMATS["int8_scaled"],
-    (torch.float8_e4m3fn, True): _kernels.KV_FORMATS["e4m3_scaled"],
-    (torch.float8_e4m3fn, False): _kernels.KV_FORMATS["e4m3"],
+    (INT8, True): _kernels.KV_FORMATS["int8_scaled"],
+    (FLOAT8_E4M3, True): _kernels.KV_FORMATS["e4m3_scaled"],
+    (FLOAT8_E4M3, False): _kernels.KV_FORMATS["e4m3"],
 }
 
 
@@ -45,7 +46,7 @@ class CacheSizes(NamedTuple):
 
 
 def cache_shapes(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, scale_bytes: int = 0
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: DType, scale_bytes: int = 0
 ) -> tuple[Shape, Shape]:
     """Return the shapes of a layer's keys and values with elements of `dtype`, one of `DTYPES`."""
     assert dtype in DTYPES, f"caches of {dtype}"
@@ -55,13 +56,14 @@ def cache_shapes(
     return (num_blocks, num_kv_heads, *keys), (num_blocks, num_kv_heads, *values)
 
 
-def block_size_of(keys: Tensor) -> int:
+def block_size_of(keys: Array) -> int:
     """Return the tokens of a block of a layer's keys."""
-    return keys.shape[2 if keys.itemsize == 1 else 3]
+    num_tokens: int = keys.shape[2 if keys.itemsize == 1 else 3]
+    return num_tokens
 
 
 def layer_cache(
-    keys: Tensor, values: Tensor, sizes: CacheSizes, dtype: torch.dtype, scales: KVScales = ONES
+    keys: Array, values: Array, sizes: CacheSizes, dtype: DType, scales: KVScales = ONES
 ) -> _kernels.LayerCache:
     """Return a layer's caches as kernels of `dtype` take them; assert that they are in the layout of `cache_shapes`.
 
@@ -78,15 +80,15 @@ def layer_cache(
     key_shape, value_shape = _head_shapes(block_size, head_dim, stored, scale_bytes)
     assert keys.shape[1:] == (num_kv_heads, *key_shape), f"keys in another layout: {keys.shape}"
     assert values.shape == (len(keys), num_kv_heads, *value_shape), f"values in another layout: {values.shape}"
-    assert keys.is_contiguous(), "keys with gaps"
-    assert values.is_contiguous(), "values with gaps"
-    return _kernels.LayerCache(keys.data_ptr(), values.data_ptr(), kv_format, *scales)
+    assert keys.flags.c_contiguous, "keys with gaps"
+    assert values.flags.c_contiguous, "values with gaps"
+    return _kernels.LayerCache(_kernels.address(keys), _kernels.address(values), kv_format, *scales)
 
 
-def _head_shapes(block_size: int, head_dim: int, dtype: torch.dtype, scale_bytes: int) -> tuple[Shape, Shape]:
+def _head_shapes(block_size: int, head_dim: int, dtype: DType, scale_bytes: int) -> tuple[Shape, Shape]:
     if dtype.itemsize == 1:
         return (block_size, head_dim + scale_bytes), (block_size, head_dim + scale_bytes)
     assert scale_bytes == 0, f"scales beside elements of {dtype}"
-    if dtype == torch.bfloat16:
+    if dtype == BFLOAT16:
         return (head_dim // 2, block_size, 2), (block_size // 2, head_dim, 2)
     return (head_dim, block_size), (block_size, head_dim)

@@ -1,37 +1,50 @@
-"""The embedding lookup in C++; the meaning is `quire.kernels.reference.embedding.embed`'s."""
+"""The embedding lookup in C++; the meaning is that of `quire.kernels.reference`."""
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from quire.kernels.cpp.dtypes import pair
+from quire.core.arrays import Array
+from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.dtypes import address, pair
 from quire.kernels.embedding import Table
-from quire.kernels.reference import embedding
+from quire.kernels.tensors import added
 
 _KERNELS = pair("embedding")
 
 
 def embed(
-    table: Table, token_ids: Tensor, position_table: Tensor | None = None, positions: Tensor | None = None
-) -> Tensor:
-    """Return what `embedding.embed` returns; tables without gaps. float16 is left to PyTorch: nothing is summed."""
-    if not isinstance(table, Tensor) or table.dtype not in _KERNELS:
-        return embedding.embed(table, token_ids, position_table, positions)
+    table: Table, token_ids: NDArray[np.int64], position_table: Array | None = None,
+    positions: NDArray[np.int64] | None = None,
+) -> Array:  # fmt: skip
+    """Return what `reference.embedding.embed` returns; tables without gaps. In float16 no kernel is needed."""
+    if not isinstance(table, np.ndarray) or table.dtype not in _KERNELS:
+        found: Array = _taken(table, token_ids) if isinstance(table, np.ndarray) else table.look_up(token_ids)
+        if position_table is not None:
+            found = added(found, _taken(position_table, positions))
+        return found
     num_tokens, width = len(token_ids), table.shape[1]
-    assert token_ids.dtype == torch.int64
-    assert table.is_contiguous(), "a table with gaps"
-    assert token_ids.is_contiguous(), "ids with gaps"
+    assert token_ids.dtype == np.int64
+    assert table.flags.c_contiguous, "a table with gaps"
+    assert token_ids.flags.c_contiguous, "ids with gaps"
     more = 0, 0, 0
     if position_table is not None:
         assert positions is not None
         assert position_table.dtype == table.dtype
         assert position_table.shape[1] == width
-        assert positions.dtype == torch.int64
+        assert positions.dtype == np.int64
         assert positions.shape == token_ids.shape
-        assert position_table.is_contiguous(), "a table with gaps"
-        assert positions.is_contiguous(), "positions with gaps"
-        more = position_table.data_ptr(), len(position_table), positions.data_ptr()
-    out = torch.empty(num_tokens, width, dtype=table.dtype)
-    _KERNELS[table.dtype](
-        table.data_ptr(), len(table), token_ids.data_ptr(), *more, out.data_ptr(), num_tokens, width
-    )
+        assert position_table.flags.c_contiguous, "a table with gaps"
+        assert positions.flags.c_contiguous, "positions with gaps"
+        more = address(position_table), len(position_table), address(positions)
+    out = np.empty((num_tokens, width), table.dtype)
+    at = _kernels.address
+    _KERNELS[table.dtype](at(table), len(table), at(token_ids), *more, at(out), num_tokens, width)
     return out
+
+
+def _taken(table: Array, ids: NDArray[np.int64] | None) -> Array:
+    """Return rows of a table. IndexError for an id that it has not: NumPy counts negative ones from the end."""
+    assert ids is not None
+    if ids.size and ids.min() < 0:
+        raise IndexError(f"id {ids.min()} of a table of {len(table)} rows")
+    return table.take(ids, axis=0)

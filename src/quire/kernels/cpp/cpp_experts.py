@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import Array
+from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.cpp.dtypes import pair
+from quire.kernels.cpp.dtypes import address, pair
 from quire.kernels.experts import Expert, ExpertSplit, Routing
 from quire.kernels.gather import GatherHook, SumHook
 from quire.kernels.linear import Linear
@@ -56,14 +58,14 @@ class CppExperts:
         )
         self._dtype = router.kernel_dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """Compute all rows in one call; how many there are changes no row."""
-        rows = x.to(self._dtype).contiguous()
-        assert rows.shape[1] == self.width, f"{tuple(x.shape)} for {self.width} inputs"
-        out = rows.new_empty(len(rows), self.num_outputs)
-        sizes = len(rows), self.width, out.data_ptr(), self.num_outputs
-        _COMPUTE[self._dtype](rows.data_ptr(), *sizes, self.weights)
-        return out.to(x.dtype)
+        rows = np.ascontiguousarray(converted(x, self._dtype))
+        assert rows.shape[1] == self.width, f"{x.shape} for {self.width} inputs"
+        out = np.empty((len(rows), self.num_outputs), self._dtype)
+        sizes = len(rows), self.width, address(out), self.num_outputs
+        _COMPUTE[self._dtype](address(rows), *sizes, self.weights)
+        return converted(out, x.dtype)
 
 
 def _exchange(gather: GatherHook | None) -> _kernels.ColumnExchange:

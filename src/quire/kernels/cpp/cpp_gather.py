@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT32, Array, DType
+from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import kernel_dtype
@@ -26,18 +27,18 @@ class CppGather:
         """The function and the context."""
         return self._gather.address()
 
-    def __call__(self, own: Tensor) -> Tensor:
+    def __call__(self, own: Array) -> Array:
         """Exchange; a dtype of any size."""
-        assert own.shape[1:] == (self.num_own,), f"{tuple(own.shape)} for {self.num_own} columns"
-        own, rows = own.contiguous(), own.new_empty(len(own), self.width)
-        self._gather.gather(own.data_ptr(), rows.data_ptr(), len(own), own.element_size())
+        assert own.shape[1:] == (self.num_own,), f"{own.shape} for {self.num_own} columns"
+        own, rows = np.ascontiguousarray(own), np.empty((len(own), self.width), own.dtype)
+        self._gather.gather(_kernels.address(own), _kernels.address(rows), len(own), own.itemsize)
         return rows
 
 
 class CppSum:
     """A `SumHook` in C++, of partial sums of `width` columns."""
 
-    partial_dtype = torch.float32
+    partial_dtype = FLOAT32
 
     def __init__(self, group: _kernels.RankGroup, width: int) -> None:
         self.width = width
@@ -48,13 +49,13 @@ class CppSum:
         """The function and the context."""
         return self._sum.address()
 
-    def __call__(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(self, own: Array, dtype: DType) -> Array:
         """Add. A dtype that kernels serve by conversion is rounded to here."""
-        assert own.shape[1:] == (self.width,), f"{tuple(own.shape)} for {self.width} columns"
-        assert own.dtype == torch.float32, f"partial sums in {own.dtype}"
-        own, out = own.contiguous(), torch.empty(own.shape, dtype=kernel_dtype(dtype))
-        self._sum.sum(own.data_ptr(), out.data_ptr(), len(own), out.dtype == torch.float32)
-        return out.to(dtype)
+        assert own.shape[1:] == (self.width,), f"{own.shape} for {self.width} columns"
+        assert own.dtype == FLOAT32, f"partial sums in {own.dtype}"
+        own, out = np.ascontiguousarray(own), np.empty(own.shape, kernel_dtype(dtype))
+        self._sum.sum(_kernels.address(own), _kernels.address(out), len(own), out.dtype == FLOAT32)
+        return converted(out, dtype)
 
 
 class JoinedHead:
@@ -64,21 +65,21 @@ class JoinedHead:
     """
 
     def __init__(
-        self, head: CppLinear, group: _kernels.RankGroup, logits: Tensor, columns: tuple[int, int], *, is_first: bool
+        self, head: CppLinear, group: _kernels.RankGroup, logits: Array, columns: tuple[int, int], *, is_first: bool
     ) -> None:
         self._head, self._group, self._logits, self._columns = head, group, logits, slice(*columns)
         self._is_first = is_first
         self.num_bytes = head.num_bytes
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None, /) -> Tensor:
+    def __call__(self, x: Array, addend: Array | None = None, /) -> Array:
         """Return [num_rows, vocab_size] on rank 0, of other ranks nothing: [0, vocab_size]."""
         assert addend is None, "an addend of a head that is split"
         max_rows = len(self._logits)
         if len(x) <= max_rows:
             return self._portion(x)
-        return torch.cat([self._portion(rows).clone() for rows in torch.split(x, max_rows)])
+        return np.concatenate([self._portion(x[i : i + max_rows]).copy() for i in range(0, len(x), max_rows)])
 
-    def _portion(self, x: Tensor) -> Tensor:
+    def _portion(self, x: Array) -> Array:
         self._group.meet()  # rank 0 reads the logits of the last call no more
         rows = self._logits[: len(x)]
         self._head(x, out=rows[:, self._columns])

@@ -1,13 +1,14 @@
 """Linear layers in C++ over weights that are packed once, at load, into huge pages; csrc/linear.cpp has the kernels."""
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT32, Array, DType, empty
 from quire.core.errors import ConfigError
+from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_packing import kernel_format, pack
-from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
-from quire.kernels.cpp.huge_pages import PackedMemory, huge_pages
+from quire.kernels.cpp.dtypes import address, is_in_rows, kernel_dtype, pair, row_stride
+from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
 
@@ -27,9 +28,9 @@ class CppLinear:
     def __init__(
         self,
         weight: LinearWeight,
-        bias: Tensor | None = None,
+        bias: Array | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: DType | None = None,
         activation: Activation = "none",
         memory: PackedMemory | None = None,
     ) -> None:
@@ -42,13 +43,13 @@ class CppLinear:
         self._out_features, self._in_features = weight.out_features // num_layers, weight.in_features
         self._dtype = kernel_dtype(weight.value_dtype)
         self._out_dtype = dtype or weight.value_dtype
-        self._sum_dtype = torch.float32 if self._out_dtype != self._dtype else self._dtype  # as the kernel writes it
+        self._sum_dtype = FLOAT32 if self._out_dtype != self._dtype else self._dtype  # as the kernel writes it
         self._weight = pack(weight, self._dtype, num_layers, memory or PackedMemory())
         self.num_bytes = self._weight.packed.nbytes
-        self._bias = None if bias is None else bias.float().contiguous()
+        self._bias = None if bias is None else np.ascontiguousarray(converted(bias, FLOAT32))
         self._multiply = _MULTIPLY[self._dtype]
         self._activation = getattr(_kernels.Activation, activation)
-        self._addresses = self._weight.packed.data_ptr(), address(self._bias)
+        self._addresses = address(self._weight.packed), address(self._bias)
 
     @property
     def weights(self) -> _kernels.LinearWeights:
@@ -63,7 +64,7 @@ class CppLinear:
         return self._addresses[0]
 
     @property
-    def kernel_dtype(self) -> torch.dtype:
+    def kernel_dtype(self) -> DType:
         """The dtype in which the kernel takes rows."""
         return self._dtype
 
@@ -72,7 +73,7 @@ class CppLinear:
         """Inputs and outputs of a row."""
         return self._in_features, self._out_features
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None, /, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Array, addend: Array | None = None, /, out: Array | None = None) -> Array:
         """Multiply all rows in one call; how many there are changes no row.
 
         addend: float32 [num_rows, rows of the weight], added to the sums before the bias; rows may have gaps.
@@ -80,34 +81,34 @@ class CppLinear:
         """
         num_rows, width = x.shape
         if addend is not None:
-            assert addend.dtype == torch.float32, f"an addend of {addend.dtype}"
-            assert addend.shape == (num_rows, self._out_features * self._num_layers), f"an addend {tuple(addend.shape)}"
-            assert addend.stride(1) == 1, "an addend with gaps between outputs"
-        assert width == self._in_features, f"{tuple(x.shape)} for {self._in_features} inputs"
-        if x.dtype != self._dtype or x.stride(1) != 1:
-            x = x.to(self._dtype).contiguous()
+            assert addend.dtype == FLOAT32, f"an addend of {addend.dtype}"
+            assert addend.shape == (num_rows, self._out_features * self._num_layers), f"an addend {addend.shape}"
+            assert is_in_rows(addend), "an addend with gaps between outputs"
+        assert width == self._in_features, f"{x.shape} for {self._in_features} inputs"
+        if x.dtype != self._dtype or (x.strides[1] != x.itemsize and x.size):
+            x = np.ascontiguousarray(converted(x, self._dtype))
         if out is None:
-            out = torch.empty(num_rows, self._out_features, dtype=self._sum_dtype)
+            out = np.empty((num_rows, self._out_features), self._sum_dtype)
         assert (out.dtype, out.shape) == (self._sum_dtype, (num_rows, self._out_features)), f"{out.dtype} {out.shape}"
-        assert out.stride(1) == 1, "a result with gaps between outputs"
+        assert out.strides[1] == out.itemsize or not out.size, "a result with gaps between outputs"
         self._multiply(
-            x.data_ptr(),
+            _kernels.address(x),
             num_rows,
             width,
-            x.stride(0),
+            x.strides[0] // x.itemsize,
             self._addresses[0],
             self._out_features,
             self._addresses[1],
-            out.data_ptr(),
-            out.stride(0),
-            self._sum_dtype == torch.float32,
+            _kernels.address(out),
+            out.strides[0] // out.itemsize,
+            self._sum_dtype == FLOAT32,
             self._activation,
             *self._weight.format,
-            0 if addend is None else addend.data_ptr(),
-            0 if addend is None else addend.stride(0),
+            0 if addend is None else address(addend),
+            0 if addend is None else row_stride(addend),
             0,
         )
-        return out if self._sum_dtype == self._out_dtype else out.to(self._out_dtype)
+        return out if self._sum_dtype == self._out_dtype else converted(out, self._out_dtype)
 
 
 class CppHead(CppLinear):
@@ -117,15 +118,15 @@ class CppHead(CppLinear):
     pages faulted. The buffer has twice the rows when it must grow; pages that were never written to take no memory.
     """
 
-    def __init__(self, weight: LinearWeight, bias: Tensor | None = None, *, memory: PackedMemory | None = None) -> None:
-        super().__init__(weight, bias, dtype=torch.float32, memory=memory)
-        self._logits = torch.empty(0)  # float32, at least the most rows so far x out_features
+    def __init__(self, weight: LinearWeight, bias: Array | None = None, *, memory: PackedMemory | None = None) -> None:
+        super().__init__(weight, bias, dtype=FLOAT32, memory=memory)
+        self._logits = np.empty(0, FLOAT32)  # float32, at least the most rows so far x out_features
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None, /, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Array, addend: Array | None = None, /, out: Array | None = None) -> Array:
         """Multiply all rows as `CppLinear` does; without `out` the result is defined until the next call."""
         if out is None:
             size = len(x) * self._out_features
             if size > len(self._logits):
-                self._logits = huge_pages(2 * size, torch.float32)
-            out = self._logits[:size].view(len(x), self._out_features)
+                self._logits = empty(2 * size, FLOAT32)
+            out = self._logits[:size].reshape(len(x), self._out_features)
         return super().__call__(x, addend, out=out)

@@ -1,16 +1,17 @@
 """Packed weights of linear layers: strips of 16 outputs, laid out as csrc/packing.hpp says."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import UINT8, Array, DType, concatenated
+from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.dtypes import address, pair
+from quire.kernels.cpp.dtypes import address, pair, row_stride
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear_weight import DENSE, LinearWeight
-from quire.kernels.quantized import in_group_order
 
 STRIP_ROWS = 16
 _PACK, _PACKED_SIZE = pair("pack"), pair("packed_size")
@@ -19,9 +20,9 @@ _PACK, _PACKED_SIZE = pair("pack"), pair("packed_size")
 class PackedWeight(NamedTuple):
     """A packed weight, and how the extension is to take it."""
 
-    packed: Tensor
+    packed: Array
     format: tuple[int, _kernels.Quantization]
-    kept: tuple[Tensor | None, ...] = ()  # `format` has their addresses
+    kept: tuple[Array | None, ...] = ()  # `format` has their addresses
 
 
 def kernel_format(weight: LinearWeight) -> str:
@@ -29,21 +30,21 @@ def kernel_format(weight: LinearWeight) -> str:
     return f"{weight.format}_a8" if weight.activation_group_size else weight.format
 
 
-def pack(weight: LinearWeight, dtype: torch.dtype, num_layers: int, memory: PackedMemory) -> PackedWeight:
+def pack(weight: LinearWeight, dtype: DType, num_layers: int, memory: PackedMemory) -> PackedWeight:
     """Return a weight packed into `memory`, a dense one in `dtype`; the strips of two layers alternate."""
     if weight.format == DENSE:
-        return _pack_dense([part.to(dtype) for part in weight.dense_parts()], num_layers, memory)
+        return _pack_dense([converted(part, dtype) for part in weight.dense_parts()], num_layers, memory)
     if weight.activation_group_size:
         return _pack_quantized(weight, num_layers, memory)
     return _pack_expanded(weight, num_layers, memory)
 
 
-def _pack_dense(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) -> PackedWeight:
+def _pack_dense(parts: Sequence[Array], num_layers: int, memory: PackedMemory) -> PackedWeight:
     layer_rows, width, dtype = sum(map(len, parts)) // num_layers, parts[0].shape[1], parts[0].dtype
     packed = memory.take(num_layers * _PACKED_SIZE[dtype](layer_rows, width), dtype)
 
-    def pack_piece(piece: Tensor, row: int, place: Tensor) -> None:
-        _PACK[dtype](piece.data_ptr(), piece.stride(0), *piece.shape, place.data_ptr(), num_layers)
+    def pack_piece(piece: Array, row: int, place: Array) -> None:
+        _PACK[dtype](address(piece), row_stride(piece), *piece.shape, address(place), num_layers)
 
     _pack_pieces(parts, num_layers, packed, _PACKED_SIZE[dtype](1, width), pack_piece)
     tag = _kernels.WEIGHT_FORMATS[DENSE]
@@ -53,7 +54,7 @@ def _pack_dense(parts: Sequence[Tensor], num_layers: int, memory: PackedMemory) 
 def _pack_quantized(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
     """Return a weight of integers for int8 activations: its groups are those of the activations."""
     weight, long_order = in_group_order(weight)
-    order = None if long_order is None else long_order.int()
+    order = None if long_order is None else long_order.astype(np.int32)
     quantization = _quantization(weight, weight.activation_group_size, order=order)
     kernel = _kernels.WEIGHT_FORMATS[kernel_format(weight)], quantization
     pack, scales_at = _kernels.pack_quantized, (weight.num_groups, min(weight.group_size, weight.in_features))
@@ -61,11 +62,27 @@ def _pack_quantized(weight: LinearWeight, num_layers: int, memory: PackedMemory)
     return PackedWeight(packed, kernel, (order,))
 
 
+def in_group_order(weight: LinearWeight) -> tuple[LinearWeight, Array | None]:
+    """Return a weight with groups of consecutive inputs, and the order int64 [in_features] in which it has the inputs.
+
+    The order is None where groups are consecutive already. Groups keep their sizes, which must be those of consecutive
+    ones.
+    """
+    if weight.group_index is None:
+        return weight, None
+    order = np.argsort(weight.group_index, kind="stable")
+    consecutive = np.arange(weight.in_features) // weight.group_size
+    assert np.array_equal(weight.group_index[order], consecutive), "groups of other sizes than consecutive ones"
+    return replace(weight, data=tuple(part[:, order] for part in weight.data), group_index=None), order
+
+
 def _pack_expanded(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
     """Return a weight that is expanded while it is multiplied: its inputs keep their order, and so do sums."""
-    groups = None if weight.group_index is None else weight.group_index.contiguous()
+    groups = None if weight.group_index is None else np.ascontiguousarray(weight.group_index)
     assert groups is None or 0 <= groups.min() <= groups.max() < weight.num_groups, "an input of no group"
-    codebook = None if weight.codebook is None else weight.codebook.masked_fill(weight.codebook.isnan(), torch.nan)
+    codebook = weight.codebook
+    if codebook is not None:
+        codebook = np.where(np.isnan(codebook), np.float32(np.nan), codebook)
     quantization = _quantization(weight, weight.group_size, groups=groups, codebook=codebook)
     kernel = _kernels.WEIGHT_FORMATS[kernel_format(weight)], quantization
     packed = _pack_strips(weight, kernel, num_layers, memory, _kernels.expanded_size, _kernels.pack_expanded)
@@ -80,40 +97,40 @@ def _pack_strips(
     size: Callable[..., int],
     pack: Callable[..., None],
     scales_at: tuple[int, ...] = (),
-) -> Tensor:
+) -> Array:
     """Return the strips of a quantized weight. `size` and `pack` are of the extension, as is `scales_at` for `pack`."""
     scales, offsets = _headers(weight)
     layer_rows, width = weight.out_features // num_layers, weight.in_features
-    packed = memory.take(num_layers * size(*kernel, layer_rows, width), torch.uint8)
+    packed = memory.take(num_layers * size(*kernel, layer_rows, width), UINT8)
 
-    def pack_piece(piece: Tensor, row: int, place: Tensor) -> None:
-        rows = piece.data_ptr(), piece.stride(0), len(piece), width
-        headers = scales[row].data_ptr(), address(None if offsets is None else offsets[row])
-        pack(*kernel, *rows, *headers, *scales_at, place.data_ptr(), num_layers)
+    def pack_piece(piece: Array, row: int, place: Array) -> None:
+        rows = address(piece), row_stride(piece), len(piece), width
+        headers = address(scales[row:]), address(None if offsets is None else offsets[row:])
+        pack(*kernel, *rows, *headers, *scales_at, address(place), num_layers)
 
     _pack_pieces(weight.data, num_layers, packed, size(*kernel, 1, width), pack_piece)
     return packed
 
 
-def _headers(weight: LinearWeight) -> tuple[Tensor, Tensor | None]:
+def _headers(weight: LinearWeight) -> tuple[Array, Array | None]:
     """Return the scales, and the zero points or minimums unless one zero point serves all."""
     assert weight.scales is not None
-    offsets = weight.zero_points if isinstance(weight.zero_points, Tensor) else weight.minimums
-    return weight.scales.contiguous(), None if offsets is None else offsets.contiguous()
+    offsets = weight.zero_points if isinstance(weight.zero_points, np.ndarray) else weight.minimums
+    return np.ascontiguousarray(weight.scales), None if offsets is None else np.ascontiguousarray(offsets)
 
 
 def _quantization(
     weight: LinearWeight,
     group_size: int,
     *,
-    order: Tensor | None = None,
-    groups: Tensor | None = None,
-    codebook: Tensor | None = None,
+    order: Array | None = None,
+    groups: Array | None = None,
+    codebook: Array | None = None,
 ) -> _kernels.Quantization:
     offsets, zero = _kernels.Offsets.zero_point, 0
     if weight.minimums is not None:
         offsets = _kernels.Offsets.minimums
-    elif isinstance(weight.zero_points, Tensor):
+    elif isinstance(weight.zero_points, np.ndarray):
         offsets = _kernels.Offsets.zero_points
     elif weight.zero_points is not None:
         zero = weight.zero_points
@@ -122,11 +139,11 @@ def _quantization(
 
 
 def _pack_pieces(
-    parts: Sequence[Tensor],
+    parts: Sequence[Array],
     num_layers: int,
-    packed: Tensor,
+    packed: Array,
     strip_size: int,
-    pack_piece: Callable[[Tensor, int, Tensor], None],
+    pack_piece: Callable[[Array, int, Array], None],
 ) -> None:
     """Call pack_piece(rows, the first one's number in the weight, their place in `packed`) for all parts.
 
@@ -135,13 +152,13 @@ def _pack_pieces(
     layer_rows = sum(map(len, parts)) // num_layers
     places = _places(parts, layer_rows)
     if any(first_row % STRIP_ROWS for _, first_row, _ in places):
-        places = _places([torch.cat(list(parts))], layer_rows)
+        places = _places([concatenated(list(parts))], layer_rows)
     for layer, first_row, piece in places:
         place = packed[(first_row // STRIP_ROWS * num_layers + layer) * strip_size :]
-        pack_piece(piece.contiguous(), layer * layer_rows + first_row, place)
+        pack_piece(np.ascontiguousarray(piece), layer * layer_rows + first_row, place)
 
 
-def _places(parts: Sequence[Tensor], layer_rows: int) -> list[tuple[int, int, Tensor]]:
+def _places(parts: Sequence[Array], layer_rows: int) -> list[tuple[int, int, Array]]:
     """Cut parts where a layer ends; return the layer of each piece, its first row in there, and the piece."""
     places, row = [], 0
     for part in parts:

@@ -4,12 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from quire.core.arrays import FLOAT32, Array
 from quire.kernels.cpp import _kernels
-from quire.kernels.logits import Penalties, num_words
+from quire.kernels.cpp.dtypes import is_in_rows, row_stride
+from quire.kernels.logits import (
+    Penalties,
+    add_bias,
+    forbid_tokens,
+    forbid_while_any_is_left,
+    keep_tokens,
+    num_words,
+)
 from quire.kernels.ranking import TopLogprobs, empty
 from quire.kernels.sampling import SETTINGS, SamplingOps
 
@@ -19,7 +26,7 @@ _COLUMNS = {  # SETTINGS as the kernel takes them
 }  # fmt: skip
 
 
-def choose_tokens(logits: Tensor, draws: NDArray[np.void] | None = None) -> NDArray[np.int64]:
+def choose_tokens(logits: Array, draws: NDArray[np.void] | None = None) -> NDArray[np.int64]:
     """Choose what `sampling.choose_tokens` chooses; of a row with NaN, its first NaN."""
     logits = _in_rows(logits)
     num_rows, vocab_size = logits.shape
@@ -31,9 +38,10 @@ def choose_tokens(logits: Tensor, draws: NDArray[np.void] | None = None) -> NDAr
         assert draws["top_ks"].min(initial=1) > 0, f"top_k {draws['top_ks'].min()}"
         for index, (name, dtype) in enumerate(_COLUMNS.items()):
             columns.append(np.ascontiguousarray(draws[name], dtype))
-            addresses[index] = columns[index].__array_interface__["data"][0]
-    addresses[-1] = tokens.__array_interface__["data"][0]
-    _kernels.choose_tokens(logits.data_ptr(), num_rows, vocab_size, logits.stride(0), *addresses)
+            addresses[index] = _kernels.address(columns[index])
+    addresses[-1] = _kernels.address(tokens)
+    stride = logits.strides[0] // logits.itemsize
+    _kernels.choose_tokens(_kernels.address(logits), num_rows, vocab_size, stride, *addresses)
     return tokens
 
 
@@ -44,14 +52,14 @@ def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[n
     assert indices.dtype == np.int64, f"indices {indices.dtype}"
     assert seeds.shape == indices.shape == numbers.shape
     _kernels.draw_uniforms(
-        seeds.__array_interface__["data"][0], indices.__array_interface__["data"][0], len(indices),
-        numbers.__array_interface__["data"][0],
+        _kernels.address(seeds), _kernels.address(indices), len(indices),
+        _kernels.address(numbers),
     )  # fmt: skip
     return numbers
 
 
 def top_logprobs(
-    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
+    logits: Array, rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> TopLogprobs:
     """Return what `ranking.top_logprobs` returns."""
     logits, num = _in_rows(logits), len(rows)
@@ -62,61 +70,62 @@ def top_logprobs(
         assert each.max(initial=0) <= limit or not num, f"{each.max()} is above {limit}"
     answer = empty(counts)
     _kernels.top_logprobs(
-        logits.data_ptr(),
+        _kernels.address(logits),
         vocab_size,
-        logits.stride(0),
+        row_stride(logits),
         num,
-        _address(rows),
-        _address(tokens),
-        _address(counts),
+        _kernels.address(rows),
+        _kernels.address(tokens),
+        _kernels.address(counts),
         answer.token_ids.shape[1],
-        _address(answer.token_ids),
-        _address(answer.logprobs),
-        _address(answer.ranks),
+        _kernels.address(answer.token_ids),
+        _kernels.address(answer.logprobs),
+        _kernels.address(answer.ranks),
     )
     return answer
 
 
-def penalize(logits: Tensor, penalties: Penalties) -> None:
+def penalize(logits: Array, penalties: Penalties) -> None:
     """Edit what `logits.penalize` edits. Known tokens are below the vocabulary's size: they have been embedded."""
     logit_rows, token_ids, token_rows, num_tokens, num_prompt_tokens, *factors = penalties
-    assert logits.dtype == torch.float32
-    assert logits.stride(1) == 1, "rows with gaps cannot be edited in place"
+    assert logits.dtype == FLOAT32
+    assert is_in_rows(logits), "rows with gaps cannot be edited in place"
     assert token_ids.dtype == np.int32
     assert token_ids.strides[1] == token_ids.itemsize, "tokens of a row stand together"
     num = len(logit_rows)
     columns = (logit_rows, token_rows, num_tokens, num_prompt_tokens, *factors)
     arrays = _arrays(columns, (np.int64,) * 4 + (np.float32,) * 3, num)
     _kernels.penalize(
-        logits.data_ptr(),
-        logits.stride(0),
+        _kernels.address(logits),
+        row_stride(logits),
         logits.shape[1],
-        _address(token_ids),
+        _kernels.address(token_ids),
         token_ids.strides[0] // token_ids.itemsize,
         num,
-        *map(_address, arrays),
+        *map(_kernels.address, arrays),
     )
 
 
-def mask_logits(logits: Tensor, rows: NDArray[np.int64], bits: NDArray[np.uint32]) -> None:
+def mask_logits(logits: Array, rows: NDArray[np.int64], bits: NDArray[np.uint32]) -> None:
     """Edit what `logits.mask_logits` edits."""
     num, (num_rows, vocab_size) = len(rows), logits.shape
-    assert logits.dtype == torch.float32
-    assert logits.stride(1) == 1, "rows with gaps cannot be edited in place"
+    assert logits.dtype == FLOAT32
+    assert is_in_rows(logits), "rows with gaps cannot be edited in place"
     assert rows.min(initial=0) >= 0, f"row {rows.min()}"
     assert rows.max(initial=0) < num_rows or not num, f"row {rows.max()} of {num_rows}"
     assert bits.dtype == np.uint32, f"masks of {bits.dtype}"
     assert bits.shape[0] == num, f"{len(bits)} masks for {num} rows"
     assert bits.shape[1] >= num_words(vocab_size), f"{bits.shape[1]} words for {vocab_size} tokens"
     (rows,), bits = _arrays((rows,), (np.int64,), num), np.ascontiguousarray(bits)
-    sizes = vocab_size, logits.stride(0), num
-    _kernels.mask_logits(logits.data_ptr(), *sizes, _address(rows), _address(bits), bits.shape[1])
+    sizes, at = (vocab_size, row_stride(logits), num), _kernels.address
+    _kernels.mask_logits(at(logits), *sizes, at(rows), at(bits), bits.shape[1])
 
 
-def _in_rows(logits: Tensor) -> Tensor:
+def _in_rows(logits: Array) -> Array:
     """Return [num_rows, vocab] with the logits of a row end to end."""
-    assert logits.dtype == torch.float32, f"logits {logits.dtype}"
-    return logits if logits.stride(1) == 1 else logits.contiguous()
+    assert logits.dtype == FLOAT32, f"logits {logits.dtype}"
+    is_in_rows = logits.strides[1] == logits.itemsize or not logits.size
+    return logits if is_in_rows else np.ascontiguousarray(logits)
 
 
 def _arrays(columns: Sequence[Any], dtypes: Sequence[type[np.generic]], count: int) -> list[NDArray[Any]]:
@@ -125,10 +134,7 @@ def _arrays(columns: Sequence[Any], dtypes: Sequence[type[np.generic]], count: i
     return [np.ascontiguousarray(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
 
 
-def _address(values: NDArray[Any]) -> int:
-    """Return where an array's elements begin."""
-    address: int = values.__array_interface__["data"][0]
-    return address
-
-
-OPS = SamplingOps(choose_tokens, uniforms, top_logprobs, penalize, mask_logits)
+OPS = SamplingOps(
+    choose_tokens, uniforms, top_logprobs, penalize, mask_logits, keep_tokens, forbid_tokens, forbid_while_any_is_left,
+    add_bias,
+)  # fmt: skip

@@ -10,9 +10,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from quire.core.arrays import FLOAT32, Array, DType
 from quire.kernels import program as ops
 from quire.kernels import special_ops
 from quire.kernels.cpp import _kernels
@@ -68,11 +68,13 @@ class View(NamedTuple):
     width: int
     head_dim: int | None  # None: [num_tokens, width]; else [num_tokens, heads, head_dim]
 
-    def of(self, memory: Tensor) -> Tensor:
+    def of(self, memory: Array) -> Array:
         if self.head_dim is None and self.width == memory.shape[1]:
             return memory
         columns = memory[:, self.offset : self.offset + self.width]
-        return columns if self.head_dim is None else columns.view(len(memory), -1, self.head_dim)
+        if self.head_dim is None:
+            return columns
+        return columns.reshape(len(memory), self.width // self.head_dim, self.head_dim)
 
 
 class Buffers:
@@ -156,7 +158,7 @@ class Buffers:
 class FusedOps:
     """A stretch of ops in one call. Keeps the ops: the extension reads their memory."""
 
-    def __init__(self, stretch: Sequence[Op], alive: frozenset[str], dtype: torch.dtype) -> None:
+    def __init__(self, stretch: Sequence[Op], alive: frozenset[str], dtype: DType) -> None:
         self.name = f"{stretch[0].name} to {stretch[-1].name}"
         self._ops, self._dtype = tuple(stretch), dtype
         buffers = Buffers()
@@ -166,7 +168,7 @@ class FusedOps:
         self._externals = buffers.externals(self._outputs.values())
         self._cache_ops = {op.layer: op for op in stretch if isinstance(op, ops.AttentionOp | ops.RotaryWriteOp)}
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
-        self._keys: Sequence[Tensor] | None = None  # the caches that the extension has addresses of
+        self._keys: Sequence[Array] | None = None  # the caches that the extension has addresses of
         self._linears = buffers.linears
         self._factors = WeakKeyDictionary[AdapterWeights, _kernels.AdapterFactors]()
 
@@ -176,30 +178,30 @@ class FusedOps:
             self._use_caches(inputs)
         num_tokens, positions, slots = inputs.metadata.num_tokens, inputs.positions, inputs.slot_mapping
         assert num_tokens == len(positions) == len(slots)
-        assert positions.dtype == slots.dtype == torch.int64
-        assert positions.is_contiguous(), "positions with gaps"
-        assert slots.is_contiguous(), "slots with gaps"
-        tensors, addresses = dict[int, Tensor](), list[int]()
+        assert positions.dtype == slots.dtype == np.int64
+        assert positions.flags.c_contiguous, "positions with gaps"
+        assert slots.flags.c_contiguous, "slots with gaps"
+        arrays, addresses = dict[int, Array](), list[int]()
         for index, (name, width) in self._externals.items():
             if name is None:
-                rows = torch.empty(num_tokens, width, dtype=self._dtype)
+                rows = np.empty((num_tokens, width), self._dtype)
             else:
-                rows = activations[name].flatten(1).contiguous()
-                assert rows.shape == (num_tokens, width), f"{tuple(rows.shape)} for {num_tokens} rows of {width}"
+                rows = np.ascontiguousarray(activations[name]).reshape(num_tokens, width)
+                assert rows.shape == (num_tokens, width), f"{rows.shape} for {num_tokens} rows of {width}"
                 assert rows.dtype == self._dtype, f"{rows.dtype} for ops in {self._dtype}"
-            tensors[index] = rows
-            addresses.append(rows.data_ptr())
+            arrays[index] = rows
+            addresses.append(_kernels.address(rows))
         assert num_tokens == 0 or len(set(addresses)) == len(addresses), "two activations in the same memory"
-        step = num_tokens, positions.data_ptr(), slots.data_ptr(), *metadata_arguments(inputs.metadata)
+        step = num_tokens, _kernels.address(positions), _kernels.address(slots), *metadata_arguments(inputs.metadata)
         if inputs.adapters is None:
             self._program.run(addresses, *step)
         else:
             adapters, of_row, *_ = inputs.adapters
-            assert (of_row.dtype, of_row.shape) == (torch.int32, (num_tokens,)), "an adapter for each row"
+            assert (of_row.dtype, of_row.shape) == (np.int32, (num_tokens,)), "an adapter for each row"
             factors = [self._factors_of(adapter) for adapter in adapters]
-            self._program.run_with_adapters(addresses, factors, of_row.data_ptr(), *step)
+            self._program.run_with_adapters(addresses, factors, _kernels.address(of_row), *step)
         for name, view in self._outputs.items():
-            activations[name] = view.of(tensors[view.base])
+            activations[name] = view.of(arrays[view.base])
 
     def _factors_of(self, adapter: AdapterWeights) -> _kernels.AdapterFactors:
         """Return an adapter's factors of the stretch's linear ops; they stay valid as long as the adapter."""
@@ -325,9 +327,9 @@ def _attention(op: ops.AttentionOp, buffers: Buffers) -> list[object]:
 
 def _position_scale(op: special_ops.PositionScaleOp, buffers: Buffers) -> list[object]:
     query = _read_heads(op.query, op.heads.num_heads, op.heads.head_dim, buffers)
-    assert op.factors.dtype == torch.float32
-    assert op.factors.is_contiguous()
-    return [_kernels.PositionScaleOp(query, op.factors.data_ptr())]
+    assert op.factors.dtype == FLOAT32
+    assert op.factors.flags.c_contiguous
+    return [_kernels.PositionScaleOp(query, _kernels.address(op.factors))]
 
 
 def _scale(op: special_ops.ScaleOp, buffers: Buffers) -> list[object]:
@@ -363,7 +365,7 @@ def _summed_linear(op: special_ops.SummedLinearOp, buffers: Buffers) -> list[obj
 
 
 def _count_layer(op: ops.CountLayerOp, buffers: Buffers) -> list[object]:
-    return [_kernels.CountLayerOp(op.progress.data_ptr())]
+    return [_kernels.CountLayerOp(_kernels.address(op.progress))]
 
 
 TRANSLATIONS: dict[type, Translation] = {

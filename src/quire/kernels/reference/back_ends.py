@@ -6,9 +6,9 @@ from functools import partial
 import torch
 
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cache_layout import PLAIN
 from quire.kernels.reference import paged_attention as attention
 from quire.kernels.reference.block_copy import copy_blocks
+from quire.kernels.reference.cache_layout import PLAIN
 from quire.kernels.reference.embedding import embed
 from quire.kernels.reference.experts import TorchExperts
 from quire.kernels.reference.kv_cache_write import write_kv
@@ -16,9 +16,11 @@ from quire.kernels.reference.linear import make_linear
 from quire.kernels.reference.low_rank import TorchUp
 from quire.kernels.reference.norm import TorchNorm
 from quire.kernels.reference.sampling import SAMPLING
+from quire.kernels.torch_arrays import TORCH_LIBRARY
 
 TORCH = BackEnd(
     name="torch",
+    library=TORCH_LIBRARY,
     linear=make_linear,
     head=partial(make_linear, dtype=torch.float32),
     low_rank_up=TorchUp,

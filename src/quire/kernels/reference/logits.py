@@ -50,3 +50,42 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor).to(device, non_blocking=True)
+
+
+Entries = tuple[Tensor, Tensor]  # row and token of each, both int64 [num], where the logits are
+
+
+def keep_tokens(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    """Set all other logits of these rows to minus infinity."""
+    places = _entries(logits, rows, tokens)
+    kept = logits[places]
+    logits.index_fill_(0, upload(np.unique(rows), logits.device), -torch.inf)
+    logits[places] = kept
+
+
+def forbid_tokens(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    """Set logits to minus infinity."""
+    logits[_entries(logits, rows, tokens)] = -torch.inf
+
+
+def forbid_while_any_is_left(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    """Set logits to minus infinity, except in rows that would have no other left; without waiting for the device."""
+    places = _entries(logits, rows, tokens)
+    before = logits[places]
+    logits[places] = -torch.inf
+    edited = upload(np.unique(rows), logits.device)
+    is_relaxed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    is_relaxed[edited] = logits[edited].amax(dim=1) == -torch.inf
+    logits[places] = torch.where(is_relaxed[places[0]], before, -torch.inf)
+
+
+def add_bias(
+    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], values: NDArray[np.float32]
+) -> None:
+    """Add values to logits."""
+    places = _entries(logits, rows, tokens)
+    logits[places] = logits[places] + upload(values, logits.device)
+
+
+def _entries(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Entries:
+    return upload(rows, logits.device), upload(tokens, logits.device)

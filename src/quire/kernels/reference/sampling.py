@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.philox import uniforms
-from quire.kernels.reference.logits import mask_logits, penalize
+from quire.kernels.reference.logits import (
+    add_bias,
+    forbid_tokens,
+    forbid_while_any_is_left,
+    keep_tokens,
+    mask_logits,
+    penalize,
+)
 from quire.kernels.reference.ranking import order_keys, top_logprobs, top_tokens
 from quire.kernels.sampling import SETTINGS, SamplingOps
 
@@ -101,4 +108,8 @@ SAMPLING = SamplingOps(
     top_logprobs=top_logprobs,
     penalize=penalize,
     mask_logits=mask_logits,
+    keep_tokens=keep_tokens,
+    forbid_tokens=forbid_tokens,
+    forbid_while_any_is_left=forbid_while_any_is_left,
+    add_bias=add_bias,
 )

@@ -79,7 +79,7 @@ def pack(weight: LinearWeight) -> PackedWeight:
     is_half = weight.format in (INT4, CODEBOOK4)
     longest = 128 if is_a8 else LEAST_SLICE if is_half else 64  # what is expanded takes registers
     length = max(LEAST_SLICE, min(longest, size & -size))
-    groups = F.pad(whole, (0, -weight.in_features % size)).view(weight.out_features, -1, size)
+    groups = F.pad(elements_of(weight), (0, -weight.in_features % size)).view(weight.out_features, -1, size)
     slices = F.pad(groups, (0, -size % length)).reshape(weight.out_features, -1, length)
     if is_half:
         slices = F.pad(slices, (0, 0, 0, slices.shape[1] % 2))

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-from quire.kernels import cache_layout, philox
+from quire.kernels import philox
+from quire.kernels.reference import logits
+from quire.kernels.reference.cache_layout import PLAIN
 from quire.kernels.sampling import SamplingOps
 from quire.kernels.triton import (
     few_rows,
@@ -30,7 +32,7 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
         "low_rank_up": triton_low_rank.KeptUp,
         "adapter_slots": partial(triton_low_rank.TritonSlots, is_exact=is_exact),
         "experts": triton_experts.TritonExperts,
-        "cache_layout": cache_layout.PLAIN,
+        "cache_layout": PLAIN,
         "paged_attention": partial(triton_attention.paged_attention, is_exact=is_exact),
         "write_kv": triton_kv_cache_write.write_kv,
         "copy_blocks": triton_block_copy.copy_blocks,
@@ -41,5 +43,9 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
             top_logprobs=triton_logits.top_logprobs,
             penalize=triton_logits.penalize,
             mask_logits=triton_logits.mask_logits,
+            keep_tokens=logits.keep_tokens,
+            forbid_tokens=logits.forbid_tokens,
+            forbid_while_any_is_left=logits.forbid_while_any_is_left,
+            add_bias=logits.add_bias,
         ),
     }

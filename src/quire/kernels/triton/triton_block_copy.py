@@ -6,9 +6,11 @@ would take longer than the bytes. A program moves 16 KiB at a time, 16 bytes to 
 processors are free for what is computed meanwhile: 512 KiB on their way are more than a bus of 64 GB/s holds.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.block_copy import by_block_bytes
@@ -19,7 +21,7 @@ COPY_PROGRAMS = 4096  # more would wait for these
 SWAP_PROGRAMS = 32
 
 
-def copy_blocks(sources: list[Tensor], targets: list[Tensor], src: Tensor, dst: Tensor) -> None:
+def copy_blocks(sources: list[Tensor], targets: list[Tensor], src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
     """Copy what `block_copy.copy_blocks` copies; of two pools, one may be pinned host memory.
 
     Where a block is both read and written, which no plan asks for, it is read first at the price of a second copy.
@@ -29,9 +31,9 @@ def copy_blocks(sources: list[Tensor], targets: list[Tensor], src: Tensor, dst: 
     device = sources[0].device if sources[0].is_cuda else targets[0].device
     is_swap = sources[0].data_ptr() != targets[0].data_ptr()
     if not is_swap and set(src.tolist()) & set(dst.tolist()):
-        plain.copy_blocks(sources, targets, src.to(device), dst.to(device))
+        plain.copy_blocks(sources, targets, src, dst)
         return
-    assert src.dtype == dst.dtype == torch.int64
+    assert src.dtype == dst.dtype == np.int64
     for block_bytes, own_sources, own_targets in by_block_bytes(sources, targets):
         _launch(own_sources, own_targets, src, dst, block_bytes, device, is_swap=is_swap)
 
@@ -39,8 +41,8 @@ def copy_blocks(sources: list[Tensor], targets: list[Tensor], src: Tensor, dst: 
 def _launch(
     sources: list[Tensor],
     targets: list[Tensor],
-    src: Tensor,
-    dst: Tensor,
+    src: NDArray[np.int64],
+    dst: NDArray[np.int64],
     block_bytes: int,
     device: torch.device,
     *,
@@ -49,7 +51,8 @@ def _launch(
     assert block_bytes % 8 == 0, f"blocks of {block_bytes} bytes"
     assert all(x.data_ptr() % 16 == 0 for x in sources + targets), "the kernel moves 16 bytes at a time"
     addresses = torch.tensor([[x.data_ptr() for x in tensors] for tensors in (sources, targets)])
-    table = torch.cat([addresses.flatten(), src, dst])  # int64: all that the kernel has to know, in one upload
+    places = torch.from_numpy(np.concatenate([src, dst]))
+    table = torch.cat([addresses.flatten(), places])  # int64: all that the kernel has to know, in one upload
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     num_words = block_bytes // 8

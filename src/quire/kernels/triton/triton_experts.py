@@ -52,7 +52,8 @@ class TritonExperts:
         if split.sums is None:
             return add_in_order(results, x.dtype, weights, shared)
         partial = add_in_order(results, split.sums.partial_dtype or x.dtype, weights, shared)
-        return split.sums(partial, x.dtype)
+        sums: Tensor = split.sums(partial, x.dtype)
+        return sums
 
 
 def _exchanged(own: Tensor, gather: GatherHook | None) -> Tensor:

@@ -1,0 +1,51 @@
+"""The kernels of the C++ back end as ops and layers of tensors."""
+
+from typing import Any
+
+from torch import Tensor
+
+from quire.kernels.cpp import (
+    cpp_attention,
+    cpp_block_copy,
+    cpp_cache_layout,
+    cpp_embedding,
+    cpp_experts,
+    cpp_kv_cache_write,
+    cpp_linear,
+    cpp_low_rank,
+    cpp_norm,
+    cpp_sampling,
+    dtypes,
+)
+from quire.kernels.torch_arrays import torch_dtype
+from support.on_tensors import arrays, on_tensors
+
+CppLinear, CppHead = on_tensors(cpp_linear.CppLinear), on_tensors(cpp_linear.CppHead)
+CppNorm, CppExperts, CppUp = map(on_tensors, (cpp_norm.CppNorm, cpp_experts.CppExperts, cpp_low_rank.CppUp))
+paged_attention, write_kv = on_tensors(cpp_attention.paged_attention), on_tensors(cpp_kv_cache_write.write_kv)
+embed, copy_blocks = on_tensors(cpp_embedding.embed), on_tensors(cpp_block_copy.copy_blocks)
+cache_shapes, uniforms = on_tensors(cpp_cache_layout.cache_shapes), cpp_sampling.uniforms
+
+
+def choose_tokens(logits: Tensor, draws: Any = None) -> Any:  # noqa: ANN401
+    """Choose tokens, which are an array for tensors, too."""
+    return cpp_sampling.choose_tokens(arrays(logits), draws)
+
+
+def top_logprobs(logits: Tensor, *args: Any, **named: Any) -> Any:  # noqa: ANN401
+    """Return arrays for tensors, too."""
+    return cpp_sampling.top_logprobs(arrays(logits), *args, **named)
+
+
+def penalize(logits: Tensor, *args: Any) -> None:  # noqa: ANN401
+    """Edit the tensor's memory."""
+    cpp_sampling.penalize(arrays(logits), *args)
+
+
+def mask_logits(logits: Tensor, *args: Any) -> None:  # noqa: ANN401
+    """Edit the tensor's memory."""
+    cpp_sampling.mask_logits(arrays(logits), *args)
+
+
+def kernel_dtype(dtype: object) -> object:
+    return torch_dtype(dtypes.kernel_dtype(arrays(dtype)))
