@@ -253,11 +253,22 @@ def _age_s(request: Request) -> float:
     return 0.0 if request.received_s is None else time.monotonic() - request.received_s
 
 
+def _write_stacks() -> NoReturn:
+    """Write the stacks of all threads whenever the server's stall watch requests them by SIGUSR1.
+
+    With Python's lock, unlike a handler of the signal: that would follow frames which other threads change meanwhile,
+    and has crashed the engine. A thread that keeps the lock is not seen, but kernels give it back.
+    """
+    while True:
+        signal.sigwait({signal.SIGUSR1})
+        if sys.stderr is not None:  # closed, if the server's is
+            faulthandler.dump_traceback()
+
+
 def main() -> None:
     """Serve the socket with the number given as the only argument."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if sys.stderr is not None:  # closed, if the server's is
-        faulthandler.register(signal.SIGUSR1)  # the server's stall watch requests the stacks of all threads
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # in all threads
+    threading.Thread(target=_write_stacks, name="stacks", daemon=True).start()
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
     threading.excepthook = _exit_with_thread
     connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
