@@ -120,17 +120,18 @@ def test_engine_that_dies_while_it_loads_is_dead() -> None:
 
 
 @LOOPS
-@pytest.mark.parametrize("patience_s", [0.0, 0.05], ids=["connecting", "loading"])
-def test_engine_that_nobody_waits_for_is_ended(
+@pytest.mark.parametrize("patience_s", [0.0, 0.05], ids=["at once", "waiting"])
+def test_engine_whose_start_is_cancelled_is_ended(
     factory: Callable[[], asyncio.AbstractEventLoop], patience_s: float
 ) -> None:
     options = EngineOptions()
     child = EngineProcess.spawn(options)
 
     async def run() -> None:
-        connecting = asyncio.create_task(EngineClient.connect(child, options, Recorder()))
-        await asyncio.sleep(patience_s)
-        connecting.cancel()
+        with stopped(child.process.pid):  # it cannot be ready before it is cancelled
+            connecting = asyncio.create_task(EngineClient.connect(child, options, Recorder()))
+            await asyncio.sleep(patience_s)
+            connecting.cancel()
         await connecting
 
     with asyncio.Runner(loop_factory=factory) as runner, pytest.raises(asyncio.CancelledError):
