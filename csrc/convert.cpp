@@ -11,7 +11,7 @@
 namespace quire {
 namespace {
 
-constexpr long VALUES_AT_ONCE = 1 << 18;  // that a thread converts at a time
+constexpr long VALUES_AT_ONCE = 1 << 18;  // a thread converts so many at a time
 constexpr std::uint32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff;
 
 std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }

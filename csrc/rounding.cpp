@@ -10,7 +10,7 @@
 namespace quire {
 namespace {
 
-constexpr long VALUES_AT_ONCE = 1 << 16;  // that a thread rounds at a time
+constexpr long VALUES_AT_ONCE = 1 << 16;  // a thread rounds so many at a time
 constexpr float SMALLEST_ABSMAX = 1e-30f;
 constexpr float WHOLE_NUMBERS = 1.5f * 8388608;  // from 2^23 to 2^24 float has nothing else
 constexpr float NARROW_SCALE = 0.9f;

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 START_LIMIT_S, ANSWER_LIMIT_S = 120.0, 60.0
 MB = 1e6
-TORCH = "torch"  # of `quire[torch]` alone
+TORCH = "torch"  # only `quire[torch]` brings it
 ISAS = "from quire.kernels.cpp import _kernels; print(*_kernels.usable_isas())"
 ALSO_INSTALLED = ("pip", "setuptools", "wheel")  # with the environment
 

@@ -1,6 +1,6 @@
 """Quire: an inference and serving engine for large language models that treats the KV cache as paged memory.
 
-Importing this package loads no torch: `LLM` is looked up on first use.
+Importing this package loads no engine: `LLM` is looked up on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:  # noqa: ANN401 (PEP 562 leaves no narrower type)
     """Load `LLM` when it is first asked for."""
     if name == "LLM":
-        with collections_paused():  # 170,000 objects come with torch: the collector takes 0.2 s to find no garbage
+        with collections_paused():  # among 100,000 objects the collector takes 40 ms of 340 to find no garbage
             from quire.llm import LLM  # noqa: PLC0415 (the point of this function)
         return LLM
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -1,6 +1,5 @@
 """What memory costs: bytes per token, requests that fit, and how much of a block's slots tokens fill over time."""
 
-
 import numpy as np
 import pytest
 

@@ -365,7 +365,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-FIRST = {family: case for case, (family, _) in reversed(CASES.items())}.values()  # of each class, its plainest model
+FIRST = {family: case for case, (family, _) in reversed(CASES.items())}.values()  # the plainest model of each class
 
 
 def on_both_back_ends(cases: Iterable[str], by_torch: Iterable[str] = FIRST) -> pytest.MarkDecorator:

@@ -1,6 +1,5 @@
 """Bounds of the history, and its privacy: a client learns nothing of the requests of other clients."""
 
-
 import tracemalloc
 
 import pytest

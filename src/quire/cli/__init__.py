@@ -1,1 +1,1 @@
-"""The command line: `quire serve`, `chat`, `generate`, `bench`. A command loads torch only when it needs a model."""
+"""The command line: `quire serve`, `chat`, `generate`, `bench`. A command loads the engine only if it needs a model."""

@@ -19,7 +19,7 @@ from quire.cli.flag_groups import VARIABLE_PREFIX, VLLM_FLAGS, variable_of
 from quire.core.optional_package import ARGUMENT_NAMES, load
 
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
-_MISSPELT = 0.9  # of difflib: a letter too many or too few
+_MISSPELT = 0.9  # a letter too many or too few
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 
 

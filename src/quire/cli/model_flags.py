@@ -33,7 +33,7 @@ class OfflineOptions(EngineOptions):
 
 
 def load(engine: EngineOptions) -> "LLM":
-    """Load the model, and torch with it, which is not imported before."""
+    """Load the model, and what computes with it, which is not imported before."""
     return quire.LLM(**asdict(engine))
 
 

@@ -1,3 +1,3 @@
-"""The version of Quire, for layers that must not import the package itself: it leads to `LLM`, and that to torch."""
+"""The version of Quire, for layers that must not import the package itself: it leads to `LLM`, and that to NumPy."""
 
 __version__ = "0.1.0"

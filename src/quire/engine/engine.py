@@ -21,7 +21,7 @@ from quire.execution.executor import Executor
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
 
-if TYPE_CHECKING:  # they load torch and llguidance, which a simulated engine does not need
+if TYPE_CHECKING:  # they load the kernels and llguidance, which a simulated engine does not need
     from quire.decoding.grammars.constrained import ConstrainedDecoding
     from quire.engine.adapters.store import AdapterStore
 

@@ -16,7 +16,7 @@ class ModelLimits:
     max_position_embeddings: int
     kv_bytes_per_token: int
     sliding_window: int | None
-    table_bytes_per_position: int = 0     # length of rotary tables
+    table_bytes_per_position: int = 0     # bytes of rotary tables
     default_positions: int | None = None  # the longest sequence unless max_model_len is set; None: the first field
     scratch_bytes: int = 0                # keys and values outside of the pool: a draft model's
     num_swap_shares: int = 1              # GPUs that divide the host's swap space, each with `kv_bytes_per_token`
@@ -72,7 +72,7 @@ def size_engine(
     free_bytes = max(0, free_bytes - limits.scratch_bytes)
     longest = _longest(options, limits)
     max_num_seqs = options.resolved_max_num_seqs
-    most_blocks = max_num_seqs * -(-longest // options.block_size)  # bytes that max_num_seqs sequences can use
+    most_blocks = max_num_seqs * -(-longest // options.block_size)  # what max_num_seqs sequences can use
     num_blocks = _num_blocks(options, limits, int(shared_bytes * share) // num_engines, most_blocks)
     block_bytes = options.block_size * limits.kv_bytes_per_token
     if num_blocks * block_bytes > free_bytes:

@@ -49,13 +49,11 @@ LOT_S = 0.01           # shorter steps are fitted in lots of this length, as one
 # drawing 8 tokens. Only the ratios count, and only until steps of a kind have been measured: then a chunk that is too
 # short costs little.
 GUESS = np.array([1.0, 1 / 4, 1 / 4 / 4000, 1 / 100_000, 1 / 8])
-
-
 _NUM_PRICES = len(GUESS)
 
 
 class _Step(NamedTuple):
-    """A step of entries at positions [starts[i], stops[i]), and how many tokens it has drawn."""
+    """A step of at least one entry, at positions [starts[i], stops[i]), and how many tokens it has drawn."""
 
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
@@ -111,7 +109,8 @@ class StepTimer:
     ) -> float | None:  # fmt: skip
         """Record a step of entries at positions [starts[i], stops[i]) that has drawn so many tokens.
 
-        Return measured over predicted seconds of the lot that it completes; None without a lot or a prediction.
+        At least one entry. Return measured over predicted seconds of the lot that it completes; None without a lot or
+        a prediction.
         """
         self._steps.append(_Step(starts, stops, num_samples))
         self._steps_s += seconds
@@ -172,12 +171,14 @@ def _error(kinds: list[_Measured], lots: list[_Lot]) -> float:
 
 def _lot(steps: list[_Step], seconds: float) -> _Lot:
     """Return what prices are multiplied with, over all of these steps."""
-    work = np.zeros(_NUM_PRICES)
-    for starts, stops, num_samples in steps:
-        counts = stops - starts
-        num_attended = int(counts @ (starts + stops + 1)) / 2
-        work += 1, max(int(counts.sum()) - num_samples, 0), num_attended, int(stops.sum()), num_samples
-    return _Lot(work, bool(work[1]), seconds)
+    starts, stops = (np.concatenate([step[side] for step in steps]) for side in (0, 1))
+    num_entries, num_samples = np.array([(len(step.starts), step.num_samples) for step in steps]).T
+    counts = stops - starts
+    num_tokens = np.add.reduceat(counts, num_entries.cumsum() - num_entries)                     # of each step
+    num_unsampled = int(np.maximum(num_tokens - num_samples, 0).sum())
+    num_attended = int(counts @ (starts + stops + 1)) / 2
+    work = np.array([len(steps), num_unsampled, num_attended, int(stops.sum()), int(num_samples.sum())], np.float64)
+    return _Lot(work, num_unsampled > 0, seconds)
 
 
 def _fitted(kinds: list[_Measured]) -> Floats:

@@ -1,6 +1,5 @@
 """Groups of caches for block copies: a copy kernel serves blocks of one size."""
 
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 

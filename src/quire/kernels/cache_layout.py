@@ -36,7 +36,7 @@ class CacheLayout:
     shapes: CacheShapes
     own_dtype: Callable[[DType], DType]
     dtypes: tuple[KVDtype, ...]
-    dtype_of: Callable[[str], DType]  # by its name
+    dtype_of: Callable[[str], DType]  # from a dtype's name
 
     def stored_dtype(self, model_dtype: DType, asked: str = "auto") -> KVDtype:
         """Return the storage of the cache of a model of `model_dtype`; ConfigError if `asked` is not served beside it.

@@ -62,7 +62,7 @@ def choose_back_end(
 def _plain(name: str) -> BackEnd:
     if find_spec("torch") is None:
         raise ConfigError(
-            f"there are no C++ kernels for this model here (install a wheel, or with a C++ compiler), and without them "
+            "there are no C++ kernels for this model here (install a wheel, or with a C++ compiler), and without them "
             f"{NEEDS_TORCH}"
         )
     from quire.kernels.reference.back_ends import REFERENCE, TORCH  # noqa: PLC0415 (loads torch)

@@ -1,6 +1,5 @@
 """Tables of embeddings: of floats, or as a checkpoint stores them."""
 
-
 from typing import Protocol, runtime_checkable
 
 from quire.kernels.tensors import Tensor

@@ -4,7 +4,6 @@ The router's scores are float32, the highest come first, and of equal ones the l
 in that order in float32, so that a row depends on itself alone. An expert without a row is not read.
 """
 
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 

@@ -1,6 +1,5 @@
 """Rotation of a layer's queries and keys, and storage of its keys and values: what all back ends read."""
 
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

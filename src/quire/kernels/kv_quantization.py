@@ -1,6 +1,5 @@
 """Scales of a layer's keys and values in 8 bits, where the cache stores none."""
 
-
 from typing import NamedTuple
 
 

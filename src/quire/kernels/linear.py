@@ -1,6 +1,5 @@
 """Linear layers: weights packed once, at load; a row's result does not depend on the other rows."""
 
-
 from typing import Literal, Protocol
 
 from quire.kernels.tensors import Tensor

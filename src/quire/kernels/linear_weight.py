@@ -21,7 +21,7 @@ from quire.core.errors import ConfigError
 DENSE = "dense"  # the format of unquantized weights
 INT8, INT4, FP8, CODEBOOK4 = "int8", "int4", "fp8", "codebook4"
 INTEGER_FORMATS = (INT8, INT4)
-ZERO_POINTS = {INT8: 128, INT4: 8}  # of weights that are quantized while they are loaded
+ZERO_POINTS = {INT8: 128, INT4: 8}  # where weights are quantized while they are loaded
 QUANTIZED_FORMATS = (INT8, INT4, FP8, CODEBOOK4)
 MAX_ACTIVATION_GROUP = 66_000  # inputs: sums of products of 8-bit integers stay below 2^31
 

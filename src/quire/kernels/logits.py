@@ -4,7 +4,6 @@ Edits are in place, of entries (rows[i], tokens[i]) of float32 logits [num_rows,
 named twice, and those of a row stand together.
 """
 
-
 from typing import NamedTuple
 
 import numpy as np

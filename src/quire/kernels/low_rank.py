@@ -6,7 +6,6 @@ Each product is of linear layers, a row of which does not depend on the other ro
 alone. Rows without an adapter get the addend -0, which changes no number.
 """
 
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

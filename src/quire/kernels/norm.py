@@ -1,6 +1,5 @@
 """Norms: RMSNorm and LayerNorm, optionally after adding the residual stream."""
 
-
 from typing import Protocol
 
 from quire.kernels.tensors import Tensor

@@ -1,6 +1,5 @@
 """Attention over paged keys and values (Kwon et al. 2023, section 4.1): a layer's choices and a step's inputs."""
 
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,6 +1,5 @@
 """Logprobs of the likeliest tokens of rows."""
 
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,7 +5,7 @@ import numpy as np
 from quire.core.arrays import FLOAT32, Array, address, empty
 from quire.kernels.cpp.isas import usable_isas
 
-POSITIONS_AT_ONCE = 1 << 12  # of NumPy: what is needed on the way stays small beside the table
+POSITIONS_AT_ONCE = 1 << 12  # so that what is needed on the way stays small beside the table
 
 
 def rotary_table(frequencies: Array, num_positions: int, scale: float = 1.0) -> Array:

@@ -1,6 +1,5 @@
 """Token sampling: the settings of a row's draw, and the ops of a back end."""
 
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

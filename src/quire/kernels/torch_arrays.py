@@ -12,7 +12,7 @@ from quire.core.arrays import BFLOAT16, FLOAT8_E4M3, Array, DType, bits
 from quire.kernels.linear_weight import LinearWeight, StoredTable
 
 _OWN_DTYPES: Mapping[DType, torch.dtype] = {BFLOAT16: torch.bfloat16, FLOAT8_E4M3: torch.float8_e4m3fn}
-_BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16}  # by bytes of an element
+_BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16}  # keyed by the bytes of an element
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

@@ -28,7 +28,7 @@ def inverse_frequencies(rotary: Rotary, num_positions: int) -> Array:
 def _inverse_frequencies(rotary: Rotary, num_positions: int) -> Array:
     exponents = np.arange(0, rotary.head_dim, 2, dtype=np.float32) / rotary.head_dim
     theta = np.float64(np.float32(_theta(rotary, num_positions)))
-    per_radian = np.array([theta ** np.float64(each) for each in exponents]).astype(np.float32)  # by the C library
+    per_radian = np.array([theta ** np.float64(each) for each in exponents]).astype(np.float32)  # the C library's pow
     if rotary.long is not None:
         divisors = rotary.long[1] if num_positions > rotary.long[0] else rotary.divisors
         return 1 / (np.array(divisors, FLOAT32) * per_radian)

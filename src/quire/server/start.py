@@ -1,7 +1,7 @@
 """Start of a server in the cheapest order: check options, bind the port, start the engines, then load the HTTP server.
 
-An engine's process loads torch and the weights while this one loads the HTTP server, so this module imports nothing
-heavy at the top.
+An engine's process loads its libraries and the weights while this one loads the HTTP server, so this module imports
+nothing heavy at the top.
 """
 
 import gc

@@ -34,7 +34,7 @@ class ReservingAdmission(AdmissionControl):
         assert isinstance(cache, ContiguousManager), "nothing is reserved in paged memory"
         super().__init__(queues, cache, config)
         self._chunks, self._policy = cache, cache.policy
-        self._is_fork_pending = False  # blocks of a running request, with sequences that have no chunks yet
+        self._is_fork_pending = False  # a running request has sequences that have no chunks yet
 
     def check_admissible(self, request: Request) -> None:
         """Raise ContextLengthError if there could never be a chunk for each sequence."""

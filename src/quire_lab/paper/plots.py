@@ -92,7 +92,7 @@ class Bars(NamedTuple):
 
 
 class LengthHistogram(NamedTuple):
-    """LengthHistogram of requests by their tokens, up to `longest`."""
+    """Histogram of requests by their tokens, up to `longest`."""
 
     title: str
     samples: Mapping[str, Sequence[int]]

@@ -27,7 +27,7 @@ from quire.model.spec import DecoderSpec
 from quire.model.weights import ungrouped
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-HEADER_BYTES = 16 << 20  # bound on a file of weights
+HEADER_BYTES = 16 << 20  # the longest header of a file of weights
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _TEXT_MODEL = "model.", ""  # prefixes of a text model alone, and of its base model
@@ -52,7 +52,7 @@ class AdapterTarget(NamedTuple):
     num_rows: int
     width: int
     inputs: Range
-    grouped: LinearShape | None = None  # order of rows that the checkpoint stores in groups
+    grouped: LinearShape | None = None  # shape of rows that the checkpoint stores in groups
 
     @property
     def num_outputs(self) -> int:

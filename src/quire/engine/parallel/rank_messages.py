@@ -116,7 +116,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
 
     version: str
     isas: tuple[str, ...]           # instruction sets of its CPU, the best first
-    options: EngineOptions | None = None  # number of its command; None: rank 0 has started it
+    options: EngineOptions | None = None  # as its command names them; None: rank 0 has started it
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):

@@ -80,7 +80,7 @@ class Transport(Protocol):
         """Return rank 0's exchange with ranks that have been started; `reset` connects them."""
 
     def place_of(self, peer: Peer) -> str:
-        """Return what a rank needs to find the exchange, as in `messages.Load`."""
+        """Return what a rank needs to find the exchange, as in `rank_messages.Load`."""
 
     def handles(self, peer: Peer, report: rank_messages.Report) -> bool:
         """Handle a report that comes unasked, in the thread that reads; return whether it was one."""

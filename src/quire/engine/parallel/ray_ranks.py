@@ -25,7 +25,7 @@ from quire.engine.parallel.addresses import RunAddress, checked_address
 from quire.engine.parallel.node import Members
 
 NODE_ID = "ray.io/node-id"      # Ray's label of every node
-CONNECT_TIMEOUT_S = 5.0         # port of a head at RAY_ADDRESS
+CONNECT_TIMEOUT_S = 5.0         # to reach the port of a head at RAY_ADDRESS
 KEY_BYTES = 32
 PLACE_SHARE = 0.5               # part of the start timeout, for Ray to find room
 DEFAULT_ADDRESS = "127.0.0.1"   # the default of master_addr: then Ray's own address of this machine is used

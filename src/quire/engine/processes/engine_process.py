@@ -267,7 +267,7 @@ def _write_stacks() -> NoReturn:
 
 def main() -> None:
     """Serve the socket with the number given as the only argument."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # in all threads
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # threads inherit the mask
     threading.Thread(target=_write_stacks, name="stacks", daemon=True).start()
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
     threading.excepthook = _exit_with_thread

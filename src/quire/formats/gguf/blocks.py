@@ -192,7 +192,7 @@ def _rows_of_blocks(type_name: str, rows: Array) -> tuple[int, int, int, int, in
     return _kernels.BLOCK_TYPES[type_name], address(rows), stride, num_rows, blocks_per_row
 
 
-@np.errstate(over="ignore", invalid="ignore")  # of scales that are no numbers
+@np.errstate(over="ignore", invalid="ignore")  # scales may be no numbers
 def reference(type_name: str, rows: Array) -> WeightBlocks:
     """Return the blocks in the bytes of some rows: the meaning of `read_blocks`."""
     blocks = _READERS[type_name](rows.reshape(-1, _LAYOUTS[type_name].block_bytes))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 WEIGHT_FORMATS: dict[str, int]
 KV_FORMATS: dict[str, int]
 BLOCK_TYPES: dict[str, int]  # by ggml's names
-VALUE_TYPES: dict[str, int]  # by the names of `quire.core.arrays.dtype_name`
+VALUE_TYPES: dict[str, int]  # keyed by `quire.core.arrays.dtype_name`
 
 def usable_isas() -> list[str]: ...
 def use_isa(name: str) -> None: ...

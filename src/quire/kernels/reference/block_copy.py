@@ -1,6 +1,5 @@
 """Block copies within the cache, or between it and the swap space: all copies of a step at once, in every layer."""
 
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor

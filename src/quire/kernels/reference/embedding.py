@@ -1,6 +1,5 @@
 """Embedding lookup of token ids, and of positions where they are learned."""
 
-
 from torch import Tensor
 
 from quire.kernels.embedding import Table

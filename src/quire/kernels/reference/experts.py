@@ -1,6 +1,5 @@
 """Mixtures of experts, an expert at a time."""
 
-
 from collections.abc import Sequence
 
 import torch

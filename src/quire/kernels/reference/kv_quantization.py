@@ -9,7 +9,6 @@ Kernels that multiply int8 elements as integers round what they are multiplied w
 `integer_queries` does it, softmax weights as `integer_weights` does it.
 """
 
-
 import torch
 from torch import Tensor
 

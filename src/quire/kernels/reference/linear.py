@@ -6,7 +6,6 @@ zero-padded: 64, and those smaller ones that a probe has found to give the same 
 (`equal_row_counts`). docs/decisions/0002 has the measurements.
 """
 
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,6 +1,5 @@
 """Edits of logits in place: masks of tokens that rows may draw, and penalties on tokens that they have."""
 
-
 from typing import Any
 
 import numpy as np

@@ -1,6 +1,5 @@
 """Low-rank addends of linear layers, and B of an adapter's module, in PyTorch."""
 
-
 import torch
 from torch import Tensor
 

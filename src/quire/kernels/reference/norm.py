@@ -4,7 +4,6 @@ Both reduce over the last, contiguous dimension only, which torch does row by ro
 row's width alone (tests/kernels/test_norm.py holds it to that).
 """
 
-
 from dataclasses import dataclass
 
 import torch

@@ -6,7 +6,6 @@ positions, every product of a layer has one shape, and a row one place in it, be
 order of a sum by both (docs/decisions/0002). So neither how a sequence is chunked nor what else runs changes a bit.
 """
 
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple

@@ -5,7 +5,6 @@ Sorting by float leaves the order of equal logits to the library. Packing the lo
 nothing open: no two keys of a row are equal.
 """
 
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

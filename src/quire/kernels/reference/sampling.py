@@ -4,7 +4,6 @@ A row is computed by itself, so its token is the same whatever the batch: softma
 decides (tested), sums in float64 one after the other.
 """
 
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -86,7 +86,7 @@ class SafetensorsCheckpoint:
         self._folder = folder
         self._files = _shards(folder)
         self._read: SafetensorsFile | None = None  # last
-        self._bytes_read = 0                       # of it, since its pages were dropped
+        self._bytes_read = 0                       # since the file's pages were dropped
 
     @property
     def names(self) -> Collection[str]:

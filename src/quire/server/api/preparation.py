@@ -67,6 +67,7 @@ _HEADER = HEADER.encode()
 CHARS_PER_TOKEN = 8     # about twice as many as texts have: an estimate refuses only what is far from its bound
 _MAX_DIGITS = len(str(MAX_DEADLINE_MS))
 
+
 class WithDeadlines(Protocol):
     """A body with the fields of deadlines."""
 
