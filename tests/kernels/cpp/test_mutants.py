@@ -76,8 +76,8 @@ MUTANTS = {
         (
             (
                 "products.hpp",
-                r"for \(long i = 0; i < steps; i\+\+\)",
-                r"for (long n = 0; n < steps; n++) if (const long i = rows == 1 ? steps - 1 - n : n; true)",
+                r"for \(long i = first; i < end; i\+\+\)",
+                r"for (long n = first; n < end; n++) if (const long i = rows == 1 ? first + end - 1 - n : n; true)",
             ),
         ),
         caught_by="test_cpp_linear.py::test_rows_have_the_same_bits_among_any_others",
