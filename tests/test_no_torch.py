@@ -96,7 +96,7 @@ def test_answers_have_the_same_bits_with_and_without(
 )
 def test_what_needs_it_says_so_in_one_line(flags: list[str], told: str, without_torch: dict[str, str]) -> None:
     done = ran(["-m", "quire", "generate", "--prompt", "a", *flags], without_torch)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -107,6 +107,6 @@ def test_where_there_are_no_kernels_either_it_is_said(without_torch: dict[str, s
         "from quire.cli.main import main\nmain()"
     )
     done = ran(["-c", code], without_torch)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("quire: there are no C++ kernels for this model here")
     assert done.stderr.count("\n") == 1

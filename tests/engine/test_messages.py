@@ -15,7 +15,7 @@ from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import WAIT_REASONS, Admission, SequenceDelta, TokenLogprobs
-from quire.core.errors import ConfigError, EngineError, ModelError
+from quire.core.errors import ConfigError, EngineError, ModelError, NotInstalledError
 from quire.core.frames import LENGTH_BYTES, frame, read_frame
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import KVStats
@@ -267,9 +267,14 @@ def test_part_of_a_frame_is_the_end_of_the_stream(num_bytes: int) -> None:
     assert read_frame(io.BytesIO(frame(Abort(1))[:num_bytes])) is None
 
 
-@pytest.mark.parametrize("kind", [ConfigError, ModelError])
+def _sent(error: Exception) -> EngineError:
+    message = failed(error)
+    return error_from(message.kind, message.message)
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ModelError, NotInstalledError])
 def test_what_a_user_can_mend_keeps_its_type_and_text(kind: type[EngineError]) -> None:
-    error = error_from(failed(kind("block_size must be 16")))
+    error = _sent(kind("block_size must be 16"))
     assert type(error) is kind
     assert str(error) == "block_size must be 16"
 
@@ -278,13 +283,13 @@ def test_kinds_of_what_a_user_can_mend_count_as_it() -> None:
     class NoWeightsError(ModelError):
         """A ModelError in particular."""
 
-    assert type(error_from(failed(NoWeightsError("no weights")))) is ModelError
+    assert type(_sent(NoWeightsError("no weights"))) is ModelError
 
 
 def test_every_other_error_is_a_fault_of_the_engine() -> None:
     message = failed(KeyError("row"))
     assert message == Failed(FAULT, "KeyError: 'row'")
-    assert type(error_from(message)) is EngineDeadError
+    assert type(error_from(message.kind, message.message)) is EngineDeadError
 
 
 @pytest.mark.parametrize("text", ["x" * 1_000_000, "/models/caf\udce9"], ids=["long", "a file's name"])

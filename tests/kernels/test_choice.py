@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, NotInstalledError
 from quire.kernels import choice
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
@@ -70,7 +70,7 @@ def test_unknown_name_is_refused_with_the_known_ones() -> None:
 
 def test_cuda_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs Triton; install quire\[gpu\]"):
+    with pytest.raises(NotInstalledError, match=r"needs Triton: pip install 'quire\[gpu\]'"):
         choose_back_end(torch.device("cuda"))
 
 

@@ -1,6 +1,7 @@
 """`quire`: the commands, and the one place that turns errors into exit codes.
 
-0: done. 1: an error with one line on stderr. 2: wrong usage. 130: interrupted. A traceback means a fault of Quire.
+0: done. 1: an error with one line on stderr. 2: wrong usage, or something is not installed. 130: interrupted. A
+traceback means a fault of Quire.
 """
 
 import os
@@ -13,7 +14,7 @@ import typer
 import quire
 from quire.cli.command import Command
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
-from quire.core.errors import EngineError
+from quire.core.errors import EngineError, NotInstalledError
 from quire.core.optional_package import COMMANDS, entry_points
 
 # What each command does, for a list of them: a command itself takes half a second to load.
@@ -84,4 +85,4 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer | None = None)
         sys.exit(1)
     except (EngineError, OSError) as error:
         print(f"quire: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, NotInstalledError) else 1)

@@ -13,6 +13,10 @@ class ConfigError(EngineError, ValueError):
     """A setting that cannot work. The text names the setting, its value and the nearest value that works."""
 
 
+class NotInstalledError(ConfigError):
+    """A setting needs an optional package, or the compiled kernels. The text has the command that installs them."""
+
+
 class ModelError(EngineError, ValueError):
     """A model folder that cannot be loaded: missing, broken, hostile or of an unknown architecture."""
 

@@ -6,24 +6,24 @@ from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution
 from typing import Any
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, NotInstalledError
 
 # Groups of `[project.entry-points]` in pyproject.toml: packages beside `quire`, which it must not import.
 COMMANDS, ARGUMENT_NAMES, SCHEDULERS = "quire.commands", "quire.argument_names", "quire.schedulers"
 
-
 NEEDS_TORCH = "this needs PyTorch: pip install 'quire[torch]'"
+NEEDS_KERNELS = "the C++ kernels were not built; install a wheel, or again where there is a C++ compiler"
 
 
 @contextmanager
 def needs_library(setting: str, library: str, requirement: str) -> Iterator[None]:
-    """Raise ConfigError "SETTING needs the package LIBRARY: pip install REQUIREMENT" if it is missing for an import."""
+    """Raise NotInstalledError "SETTING needs the package LIBRARY: pip install REQUIREMENT" if an import misses it."""
     try:
         yield
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] != library:
             raise
-        raise ConfigError(f"{setting} needs the package {library}: pip install {requirement}") from None
+        raise NotInstalledError(f"{setting} needs the package {library}: pip install {requirement}") from None
 
 
 @cache

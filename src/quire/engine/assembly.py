@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.core.errors import ConfigError, ModelError
-from quire.core.optional_package import needs_library
+from quire.core.errors import ModelError, NotInstalledError
+from quire.core.optional_package import NEEDS_KERNELS, needs_library
 from quire.core.sequence import Request
 from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
 from quire.engine.adapters.store import (
@@ -109,7 +109,7 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
     if options.tensor_parallel_size == 1:
         return None
     if not usable_isas():
-        raise ConfigError(f"tensor_parallel_size {options.tensor_parallel_size} needs the compiled C++ extension")
+        raise NotInstalledError(f"tensor_parallel_size {options.tensor_parallel_size}: {NEEDS_KERNELS}")
     from quire.engine.parallel.rank_choice import make_rank_set  # noqa: PLC0415 (imports the extension, as one rank does not)
 
     return make_rank_set(options)

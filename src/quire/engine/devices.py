@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, NotInstalledError
 from quire.core.optional_package import NEEDS_TORCH
 from quire.engine.options import EngineOptions
 from quire.execution.device import Device, HostDevice
@@ -40,7 +40,8 @@ def uses_gpu(options: EngineOptions) -> bool:
 def _open_gpu(options: EngineOptions) -> Device:
     missing = _what_cuda_lacks()
     if missing is not None:
-        raise ConfigError(f"device cuda: {missing}; use cpu or auto")
+        kind, what = missing
+        raise kind(f"device cuda: {what}; use cpu or auto")
     from quire.execution.cuda.cuda_device import CudaDevice  # noqa: PLC0415 (for the start on a CPU)
 
     return CudaDevice(
@@ -64,17 +65,18 @@ def _has_driver() -> bool:
     return any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg"))
 
 
-def _what_cuda_lacks() -> str | None:
+def _what_cuda_lacks() -> tuple[type[ConfigError], str] | None:
+    """Return what is missing, and the error that says so."""
     if importlib.util.find_spec("torch") is None:
-        return NEEDS_TORCH
+        return NotInstalledError, NEEDS_TORCH
     import torch  # noqa: PLC0415 (for the start on a CPU)
 
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
+        return ConfigError, f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
-        return "torch sees no GPU"
+        return ConfigError, "torch sees no GPU"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install quire[gpu])"
+        return NotInstalledError, "this needs Triton: pip install 'quire[gpu]'"
     if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
-        return "there is no C compiler, of which Triton makes its launcher; install gcc"
+        return ConfigError, "there is no C compiler, of which Triton makes its launcher; install gcc"
     return None

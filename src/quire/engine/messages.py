@@ -12,7 +12,7 @@ import msgspec
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.deltas import Admission, SequenceDelta, WaitReason
-from quire.core.errors import ConfigError, EngineError, ModelError
+from quire.core.errors import ConfigError, EngineError, ModelError, NotInstalledError
 from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.pooling import PoolerConfig
@@ -236,7 +236,9 @@ decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decod
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
-_USER_ERRORS: dict[str, type[EngineError]] = {error.__name__: error for error in (ConfigError, ModelError)}
+_USER_ERRORS: dict[str, type[EngineError]] = {
+    error.__name__: error for error in (NotInstalledError, ConfigError, ModelError)  # the first is one of the second
+}
 
 
 class EngineDeadError(EngineError):
@@ -250,6 +252,6 @@ def failed(error: Exception) -> Failed:
     return Failed(kind, text[:MAX_FAILURE_CHARS].encode(errors="replace").decode())  # file names may be invalid Unicode
 
 
-def error_from(message: Failed) -> EngineError:
-    """Return the error of a message."""
-    return _USER_ERRORS.get(message.kind, EngineDeadError)(message.message)
+def error_from(kind: str, text: str, fault: type[EngineError] = EngineDeadError) -> EngineError:
+    """Return the error of a message of that kind; `fault` is the type of one that is none of the user's."""
+    return _USER_ERRORS.get(kind, fault)(text)

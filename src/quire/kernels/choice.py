@@ -10,8 +10,8 @@ import logging
 from dataclasses import replace
 from importlib.util import find_spec
 
-from quire.core.errors import ConfigError
-from quire.core.optional_package import NEEDS_TORCH
+from quire.core.errors import ConfigError, NotInstalledError
+from quire.core.optional_package import NEEDS_KERNELS, NEEDS_TORCH
 from quire.kernels.back_end import BackEnd
 from quire.kernels.cpp.cpp_back_end import cpp_ops
 from quire.kernels.cpp.isas import usable_isas
@@ -43,7 +43,7 @@ def choose_back_end(
         return _plain(name)
     if not usable_isas():
         if name == "cpp" or isa != "auto":
-            raise ConfigError(f"cpu_isa {isa}: the C++ kernels were not built; install with a C++ compiler or use auto")
+            raise NotInstalledError(f"cpu_isa {isa}: {NEEDS_KERNELS}")
         plain = _plain("torch")
         log.warning("the C++ kernels were not built, PyTorch's serve: several times slower; a C++ compiler is missing")
         return plain
@@ -61,7 +61,7 @@ def choose_back_end(
 
 def _plain(name: str) -> BackEnd:
     if find_spec("torch") is None:
-        raise ConfigError(
+        raise NotInstalledError(
             "there are no C++ kernels for this model here (install a wheel, or with a C++ compiler), and without them "
             f"{NEEDS_TORCH}"
         )
@@ -78,7 +78,7 @@ def cuda_back_end(
     With an `attention` in place of Triton's, also where that is not installed, or where `is_exact` is asked for.
     """
     if find_spec("triton") is None:
-        raise ConfigError("device cuda needs Triton; install quire[gpu]")
+        raise NotInstalledError("device cuda needs Triton: pip install 'quire[gpu]'")
     from quire.kernels.reference.back_ends import TORCH  # noqa: PLC0415 (loads torch)
     from quire.kernels.triton import triton_attention, triton_back_end  # noqa: PLC0415 (an optional package)
 

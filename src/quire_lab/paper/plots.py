@@ -131,7 +131,7 @@ Panel = Lines | Bars | LengthHistogram | Blocks
 
 
 def drawn(panels: Sequence[Panel], note: str = "") -> "Figure":
-    """Return a plot of all panels, row by row, with a note above. ConfigError where matplotlib is not installed."""
+    """Return a plot of all panels, row by row, with a note above. NotInstalledError without matplotlib."""
     with needs_library("a plot", "matplotlib", "'quire[paper]', or use --no-plots"):
         import matplotlib as mpl  # noqa: PLC0415 (an optional library)
         from matplotlib.figure import Figure  # noqa: PLC0415

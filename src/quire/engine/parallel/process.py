@@ -56,8 +56,7 @@ def run_member(connection: int) -> NoReturn:
         if not isinstance(error, EngineError):
             logging.exception("the rank ends")
         failure = failed(error)
-        kind = "ConfigError" if isinstance(error, ConfigError) else failure.kind
-        agent.offer(rank_messages.Ended(kind, failure.message))
+        agent.offer(rank_messages.Ended(failure.kind, failure.message))
     os._exit(1)
 
 

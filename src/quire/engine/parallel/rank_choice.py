@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, NotInstalledError
 from quire.core.host_limits import num_threads
 from quire.core.optional_package import NEEDS_TORCH, needs_library
 from quire.engine.devices import uses_gpu
@@ -44,7 +44,7 @@ def make_rank_set(options: EngineOptions) -> RankSet:
 
 def _tcp(address: str) -> Transport:
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"ranks of several machines: {NEEDS_TORCH}")
+        raise NotInstalledError(f"ranks of several machines: {NEEDS_TORCH}")
     from quire.engine.parallel.tcp import Tcp  # noqa: PLC0415 (loads torch)
 
     return Tcp(address)
