@@ -22,6 +22,7 @@ import torch
 import typer
 from torch import Tensor
 
+from quire.core.arrays import dtype_name
 from quire.core.kv_dtypes import QUANTIZED, KVDtype
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
@@ -30,7 +31,6 @@ from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads, build_metadata
-from quire.kernels.tensors import dtype_name
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # as in bench-0.5b
 SPEC = AttentionSpec(Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), HEAD_DIM**-0.5)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from quire.core.arrays import (
     BFLOAT16,
@@ -54,6 +55,7 @@ def test_arithmetic_is_refused(array: Array) -> None:
 def test_names() -> None:
     assert {name: dtype_name(dtype) for name, dtype in MODEL_DTYPES.items()} == {name: name for name in MODEL_DTYPES}
     assert dtype_name(STORED_DTYPES["F8_E4M3"]) == "float8_e4m3"
+    assert [dtype_name(each) for each in (torch.bfloat16, torch.float8_e4m3fn)] == ["bfloat16", "float8_e4m3fn"]
     sizes = [STORED_DTYPES[name].itemsize for name in ("F64", "BF16", "F8_E4M3", "I64", "U8", "BOOL")]
     assert sizes == [8, 2, 1, 8, 1, 1]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.core.arrays import dtype_name
 from quire.kernels.back_end import BackEnd
-from quire.kernels.tensors import dtype_name
 from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 from support.on_tensors import arrays, run, tensors

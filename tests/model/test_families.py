@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.core.arrays import dtype_name
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
-from quire.kernels.tensors import dtype_name
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.ranks import Ranks

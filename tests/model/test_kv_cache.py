@@ -5,12 +5,12 @@ import resource
 import pytest
 import torch
 
+from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVDtype
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import TORCH
-from quire.kernels.tensors import dtype_name
 from quire.model.kv_cache import ALIGNMENT, KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
 

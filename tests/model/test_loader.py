@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError, ModelError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.tensors import dtype_name
 from quire.model.checkpoints import safetensors
 from quire.model.config import read_config, spec_from_config
 from quire.model.loader import load_model

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from quire.core.arrays import dtype_name
 from quire.kernels.choice import choose_back_end
 from quire.kernels.quantized import expand, round_to_nearest
-from quire.kernels.tensors import dtype_name
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire import LLM, RequestOutput
-from quire.core.arrays import DType, dtype_name
+from quire.core.arrays import dtype_name
 from quire.core.plan import NewRow
 from quire.core.sampling_params import branch_seed
 from quire.core.sequence import Request
@@ -60,7 +60,8 @@ def turn_on(replace: Callable[[object, str, object], None] = setattr) -> None:
         llm.folder = Path(model)  # type: ignore[attr-defined]
 
     def keep_asked(llm: LLM, requests: list[Any], kind: Any) -> Iterator[RequestOutput]:  # noqa: ANN401
-        dtype, by_id = _name(llm._engine.model.dtype), {str(each.request.request_id): each.request for each in requests}
+        dtype = dtype_name(llm._engine.model.dtype)
+        by_id = {str(each.request.request_id): each.request for each in requests}
         for output in run(llm, requests, kind):
             request = by_id[output.request_id]
             asked_for[id(output)] = output, Asked(llm.folder, dtype, request)  # type: ignore[attr-defined]
@@ -133,11 +134,6 @@ def _logits_of_answer(asked: Asked, tokens: list[int]) -> Tensor:
 @cache
 def _model(folder: Path, dtype: str) -> Decoder:
     return load_model(folder, dtype=dtype, back_end=REFERENCE)
-
-
-def _name(dtype: DType | torch.dtype) -> str:
-    """Return the name of a dtype: a GPU's model has PyTorch's."""
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype_name(dtype)
 
 
 @torch.inference_mode()

@@ -35,8 +35,10 @@ HUGE_PAGE_BYTES = 2 << 20
 READ_AHEAD_BYTES = 32 << 10  # prefetches of kernels reach behind the last weight
 
 
-def dtype_name(dtype: DType) -> str:
-    """Return the name of a dtype: float32, bfloat16, float8_e4m3."""
+def dtype_name(dtype: Any) -> str:  # noqa: ANN401 (an array's, or PyTorch's, which this module does not load)
+    """Return the name of a dtype of an array or a tensor: float32, bfloat16, float8_e4m3 (PyTorch's: float8_e4m3fn)."""
+    if not isinstance(dtype, np.dtype):
+        return str(dtype).removeprefix("torch.")
     return dtype.name if dtype.names is None else dtype.names[0]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from quire.core.arrays import dtype_name
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ModelError, NotInstalledError
 from quire.core.optional_package import NEEDS_KERNELS, needs_library
@@ -38,7 +39,6 @@ from quire.execution.worker import StepCompute
 from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.paged_attention import AttentionBackEnd
-from quire.kernels.tensors import dtype_name
 from quire.model.config import UnknownArchitectureError
 from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel

@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_bytes
 from quire.core.speculation import ScratchBlocks, SpeculationConfig
@@ -18,7 +19,6 @@ from quire.engine.sizing import ModelLimits
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.draft_model import DraftModel
 from quire.kernels.choice import choose_back_end
-from quire.kernels.tensors import dtype_name
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model

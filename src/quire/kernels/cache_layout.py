@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import QUANTIZED, KVDtype
-from quire.kernels.tensors import DType, dtype_name
+from quire.kernels.tensors import DType
 
 Shape = tuple[int, ...]
 

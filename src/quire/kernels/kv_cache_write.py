@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.core.arrays import dtype_name
 from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.paged_attention import Heads
-from quire.kernels.tensors import Tensor, dtype_name, is_contiguous
+from quire.kernels.tensors import Tensor, is_contiguous
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from quire.core.arrays import Array, concatenated
+from quire.core.arrays import Array, concatenated, dtype_name
 from quire.core.errors import ConfigError
 
 DENSE = "dense"  # the format of unquantized weights
@@ -36,11 +36,11 @@ class StoredTable(Protocol):
     def num_bytes(self) -> int:
         """Bytes of all rows."""
 
-    def look_up(self, token_ids: Array) -> Array:
+    def look_up(self, token_ids: Any) -> Any:  # noqa: ANN401 (arrays, or tensors of PyTorch)
         """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
 
 
-Table = Array | StoredTable  # [num_rows, width]
+Table = Elements | StoredTable  # [num_rows, width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +156,16 @@ class LinearWeight:
         assert self.group_size > 0, "a quantized weight without a group size"
         grouped = self.out_features, self.num_groups
         for part in self.data:
-            assert _dtype(part) == "uint8", f"elements of {part.dtype}"
+            assert dtype_name(part.dtype) == "uint8", f"elements of {part.dtype}"
             assert part.shape[1:] == (self.in_features,), f"a part {list(part.shape)} of {self.in_features} inputs"
         assert sum(map(len, self.data)) == self.out_features, f"parts of other than {self.out_features} outputs"
         assert self.scales is not None, "a quantized weight without scales"
         assert self.dtype is not None, "a quantized weight without the model's dtype"
         for each in (self.scales, self.minimums):
-            assert each is None or (_dtype(each), each.shape) == ("float32", grouped), f"no float32 {grouped}"
+            assert each is None or (dtype_name(each.dtype), each.shape) == ("float32", grouped), f"no float32 {grouped}"
         if self.group_index is not None:
-            assert (_dtype(self.group_index), self.group_index.shape) == ("int32", (self.in_features,)), "group index"
+            index = self.group_index
+            assert (dtype_name(index.dtype), index.shape) == ("int32", (self.in_features,)), "group index"
         self._check_correction(grouped)
         self._check_activations()
 
@@ -174,10 +175,12 @@ class LinearWeight:
         if isinstance(zeros, int):
             assert 0 <= zeros <= 255, f"zero point {zeros}"
         elif zeros is not None:
-            assert (_dtype(zeros), zeros.shape) == ("uint8", grouped), f"zero points {zeros.dtype} {zeros.shape}"
+            found = dtype_name(zeros.dtype), zeros.shape
+            assert found == ("uint8", grouped), f"zero points {found}"
         codebook = self.codebook
         assert (codebook is not None) == (self.format == CODEBOOK4), "a codebook"
-        assert codebook is None or (_dtype(codebook), codebook.shape) == ("float32", (16,)), "no codebook of 16"
+        if codebook is not None:
+            assert (dtype_name(codebook.dtype), codebook.shape) == ("float32", (16,)), "no codebook of 16"
 
     def _check_activations(self) -> None:
         size, num_inputs = self.activation_group_size, min(self.group_size, self.in_features)
@@ -186,10 +189,6 @@ class LinearWeight:
         assert self.format in INTEGER_FORMATS, f"int8 activations with {self.format} weights"
         assert num_inputs == self.in_features or num_inputs % size == 0, f"groups of {size} in groups of {num_inputs}"
         assert min(size, self.in_features) <= MAX_ACTIVATION_GROUP, f"activation groups of {size} inputs"
-
-
-def _dtype(elements: Elements) -> str:
-    return str(elements.dtype).removeprefix("torch.")
 
 
 def _columns(grouped: Array | None, groups: slice) -> Array | None:

@@ -5,11 +5,12 @@ An op class that is not listed runs by its own `run` on the CPU, and is refused 
 
 from collections.abc import Iterable
 
+from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.kernels.program import AttentionOp, Op, RotaryWriteOp
-from quire.kernels.tensors import DType, dtype_name
+from quire.kernels.tensors import DType
 
 CPU = frozenset({"cpp", "torch", "reference"})
 EVERYWHERE = CPU | {"cuda"}

@@ -65,11 +65,6 @@ _DTYPES = {**MODEL_DTYPES, "int8": np.dtype(np.int8), "float8_e4m3fn": arrays.FL
 NUMPY_LIBRARY = NumpyLibrary()
 
 
-def dtype_name(dtype: DType) -> str:
-    """Return a dtype's name as configurations spell it: float32, bfloat16."""
-    return arrays.dtype_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
-
-
 def is_contiguous(x: Tensor) -> bool:
     """Return whether the elements stand together, in the order of their indices."""
     return bool(x.flags.c_contiguous if isinstance(x, np.ndarray) else x.is_contiguous())

@@ -47,7 +47,7 @@ def spec_from_config(config: Mapping[str, object], source: str = CONFIG_FILE) ->
         raise reader.error(str(error)) from error
 
 
-def dtype_name(asked: str, config: Mapping[str, object], source: str = CONFIG_FILE) -> str:
+def resolved_dtype(asked: str, config: Mapping[str, object], source: str = CONFIG_FILE) -> str:
     """Return the dtype asked for, or the checkpoint's own (key dtype, in older files torch_dtype), or float32."""
     names = {name: name for name in DTYPES}
     if asked != "auto":

@@ -6,8 +6,8 @@ import numpy as np
 
 from quire.core.arrays import Array
 from quire.kernels.back_end import BackEnd
-from quire.kernels.embedding import Table
 from quire.kernels.linear import Linear
+from quire.kernels.linear_weight import Table
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
 from quire.kernels.rotary_table import rotary_table

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from quire.core.errors import ModelError
-from quire.model.config import dtype_name, eos_token_ids, read_config, spec_from_config
+from quire.model.config import eos_token_ids, read_config, resolved_dtype, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.quantization import CONFIG_KEYS, Quantization, QuantizationOptions, resolve
 from quire.model.spec import DecoderSpec
@@ -30,7 +30,7 @@ class ModelSource(Protocol):
         """What the config describes."""
 
     def dtype(self, asked: str = "auto") -> str:
-        """Return the name of the dtype asked for, or of the model's own. ConfigError, ModelError as `dtype_name`."""
+        """Return the name of the dtype asked for, or of the model's own. ConfigError, ModelError: `resolved_dtype`."""
 
     def quantization(self, asked: QuantizationOptions) -> Quantization:
         """Return the quantization of the model. ConfigError for options that contradict it."""
@@ -56,7 +56,7 @@ class FolderSource:
 
     def dtype(self, asked: str = "auto") -> str:
         """Return the dtype asked for, or the folder's own."""
-        return dtype_name(asked, self.config, self.config_place)
+        return resolved_dtype(asked, self.config, self.config_place)
 
     def quantization(self, asked: QuantizationOptions) -> Quantization:
         """Return the quantization that is asked for: weights are rounded while they are read."""

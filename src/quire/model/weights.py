@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from quire.core.arrays import FLOAT32, MODEL_DTYPES, Array, DType, concatenated
 from quire.core.errors import ConfigError
-from quire.kernels import embedding as embeddings
 from quire.kernels import tensors
 from quire.kernels.back_end import BackEnd
 from quire.kernels.conversion import converted
@@ -46,7 +45,7 @@ class TokenTable(NamedTuple):
     """The table of token embeddings: as read, and as the back end looks rows up in it, on a CPU in the same memory."""
 
     stored: Table
-    taken: embeddings.Table
+    taken: Table
 
 
 class WeightReader:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from quire.core.errors import ConfigError
 from quire.engine.formats import read_source
 from quire.engine.options import EngineOptions
-from quire.model.config import dtype_name, spec_from_config
+from quire.model.config import resolved_dtype, spec_from_config
 from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
@@ -95,7 +95,7 @@ def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions
     asked = asked or QuantizationOptions()
     if name in CONFIGS:
         config, found = CONFIGS[name], resolve(asked, name)
-        return Model(name, spec_from_config(config, name), dtype_name(dtype, config, name), None, found)
+        return Model(name, spec_from_config(config, name), resolved_dtype(dtype, config, name), None, found)
     source = read_source(resolve_model(name, files=("*.json",)))
     found = source.quantization(asked)
     return Model(name or source.path.name, source.spec, source.dtype(dtype), source.path, found)

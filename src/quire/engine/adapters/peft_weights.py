@@ -20,7 +20,6 @@ from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, FactorSizes, LowRankLayer, LowRankPart, Up
 from quire.kernels.tensors import DType
-from quire.kernels.tensors import dtype_name as model_dtype_name
 from quire.model.shapes import LayerShapes, LinearShape
 from quire.model.sharding import Range, Shard, shifted
 from quire.model.spec import DecoderSpec
@@ -81,7 +80,7 @@ class ModelTargets:
     ) -> None:
         self._prefixes = sorted({*spec.weights.prefixes, *_TEXT_MODEL}, key=len, reverse=True)
         self._targets = dict(_targets(spec, shard, summed_inputs))
-        self._back_end, self._dtype = back_end, MODEL_DTYPES[model_dtype_name(dtype)]
+        self._back_end, self._dtype = back_end, MODEL_DTYPES[dtype_name(dtype)]
 
     def max_bytes(self, max_rank: int) -> int:
         """Return the most bytes of a file of weights, with every module in float32 at the highest rank."""

@@ -29,8 +29,8 @@ from quire.engine.transformers_model.replaced_parts import Replacer
 from quire.engine.transformers_model.transformers_model import TransformersModel
 from quire.execution.device import HostDevice
 from quire.kernels.choice import choose_back_end
-from quire.model.config import dtype_name
 from quire.model.config import eos_token_ids as own_eos_token_ids
+from quire.model.config import resolved_dtype
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.quantization import UNQUANTIZED, Quantization, resolve
 
@@ -60,7 +60,7 @@ def load_through_transformers(options: EngineOptions, folder: Path) -> LoadedMod
     place = str(folder / CONFIG_FILE)
     raw = read_json_object(folder, CONFIG_FILE)
     kind, config = _class_of(folder, place)
-    dtype = getattr(torch, dtype_name(options.dtype, raw, place))
+    dtype = getattr(torch, resolved_dtype(options.dtype, raw, place))
     quantization = resolve(options.quantization_options, place)
     with _refused_by_name(kind, place):
         _check_class(kind, config)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from quire.core.arrays import dtype_name
 from quire.engine.transformers_model.attention_hook import (
     AttentionHook,
     AttentionLayer,
@@ -24,7 +25,6 @@ from quire.engine.transformers_model.attention_hook import (
 )
 from quire.kernels.back_end import BackEnd
 from quire.kernels.paged_attention import build_metadata
-from quire.kernels.tensors import dtype_name
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch

@@ -16,7 +16,7 @@ from quire.formats.gguf.gguf_config import (
 )
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_quantization import gguf_quantization
-from quire.model.config import dtype_name, spec_from_config
+from quire.model.config import resolved_dtype, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.spec import DecoderSpec
 from quire.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ class GGUFSource:
 
     def dtype(self, asked: str = "auto") -> str:
         """Return the dtype asked for, or that of most of the file's elements."""
-        return dtype_name(asked, self.config, str(self.path))
+        return resolved_dtype(asked, self.config, str(self.path))
 
     def quantization(self, asked: QuantizationOptions) -> Quantization:
         """Return the quantization of the file; one of floats may be quantized while it is loaded."""

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from quire.core.arrays import Array
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, pair
-from quire.kernels.embedding import Table
+from quire.kernels.linear_weight import Table
 from quire.kernels.tensors import added
 
 _KERNELS = pair("embedding")

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from quire.kernels.embedding import Table
+from quire.kernels.linear_weight import Table
 
 
 def embed(
