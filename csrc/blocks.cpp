@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "convert.hpp"
 #include "thread_pool.hpp"
 
 namespace quire {
@@ -19,18 +20,7 @@ constexpr long MAX_ELEMENTS = 256;
 constexpr float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr float E2M1_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // twice the numbers of 4 bits
 
-float from_bits(std::uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-float half(const std::uint8_t* place) {
-    const std::uint32_t bits = place[0] | place[1] << 8, sign = (bits & 0x8000) << 16;
-    const std::uint32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(fraction) * 0x1p-24f;
-    return from_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
-}
+float half(const std::uint8_t* place) { return float_of_half(static_cast<std::uint16_t>(place[0] | place[1] << 8)); }
 
 // The low halves of `count` bytes, then their high halves.
 void nibbles(const std::uint8_t* packed, long count, std::uint8_t* elements) {
@@ -176,7 +166,7 @@ struct MXFP4 : Integers<17, 32> {
     static constexpr float LARGEST = 12;
     static void read(const std::uint8_t* block, std::uint8_t* elements, float* scales, float*) {
         const std::uint32_t exponent = block[0];  // the scale is 2 ** (exponent - 128)
-        scales[0] = from_bits(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
+        scales[0] = float_of(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
         nibbles(block + 1, 16, elements);
     }
 };

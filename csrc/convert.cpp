@@ -2,7 +2,6 @@
 #include "convert.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <stdexcept>
 
@@ -13,9 +12,6 @@ namespace {
 
 constexpr long VALUES_AT_ONCE = 1 << 18;  // a thread converts so many at a time
 constexpr std::uint32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff;
-
-std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
-float float_of(std::uint32_t bits) { return std::bit_cast<float>(bits); }
 
 // The magnitude of a value as that of a float with `fraction_bits` and exponents from `least` on, whatever its highest. Added
 // to a power of two 2^(23 - fraction_bits) times as large as its own, a float is rounded to that many bits, ties to even.
@@ -48,11 +44,7 @@ struct BFloat16 {
 
 struct Float16 {
     using Stored = std::uint16_t;
-    static float read(std::uint16_t half) {
-        const std::uint32_t magnitude = half & 0x7fffu, sign = (half & 0x8000u) << 16;
-        const float number = float_of(magnitude << 13) * 0x1p112f;  // subnormal or not
-        return float_of(sign | (magnitude >= 0x7c00u ? magnitude << 13 | INFINITE : bits_of(number)));
-    }
+    static float read(std::uint16_t half) { return float_of_half(half); }
     static std::uint16_t write(float value) {
         const std::uint32_t magnitude = bits_of(value) & MAGNITUDE, rounded = rounded_magnitude(value, 10, -14);
         const std::uint32_t half = magnitude > INFINITE ? 0x7e00u : magnitude >= bits_of(65536.0f) ? 0x7c00u : rounded;

@@ -1,6 +1,6 @@
 // The layout of packed weights that are expanded while they are multiplied, the same for every instruction set.
 //
-// In strips of 16 outputs, as dense ones are. Of each strip float32 scales [group][16 outputs]; zero points or minimums,
+// Strips of 16 outputs, as of dense ones. Each strip has float32 scales [group][16 outputs]; zero points or minimums,
 // float32, likewise, unless one zero point serves all; then the elements: a byte each [input][16], or of four bits [pair of
 // inputs][16], whose low bits are of the first input. NaN is the quiet one with no more bits set, so that it stays one when
 // its value is rounded to bfloat16 as a number would be.

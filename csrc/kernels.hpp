@@ -35,7 +35,7 @@ struct Quantization {
     Offsets offsets = Offsets::zero_point;
     long zero_point = 0;
     const std::int32_t* order = nullptr;  // input i of the packed weight is x's input order[i]; null: input i
-    // Of weights that are expanded:
+    // Weights that are expanded:
     const std::int32_t* groups = nullptr;  // each input's group; null: groups of consecutive inputs
     const float* codebook = nullptr;       // 16 values
 };

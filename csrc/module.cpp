@@ -27,9 +27,11 @@ namespace nb = nanobind;
 namespace quire {
 namespace {
 
-// Where the first element of a NumPy array is. The field behind an object's head is part of NumPy's ABI; asking for it by
-// Python's protocols takes 1 to 6 microseconds, and a step asks for some twenty.
+// Where the first element of a NumPy array is; TypeError for anything else. The field behind an object's head is part of
+// NumPy's ABI; asking for it by Python's protocols takes 1 to 6 microseconds, and a step asks for some twenty.
 std::uintptr_t address(nb::handle array) {
+    static PyObject* const type = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
+    if (!PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(type))) throw nb::type_error("no array of NumPy");
     struct Array {
         PyObject head;
         char* data;

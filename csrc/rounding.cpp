@@ -16,7 +16,7 @@ constexpr float WHOLE_NUMBERS = 1.5f * 8388608;  // from 2^23 to 2^24 float has 
 constexpr float NARROW_SCALE = 0.9f;
 constexpr long LANES = 8, SUMS = 4, STEP = LANES * SUMS, STEPS = 16;
 
-// Of a group, padded to `count`, the value of the greatest magnitude; the highest of two; 0 if it is very small.
+// The value of the greatest magnitude of a group, padded to `count`; the highest of two; 0 if it is very small.
 float extreme_of(const float* group, long count) {
     float highest = group[0], lowest = group[0];
     for (long i = 1; i < count; i++) {

@@ -5,7 +5,6 @@
 #include <signal.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <new>
 #include <thread>
@@ -146,15 +145,7 @@ private:
 ThreadPool* pool = new ThreadPool;
 [[maybe_unused]] const int is_registered = pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPool; });
 
-// OMP_NUM_THREADS, else the CPUs that the process may run on.
-long initial_threads() {
-    const char* given = std::getenv("OMP_NUM_THREADS");
-    if (const long count = given ? std::strtol(given, nullptr, 10) : 0; count > 0) return count;
-    cpu_set_t usable;
-    return sched_getaffinity(0, sizeof usable, &usable) == 0 ? CPU_COUNT(&usable) : 1;
-}
-
-std::atomic<long> thread_count{initial_threads()};
+std::atomic<long> thread_count{1};  // until Python sets it: quire/core/host_limits.py knows of quotas and of OMP_NUM_THREADS
 
 }  // namespace
 

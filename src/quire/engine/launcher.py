@@ -22,9 +22,10 @@ from quire.core.frames import frame
 from quire.core.host_limits import num_threads
 from quire.engine.options import EngineOptions
 
-# Iterations of about 50 ns for which a thread of the engine spins at a barrier before it sleeps. libgomp's default of
-# 300,000 keeps a core busy that the server or another process needs: beside another server bursts of 32 streams made
-# 45, 61, 66 and 203 tokens per second with it, 122 and 153 with this.
+# Iterations of about 50 ns for which a thread of PyTorch on a CPU (models of transformers, the torch back end), that is
+# libgomp's, spins at a barrier before it sleeps; our kernels have threads of their own. The default of 300,000 keeps a
+# core busy that the server or another process needs: beside another server bursts of 32 streams made 45, 61, 66 and 203
+# tokens per second with it, 122 and 153 with this.
 SPINS = {"GOMP_SPINCOUNT": "10000"}
 STOP_TIMEOUT_S = 3.0  # after its socket was closed; usually milliseconds
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -108,7 +109,7 @@ def num_threads_of(number: int, num_engines: int, environment: Mapping[str, str]
 
 def spinning_environment() -> dict[str, str]:
     """Return the environment of a process that computes: with as many threads as there are CPUs for them."""
-    threads = {"OMP_NUM_THREADS": str(num_threads())}  # OpenMP by itself would not know of a container's quota
+    threads = {"OMP_NUM_THREADS": str(num_threads())}  # PyTorch's OpenMP does not know of a container's quota
     return threads | ({} if "OMP_WAIT_POLICY" in os.environ else SPINS) | os.environ
 
 
