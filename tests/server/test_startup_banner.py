@@ -107,6 +107,6 @@ def test_stdout_on_a_full_device_is_no_reason_to_fail() -> None:
 
 
 def test_table_tells_what_a_container_leaves() -> None:
-    rows = host_rows(Cpus(2, 64, "cgroup"), Memory(3 << 30, 4 << 30, "cgroup"))
+    rows = host_rows(Cpus(2, 64, "cgroup"), Memory(3 << 30, 4 << 30))
     assert rows == [("CPUs", "2 of 64 (cgroup)"), ("memory", "3.0 GiB free of a limit of 4.0 GiB (cgroup)")]
-    assert host_rows(Cpus(8, 8, ""), Memory(3 << 30, None, "")) == [("CPUs", "8")]
+    assert host_rows(Cpus(8, 8, ""), Memory(3 << 30, None)) == [("CPUs", "8")]

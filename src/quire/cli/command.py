@@ -9,19 +9,18 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
-from difflib import get_close_matches
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from quire.cli.flag_groups import VARIABLE_PREFIX, VLLM_FLAGS, variable_of
+from quire.core.checks import nearest
 from quire.core.optional_package import ARGUMENT_NAMES, load
 
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 _MISSPELT = 0.9  # a letter too many or too few
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
-
 
 
 class Command(TyperCommand):
@@ -30,8 +29,9 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of the click that typer brings)
         """Read the flags. BadParameter names the environment variable if the value is from there."""
         vllm_flags = ctx.meta[VLLM_FLAGS] = load(ARGUMENT_NAMES, "flags")(self.get_params(ctx), ctx.fail)
-        warning = drop_service_variables([param.name for param in self.params if param.name], os.environ)
-        for text in (warning, misspelt_variables([param.name for param in self.params if param.name], os.environ)):
+        names = [param.name for param in self.params if param.name]
+        warning = drop_service_variables(names, os.environ)
+        for text in (warning, misspelt_variables(names, os.environ)):
             if text is not None:
                 print(f"quire: warning: {text}", file=sys.stderr)  # noqa: T201
         try:
@@ -60,8 +60,8 @@ def misspelt_variables(flags: Iterable[str], environment: Mapping[str, str]) -> 
     """
     known = {variable_of(name) for name in flags}
     candidates = sorted(name for name in environment.keys() - known if name.startswith(f"{VARIABLE_PREFIX}_"))
-    near = {name: get_close_matches(name, known, 1, cutoff=_MISSPELT) for name in candidates}
-    told = [f"{name} is no flag of this command; did you mean {found[0]}?" for name, found in near.items() if found]
+    near = {name: nearest(name, known, _MISSPELT) for name in candidates}
+    told = [f"{name} is no flag of this command{found}" for name, found in near.items() if found]
     return " ".join(told) or None
 
 

@@ -28,9 +28,9 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for a name that is close to one of `known`, else nothing."""
-    near = get_close_matches(name, [*known], 1, cutoff=0.7)
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+    """Return "; did you mean X?" for a name with a similarity of at least `cutoff` to one of `known`, else nothing."""
+    near = get_close_matches(name, [*known], 1, cutoff)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 HOST_KV_SHARE = 0.4  # share of free memory for the KV cache; the contract's default
 _ROOT = Path("/")
-_CGROUP = "cgroup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,10 @@ class Cpus:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that can be allocated without swapping; the least limit of a cgroup, or None if there is none.
-
-    `limited_by`: "cgroup" where one leaves fewer bytes than the host has, else "".
-    """
+    """Bytes that can be allocated without swapping; the least limit of a cgroup, or None if there is none."""
 
     free_bytes: int
     limit_bytes: int | None
-    limited_by: str
 
 
 def find_cpus(root: Path = _ROOT, affinity: tuple[int, int] | None = None) -> Cpus:
@@ -50,7 +45,7 @@ def find_cpus(root: Path = _ROOT, affinity: tuple[int, int] | None = None) -> Cp
     limited_by = "affinity" if num_usable < num_host else ""
     for group in _groups(root, "cpu"):
         if (share := _cpu_share(group)) is not None and (num_whole := max(1, int(share))) < num_usable:
-            num_usable, limited_by = num_whole, _CGROUP
+            num_usable, limited_by = num_whole, "cgroup"
     return Cpus(num_usable, num_host, limited_by)
 
 
@@ -65,7 +60,7 @@ def find_memory(root: Path = _ROOT) -> Memory:
 
     What a group holds in the page cache counts as free, as it does in the host's MemAvailable.
     """
-    host_bytes = free_bytes = _host_free_bytes(root)
+    free_bytes = _host_free_bytes(root)
     limit_bytes: int | None = None
     for group in _groups(root, "memory"):
         names = ("memory.max", "memory.high", "memory.limit_in_bytes")
@@ -76,7 +71,7 @@ def find_memory(root: Path = _ROOT) -> Memory:
             free_bytes = min(free_bytes, max(0, limit - max(0, used_bytes - _page_cache_bytes(group))))
     if limit_bytes is not None and limit_bytes >= _host_bytes(root):
         limit_bytes = None  # version 1 has a number of 2^63 where nothing is limited
-    return Memory(free_bytes, limit_bytes, _CGROUP if free_bytes < host_bytes else "")
+    return Memory(free_bytes, limit_bytes)
 
 
 def free_memory_bytes() -> int:

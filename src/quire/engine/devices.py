@@ -20,7 +20,7 @@ def open_device(options: EngineOptions) -> Device:
 
     Raises ConfigError if cuda is requested and something is missing.
     """
-    if options.device == "cpu" or (options.device == "auto" and not _has_driver()):
+    if not _may_use_gpu(options):
         return HostDevice()
     try:
         return _open_gpu(options)
@@ -32,9 +32,7 @@ def open_device(options: EngineOptions) -> Device:
 
 def uses_gpu(options: EngineOptions) -> bool:
     """Return whether the options mean a GPU, and one can be used here."""
-    if options.device == "cpu" or (options.device == "auto" and not _has_driver()):
-        return False
-    return _what_cuda_lacks() is None
+    return _may_use_gpu(options) and _what_cuda_lacks() is None
 
 
 def _open_gpu(options: EngineOptions) -> Device:
@@ -60,9 +58,11 @@ def graph_sizes_of(options: EngineOptions) -> "GraphSizes":
     )
 
 
-def _has_driver() -> bool:
-    """Return whether the system has a driver of GPUs: without one, PyTorch need not be loaded to look for them."""
-    return any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg"))
+def _may_use_gpu(options: EngineOptions) -> bool:
+    """Return whether to load PyTorch and look for a GPU: for auto only where the system has a driver of GPUs."""
+    if options.device == "auto":
+        return any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg"))
+    return options.device != "cpu"
 
 
 def _what_cuda_lacks() -> tuple[type[ConfigError], str] | None:

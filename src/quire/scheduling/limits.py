@@ -28,7 +28,7 @@ class AdmissionLimits:
     def most_tokens(self, num_prompt_tokens: int, n: int) -> int:
         """Return the most output tokens that a request could be given: by the model's length and by the pool."""
         full = num_prompt_tokens // self.block_size
-        blocks_per_branch = full + (self._num_usable_blocks - full) // n
+        blocks_per_branch = full + (self.num_blocks - self.num_pinned_blocks - full) // n
         longest = min(self.max_model_len, blocks_per_branch * self.block_size)
         return longest - num_prompt_tokens
 
@@ -69,17 +69,13 @@ class AdmissionLimits:
             raise InvalidRequestError(f"{num_pins} prefixes are pinned already, and no more can be", param="prompt")
         own, longest = blocks_for(num_tokens, self.block_size), blocks_for(self.max_model_len, self.block_size)
         reserved = max(longest, most_needed)
-        if own + reserved > self._num_usable_blocks:
+        if own + reserved > self.num_blocks - self.num_pinned_blocks:
             reason = f"max_model_len {self.max_model_len}" if longest == reserved else "a request that was let in"
             raise InvalidRequestError(
                 f"a prefix of {num_tokens} tokens takes {own} KV blocks of {self.block_size} tokens, but of all "
                 f"{self.num_blocks} (num_kv_blocks) {self.num_pinned_blocks} are pinned and {reason} needs {reserved}",
                 param="prompt",
             )
-
-    @property
-    def _num_usable_blocks(self) -> int:
-        return self.num_blocks - self.num_pinned_blocks
 
     def _refuse_length(self, num_prompt_tokens: int, max_tokens: int) -> NoReturn:
         """Refuse in OpenAI's words: litellm and langchain recognize a context that is too long by them."""

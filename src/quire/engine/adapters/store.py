@@ -68,7 +68,9 @@ def make_slots(options: EngineOptions, model: LanguageModel, shard: Shard = WHOL
     try:
         return model.back_end.adapter_slots(sizes, num_slots, rank, model.dtype, model.device)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which a CPU does not load
+        from torch import OutOfMemoryError  # noqa: PLC0415 (slots are PyTorch's: a CPU has none, and does not load it)
+
+        if not isinstance(error, OutOfMemoryError):
             raise
         limits = f"max_loras {num_slots} and max_lora_rank {rank}"
         raise ConfigError(f"{limits} need more memory than {model.device} has left; lower one of them") from error

@@ -217,8 +217,7 @@ class EngineClient(SingleEngine):
     @property
     def stalled_s(self) -> float:
         """Seconds since the engine made progress, although it has work or was asked for a sign; else 0."""
-        has_no_work = self._is_idle and not self._streams.queued.requests
-        return 0.0 if has_no_work else time.monotonic() - self._last_progress_s
+        return 0.0 if self._has_no_work else time.monotonic() - self._last_progress_s
 
     @property
     def _has_no_work(self) -> bool:
@@ -255,7 +254,7 @@ class EngineClient(SingleEngine):
 
     def _await_sign(self) -> None:
         """Record that the engine is about to get a command, after which it sends a report."""
-        if self._is_idle and not self._streams.queued.requests and not self._death.done():
+        if self._is_idle and not self._streams.queued.requests and not self._death.done():  # inlined: once a request
             self._is_idle, self._last_progress_s = False, time.monotonic()
 
     def _mark_dead(self, reason: str) -> None:

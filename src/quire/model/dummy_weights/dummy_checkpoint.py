@@ -36,7 +36,7 @@ class DummyCheckpoint:
     def __init__(self, spec: DecoderSpec) -> None:
         self._entries = dict(_entries(spec))
         numbers = np.random.RandomState(0).randint(0, 1 << 32, PERIOD, dtype=np.uint32) & _FRACTION
-        self._numbers = (numbers * ((_WIDEST - -_WIDEST) / (_FRACTION + 1)) - _WIDEST).astype(np.float32)
+        self._numbers = (numbers * ((2 * _WIDEST) / (_FRACTION + 1)) - _WIDEST).astype(np.float32)
 
     @property
     def names(self) -> Collection[str]:
