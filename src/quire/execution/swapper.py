@@ -37,7 +37,7 @@ class Swapper:
         if not copies:
             return 0.0
         started_s = time.perf_counter()
-        src, dst = np.array(copies).T.copy()
+        src, dst = np.array(copies).T
         self._copy_blocks(sources, destinations, src, dst)
         seconds = time.perf_counter() - started_s
         rate.add(len(copies), seconds)

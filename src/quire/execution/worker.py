@@ -78,7 +78,7 @@ class StepCompute:
             inputs = inputs._replace(grammars=step)
         swap_s = 0.0 if self.swapper is None else self.swapper.move(plan, inputs.forward.slot_mapping)
         if plan.copies:
-            src, dst = np.array(plan.copies).T.copy()
+            src, dst = np.array(plan.copies).T
             tensors = self.cache.tensors
             self.model.back_end.copy_blocks(tensors, tensors, src, dst)
         return inputs, swap_s

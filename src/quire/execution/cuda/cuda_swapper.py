@@ -81,7 +81,7 @@ class CudaSwapper(Swapper):
         """Copy on the current stream; return the event of its end."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        self._copy_blocks(sources, destinations, *np.array(copies).T.copy())
+        self._copy_blocks(sources, destinations, *np.array(copies).T)
         end.record()
         self._pending_timings.append((len(copies), rate, begin, end))
         return end

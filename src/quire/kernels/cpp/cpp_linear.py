@@ -85,22 +85,22 @@ class CppLinear:
             assert addend.shape == (num_rows, self._out_features * self._num_layers), f"an addend {addend.shape}"
             assert is_in_rows(addend), "an addend with gaps between outputs"
         assert width == self._in_features, f"{x.shape} for {self._in_features} inputs"
-        if x.dtype != self._dtype or (x.strides[1] != x.itemsize and x.size):
+        if x.dtype != self._dtype or not is_in_rows(x):
             x = np.ascontiguousarray(converted(x, self._dtype))
         if out is None:
             out = np.empty((num_rows, self._out_features), self._sum_dtype)
         assert (out.dtype, out.shape) == (self._sum_dtype, (num_rows, self._out_features)), f"{out.dtype} {out.shape}"
-        assert out.strides[1] == out.itemsize or not out.size, "a result with gaps between outputs"
+        assert is_in_rows(out), "a result with gaps between outputs"
         self._multiply(
             _kernels.address(x),
             num_rows,
             width,
-            x.strides[0] // x.itemsize,
+            row_stride(x),
             self._addresses[0],
             self._out_features,
             self._addresses[1],
             _kernels.address(out),
-            out.strides[0] // out.itemsize,
+            row_stride(out),
             self._sum_dtype == FLOAT32,
             self._activation,
             *self._weight.format,

@@ -40,8 +40,7 @@ def choose_tokens(logits: Array, draws: NDArray[np.void] | None = None) -> NDArr
             columns.append(np.ascontiguousarray(draws[name], dtype))
             addresses[index] = _kernels.address(columns[index])
     addresses[-1] = _kernels.address(tokens)
-    stride = logits.strides[0] // logits.itemsize
-    _kernels.choose_tokens(_kernels.address(logits), num_rows, vocab_size, stride, *addresses)
+    _kernels.choose_tokens(_kernels.address(logits), num_rows, vocab_size, row_stride(logits), *addresses)
     return tokens
 
 
@@ -124,8 +123,7 @@ def mask_logits(logits: Array, rows: NDArray[np.int64], bits: NDArray[np.uint32]
 def _in_rows(logits: Array) -> Array:
     """Return [num_rows, vocab] with the logits of a row end to end."""
     assert logits.dtype == FLOAT32, f"logits {logits.dtype}"
-    is_in_rows = logits.strides[1] == logits.itemsize or not logits.size
-    return logits if is_in_rows else np.ascontiguousarray(logits)
+    return logits if is_in_rows(logits) else np.ascontiguousarray(logits)
 
 
 def _arrays(columns: Sequence[Any], dtypes: Sequence[type[np.generic]], count: int) -> list[NDArray[Any]]:
