@@ -30,6 +30,7 @@ DRY_RUN = "--dry-run" in sys.argv
 if DRY_RUN:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
@@ -190,8 +191,8 @@ def move_rows(bandwidth: float) -> Iterator[Row]:
     caches = [random(2 * count, 16, KV_HEADS, HEAD_DIM) for _ in range(2 * layers)]
     space = [torch.zeros(count, 16, KV_HEADS, HEAD_DIM, dtype=DTYPE, pin_memory=not DRY_RUN) for _ in caches]
     num_bytes = count * caches[0][0].nbytes * len(caches)
-    ids = torch.randperm(2 * count)
-    src, dst, places = ids[:count], ids[count:], torch.arange(count)
+    ids = torch.randperm(2 * count).numpy()
+    src, dst, places = ids[:count], ids[count:], np.arange(count)
     for name, call, factor in (
         ("copy within the cache, read and write", partial(back_end.copy_blocks, caches, caches, src, dst), 2),
         ("swap out", partial(back_end.copy_blocks, caches, space, src, places), 1),
