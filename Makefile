@@ -107,7 +107,7 @@ wheel: $(WHEEL)/.set-up ## build dist/: an sdist, a manylinux wheel from it, and
 image: $(WHEEL)/.set-up ## build the root of the Dockerfile's image in a folder, from the wheel in dist/, and serve from it by chroot (as root)
 	$(WHEEL)/bin/python tools/try_image.py dist/quire-*.whl
 
-test: $(STAMP) ## run the tests in JOBS=2 processes (17 minutes on 2 cores)
+test: $(STAMP) ## run the tests in JOBS=2 processes (12 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
