@@ -382,7 +382,7 @@ class LLM:
         asked = zip(prompts, params, priorities, strict=True)
         checked: CheckedParams | None = None
         last: SamplingParams | None = None
-        # By identity: requests mostly share one object, and True, which is refused as a priority, equals 1.
+        # Compared by identity: requests mostly share one object, and True, which is refused as a priority, equals 1.
         with older_objects_frozen():
             for request_id, (prompt, own, level) in enumerate(asked, self._num_requests):
                 if checked is None or own is not last or level is not checked.priority:

@@ -34,8 +34,8 @@ class StepInputs(NamedTuple):
     sample_rows: IntArray       # [N] the row that each sample is for
     sample_num_tokens: IntArray  # [N] tokens of that row before the sample, so also the position of the sampled token
     logit_rows: IntArray        # [N] the token of the flat batch behind which it is drawn
-    drafts: list[RowDrafts]     # those rows have several samples, in the order of positions
-    pooled: list[PooledEntry]   # those rows have no samples
+    drafts: list[RowDrafts]     # rows with several samples each, in the order of positions
+    pooled: list[PooledEntry]   # rows without samples
     grammars: StepMasks | None = None  # None: no sample is masked
 
 
@@ -50,9 +50,9 @@ class PersistentBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # number asked for; -1: none
         self.scores_prompt = np.zeros(max_num_seqs, dtype=bool)           # asks for these, or for those of named tokens
-        self._named = dict[int, tuple[int, IntArray]]()                   # of the latter: the first position, the ids
+        self._named = dict[int, tuple[int, IntArray]]()                   # keyed by row: first position, ids
         self.sampling = SamplingState(max_num_seqs, vocab_size)
-        self._pools = dict[int, RowPool]()                                # of the rows that pool
+        self._pools = dict[int, RowPool]()                                # keyed by row
         self._owners = np.zeros(max_num_seqs, dtype=np.int64)             # number of sequences each row has had
 
     def apply(self, plan: StepPlan) -> None:

@@ -18,7 +18,7 @@ class StepLimits(NamedTuple):
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_positions: int   # of a sequence
+    max_positions: int   # most tokens of a sequence
     block_size: int      # tokens
 
 

@@ -53,7 +53,7 @@ def rows_to_draft(inputs: StepInputs, results: Mapping[int, RowResult], failures
     """Return the rows that continue after a step. `results`: of rows that differ from one token per sample."""
     if not results and not failures:    # most steps: no call of NumPy, for each takes longer than the lookup of a row
         return DraftRows(inputs.sample_rows, inputs.sample_num_tokens, inputs.sample_num_tokens)
-    is_first = np.ones(len(inputs.sample_rows), dtype=bool)     # of the samples of a row, which are consecutive
+    is_first = np.ones(len(inputs.sample_rows), dtype=bool)     # first of a row's samples, which are consecutive
     is_first[1:] = inputs.sample_rows[1:] != inputs.sample_rows[:-1]
     rows, num_computed = inputs.sample_rows[is_first], inputs.sample_num_tokens[is_first]
     last, continues = num_computed.copy(), np.ones(len(rows), dtype=bool)

@@ -26,7 +26,7 @@ def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     return next(differing, len(drafts))
 
 
-GRAMMAR_FIELD = "structured_outputs"  # of a request, at fault for a failure
+GRAMMAR_FIELD = "structured_outputs"  # request field at fault for a failure
 
 
 def verified(inputs: StepInputs, sampled: SampledTokens) -> tuple[dict[int, RowResult], set[int]]:

@@ -174,7 +174,7 @@ def _lot(steps: list[_Step], seconds: float) -> _Lot:
     starts, stops = (np.concatenate([step[side] for step in steps]) for side in (0, 1))
     num_entries, num_samples = np.array([(len(step.starts), step.num_samples) for step in steps]).T
     counts = stops - starts
-    num_tokens = np.add.reduceat(counts, num_entries.cumsum() - num_entries)                     # of each step
+    num_tokens = np.add.reduceat(counts, num_entries.cumsum() - num_entries)                     # per step
     num_unsampled = int(np.maximum(num_tokens - num_samples, 0).sum())
     num_attended = int(counts @ (starts + stops + 1)) / 2
     work = np.array([len(steps), num_unsampled, num_attended, int(stops.sum()), int(num_samples.sum())], np.float64)

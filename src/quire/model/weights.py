@@ -108,7 +108,7 @@ class WeightReader:
     def norm(self, shape: NormShape, heads: Range | None = None) -> tuple[Tensor, Tensor | None]:
         """Return a norm's weight, [width] or [num_heads, width], and, if it has one, its bias.
 
-        heads: those whose weights are kept; None: all.
+        heads: those to keep the weights of; None: all.
         """
 
         def read(part: str) -> Array:

@@ -27,7 +27,7 @@ from quire_lab.sim.workloads import (
 )
 
 _DEFAULT_NUM = 64
-_LIMIT_NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e"}  # of --goodput: vLLM's, and the flags'
+_LIMIT_NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e"}  # --goodput: vLLM's names, the flags'
 _workload = partial(flag_field, panel="Workload")
 _policy = partial(same_option, EngineOptions, kind="flag", panel="Policy")
 _server = partial(flag_field, panel="Server")

@@ -1,4 +1,4 @@
-"""Columns of ranks in collectives of torch.distributed, whose parts are all of one size."""
+"""Columns of ranks in collectives of torch.distributed, which have parts of one size."""
 
 import torch
 import torch.nn.functional as F

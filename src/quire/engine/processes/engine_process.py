@@ -328,7 +328,7 @@ def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> H
     progress = assembled.model.progress
     if str(assembled.model.device) != "cpu":
         return Heartbeat(lambda: int(progress[0]), beat)
-    # Of this engine, not of the machine: engines divide its CPUs, and so do the ranks of one.
+    # This engine's, not the machine's: engines divide its CPUs, and so do the ranks of one.
     detector = StallDetector(LayerCost(*assembled.model.layer_flops), threads_of_kernels(), time.monotonic)
     assembled.engine.on_submit = detector.begin_step
     return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)

@@ -110,7 +110,7 @@ class PreparedRequest(NamedTuple):
 
 
 _IDS_AT_ONCE = 8192    # checked and packed, which keeps the interpreter lock for half a millisecond
-ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # of what is no generation
+ANY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)  # for calls without an answer
 
 MAX_PRIORITY = 100     # either sign; in levels of ageing
 MAX_SALT_CHARS = 1024  # the cache stores a salt as long as a block computed under it

@@ -60,8 +60,8 @@ class Graph(NamedTuple):
 
     layout: InputLayout
     memory: Tensor       # uint8 [layout.num_bytes]
-    inputs: ForwardBatch  # in `memory`, but for the block tables
-    rows: Tensor         # of the block tables
+    inputs: ForwardBatch  # lie in `memory`, but for the block tables
+    rows: Tensor         # rows of the block tables
     draws: Draws | None
     replay: Replay       # returns the hidden states [num_tokens, hidden_size], or the draws int64 [2, num_rows]
 
@@ -150,7 +150,7 @@ class CudaGraphRunner:
         self._slots, self._draw, self._idle_row = slots, draw, idle_row
         self._graphs: dict[GraphSize, Graph | None] = {}  # None: the capture failed
         self._wanted: Counter[GraphSize] = Counter()
-        self._tables: Tensor | None = None  # of all graphs: of 131,072 tokens those of each would take 32 KiB a row
+        self._tables: Tensor | None = None  # shared by all graphs: for 131,072 tokens each would take 32 KiB a row
 
     def may_draw(self, num_rows: int, num_tokens: int, *, has_adapters: bool) -> bool:
         """Return whether a step of this size has a graph that draws, or gets one once it is requested."""

@@ -61,7 +61,7 @@ def empty_host_cache() -> None:
     if hasattr(torch.accelerator, "empty_host_cache"):
         torch.accelerator.empty_host_cache()
         return
-    torch._C._host_emptyCache()  # of torch 2.11
+    torch._C._host_emptyCache()  # torch 2.11 has no public name for it
 
 
 def use_exact_products() -> None:

@@ -50,9 +50,9 @@ class StepInFlight(NamedTuple):
     """A step that was launched; the device may still be running it."""
 
     inputs: StepInputs
-    owners: NDArray[np.int64]         # of the rows that tokens are sampled for
+    owners: NDArray[np.int64]         # one per sampled row
     hidden: Tensor                    # [T, hidden]; of a graph that draws, nothing: no row needs them
-    sampled: SampledTokens | Tensor   # of `sample_async`, being copied to the host; complete with logprobs
+    sampled: SampledTokens | Tensor   # from `sample_async`, being copied to the host; complete with logprobs
     event: torch.cuda.Event | None    # the copy is complete
     swap_s: float
     started_s: float

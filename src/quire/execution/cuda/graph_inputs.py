@@ -19,14 +19,14 @@ from quire.kernels.sampling import SETTINGS
 from quire.model.kv_cache import ALIGNMENT
 from quire.model.language_model import ForwardBatch
 
-IDLE = np.array((1, 0, 0, 0, 1), SETTINGS)  # of a row without a sequence: its highest logit
+IDLE = np.array((1, 0, 0, 0, 1), SETTINGS)  # a row without a sequence draws its highest logit
 
 
 class Draws(NamedTuple):
     """The draws of a graph: settings float64 [num_rows, 4], SETTINGS a row, the others int64 [num_rows]."""
 
     settings: Tensor
-    rows: Tensor        # of the last tokens of all rows, where the drawn ones are written
+    rows: Tensor        # where the drawn tokens are written: the last tokens of all rows
     logit_rows: Tensor  # the token of the batch behind which each is drawn; of decodes, the row's own
 
 

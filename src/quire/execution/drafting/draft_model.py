@@ -94,7 +94,7 @@ class DraftModel:
             return {}
         rows, limits, places = self._served(rows, limits, step)
         tables, own = self._tables(step, rows, places)
-        partly = np.flatnonzero(rows.num_computed % self._cache.block_size)   # of their last blocks are computed
+        partly = np.flatnonzero(rows.num_computed % self._cache.block_size)   # rows with a last block computed in part
         stops = step.stops.copy()
         stops[places] = rows.num_tokens                                       # without rejected drafts
         spans = Spans(step.rows, step.starts, stops)

@@ -26,17 +26,17 @@ from quire.execution.batch import IntArray
 Tokens = NDArray[np.int32]
 
 GAP = -1                 # between two chunks of a text
-NO_TEXT = -1             # of rows in scopes that have no text any more
+NO_TEXT = -1             # marks rows in scopes that have no text any more
 
 
 class SuffixRules(NamedTuple):
     """Constants of suffix lookups, in the order of csrc/lookup.hpp."""
 
     min_run: int = 2            # tokens of the shortest run that is looked up
-    max_run: int = 24           # of the longest
+    max_run: int = 24           # length of the longest
     max_places: int = 32        # the latest matches, which vote
-    min_share: float = 0.1      # of the matches that must continue as the draft does
-    num_texts: int = 64         # of scopes: 32 MiB in all, indexes included
+    min_share: float = 0.1      # share of matches that must continue as the draft does
+    num_texts: int = 64         # most scopes with a text: 32 MiB in all, indexes included
     max_text: int = 1 << 15     # tokens of recent outputs of a scope
     chunk: int = 16             # tokens of an output that are added to a text at once
     overlap: int = 8            # tokens before a chunk that are added with it: runs across chunks are found
@@ -67,7 +67,7 @@ class ScopedLookup:
 
     def __init__(self, texts: Texts, num_texts: int = RULES.num_texts) -> None:
         self._texts, self._num_texts = texts, num_texts
-        self._numbers = OrderedDict[Scope, int]()   # of the texts by scope, the latest to begin a row last
+        self._numbers = OrderedDict[Scope, int]()   # texts by scope, the latest to begin a row last
         self.draft = texts.draft
 
     def reset(self, new: NewRow) -> None:

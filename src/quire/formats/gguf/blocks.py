@@ -53,7 +53,7 @@ class WeightBlocks(NamedTuple):
     Codes have a codebook of 16 integers; others a zero point, or minimums instead.
     """
 
-    bits: int  # of an element, 4 or 8
+    bits: int  # bits per element, 4 or 8
     elements: Array
     scales: Array
     zero_point: int = 0

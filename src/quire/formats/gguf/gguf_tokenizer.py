@@ -79,7 +79,7 @@ WORD_RULES = {
     "command-r": WordRule(splits_digits=True, composes=True), "gpt-4o": WordRule((_GPT4O_SPLIT,)),
     "tekken": WordRule((_TEKKEN_SPLIT,), keeps_words=True, adds_bos=True),
 }  # fmt: skip
-_RULE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # of older files, which name none
+_RULE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # for older files, which name none
 
 
 class Vocabulary(NamedTuple):

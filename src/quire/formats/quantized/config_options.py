@@ -11,7 +11,7 @@ INTEGER_ELEMENTS: Mapping[int, Element] = {4: "int4", 8: "int8"}
 FLOAT_ELEMENTS: Mapping[int, Element] = {8: "fp8"}
 HEAD = "lm_head"  # dense unless a config says otherwise
 MAX_GROUP_SIZE = 1 << 16  # inputs; int8 activations in groups have exact sums up to here
-MAX_PATTERNS_CHARACTERS = 4096  # of all patterns of a config: they are matched with every module's name
+MAX_PATTERNS_CHARACTERS = 4096  # sum over all patterns of a config: they are matched with every module's name
 
 # Options that say how a checkpoint was made, or on which kernels it was to run: they change no weight.
 NOTES = (

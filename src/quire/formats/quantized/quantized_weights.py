@@ -51,7 +51,7 @@ class QuantizedFormat:
     def __init__(self, quantization: StoredQuantization, activations: Activations | None) -> None:
         self._quantization = quantization
         self._activations = activations
-        self._has_warned = False  # of modules of one layer that differ
+        self._has_warned = False  # logged once that modules of one layer differ
 
     def read(
         self, tensors: TensorReader, modules: Sequence[ModuleRows], width: int, *, is_transposed: bool
@@ -140,7 +140,7 @@ def _row_values(part: LinearWeight, elements: Array, rows: slice) -> Array:
     """Return the values of some rows in float32."""
     groups = np.arange(part.in_features) // part.group_size if part.group_index is None else part.group_index
     assert part.scales is not None, f"a weight of {part.format} without scales"
-    assert part.minimums is None, "minimums are a format's whose parts are alike"
+    assert part.minimums is None, "minimums are of a format with equal parts"
     stored, zeros = elements[rows], part.zero_points
     if part.format == FP8:
         numbers = converted(stored.view(FLOAT8_E4M3), FLOAT32)

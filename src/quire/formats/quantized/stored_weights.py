@@ -142,7 +142,7 @@ def unpacked(words: Array, num_bits: int, count: int) -> Array:
     if num_bits == 4:
         pairs = elements.astype(np.uint16)
         pairs |= pairs << 4
-        pairs &= 0x0F0F  # in memory two bytes, the low nibble and the high one
+        pairs &= 0x0F0F  # two bytes in memory: the low nibble and the high one
         elements = pairs.view(np.uint8)
     return elements.reshape(*words.shape[:-1], -1)[..., :count]
 

@@ -24,7 +24,7 @@ OVERRIDES = (
 )  # fmt: skip
 _RERANKERS = ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")  # the template of pairs is that of Qwen3-Reranker
 _MAX_MODULES = 16
-_ACTIVATIONS = {  # of a classifier's score: whether it is a probability
+_ACTIVATIONS = {  # activation of a classifier: is its score a probability
     "torch.nn.modules.activation.Sigmoid": True, "torch.nn.Sigmoid": True,
     "torch.nn.modules.linear.Identity": False, "torch.nn.Identity": False,
 }  # fmt: skip

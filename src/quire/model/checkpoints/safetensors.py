@@ -21,7 +21,7 @@ from quire.core.model_files import file_inside, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-LENGTH_BYTES = 8           # in front of the header: its length
+LENGTH_BYTES = 8           # the header's length, in front of it
 RESIDENT_BYTES = 64 << 20  # read before pages are dropped
 
 
