@@ -28,7 +28,7 @@ from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads, build_metadata
 

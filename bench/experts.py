@@ -26,7 +26,7 @@ from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight, Table
 from quire.kernels.reference.experts import route

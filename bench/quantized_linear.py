@@ -19,7 +19,7 @@ from torch import Tensor
 from bench_attention import clock_of_threads, in_turns, spread
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 

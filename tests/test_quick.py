@@ -29,7 +29,7 @@ def test_best_instruction_set_is_the_only_one() -> None:
 
     command = [sys.executable, "-m", "pytest", "--collect-only", "--best-isa", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [*command, "tests/kernels/cpp/test_huge_pages.py"], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [*command, "tests/kernels/cpp/test_cpp_packing.py"], cwd=ROOT, capture_output=True, text=True, timeout=120,
         check=True,
     )  # fmt: skip
     best, *others = usable_isas()

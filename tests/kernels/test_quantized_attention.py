@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.kv_quantization import KVScales
+from quire.kernels.cache_layout import KVScales
 from quire.kernels.reference.back_ends import REFERENCE, TORCH
 from quire.kernels.reference.kv_quantization import decode, encode
 from support.paged_cache import Paging, Part, Tokens, attend

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.back_end import BackEnd
+from quire.kernels.cache_layout import ONES, KVScales
 from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire.kernels.reference.back_ends import TORCH
 from quire.kernels.reference.kv_quantization import as_bytes, encode, is_quantized

@@ -6,7 +6,7 @@ blocks.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError
@@ -14,6 +14,16 @@ from quire.core.kv_dtypes import QUANTIZED, KVDtype
 from quire.kernels.tensors import DType
 
 Shape = tuple[int, ...]
+
+
+class KVScales(NamedTuple):
+    """Scales of a layer's keys and of its values, where a cache of 8 bits stores none."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+ONES = KVScales()
 
 
 class CacheShapes(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.arrays import dtype_name
-from quire.kernels.kv_quantization import ONES, KVScales
+from quire.kernels.cache_layout import ONES, KVScales
 from quire.kernels.paged_attention import Heads
 from quire.kernels.tensors import Tensor, is_contiguous
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from quire.core.arrays import dtype_name
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.kv_quantization import ONES, KVScales
+from quire.kernels.cache_layout import ONES, KVScales
 from quire.kernels.tensors import DType, Tensor, is_contiguous
 
 MAX_AHEAD = 2**31      # tokens: beyond every context

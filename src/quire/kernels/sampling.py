@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.logits import Penalties
-from quire.kernels.ranking import TopLogprobs
 from quire.kernels.tensors import Tensor
 
 SETTINGS = np.dtype([          # a row's draw, 32 bytes
@@ -24,6 +23,20 @@ Tokens = Any  # one per row; a tensor where the device has yet to choose them
 
 
 Edit = Callable[[Tensor, NDArray[np.int64], NDArray[np.int64]], None]  # as in `logits`: of (row, token) entries
+
+
+class TopLogprobs(NamedTuple):
+    """Arrays [num, 1 + max(counts)]: a row's token, then its likeliest, in order; behind those, nothing is said."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int64]  # from 1
+
+
+def empty_logprobs(counts: NDArray[np.int64]) -> TopLogprobs:
+    """Return room for the answer."""
+    shape = (len(counts), 1 + int(counts.max(initial=0)))
+    return TopLogprobs(np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
+from quire.kernels.cache_layout import ONES
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.kv_quantization import ONES
 from quire.kernels.linear import Linear
 from quire.kernels.norm import Norm
 from quire.kernels.paged_attention import AttentionSpec, Heads

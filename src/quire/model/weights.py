@@ -13,9 +13,9 @@ from quire.core.arrays import FLOAT32, MODEL_DTYPES, Array, DType, concatenated
 from quire.core.errors import ConfigError
 from quire.kernels import tensors
 from quire.kernels.back_end import BackEnd
+from quire.kernels.cache_layout import KVScales
 from quire.kernels.conversion import converted
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
-from quire.kernels.kv_quantization import KVScales
 from quire.kernels.linear import Linear
 from quire.kernels.linear_weight import DENSE, LinearWeight, Table
 from quire.kernels.tensors import Tensor

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference.linear import reference

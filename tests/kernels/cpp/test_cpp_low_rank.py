@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.cpp.fused_ops import FusedOps, fuse
-from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, RowAdapters

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.back_end import BackEnd
-from quire.kernels.kv_quantization import KVScales
+from quire.kernels.cache_layout import KVScales
 from quire.kernels.reference import kv_cache_write
 from quire.kernels.reference.back_ends import REFERENCE
 from quire.kernels.reference.kv_cache_write import apply_rotary

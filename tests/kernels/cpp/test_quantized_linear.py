@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpp.huge_pages import PackedMemory
+from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import INTEGER_FORMATS, LinearWeight
 from quire.kernels.quantized import a8_sums, exact_product, round_to_nearest

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quire.core.kv_dtypes import QUANTIZED
+from quire.kernels.cache_layout import ONES, KVScales
 from quire.kernels.choice import cuda_back_end
-from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.reference import kv_cache_write
 from quire.kernels.reference.back_ends import REFERENCE
 from quire.kernels.reference.block_copy import copy_blocks

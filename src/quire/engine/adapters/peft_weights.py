@@ -257,7 +257,7 @@ def _makers(back_end: BackEnd) -> tuple[Callable[..., Linear], Callable[..., Up]
     """Return the back end's makers of A and B; of C++ with memory of its own, which is freed with the adapter."""
     if back_end.name != "cpp":
         return back_end.linear, back_end.low_rank_up
-    from quire.kernels.cpp.huge_pages import PackedMemory  # noqa: PLC0415 (of the C++ back end alone)
+    from quire.kernels.cpp.cpp_packing import PackedMemory  # noqa: PLC0415 (of the C++ back end alone)
 
     memory = PackedMemory()
     return partial(back_end.linear, memory=memory), partial(back_end.low_rank_up, memory=memory)

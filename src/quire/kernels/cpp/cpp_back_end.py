@@ -18,15 +18,15 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         cpp_linear,
         cpp_low_rank,
         cpp_norm,
+        cpp_packing,
         cpp_sampling,
         dtypes,
         fused_ops,
-        huge_pages,
     )
     from quire.kernels.tensors import NUMPY_LIBRARY  # noqa: PLC0415
 
     _kernels.use_isa(isa)
-    memory = huge_pages.PackedMemory()
+    memory = cpp_packing.PackedMemory()
     return {
         "library": NUMPY_LIBRARY,
         "linear": partial(cpp_linear.CppLinear, memory=memory),

@@ -21,8 +21,8 @@ import numpy as np
 from quire.core.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT32, Array, DType
 from quire.core.config import KERNEL_BLOCK_SIZES
 from quire.core.kv_dtypes import QUANTIZED, KVDtype
+from quire.kernels.cache_layout import ONES, KVScales
 from quire.kernels.cpp import _kernels
-from quire.kernels.kv_quantization import ONES, KVScales
 from quire.kernels.support import serves_head_dim
 
 Shape = tuple[int, ...]

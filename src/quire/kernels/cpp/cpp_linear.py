@@ -6,9 +6,8 @@ from quire.core.arrays import FLOAT32, Array, DType, empty
 from quire.core.errors import ConfigError
 from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.cpp_packing import kernel_format, pack
+from quire.kernels.cpp.cpp_packing import PackedMemory, kernel_format, pack
 from quire.kernels.cpp.dtypes import address, is_in_rows, kernel_dtype, pair, row_stride
-from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
 

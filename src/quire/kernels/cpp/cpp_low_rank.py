@@ -4,8 +4,8 @@ import numpy as np
 
 from quire.core.arrays import BFLOAT16, FLOAT32, Array
 from quire.kernels.conversion import converted
+from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair
-from quire.kernels.cpp.huge_pages import PackedMemory
 
 _MULTIPLY, _PACK, _PACKED_SIZE = pair("low_rank_product"), pair("pack"), pair("packed_size")
 

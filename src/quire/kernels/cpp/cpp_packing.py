@@ -1,4 +1,4 @@
-"""Packed weights of linear layers: strips of 16 outputs, laid out as csrc/packing.hpp says."""
+"""Packed weights of linear layers: strips of 16 outputs, laid out as csrc/packing.hpp says, on huge pages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,15 +6,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.arrays import UINT8, Array, DType, concatenated
+from quire.core.arrays import UINT8, Array, DType, concatenated, empty
 from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, pair, row_stride
-from quire.kernels.cpp.huge_pages import PackedMemory
 from quire.kernels.linear_weight import DENSE, LinearWeight
 
 STRIP_ROWS = 16
+ALIGNMENT = 64             # bytes: a cache line
+MAPPED_AT_ONCE = 64 << 20  # bytes; none is used before it is written to
 _PACK, _PACKED_SIZE = pair("pack"), pair("packed_size")
+
+
+class PackedMemory:
+    """Memory of packed weights, one after the other, so that small ones share a huge page too.
+
+    A mapping is returned to the system when the last weight in it is freed.
+    """
+
+    def __init__(self) -> None:
+        self._free = empty(0, UINT8)
+
+    def take(self, num_elements: int, dtype: DType) -> Array:
+        """Return memory for a packed weight, [num_elements]."""
+        num_bytes = num_elements * dtype.itemsize
+        if num_bytes > len(self._free):
+            self._free = empty(max(num_bytes, MAPPED_AT_ONCE), UINT8)
+        taken, self._free = self._free[:num_bytes], self._free[num_bytes + -num_bytes % ALIGNMENT :]
+        return taken.view(dtype)
 
 
 class PackedWeight(NamedTuple):

@@ -17,8 +17,7 @@ from quire.kernels.logits import (
     keep_tokens,
     num_words,
 )
-from quire.kernels.ranking import TopLogprobs, empty
-from quire.kernels.sampling import SETTINGS, SamplingOps
+from quire.kernels.sampling import SETTINGS, SamplingOps, TopLogprobs, empty_logprobs
 
 _COLUMNS = {  # SETTINGS as the kernel takes them
     "temperatures": np.float32, "log_min_ps": np.float32, "top_ks": np.int32, "top_ps": np.float64,
@@ -67,7 +66,7 @@ def top_logprobs(
     for each, limit in ((rows, num_rows - 1), (tokens, vocab_size - 1), (counts, vocab_size)):
         assert each.min(initial=0) >= 0, f"{each.min()} among rows, tokens or counts"
         assert each.max(initial=0) <= limit or not num, f"{each.max()} is above {limit}"
-    answer = empty(counts)
+    answer = empty_logprobs(counts)
     _kernels.top_logprobs(
         _kernels.address(logits),
         vocab_size,

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.ranking import TopLogprobs, empty
+from quire.kernels.sampling import TopLogprobs, empty_logprobs
 
 _ID_MASK = 0xFFFFFFFF
 
@@ -49,7 +49,7 @@ def top_logprobs(
 
     logits float32 [num_rows, vocab]; rows, tokens and counts [num]; a count is at most the vocabulary's size.
     """
-    answer = empty(counts)
+    answer = empty_logprobs(counts)
     for i, (row, token, count) in enumerate(zip(rows.tolist(), tokens.tolist(), counts.tolist(), strict=True)):
         keys = order_keys(logits[row])
         ids = torch.cat([torch.tensor([token], device=keys.device), top_tokens(keys, count)])

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.kv_quantization import ONES
+from quire.kernels.cache_layout import ONES
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire.kernels.reference.kv_quantization import as_bytes
 from quire.kernels.triton.quantized_cache import float_scales, form_of, places_of, widen

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.logits import Penalties, num_words
-from quire.kernels.ranking import TopLogprobs, empty
 from quire.kernels.reference.logits import upload
 from quire.kernels.reference.ranking import order_keys
+from quire.kernels.sampling import TopLogprobs, empty_logprobs
 
 BLOCK = 4096
 ROWS_AT_ONCE = 32  # 32 x 150,000 tokens x 8 bytes are 38 MB
@@ -25,7 +25,7 @@ def top_logprobs(
     logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> TopLogprobs:
     """Return what `ranking.top_logprobs` returns; waits for the device."""
-    answer, device = empty(counts), logits.device
+    answer, device = empty_logprobs(counts), logits.device
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         end = begin + ROWS_AT_ONCE
         some = logits[upload(rows[begin:end], device)]

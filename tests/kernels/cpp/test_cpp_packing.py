@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.arrays import UINT8, address
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.huge_pages import ALIGNMENT, MAPPED_AT_ONCE, PackedMemory
+from quire.kernels.cpp.cpp_packing import ALIGNMENT, MAPPED_AT_ONCE, PackedMemory
 
 MAPS = Path("/proc/self/maps")
 pytestmark = pytest.mark.parametrize("isa", _kernels.usable_isas()[:1], indirect=True)  # memory knows none
