@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.core.model_files import read_json_object
+from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire_lab.bench.machine import machine_facts
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,7 +41,7 @@ def main(
 ) -> None:
     """Print the cost of steps with adapters."""
     if threads:
-        torch.set_num_threads(threads)
+        set_threads_of_kernels(threads)
     print(machine_facts(), f"rank {rank}, {dtype} {quantization}".strip(), sep="\n")
     with tempfile.TemporaryDirectory() as folder:
         adapters = [write_adapter(model, Path(folder) / str(number), number, rank) for number in range(8)]

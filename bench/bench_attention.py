@@ -29,6 +29,7 @@ from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_cache_layout import cache_shapes
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
+from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads, build_metadata
 
@@ -79,7 +80,7 @@ def in_turns(
 
 def clock_of_threads() -> Callable[[], float]:
     """Return the clock of one thread's running time, or wall time of more."""
-    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    return time.process_time if threads_of_kernels() == 1 else time.perf_counter
 
 
 def spread(values: list[float]) -> str:
@@ -180,7 +181,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
     block_size: Annotated[int, typer.Option(help="tokens per block")] = 16,
     repeats: Annotated[int, typer.Option(help="timed rounds")] = 15,
-    threads: Annotated[int, typer.Option(help="threads of the kernels")] = torch.get_num_threads(),
+    threads: Annotated[int, typer.Option(help="threads of the kernels")] = threads_of_kernels(),
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or a storage to compare with --dtype")] = "auto",
     chunks: Annotated[str, typer.Option(help="tokens of chunks")] = "2048",
     contexts: Annotated[str, typer.Option(help="context lengths at the end of a chunk")] = "2048,8192",
@@ -189,8 +190,8 @@ def main(
 ) -> None:
     """Measure and print."""
     _kernels.use_isa(isa)
-    torch.set_num_threads(threads)
-    print(f"{isa}, {dtype}, blocks of {block_size}, {torch.get_num_threads()} threads")
+    set_threads_of_kernels(threads)
+    print(f"{isa}, {dtype}, blocks of {block_size}, {threads_of_kernels()} threads")
     sizes = [(int(end) - int(size), int(size)) for end in contexts.split(",") for size in chunks.split(",")]
     batches = DECODES if decodes == "all" else []
     if kv_cache_dtype != "auto":

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config
 
 from quire import LLM
+from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32_000, "hidden_size": 1024,
@@ -44,9 +45,10 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=threads_of_kernels())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    set_threads_of_kernels(options.threads)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or write_model(Path(scratch))
         vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]

@@ -27,6 +27,7 @@ from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
+from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight, Table
 from quire.kernels.reference.experts import route
@@ -100,7 +101,7 @@ def bench_layer(
     repeats: Annotated[int, typer.Option(help="timed rounds")] = 15,
 ) -> None:
     """One layer of 2048 with experts of 768, 8 for each row."""
-    torch.set_num_threads(threads)
+    set_threads_of_kernels(threads)
     choose_back_end(torch.device("cpu"), "cpp")
     for form in formats.split(","):
         mixture = Mixture(form, experts)
@@ -161,7 +162,7 @@ def bench_model(
     prompt: Annotated[int, typer.Option(help="tokens of a prompt, computed in one step; 0: none")] = 512,
 ) -> None:
     """Decode one sequence with a model of Qwen3-30B-A3B's shape, its linear layers in int4, and compute a prompt."""
-    torch.set_num_threads(threads)
+    set_threads_of_kernels(threads)
     begin = time.perf_counter()
     spec = spec_from_config(A3B | {"num_hidden_layers": layers})
     back_end = choose_back_end(torch.device("cpu"), "cpp", head_dim=spec.head_dim)

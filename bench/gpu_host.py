@@ -25,6 +25,7 @@ from quire.execution.cuda.cuda_graphs import MIXED_TOKENS, CudaGraphRunner
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
 from quire.execution.device import Device
 from quire.execution.worker import StepCompute
+from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.model.decoder import Decoder
 
 SEQUENCES = (1, 32, 256)
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
+    set_threads_of_kernels(1)
     for num_seqs in SEQUENCES:
         for is_mixed in (False, True):
             cells = []

@@ -20,6 +20,7 @@ from bench_attention import clock_of_threads, in_turns, spread
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
+from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 
@@ -133,7 +134,7 @@ def main(
 ) -> None:
     """Measure and print."""
     _kernels.use_isa(isa)
-    torch.set_num_threads(threads)
+    set_threads_of_kernels(threads)
     shapes, num_layers = (HEAD, 1) if head else (SHAPES, layers)
     wanted = [word.lower() for word in formats.split(",")]
     chosen = {

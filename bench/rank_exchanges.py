@@ -29,6 +29,7 @@ from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.engine.parallel.tcp import NetworkRanks
 from quire.kernels.cpp.cpp_gather import REGION_BYTES
+from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.model.sharding import Cut, Shard
 from quire_lab.bench.machine import machine_facts
 
@@ -41,6 +42,7 @@ def main(
 ) -> None:
     """Print microseconds of an exchange."""
     torch.set_num_threads(1)
+    set_threads_of_kernels(1)
     ours, theirs = socket.create_server(("127.0.0.1", 0)), get_context("fork").Pipe()
     memory, store = create_memory(MemoryLayout(REGION_BYTES, 1, 1)), os.memfd_create("store")
     place = ours.getsockname()

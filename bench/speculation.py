@@ -33,7 +33,6 @@ from types import SimpleNamespace
 from typing import Annotated, Any, cast
 
 import numpy as np
-import torch
 import typer
 from numpy.typing import NDArray
 from torch import Tensor
@@ -56,6 +55,7 @@ from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import LimitedDrafter, make_drafter
 from quire.execution.row_results import num_accepted
 from quire.execution.worker import Worker
+from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels
 from quire.model.resolve import DEMO_MODEL
 from quire.text.tokenizer import Tokenizer
 from quire_lab.bench.machine import machine_facts
@@ -139,7 +139,7 @@ class Bench:
         self._engine, self._ids = engine, itertools.count()
         self.compute, self.drafter, self.batch = worker.compute, worker.compute.drafter, worker.compute.batch
         self._sample, self.num_kinds = worker.compute.sample, vocab_size - 400
-        self._clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._clock = time.process_time if threads_of_kernels() == 1 else time.perf_counter
 
     def run(
         self, prompts: list[Tokens], num_tokens: int, drafter: Drafter | None, texts: list[Tokens] | None = None
@@ -358,16 +358,16 @@ def main(
     shapes: Annotated[str, typer.Option(help="of target and draft model, for the part draft-model")] = "7b,0.5b",
     acceptances: Annotated[str, typer.Option(help="of oracles")] = "0,0.25,0.5,0.75,0.9,1",
     isa: Annotated[str, typer.Option(help="instruction set")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: torch's choice")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: as the engine chooses")] = 0,
     turns: Annotated[int, typer.Option(help="turns of each comparison")] = 3,
     num_tokens: Annotated[int, typer.Option(help="tokens of an answer, at most")] = 96,
 ) -> None:
     """Compare speeds with speculation and without."""
     if threads:
-        torch.set_num_threads(threads)
+        set_threads_of_kernels(threads)
     shares = [float(share) for share in acceptances.split(",")]
     print(
-        f"{machine_facts()}\n{model} {quantization or 'bfloat16'} {isa}, {torch.get_num_threads()} threads", flush=True
+        f"{machine_facts()}\n{model} {quantization or 'bfloat16'} {isa}, {threads_of_kernels()} threads", flush=True
     )
     for part in parts.split(","):
         if part == "control":

@@ -25,6 +25,7 @@ import typer
 
 from quire import LLM
 from quire.engine.parallel.rank_set import RankSet
+from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.model.sharding import Mode
 from quire.model.source import read_folder
 from quire_lab.bench.machine import machine_facts
@@ -96,7 +97,7 @@ def asked(run: subprocess.Popen[str]) -> dict[str, float]:
 
 def measure(model: Path, num_ranks: int, way: str, num_tokens: int, num_at_once: int) -> None:
     """Print the figures of one way, in this process, for each line that is read."""
-    torch.set_num_threads(num_ranks)
+    set_threads_of_kernels(num_ranks)
     send, times_s = RankSet.send_plan, list[float]()
 
     def timed(ranks: RankSet, plan: object) -> None:

@@ -2,13 +2,10 @@
 
 import torch
 
-from quire.kernels.cpp.isas import usable_isas
+from quire.kernels.cpp.isas import set_threads_of_kernels
 
 
 def set_num_threads(count: int) -> None:
     """Set both; without the extension there is one."""
     torch.set_num_threads(count)
-    if usable_isas():
-        from quire.kernels.cpp import _kernels
-
-        _kernels.set_num_threads(count)
+    set_threads_of_kernels(count)

@@ -24,3 +24,11 @@ def threads_of_kernels() -> int:
     from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
 
     return _kernels.num_threads()
+
+
+def set_threads_of_kernels(count: int) -> None:
+    """Set how many threads compute in this process; without the extension there is nothing to set."""
+    if usable_isas():  # the first call sets the number, too
+        from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+        _kernels.set_num_threads(count)
