@@ -101,6 +101,19 @@ def test_what_needs_it_says_so_in_one_line(flags: list[str], told: str, without_
     assert done.stderr.count("\n") == 1
 
 
+def test_plots_without_their_library_are_refused_before_the_figures(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(MISSING + 'sys.modules["matplotlib"] = None\n')
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    figures, output = ["-m", "quire", "paper", "layout", "--output"], tmp_path / "figures"
+    refused = ran([*figures, str(output)], environment)
+    assert (refused.returncode, refused.stdout, output.exists()) == (2, "", False)
+    told = "a plot needs the package matplotlib: pip install 'quire[paper]', or use --no-plots"
+    assert refused.stderr == f"quire: {told}\n"
+    made = ran([*figures, str(output), "--no-plots"], environment)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert [file.name for file in output.iterdir()] == ["layout.json"]
+
+
 def test_where_there_are_no_kernels_either_it_is_said(without_torch: dict[str, str]) -> None:
     code = (
         "import sys\nsys.modules['quire.kernels.cpp._kernels'] = None\nsys.argv[1:] = ['generate', '--prompt', 'a']\n"

@@ -268,8 +268,7 @@ def test_part_of_a_frame_is_the_end_of_the_stream(num_bytes: int) -> None:
 
 
 def _sent(error: Exception) -> EngineError:
-    message = failed(error)
-    return error_from(message.kind, message.message)
+    return error_from(failed(error))
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ModelError, NotInstalledError])
@@ -289,7 +288,7 @@ def test_kinds_of_what_a_user_can_mend_count_as_it() -> None:
 def test_every_other_error_is_a_fault_of_the_engine() -> None:
     message = failed(KeyError("row"))
     assert message == Failed(FAULT, "KeyError: 'row'")
-    assert type(error_from(message.kind, message.message)) is EngineDeadError
+    assert type(error_from(message)) is EngineDeadError
 
 
 @pytest.mark.parametrize("text", ["x" * 1_000_000, "/models/caf\udce9"], ids=["long", "a file's name"])

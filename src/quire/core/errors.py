@@ -70,3 +70,14 @@ class UnknownPrefixError(InvalidRequestError):
 
 class RankLostError(EngineError):
     """A rank of tensor parallelism has ended or does not answer: the engine cannot go on."""
+
+
+# Errors that a user can mend, by the names under which processes tell each other: the first is one of the second.
+USER_ERRORS: dict[str, type[EngineError]] = {
+    error.__name__: error for error in (NotInstalledError, ConfigError, ModelError)
+}
+
+
+def error_of(kind: str, text: str, fault: type[EngineError]) -> EngineError:
+    """Return the error that another process names; one of type `fault` if no user can mend it."""
+    return USER_ERRORS.get(kind, fault)(text)

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.deltas import Admission, SequenceDelta, WaitReason
-from quire.core.errors import ConfigError, EngineError, ModelError, NotInstalledError
+from quire.core.errors import USER_ERRORS, EngineError, error_of
 from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.pooling import PoolerConfig
@@ -236,22 +236,17 @@ decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decod
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
-_USER_ERRORS: dict[str, type[EngineError]] = {
-    error.__name__: error for error in (NotInstalledError, ConfigError, ModelError)  # the first is one of the second
-}
-
-
 class EngineDeadError(EngineError):
     """The engine process has ended, or could not start; the request is not the cause."""
 
 
 def failed(error: Exception) -> Failed:
     """Return the message for an error: errors of settings and model by name, all others as faults."""
-    kind = next((name for name, mendable in _USER_ERRORS.items() if isinstance(error, mendable)), FAULT)
+    kind = next((name for name, mendable in USER_ERRORS.items() if isinstance(error, mendable)), FAULT)
     text = str(error) if kind != FAULT else f"{type(error).__name__}: {error}"
     return Failed(kind, text[:MAX_FAILURE_CHARS].encode(errors="replace").decode())  # file names may be invalid Unicode
 
 
-def error_from(kind: str, text: str, fault: type[EngineError] = EngineDeadError) -> EngineError:
-    """Return the error of a message of that kind; `fault` is the type of one that is none of the user's."""
-    return _USER_ERRORS.get(kind, fault)(text)
+def error_from(message: Failed) -> EngineError:
+    """Return the error of a message."""
+    return error_of(message.kind, message.message, EngineDeadError)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from random import Random
 from statistics import median
 from typing import NamedTuple
@@ -16,7 +17,6 @@ import numpy as np
 
 from quire import LLM
 from quire.core.arrays import BFLOAT16, Array, DType
-from quire.core.optional_package import needs_library
 from quire.kernels.choice import choose_back_end
 from quire.kernels.conversion import converted
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
@@ -122,7 +122,7 @@ NUM_ROUNDS, NUM_ROUNDS_FULL = 11, 51
 
 @figure("kernel", "18a", "Attention of 8 decoding sequences over blocks and over contiguous memory, measured here")
 def kernel(settings: Settings) -> Result:
-    """Blocks anywhere, blocks in a row, and torch's attention over a tensor for each sequence, in turns."""
+    """Blocks anywhere, blocks in a row, and perhaps torch's attention over a tensor of each sequence, in turns."""
     rounds = NUM_ROUNDS_FULL if settings.full else NUM_ROUNDS
     times_us = {context: _measure(context, rounds, settings.seed) for context in CONTEXTS}
     names = list(times_us[CONTEXTS[0]])
@@ -142,12 +142,20 @@ def kernel(settings: Settings) -> Result:
     return Result(rows, [plot], comparisons)
 
 
+def _contiguous(query: Array, keys: Array, values: Array) -> Callable[[], object]:
+    """Return a call of torch's attention. Keys and values [BATCH, NUM_KV_HEADS, context, HEAD_DIM]."""
+    import torch  # noqa: PLC0415 (optional: what is compared with)
+
+    from quire.kernels.torch_arrays import to_tensor  # noqa: PLC0415 (loads torch)
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return partial(
+        attend, to_tensor(query).unsqueeze(2), to_tensor(keys), to_tensor(values), scale=HEAD_DIM**-0.5, enable_gqa=True
+    )
+
+
 def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
     """Return the median CPU microseconds of each way, over all threads: other work on the machine disturbs it less."""
-    with needs_library("figure kernel", "torch", "'quire[torch]'"):
-        import torch  # noqa: PLC0415 (what is compared with)
-
-        from quire.kernels.torch_arrays import to_tensor  # noqa: PLC0415
     back_end, generator = choose_back_end("cpu", head_dim=HEAD_DIM), np.random.default_rng(seed)
 
     def drawn(shape: tuple[int, ...], dtype: DType = BFLOAT16) -> Array:
@@ -168,11 +176,9 @@ def _measure(context: int, rounds: int, seed: int) -> dict[str, float]:
         starts, lens = np.arange(BATCH + 1, dtype=np.int32), np.full(BATCH, context, np.int32)
         metadata = build_metadata(tables, starts, lens, BLOCK_SIZE)
         calls[f"blocks {name}"] = partial(back_end.paged_attention, spec, query, keys, values, metadata)
-    whole_keys, whole_values = (to_tensor(drawn((BATCH, NUM_KV_HEADS, context, HEAD_DIM))) for _ in range(2))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    calls["contiguous, torch"] = partial(
-        attend, to_tensor(query).unsqueeze(2), whole_keys, whole_values, scale=spec.scale, enable_gqa=True
-    )
+    if find_spec("torch") is not None:
+        whole = [drawn((BATCH, NUM_KV_HEADS, context, HEAD_DIM)) for _ in range(2)]
+        calls["contiguous, torch"] = _contiguous(query, *whole)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name in random.sample(sorted(calls), len(calls)):  # none always after the same one

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cli.flag_groups import check_output, flag_field, with_flag_groups
+from quire.core.optional_package import needs_library
 from quire.core.version import __version__
 from quire_lab.paper.figures import FIGURES, Result, Settings, as_json, chosen, made, title_of
 from quire_lab.sim.datasets import DATA_FOLDER
@@ -59,6 +60,9 @@ def paper(
 
     settings = Settings(flags.full, flags.trace_s, flags.seed, flags.data or DATA_FOLDER)
     wanted = chosen(names)
+    if flags.plots:  # before the work, which may take hours
+        with needs_library("a plot", "matplotlib", "'quire[paper]', or use --no-plots"):
+            import matplotlib  # noqa: F401, PLC0415 (optional: is it there?)
     flags.output.mkdir(parents=True, exist_ok=True)
     check_output(flags.output / "report.html")
     results, plots = dict[str, Result](), dict[str, bytes]()

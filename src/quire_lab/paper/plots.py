@@ -9,7 +9,6 @@ from itertools import zip_longest
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.core.optional_package import needs_library
 from quire_lab.paper.runs import FASTER_TRANSFORMER, MAX, ORACLE, PAGED, POW2, QUIRE
 
 if TYPE_CHECKING:
@@ -131,10 +130,10 @@ Panel = Lines | Bars | LengthHistogram | Blocks
 
 
 def drawn(panels: Sequence[Panel], note: str = "") -> "Figure":
-    """Return a plot of all panels, row by row, with a note above. NotInstalledError without matplotlib."""
-    with needs_library("a plot", "matplotlib", "'quire[paper]', or use --no-plots"):
-        import matplotlib as mpl  # noqa: PLC0415 (an optional library)
-        from matplotlib.figure import Figure  # noqa: PLC0415
+    """Return a plot of all panels, row by row, with a note above."""
+    import matplotlib as mpl  # noqa: PLC0415 (an optional library)
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     mpl.rcParams.update(STYLE)
     columns = min(MAX_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)

@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from quire.core.errors import ConfigError, EngineError, ModelError
+from quire.core.errors import ConfigError, EngineError, ModelError, error_of
 from quire.engine.launcher import num_threads_of, spinning_environment, start_module, wait_or_kill
-from quire.engine.messages import error_from
 from quire.engine.options import EngineOptions
 from quire.engine.parallel.addresses import master_address, secret_key
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
@@ -61,7 +60,7 @@ class Members:
                     return EngineError(f"the process of rank {rank} gave no sign for {limit_s:g} s (stall_limit)")
         if ended is None:
             return EngineError(f"the process of rank {rank} has ended")
-        return error_from(ended.kind, ended.message, EngineError)
+        return error_of(ended.kind, ended.message, EngineError)
 
     def close(self) -> None:
         """End the processes. Idempotent."""

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from quire.core.errors import EngineError, ModelError, RankLostError
+from quire.core.errors import EngineError, ModelError, RankLostError, error_of
 from quire.core.lora import Adapter
 from quire.engine.adapters.store import RankAdapters
 from quire.engine.launcher import Process
-from quire.engine.messages import error_from
 from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import Channel
 from quire.kernels.low_rank import AdapterWeights
@@ -98,7 +97,7 @@ class Peer:
             return True
         if not isinstance(report, rank_messages.Refused):
             return False
-        self.refusal = error_from(report.kind, f"rank {self.rank}: {report.message}", EngineError)
+        self.refusal = error_of(report.kind, f"rank {self.rank}: {report.message}", EngineError)
         return True
 
 

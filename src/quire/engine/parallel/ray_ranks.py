@@ -19,8 +19,7 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from quire.core.errors import ConfigError, EngineError, RankLostError
-from quire.engine.messages import error_from
+from quire.core.errors import ConfigError, EngineError, RankLostError, error_of
 from quire.engine.options import EngineOptions
 from quire.engine.parallel.addresses import RunAddress, checked_address
 from quire.engine.parallel.node import Members
@@ -165,7 +164,7 @@ def wait_for_first(ends: Sequence[Any], ranks: Sequence[int], on_end: Callable[[
     (first,), _ = ray.wait(list(ends), num_returns=1)
     try:
         kind, message = ray.get(first)
-        on_end(error_from(kind, message, RankLostError))
+        on_end(error_of(kind, message, RankLostError))
     except RayError as error:
         on_end(RankLostError(f"the Ray actor of rank {rank_of[first]} has ended: {_first_line(error)}"))
 

@@ -95,7 +95,7 @@ async def _expect(reader: asyncio.StreamReader, kind: type[ReportT]) -> ReportT:
     """Wait for a report of this kind. Raises the error of a `Failed`."""
     report = await _receive(reader)
     if isinstance(report, messages.Failed):
-        raise messages.error_from(report.kind, report.message)
+        raise messages.error_from(report)
     assert isinstance(report, kind), f"expected {kind.__name__}, got {report}"
     return report
 
