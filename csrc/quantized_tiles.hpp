@@ -1,8 +1,8 @@
 // Quantized linear layers on the matrix unit: tiles of 16 rows x 16 outputs of int32 sums, 64 inputs at a time.
 //
-// Made of the blocks of linear_vectors.hpp. Some tiles of inputs at a time stay in the first-level cache, int4 ones expanded to
-// bytes, while the block's rows pass by: two tiles of rows x two strips, four products for four loads. Sums of longer groups
-// are put down in between and taken up again.
+// Made of the blocks of linear_vectors.hpp. Some tiles of inputs at a time stay in the first-level cache, int4 ones
+// expanded to bytes, while the block's rows pass by: two tiles of rows x two strips, four products for four loads. Sums of
+// longer groups are put down in between and taken up again.
 #pragma once
 
 #include "quantized_vectors.hpp"
