@@ -13,17 +13,16 @@ quartiles.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 
 import numpy as np
-import torch
 import typer
-from torch import Tensor
 
-from quire.core.arrays import dtype_name
+from quire.core.arrays import FLOAT32, Array, DType, address, dtype_name
 from quire.core.kv_dtypes import QUANTIZED, KVDtype
+from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_cache_layout import cache_shapes
@@ -32,36 +31,49 @@ from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads, build_metadata
+from quire.kernels.tensors import NUMPY_LIBRARY
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 64  # as in bench-0.5b
 SPEC = AttentionSpec(Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), HEAD_DIM**-0.5)
 DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 4096), (32, 8192)]  # batch, context
 DENSE = (896, 9728)  # inputs and outputs of the dense layer beside a chunk
+GENERATOR = np.random.default_rng(0)
 CACHE_MIB = 256  # of all layers' caches together, more than most last-level caches hold
 
 
-def random_cache(memory: PackedMemory, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def random_values(shape: tuple[int, ...], dtype: DType) -> Array:
+    """Return values around 0 with a variance of 1."""
+    return converted(GENERATOR.standard_normal(shape, FLOAT32), dtype)
+
+
+def read(memory: Sequence[Array]) -> None:
+    """Read memory and do nothing else, with all threads."""
+    for each in memory:
+        _kernels.all_finite_bf16(address(each), each.nbytes // 2)
+
+
+def random_cache(memory: PackedMemory, shape: tuple[int, ...], dtype: DType) -> Array:
     """Return a cache on huge pages, as the engine has it; small ones share them."""
     count = int(np.prod(shape))
     if dtype.itemsize == 1:
-        elements = memory.take(count, torch.int8)
-        elements.copy_(torch.randint(-100, 100, (1 << 16,), dtype=torch.int8).repeat(-(-count // (1 << 16)))[:count])
+        elements = memory.take(count, np.dtype(np.int8))
+        elements[:] = np.resize(GENERATOR.integers(-100, 100, 1 << 16, np.int8), count)
         num_tokens, width = shape[2:]
-        scales = torch.full((num_tokens * (width - HEAD_DIM) // 4,), 0.01)
-        elements.view(*shape[:2], -1)[..., num_tokens * HEAD_DIM :] = scales.view(torch.int8)
-        return elements.view(shape).view(dtype)
-    cache = memory.take(count, dtype).view(shape)
-    cache.copy_(torch.randn(1 << 16).to(dtype).repeat(-(-count // (1 << 16)))[:count].view(shape))
-    return cache
+        scales = np.full(num_tokens * (width - HEAD_DIM) // 4, 0.01, FLOAT32)
+        elements.reshape(*shape[:2], -1)[..., num_tokens * HEAD_DIM :] = scales.view(np.int8)
+        return elements.view(dtype).reshape(shape)
+    cache = memory.take(count, dtype)
+    cache[:] = np.resize(random_values((1 << 16,), dtype), count)
+    return cache.reshape(shape)
 
 
 def make_metadata(batch: int, before: int, num_tokens: int, block_size: int) -> AttentionMetadata:
     """Give every sequence shuffled blocks of its own."""
     length = before + num_tokens
     num_blocks = -(-length // block_size)
-    tables = torch.randperm(batch * num_blocks, generator=torch.Generator().manual_seed(0)).view(batch, -1).int()
-    starts = torch.arange(0, batch * num_tokens + 1, num_tokens).int()
-    return build_metadata(tables, starts, torch.full((batch,), length).int(), block_size)
+    tables = GENERATOR.permutation(batch * num_blocks).astype(np.int32).reshape(batch, -1)
+    starts = np.arange(0, batch * num_tokens + 1, num_tokens, dtype=np.int32)
+    return build_metadata(tables, starts, np.full(batch, length, np.int32), block_size)
 
 
 def in_turns(
@@ -88,25 +100,16 @@ def spread(values: list[float]) -> str:
     return f"{median:8.3f} [{low:.3f}, {high:.3f}]"
 
 
-def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, repeats: int, cache_bytes: int) -> None:
+def bench_decode(batch: int, context: int, block_size: int, dtype: DType, repeats: int, cache_bytes: int) -> None:
     metadata = make_metadata(batch, context - 1, 1, block_size)
-    shapes = cache_shapes(metadata.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
+    shapes = cache_shapes(metadata.block_tables.size, block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
     layer_bytes = 2 * dtype.itemsize * int(np.prod(shapes[0]))
     num_layers = max(2, -(-cache_bytes // layer_bytes))
     memory = PackedMemory()
     layers = [tuple(random_cache(memory, shape, dtype) for shape in shapes) for _ in range(num_layers)]
-    words = [cache.flatten().view(torch.int64) for pair in layers for cache in pair]
-    query = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
-
-    def attend() -> None:
-        for keys, values in layers:
-            paged_attention(SPEC, query, keys, values, metadata)
-
-    def read() -> None:
-        for each in words:
-            each.sum()
-
-    ours, plain = in_turns([attend, read], repeats)
+    caches = [cache for pair in layers for cache in pair]
+    query = random_values((batch, NUM_HEADS, HEAD_DIM), dtype)
+    ours, plain = in_turns([partial(attend_all, query, layers, metadata), partial(read, caches)], repeats)
     rate = [num_layers * layer_bytes / s * 1e-9 for s in ours]
     reads = [num_layers * layer_bytes / s * 1e-9 for s in plain]
     share = statistics.median(rate) / statistics.median(reads)
@@ -115,13 +118,13 @@ def bench_decode(batch: int, context: int, block_size: int, dtype: torch.dtype, 
 
 
 def bench_storage(
-    metadata: AttentionMetadata, num_queries: int, dtype: torch.dtype, name: str, repeats: int, num_layers: int
+    metadata: AttentionMetadata, num_queries: int, dtype: DType, name: str, repeats: int, num_layers: int
 ) -> str:
     """Return the milliseconds of a layer over a cache of `dtype` and over one stored as `name`, in turn; the ratios."""
-    query, calls, sizes = torch.randn(num_queries, NUM_HEADS, HEAD_DIM).to(dtype), list[Callable[[], object]](), []
+    query, calls, sizes = random_values((num_queries, NUM_HEADS, HEAD_DIM), dtype), list[Callable[[], object]](), []
     memory = PackedMemory()
     for stored in (KVDtype(dtype_name(dtype)), QUANTIZED[name]):
-        element, num_blocks = getattr(torch, stored.element), int(metadata.block_tables.numel())
+        element, num_blocks = NUMPY_LIBRARY.dtype(stored.element), metadata.block_tables.size
         shapes = cache_shapes(
             num_blocks, metadata.block_size, NUM_KV_HEADS, HEAD_DIM, element, stored.scale_bytes
         )
@@ -135,14 +138,14 @@ def bench_storage(
             f"ratio {spread(ratios)}")
 
 
-def attend_all(query: Tensor, layers: list[tuple[Tensor, ...]], metadata: AttentionMetadata) -> None:
+def attend_all(query: Array, layers: list[tuple[Array, ...]], metadata: AttentionMetadata) -> None:
     """Attend over the caches of all layers."""
     for keys, values in layers:
         paged_attention(SPEC, query, keys, values, metadata)
 
 
 def compare_storages(
-    chunks: list[tuple[int, int]], decodes: list[tuple[int, int]], dtype: torch.dtype, name: str, block_size: int,
+    chunks: list[tuple[int, int]], decodes: list[tuple[int, int]], dtype: DType, name: str, block_size: int,
     repeats: int, cache_bytes: int,
 ) -> None:  # fmt: skip
     """Print the times of chunks and of decoding over two storages."""
@@ -157,15 +160,15 @@ def compare_storages(
         print(f"decode {batch:3} x {context:6}: {found}", flush=True)
 
 
-def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: torch.dtype, repeats: int) -> None:
+def bench_chunk(before: int, num_tokens: int, block_size: int, dtype: DType, repeats: int) -> None:
     metadata = make_metadata(1, before, num_tokens, block_size)
-    shapes = cache_shapes(metadata.block_tables.numel(), block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
+    shapes = cache_shapes(metadata.block_tables.size, block_size, NUM_KV_HEADS, HEAD_DIM, dtype)
     memory = PackedMemory()
     keys, values = (random_cache(memory, shape, dtype) for shape in shapes)
-    query = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM).to(dtype)
+    query = random_values((num_tokens, NUM_HEADS, HEAD_DIM), dtype)
     width, out = DENSE
-    dense = CppLinear(LinearWeight.dense(torch.randn(out, width).to(dtype)), None, memory=PackedMemory())
-    x = torch.randn(num_tokens, width).to(dtype)
+    dense = CppLinear(LinearWeight.dense(random_values((out, width), dtype)), None, memory=PackedMemory())
+    x = random_values((num_tokens, width), dtype)
     calls = [lambda: paged_attention(SPEC, query, keys, values, metadata), lambda: dense(x)]
     times, dense_times = in_turns(calls, repeats, clock_of_threads())
     pairs = num_tokens * before + num_tokens * (num_tokens + 1) // 2
@@ -191,16 +194,17 @@ def main(
     """Measure and print."""
     _kernels.use_isa(isa)
     set_threads_of_kernels(threads)
+    model_dtype = NUMPY_LIBRARY.dtype(dtype)
     print(f"{isa}, {dtype}, blocks of {block_size}, {threads_of_kernels()} threads")
     sizes = [(int(end) - int(size), int(size)) for end in contexts.split(",") for size in chunks.split(",")]
     batches = DECODES if decodes == "all" else []
     if kv_cache_dtype != "auto":
-        compare_storages(sizes, batches, getattr(torch, dtype), kv_cache_dtype, block_size, repeats, cache_mib << 20)
+        compare_storages(sizes, batches, model_dtype, kv_cache_dtype, block_size, repeats, cache_mib << 20)
         return
     for before, num_tokens in sizes:
-        bench_chunk(before, num_tokens, block_size, getattr(torch, dtype), repeats)
+        bench_chunk(before, num_tokens, block_size, model_dtype, repeats)
     for batch, context in batches:
-        bench_decode(batch, context, block_size, getattr(torch, dtype), repeats, cache_mib << 20)
+        bench_decode(batch, context, block_size, model_dtype, repeats, cache_mib << 20)
 
 
 if __name__ == "__main__":

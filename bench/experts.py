@@ -16,22 +16,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-import torch
+import numpy as np
 import typer
-from torch import Tensor
 
-from bench_attention import clock_of_threads, in_turns, spread
+from bench_attention import clock_of_threads, in_turns, random_values, read, spread
 from quantized_linear import FORMATS, random_weight
+from quire.core.arrays import BFLOAT16, FLOAT32, Array
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight, Table
-from quire.kernels.reference.experts import route
-from quire.kernels.torch_arrays import weight_of_arrays
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import spec_from_config
 from quire.model.dummy_weights.dummy_checkpoint import DummyCheckpoint
@@ -41,12 +38,12 @@ from quire.model.loader import build_decoder
 from quire.model.weight_counts import expert_reads
 from quire.model.weight_formats.weight_format import ModuleRows
 
-WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN = 2048, 768, 128, 8
+WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN, VOCAB_SIZE = 2048, 768, 128, 8, 151_936
 MANY_ROWS = 512  # of a dense layer, whose rate is the floor of arithmetic
 NUM_INPUTS = 8   # that are taken in turns, as each chooses other experts
 NAMES = {"bfloat16": "bfloat16", "int8": "int8 in groups of 128", "int4": "int4 in groups of 128"}
 A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151_936, "hidden_size": WIDTH, "intermediate_size": 6144,
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": WIDTH, "intermediate_size": 6144,
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096,
     "num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "moe_intermediate_size": INNER,
     "norm_topk_prob": True,
@@ -65,25 +62,19 @@ class Mixture:
         self.experts = [
             Expert(
                 CppLinear(up, activation="silu_and_mul", memory=memory),
-                CppLinear(down, dtype=torch.float32, memory=memory),
+                CppLinear(down, dtype=FLOAT32, memory=memory),
             )
             for _ in range(num_experts)
         ]
-        scores = LinearWeight.dense(torch.randn(num_experts, WIDTH).bfloat16())
-        self.router = CppLinear(scores, dtype=torch.float32, memory=memory)
+        scores = LinearWeight.dense(random_values((num_experts, WIDTH), BFLOAT16))
+        self.router = CppLinear(scores, dtype=FLOAT32, memory=memory)
         self.routing = Routing(NUM_CHOSEN, is_normalized=True)
         self.layer = CppExperts(self.router, self.experts, self.routing)
 
-    def used(self, x: Tensor) -> list[CppLinear]:
+    def used(self, x: Array) -> list[CppLinear]:
         """Return the layers that rows use."""
-        chosen = sorted(set(route(self.routing, self.router(x))[0].flatten().tolist()))
+        chosen = np.unique(np.argsort(-self.router(x))[:, :NUM_CHOSEN])
         return [self.router, *(layer for number in chosen for layer in self.experts[number])]  # type: ignore[list-item]
-
-
-def read(packed: Sequence[Tensor]) -> None:
-    """Read memory and do nothing else, with all threads."""
-    for memory in packed:
-        _kernels.all_finite_bf16(memory.data_ptr(), memory.nbytes // 2)
 
 
 def compute(call: Callable[[Any], object], inputs: Sequence[object]) -> None:
@@ -102,12 +93,12 @@ def bench_layer(
 ) -> None:
     """One layer of 2048 with experts of 768, 8 for each row."""
     set_threads_of_kernels(threads)
-    choose_back_end(torch.device("cpu"), "cpp")
+    choose_back_end("cpu", "cpp")
     for form in formats.split(","):
         mixture = Mixture(form, experts)
-        many, dense = torch.randn(MANY_ROWS, WIDTH).bfloat16(), mixture.experts[0].layer_in
+        many, dense = random_values((MANY_ROWS, WIDTH), BFLOAT16), mixture.experts[0].layer_in
         for count in map(int, rows.split(",")):
-            inputs = [torch.randn(count, WIDTH).bfloat16() for _ in range(NUM_INPUTS)]
+            inputs = np.split(random_values((NUM_INPUTS * count, WIDTH), BFLOAT16), NUM_INPUTS)
             used = [mixture.used(x) for x in inputs]
             memory = [[layer._weight.packed for layer in layers] for layers in used]
             calls = [
@@ -150,7 +141,7 @@ class RandomInt4:
     def _of(self, num_rows: int, width: int, form: str) -> LinearWeight:
         key = num_rows, width, form
         if key not in self._made:
-            self._made[key] = weight_of_arrays(random_weight(num_rows, width, FORMATS[NAMES[form]]))
+            self._made[key] = random_weight(num_rows, width, FORMATS[NAMES[form]])
         return self._made[key]
 
 
@@ -165,9 +156,9 @@ def bench_model(
     set_threads_of_kernels(threads)
     begin = time.perf_counter()
     spec = spec_from_config(A3B | {"num_hidden_layers": layers})
-    back_end = choose_back_end(torch.device("cpu"), "cpp", head_dim=spec.head_dim)
+    back_end = choose_back_end("cpu", "cpp", head_dim=spec.head_dim)
     decoder = build_decoder(
-        spec, DummyCheckpoint(spec), dtype="bfloat16", device=torch.device("cpu"), back_end=back_end,
+        spec, DummyCheckpoint(spec), dtype="bfloat16", device="cpu", back_end=back_end,
         weight_format=RandomInt4(),
     )  # fmt: skip
     cache = KVCache.allocate(decoder.kv_geometry, -(-max(CONTEXT, prompt) // BLOCK_SIZE), BLOCK_SIZE, back_end)
@@ -180,7 +171,7 @@ def bench_model(
     made_s = time.perf_counter() - begin
     sizes = f"{decoder.num_parameters / 1e9:.1f} G parameters, {decoder.weight_bytes / 1e9:.1f} GB"
     print(f"{sizes}, made in {made_s:.0f} s; a token reads {token_bytes / 1e9:.2f} GB", flush=True)
-    words = torch.ones(int(token_bytes) // 8, dtype=torch.int64)
+    words = np.ones(int(token_bytes) // 8, np.int64)
     calls = [lambda: step(decoder, cache, CONTEXT - 1, 1), lambda: read([words])]
     token_s, read_s = in_turns(calls, steps, clock_of_threads())
     median = statistics.median(token_s)
@@ -192,14 +183,13 @@ def bench_model(
         print(f"prompt of {prompt}: {prompt / statistics.median(prompt_s):.0f} tokens/s, s {spread(prompt_s)}")
 
 
-def step(decoder: object, cache: KVCache, first: int, num_tokens: int) -> Tensor:
+def step(decoder: object, cache: KVCache, first: int, num_tokens: int) -> Array:
     """Compute the tokens of a sequence from position `first` on: random ones, so that each step uses other experts."""
     context = first + num_tokens
-    positions = torch.arange(first, context)
+    positions, tokens = np.arange(first, context), np.random.default_rng().integers(VOCAB_SIZE, size=num_tokens)
     batch = ForwardBatch(
-        torch.randint(A3B["vocab_size"], (num_tokens,)), positions, positions,  # type: ignore[call-overload]
-        torch.tensor([0, num_tokens], dtype=torch.int32), torch.tensor([context], dtype=torch.int32),
-        torch.arange(-(-context // BLOCK_SIZE), dtype=torch.int32)[None],
+        tokens, positions, positions, np.array([0, num_tokens], np.int32), np.array([context], np.int32),
+        np.arange(-(-context // BLOCK_SIZE), dtype=np.int32)[None],
     )  # fmt: skip
     return decoder.logits(decoder.forward(batch, cache)[-1:])  # type: ignore[attr-defined]
 

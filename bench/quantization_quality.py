@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
 import typer
 from safetensors.torch import load_file
@@ -25,6 +26,7 @@ from torch import Tensor
 from quire.core.kv_dtypes import QUANTIZED
 from quire.engine.formats import load_tokenizer
 from quire.kernels.choice import choose_back_end
+from quire.kernels.torch_arrays import to_tensor
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
@@ -74,10 +76,11 @@ def log_probs(model: Decoder, window: Tensor) -> tuple[Tensor, Tensor]:
     """Return logprobs of the next token at each place of a window, float32 [length, vocab], and logits."""
     length, num_blocks = len(window), -(-len(window) // BLOCK_SIZE)
     cache = KVCache.allocate(model.kv_geometry, num_blocks, BLOCK_SIZE, model.back_end)
-    places = torch.arange(length)
-    starts, lens = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-    tables = torch.arange(num_blocks, dtype=torch.int32)[None]
-    logits = model.logits(model.forward(ForwardBatch(window, places, places, starts, lens, tables), cache))
+    places = np.arange(length)
+    starts, lens = np.array([0, length], np.int32), np.array([length], np.int32)
+    tables = np.arange(num_blocks, dtype=np.int32)[None]
+    batch = ForwardBatch(window.numpy(), places, places, starts, lens, tables)
+    logits = to_tensor(model.logits(model.forward(batch, cache)))
     return logits.log_softmax(dim=-1), logits
 
 
@@ -129,8 +132,8 @@ def main(
 
     def load(quantization: Quantization | None, kv_cache_dtype: str = "auto") -> Decoder:
         return build_decoder(
-            spec, checkpoint, dtype=dtype, device=torch.device("cpu"),
-            back_end=choose_back_end(torch.device("cpu"), head_dim=spec.head_dim),
+            spec, checkpoint, dtype=dtype, device="cpu",
+            back_end=choose_back_end("cpu", head_dim=spec.head_dim),
             weight_format=None if quantization is None else RoundedFormat(quantization), kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
 

@@ -12,11 +12,11 @@ the time that it ran, so that other processes matter little.
 import statistics
 from typing import Annotated, NamedTuple
 
-import torch
+import numpy as np
 import typer
-from torch import Tensor
 
-from bench_attention import clock_of_threads, in_turns, spread
+from bench_attention import clock_of_threads, in_turns, random_values, read, spread
+from quire.core.arrays import BFLOAT16, FLOAT32, UINT8, Array
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
@@ -69,20 +69,20 @@ FORMATS = {
 
 def random_weight(out: int, width: int, form: Format) -> LinearWeight:
     """Return a weight [out, width] of random elements; their scales make it about as large as a trained one."""
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
     if form.element == "dense":
-        return LinearWeight.dense(torch.randn(out, width, generator=generator).bfloat16())
+        return LinearWeight.dense(random_values((out, width), BFLOAT16))
     top = 16 if form.element in ("int4", "codebook4") else 120 if form.element == "fp8" else 256
-    elements = torch.randint(top, (out, width), generator=generator, dtype=torch.uint8)
+    elements = generator.integers(top, size=(out, width), dtype=UINT8)
     grouped = out, -(-width // min(form.group, width))
-    offsets: Tensor | int | None = None
+    offsets: Array | int | None = None
     if form.element in ("int8", "int4") and form.correction != "minimums":
-        offsets = top // 2 if form.correction == "constant" else torch.randint(top, grouped, dtype=torch.uint8)
+        offsets = top // 2 if form.correction == "constant" else generator.integers(top, size=grouped, dtype=UINT8)
     return LinearWeight(
-        form.element, (elements,), out, width, torch.rand(grouped, generator=generator) / top, offsets, form.group,
+        form.element, (elements,), out, width, generator.random(grouped, FLOAT32) / top, offsets, form.group,
         activation_group_size=form.activations,
-        minimums=torch.rand(grouped, generator=generator) if form.correction == "minimums" else None,
-        codebook=torch.linspace(-1, 1, 16) if form.element == "codebook4" else None, dtype=torch.bfloat16,
+        minimums=generator.random(grouped, FLOAT32) if form.correction == "minimums" else None,
+        codebook=np.linspace(-1, 1, 16, dtype=FLOAT32) if form.element == "codebook4" else None, dtype=BFLOAT16,
     )  # fmt: skip
 
 
@@ -96,22 +96,18 @@ class Step:
             weight = random_weight(out, width, form)
             self.layers.append([CppLinear(weight, activation=activation, memory=memory) for _ in range(num_layers)])
         self.num_bytes = sum(layer.num_bytes for layers in self.layers for layer in layers)
-        self.words = [layer._weight.packed.view(torch.int32) for layers in self.layers for layer in layers]
+        self.packed = [layer._weight.packed for layers in self.layers for layer in layers]
 
-    def multiply(self, rows: dict[int, Tensor]) -> None:
+    def multiply(self, rows: dict[int, Array]) -> None:
         for layers in zip(*self.layers, strict=True):
             for layer in layers:
                 layer(rows[layer.sizes[0]])
 
-    def read(self) -> None:
-        for words in self.words:
-            words.sum()
-
 
 def bench(steps: dict[str, Step], num_rows: int, macs: int, repeats: int) -> None:
-    rows = {width: torch.randn(num_rows, width).bfloat16() for width in (WIDTH, 4864)}
+    rows = {width: random_values((num_rows, width), BFLOAT16) for width in (WIDTH, 4864)}
     calls = [lambda step=step: step.multiply(rows) for step in steps.values()]
-    reads = [step.read for step in steps.values()] if num_rows == 1 else []
+    reads = [lambda step=step: read(step.packed) for step in steps.values()] if num_rows == 1 else []
     times = in_turns(calls + reads, repeats, clock_of_threads())
     base = statistics.median(times[0])
     for i, (name, step) in enumerate(steps.items()):
