@@ -131,6 +131,9 @@ class RandomInt4:
         tensors.names_read.update(f"{module.module}.weight" for module in modules)
         return self._of(sum(module.num_rows for module in modules), width, "int4")
 
+    def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> None:
+        """Return None: the table is read as floats."""
+
     def read_head(
         self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
     ) -> LinearWeight:
