@@ -50,10 +50,10 @@ OTHERS = [
     ((8, 4, 256), torch.bfloat16), ((8, 2, 32), torch.float32), ((32, 8, 128), torch.float32),
     ((8, 1, 128), torch.bfloat16), ((28, 4, 128), torch.bfloat16),
 ]  # fmt: skip
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that a card of this capability gives a program
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # of a program
 
 
-@on_one_of(90, 80, 86, 89, 100, 120)
+@on_one_of(90, 80, 86, 89, 100, 103, 120)
 @pytest.mark.parametrize(
     ("heads", "dtype"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in OTHERS)], ids=str
 )
@@ -81,6 +81,16 @@ def test_kernels_of_a_layer_compile_without_spilling(
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in kernels if kernel.name == "_attend_kernel"), kernels
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] * 1024 for kernel in kernels), kernels
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_cards_of_a_family_have_the_same_tiles(head_dim: int, is_exact: bool) -> None:
+    from quire.kernels.triton.triton_attention import chunk_options
+
+    b200, b300, rtx = (chunk_options(head_dim, torch.bfloat16, each, is_exact=is_exact) for each in (100, 103, 120))
+    assert b200 == b300
+    assert head_dim not in (80, 128) or b200 != rtx
 
 
 @on_one_of(80, 90)

@@ -91,7 +91,7 @@ def _launching_nothing(capability: int, number: int, use: Callable[[Any], None])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", NoCard(capability, number))
         patch.setattr(JITFunction, "run", prepare)
-        patch.setattr("quire.kernels.triton.triton_attention.capability", lambda device: capability)
+        patch.setattr("quire.kernels.triton.card.capability", lambda device: capability)
         yield
 
 

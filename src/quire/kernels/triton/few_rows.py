@@ -32,7 +32,7 @@ from quire.kernels.program import (
     live_after,
     run_ops,
 )
-from quire.kernels.triton import triton_attention, triton_kv_cache_write
+from quire.kernels.triton import card, triton_kv_cache_write
 from quire.kernels.triton.triton_activation import activated
 from quire.kernels.triton.triton_linear import CudaLinear
 from quire.kernels.triton.triton_norm import TritonNorm
@@ -100,7 +100,7 @@ def _launch(
     num_outputs = weight.out_features // (2 if is_gated else 1)
     if not num_rows:
         return
-    is_overlapping = triton_attention.capability(x.device) >= 90
+    is_overlapping = card.launches_early(x.device)
     _few_rows_kernel[(triton.cdiv(num_outputs, COLUMNS),)](
         x, weight.elements, layer.bias, None if norm is None else norm.weight, residual, out, *target, num_rows,
         x.stride(0), num_inputs, num_outputs, 0.0 if norm is None else norm.eps, IS_GATED=is_gated,

@@ -22,7 +22,6 @@ Per token of context and key-value head, 2 * head_dim elements are read. Nothing
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor
 from quire.kernels.cache_layout import ONES
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire.kernels.reference.kv_quantization import as_bytes
+from quire.kernels.triton import card
 from quire.kernels.triton.quantized_cache import float_scales, form_of, places_of, widen
 
 MAX_HEAD_DIM = 256
@@ -89,7 +89,7 @@ def paged_attention(
         float_scales(key_cache, kv_form), float_scales(value_cache, kv_form), spec.kv_scales.value, spec.sinks,
     )  # fmt: skip
     if num_tokens > num_seqs or is_exact:
-        options = chunk_options(head_dim, query.dtype, capability(query.device), is_exact=is_exact)
+        options = chunk_options(head_dim, query.dtype, card.capability(query.device), is_exact=is_exact)
         if kv_form["KV"] and is_exact and not (kv_form["HAS_SCALES"] and options["KEYS"] == 32 and head_dim == 128):
             options["KEYS"] = max(16, options["KEYS"] // 2)  # widening takes registers, too
         _attend(step, shape | {"IS_DECODE": False, "IS_EXACT": is_exact}, metadata, options)
@@ -101,13 +101,6 @@ def paged_attention(
             options["KEYS"] = max(16, options["KEYS"] // 2)
         _attend(step, shape | {"IS_DECODE": True, "IS_EXACT": False}, metadata, options)
     return out
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """Return 10 times the card's compute capability; of the interpreter, that of the oldest card that is served."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-    return 10 * major + minor
 
 
 def tile_shape(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -128,20 +121,20 @@ def chunk_options(head_dim: int, dtype: torch.dtype, capability: int, *, is_exac
     For the largest heads that is more than the 99 KiB of a program on other cards. HAS_FULL_TILES: keys that all rows
     see go by in a loop of their own, without masks; on sm_120 that spills.
     """
-    dims = triton.next_power_of_2(head_dim)
+    dims, is_wide = triton.next_power_of_2(head_dim), card.has_wide_products(capability)
     if dtype.itemsize == 4:
         rows, keys, num_warps, num_stages = (16 if is_exact else 32, 32, 4 if dims <= 64 or is_exact else 8, 2)
         if dims > 128:
             rows, keys, num_warps = 16, 16, 8
     elif is_exact:  # the fold so far takes as many registers as that of a segment
-        rows, keys = 64 if dims <= 128 else 32, 64 if dims <= 128 and capability in (90, 100) else 32
+        rows, keys = 64 if dims <= 128 else 32, 64 if dims <= 128 and is_wide else 32
         num_warps, num_stages = 8, 5
-        if head_dim < dims and capability not in (90, 100):
+        if head_dim < dims and not is_wide:
             keys = 16
     elif dims <= 128:
-        rows, keys, num_warps, num_stages = 128, 64 if dims <= 64 or capability in (90, 100) else 32, 8, 5
+        rows, keys, num_warps, num_stages = 128, 64 if dims <= 64 or is_wide else 32, 8, 5
     else:
-        rows, keys, num_warps, num_stages = 64, 32, 8, 5 if capability in (80, 90, 100) else 4
+        rows, keys, num_warps, num_stages = 64, 32, 8, 5 if is_wide or capability == 80 else 4
     return {
         "ROWS": rows, "KEYS": keys, "HAS_FULL_TILES": dtype.itemsize == 2 and capability < 120, "num_warps": num_warps,
         "num_stages": num_stages,
