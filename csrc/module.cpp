@@ -12,6 +12,7 @@
 
 #include "blocks.hpp"
 #include "convert.hpp"
+#include "digest.hpp"
 #include "thread_pool.hpp"
 #include "expanded_packing.hpp"
 #include "gather.hpp"
@@ -334,6 +335,8 @@ NB_MODULE(_kernels, module) {
     def_long(module, "read_block_values", read_block_values);
     def(module, "look_up_blocks", look_up_blocks);
     def_long(module, "convert", convert);
+    def_long(module, "digest", digest);
+    def_long(module, "read_file", read_file);
     def_long(module, "round_to_nearest", round_to_nearest);
     def_long(module, "rotary_table", rotary_table);
     def_long(module, "all_finite_bf16", all_finite<bf16>);

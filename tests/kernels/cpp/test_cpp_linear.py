@@ -205,7 +205,7 @@ def test_addend_of_another_shape_or_dtype_is_refused() -> None:
 def test_tag_of_an_unknown_format_is_refused_by_the_kernel(dtype: torch.dtype) -> None:
     x, weight, _ = random_case((34, 33), dtype)
     layer = CppLinear(dense(weight))
-    layer._weight = layer._weight._replace(format=(255, layer._weight.format[1]))
+    layer._format = 255, layer._format[1]
     for rows in (x, x[:1]):
         with pytest.raises(ValueError, match="no kernel for weight format 255"):
             layer(rows)

@@ -189,7 +189,7 @@ def test_packing_in_parts_gives_the_bytes_of_the_whole(
 ) -> None:
     whole = random_weight((sum(counts), 51, 16), kind, torch.bfloat16)
     parts = replace(whole, data=tuple(whole.data[0].split(counts)))
-    of_whole, of_parts = (CppLinear(each, activation=activation)._weight.packed for each in (whole, parts))
+    of_whole, of_parts = (CppLinear(each, activation=activation).packed_weight.packed for each in (whole, parts))
     assert np.array_equal(of_parts, of_whole)
 
 

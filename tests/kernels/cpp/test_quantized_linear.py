@@ -186,7 +186,7 @@ def test_packing_in_parts_gives_the_bytes_of_the_whole(
 ) -> None:
     whole = random_weight((sum(counts), 150, 64, 32), weight_format, kind)
     parts = replace(whole, data=tuple(whole.data[0].split(counts)))
-    of_whole, of_parts = (CppLinear(each, activation=activation)._weight.packed for each in (whole, parts))
+    of_whole, of_parts = (CppLinear(each, activation=activation).packed_weight.packed for each in (whole, parts))
     assert np.array_equal(of_parts, of_whole)
 
 
@@ -201,8 +201,8 @@ def test_rows_of_a_weight_are_packed_as_its_strips(weight_format: str) -> None:
     for rows in (slice(0, 48), slice(48, 64), slice(64, 80)):
         data = whole.data[0][rows]
         part = replace(whole, data=(data,), out_features=len(data), scales=scales[rows], zero_points=zeros[rows])
-        packed.append(CppLinear(part)._weight.packed)
-    assert np.array_equal(np.concatenate(packed), CppLinear(whole)._weight.packed)
+        packed.append(CppLinear(part).packed_weight.packed)
+    assert np.array_equal(np.concatenate(packed), CppLinear(whole).packed_weight.packed)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3], indirect=True)

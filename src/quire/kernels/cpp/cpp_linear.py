@@ -6,7 +6,7 @@ from quire.core.arrays import FLOAT32, Array, DType, empty
 from quire.core.errors import ConfigError
 from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.cpp_packing import PackedMemory, kernel_format, pack
+from quire.kernels.cpp.cpp_packing import PackedMemory, PackedWeight, kernel_format, pack
 from quire.kernels.cpp.dtypes import address, is_in_rows, kernel_dtype, pair, row_stride
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
@@ -18,22 +18,22 @@ class CppLinear:
     """y = activation(x W^T + addend + b) for x [num_rows, in_features]; result [num_rows, out_features].
 
     bias [out_features] or None. Of a gated activation weight and bias have twice as many rows, gates and then ups. The
-    weight is packed into `memory` and not kept. A dense weight in bfloat16 is multiplied as it is and summed in
-    float32, any other dense one in float32; sums of a quantized one with int8 activations are those of
-    `quantized.a8_sums`, of any other quantized one, to the bit, those of the dense weight that it expands to. `dtype`
-    is the result's: the model's, or float32.
+    weight is packed into `memory` and not kept, unless it is packed already. A dense weight in bfloat16 is multiplied
+    as it is and summed in float32, any other dense one in float32; sums of a quantized one with int8 activations are
+    those of `quantized.a8_sums`, of any other quantized one, to the bit, those of the dense weight that it expands to.
+    `dtype` is the result's: the model's, or float32.
     """
 
     def __init__(
         self,
-        weight: LinearWeight,
+        weight: LinearWeight | PackedWeight,
         bias: Array | None = None,
         *,
         dtype: DType | None = None,
         activation: Activation = "none",
         memory: PackedMemory | None = None,
     ) -> None:
-        if kernel_format(weight) not in _kernels.WEIGHT_FORMATS:
+        if isinstance(weight, LinearWeight) and kernel_format(weight) not in _kernels.WEIGHT_FORMATS:
             served = " or ".join(_kernels.WEIGHT_FORMATS)
             raise ConfigError(
                 f"the C++ kernels do not support weight format {kernel_format(weight)} yet; they serve {served}"
@@ -43,18 +43,21 @@ class CppLinear:
         self._dtype = kernel_dtype(weight.value_dtype)
         self._out_dtype = dtype or weight.value_dtype
         self._sum_dtype = FLOAT32 if self._out_dtype != self._dtype else self._dtype  # as the kernel writes it
-        self._weight = pack(weight, self._dtype, num_layers, memory or PackedMemory())
-        self.num_bytes = self._weight.packed.nbytes
-        self._bias = None if bias is None else np.ascontiguousarray(converted(bias, FLOAT32))
+        self.packed_weight = weight if isinstance(weight, PackedWeight) else pack(
+            weight, self._dtype, num_layers, memory or PackedMemory()
+        )  # fmt: skip
+        self._format = self.packed_weight.format
+        self.num_bytes = self.packed_weight.packed.nbytes
+        self.bias = None if bias is None else np.ascontiguousarray(converted(bias, FLOAT32))
         self._multiply = _MULTIPLY[self._dtype]
         self._activation = getattr(_kernels.Activation, activation)
-        self._addresses = address(self._weight.packed), address(self._bias)
+        self._addresses = address(self.packed_weight.packed), address(self.bias)
 
     @property
     def weights(self) -> _kernels.LinearWeights:
         """The layer as the extension takes it, valid for as long as the layer is kept."""
         return _kernels.LinearWeights(
-            *self._addresses, self._in_features, self._out_features, self._activation, *self._weight.format
+            *self._addresses, self._in_features, self._out_features, self._activation, *self._format
         )
 
     @property
@@ -102,7 +105,7 @@ class CppLinear:
             row_stride(out),
             self._sum_dtype == FLOAT32,
             self._activation,
-            *self._weight.format,
+            *self._format,
             0 if addend is None else address(addend),
             0 if addend is None else row_stride(addend),
             0,
@@ -117,7 +120,9 @@ class CppHead(CppLinear):
     pages faulted. The buffer has twice the rows when it must grow; pages that were never written to take no memory.
     """
 
-    def __init__(self, weight: LinearWeight, bias: Array | None = None, *, memory: PackedMemory | None = None) -> None:
+    def __init__(
+        self, weight: LinearWeight | PackedWeight, bias: Array | None = None, *, memory: PackedMemory | None = None
+    ) -> None:
         super().__init__(weight, bias, dtype=FLOAT32, memory=memory)
         self._logits = np.empty(0, FLOAT32)  # float32, at least the most rows so far x out_features
 

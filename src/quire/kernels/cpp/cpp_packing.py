@@ -1,21 +1,23 @@
 """Packed weights of linear layers: strips of 16 outputs, laid out as csrc/packing.hpp says, on huge pages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.core.arrays import UINT8, Array, DType, concatenated, empty
+from quire.core.arrays import FLOAT32, INT32, UINT8, Array, DType, concatenated, empty
 from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.dtypes import address, pair, row_stride
-from quire.kernels.linear_weight import DENSE, LinearWeight
+from quire.kernels.cpp.dtypes import address, kernel_dtype, pair, row_stride
+from quire.kernels.linear_weight import CODEBOOK4, DENSE, LinearWeight
 
+PACKING_VERSION = 1  # one more whenever a weight is packed, or read before that, into other bytes: files keep them
 STRIP_ROWS = 16
 ALIGNMENT = 64             # bytes: a cache line
 MAPPED_AT_ONCE = 64 << 20  # bytes; none is used before it is written to
 _PACK, _PACKED_SIZE = pair("pack"), pair("packed_size")
+_INT8_ACTIVATIONS = "_a8"  # ends the names of formats that are multiplied with int8 activations
+_OFFSETS = ("zero_point", "zero_points", "minimums")
 
 
 class PackedMemory:
@@ -36,49 +38,97 @@ class PackedMemory:
         return taken.view(dtype)
 
 
-class PackedWeight(NamedTuple):
-    """A packed weight, and how the extension is to take it."""
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A packed weight, [out_features, in_features], and what a kernel needs to know of it; 0 or None where it has none.
 
-    packed: Array
-    format: tuple[int, _kernels.Quantization]
-    kept: tuple[Array | None, ...] = ()  # `format` has their addresses
+    A kernel's groups are those of `LinearWeight`, or with int8 activations those of the activations.
+    """
+
+    packed: Array                 # strips: the kernel's dtype of a dense weight, else uint8
+    kernel: str                   # a name of WEIGHT_FORMATS
+    out_features: int
+    in_features: int
+    value_dtype: DType            # as `LinearWeight.value_dtype`
+    group_size: int = 0
+    offsets: str = "zero_point"   # a name of the extension's Offsets
+    zero_point: int = 0           # of all groups
+    order: Array | None = None    # int32 [in_features], the inputs in the weight's order
+    groups: Array | None = None   # int32 [in_features], the group of each input
+    codebook: Array | None = None  # float32 [16]
+
+    @property
+    def format(self) -> tuple[int, _kernels.Quantization]:
+        """The format as the extension takes it, with addresses of the weight's arrays."""
+        offsets, found = getattr(_kernels.Offsets, self.offsets), (self.order, self.groups, self.codebook)
+        quantization = _kernels.Quantization(self.group_size, offsets, self.zero_point, *map(address, found))
+        return _kernels.WEIGHT_FORMATS[self.kernel], quantization
+
+    def num_elements(self, num_layers: int) -> int:
+        """Return the elements that `packed` must have."""
+        rows, width = self.out_features // num_layers, self.in_features
+        if self.kernel == DENSE:
+            return num_layers * _PACKED_SIZE[self.packed.dtype](rows, width)
+        size = _kernels.quantized_size if self.kernel.endswith(_INT8_ACTIVATIONS) else _kernels.expanded_size
+        return num_layers * size(*self.format, rows, width)
+
+    def is_sound(self, num_layers: int) -> bool:
+        """Return whether a kernel can multiply by a weight that was not packed here: it reads only what is there."""
+        dtype = kernel_dtype(self.value_dtype) if self.kernel == DENSE else UINT8
+        if self.kernel not in _kernels.WEIGHT_FORMATS or self.packed.dtype != dtype or self.out_features % num_layers:
+            return False
+        if self.kernel != DENSE and not (1 <= self.group_size <= self.in_features and self.offsets in _OFFSETS):
+            return False
+        num_groups = -(-self.in_features // max(self.group_size, 1))
+        return (
+            0 <= self.zero_point <= 255
+            and (self.codebook is not None) == (self.kernel == CODEBOOK4)
+            and (self.codebook is None or (self.codebook.dtype, self.codebook.shape) == (FLOAT32, (16,)))
+            and self._are_below(self.order, self.in_features)
+            and self._are_below(self.groups, num_groups)
+            and self.packed.shape == (self.num_elements(num_layers),)
+        )
+
+    def _are_below(self, numbers: Array | None, limit: int) -> bool:
+        if numbers is None:
+            return True
+        is_of_inputs = (numbers.dtype, numbers.shape) == (INT32, (self.in_features,))
+        return is_of_inputs and bool(((numbers >= 0) & (numbers < limit)).all())
 
 
 def kernel_format(weight: LinearWeight) -> str:
     """Return the name of a weight's format and arithmetic in WEIGHT_FORMATS."""
-    return f"{weight.format}_a8" if weight.activation_group_size else weight.format
+    return f"{weight.format}{_INT8_ACTIVATIONS}" if weight.activation_group_size else weight.format
 
 
 def pack(weight: LinearWeight, dtype: DType, num_layers: int, memory: PackedMemory) -> PackedWeight:
     """Return a weight packed into `memory`, a dense one in `dtype`; the strips of two layers alternate."""
     if weight.format == DENSE:
-        return _pack_dense([converted(part, dtype) for part in weight.dense_parts()], num_layers, memory)
+        return _pack_dense(weight, dtype, num_layers, memory)
     if weight.activation_group_size:
         return _pack_quantized(weight, num_layers, memory)
     return _pack_expanded(weight, num_layers, memory)
 
 
-def _pack_dense(parts: Sequence[Array], num_layers: int, memory: PackedMemory) -> PackedWeight:
-    layer_rows, width, dtype = sum(map(len, parts)) // num_layers, parts[0].shape[1], parts[0].dtype
+def _pack_dense(weight: LinearWeight, dtype: DType, num_layers: int, memory: PackedMemory) -> PackedWeight:
+    parts = [converted(part, dtype) for part in weight.dense_parts()]
+    layer_rows, width = weight.out_features // num_layers, weight.in_features
     packed = memory.take(num_layers * _PACKED_SIZE[dtype](layer_rows, width), dtype)
 
     def pack_piece(piece: Array, row: int, place: Array) -> None:
         _PACK[dtype](address(piece), row_stride(piece), *piece.shape, address(place), num_layers)
 
     _pack_pieces(parts, num_layers, packed, _PACKED_SIZE[dtype](1, width), pack_piece)
-    tag = _kernels.WEIGHT_FORMATS[DENSE]
-    return PackedWeight(packed, (tag, _kernels.Quantization(0, _kernels.Offsets.zero_point, 0, 0, 0, 0)))
+    return PackedWeight(packed, DENSE, weight.out_features, width, weight.value_dtype)
 
 
 def _pack_quantized(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
     """Return a weight of integers for int8 activations: its groups are those of the activations."""
     weight, long_order = in_group_order(weight)
     order = None if long_order is None else long_order.astype(np.int32)
-    quantization = _quantization(weight, weight.activation_group_size, order=order)
-    kernel = _kernels.WEIGHT_FORMATS[kernel_format(weight)], quantization
-    pack, scales_at = _kernels.pack_quantized, (weight.num_groups, min(weight.group_size, weight.in_features))
-    packed = _pack_strips(weight, kernel, num_layers, memory, _kernels.quantized_size, pack, scales_at)
-    return PackedWeight(packed, kernel, (order,))
+    made = replace(_unpacked(weight, weight.activation_group_size), order=order)
+    scales_at = weight.num_groups, min(weight.group_size, weight.in_features)
+    return _pack_strips(weight, made, num_layers, memory, _kernels.pack_quantized, scales_at)
 
 
 def in_group_order(weight: LinearWeight) -> tuple[LinearWeight, Array | None]:
@@ -102,33 +152,31 @@ def _pack_expanded(weight: LinearWeight, num_layers: int, memory: PackedMemory) 
     codebook = weight.codebook
     if codebook is not None:
         codebook = np.where(np.isnan(codebook), np.float32(np.nan), codebook)
-    quantization = _quantization(weight, weight.group_size, groups=groups, codebook=codebook)
-    kernel = _kernels.WEIGHT_FORMATS[kernel_format(weight)], quantization
-    packed = _pack_strips(weight, kernel, num_layers, memory, _kernels.expanded_size, _kernels.pack_expanded)
-    return PackedWeight(packed, kernel, (groups, codebook))
+    made = replace(_unpacked(weight, weight.group_size), groups=groups, codebook=codebook)
+    return _pack_strips(weight, made, num_layers, memory, _kernels.pack_expanded)
 
 
 def _pack_strips(
     weight: LinearWeight,
-    kernel: tuple[int, _kernels.Quantization],
+    made: PackedWeight,
     num_layers: int,
     memory: PackedMemory,
-    size: Callable[..., int],
     pack: Callable[..., None],
     scales_at: tuple[int, ...] = (),
-) -> Array:
-    """Return the strips of a quantized weight. `size` and `pack` are of the extension, as is `scales_at` for `pack`."""
+) -> PackedWeight:
+    """Return `made` with the strips of a quantized weight. `pack` is of the extension, as is `scales_at` for it."""
     scales, offsets = _headers(weight)
-    layer_rows, width = weight.out_features // num_layers, weight.in_features
-    packed = memory.take(num_layers * size(*kernel, layer_rows, width), UINT8)
+    width, kernel, num_elements = weight.in_features, made.format, made.num_elements(num_layers)
+    packed = memory.take(num_elements, UINT8)
 
     def pack_piece(piece: Array, row: int, place: Array) -> None:
         rows = address(piece), row_stride(piece), len(piece), width
         headers = address(scales[row:]), address(None if offsets is None else offsets[row:])
         pack(*kernel, *rows, *headers, *scales_at, address(place), num_layers)
 
-    _pack_pieces(weight.data, num_layers, packed, size(*kernel, 1, width), pack_piece)
-    return packed
+    num_strips = num_layers * -(-(weight.out_features // num_layers) // STRIP_ROWS)
+    _pack_pieces(weight.data, num_layers, packed, num_elements // num_strips, pack_piece)
+    return replace(made, packed=packed)
 
 
 def _headers(weight: LinearWeight) -> tuple[Array, Array | None]:
@@ -138,23 +186,19 @@ def _headers(weight: LinearWeight) -> tuple[Array, Array | None]:
     return np.ascontiguousarray(weight.scales), None if offsets is None else np.ascontiguousarray(offsets)
 
 
-def _quantization(
-    weight: LinearWeight,
-    group_size: int,
-    *,
-    order: Array | None = None,
-    groups: Array | None = None,
-    codebook: Array | None = None,
-) -> _kernels.Quantization:
-    offsets, zero = _kernels.Offsets.zero_point, 0
+def _unpacked(weight: LinearWeight, group_size: int) -> PackedWeight:
+    """Return what a kernel in groups of `group_size` needs to know of a quantized weight, without its strips."""
+    offsets, zero_point = "zero_point", 0
     if weight.minimums is not None:
-        offsets = _kernels.Offsets.minimums
+        offsets = "minimums"
     elif isinstance(weight.zero_points, np.ndarray):
-        offsets = _kernels.Offsets.zero_points
+        offsets = "zero_points"
     elif weight.zero_points is not None:
-        zero = weight.zero_points
-    size = min(group_size, weight.in_features)
-    return _kernels.Quantization(size, offsets, zero, address(order), address(groups), address(codebook))
+        zero_point = weight.zero_points
+    return PackedWeight(
+        np.empty(0, UINT8), kernel_format(weight), weight.out_features, weight.in_features, weight.value_dtype,
+        min(group_size, weight.in_features), offsets, zero_point,
+    )  # fmt: skip
 
 
 def _pack_pieces(
