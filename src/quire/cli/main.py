@@ -24,6 +24,7 @@ SUMMARIES = {
     "chat": "Talk to a model in the terminal, or to a server.",
     "plan": "Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds.",
     "simulate": "Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind.",
+    "pack": "Pack a model's weights into a file, from which engines on CPUs start sooner.",
     "deploy": (
         "Deploy a model on a Ray cluster: replicas that scale, are upgraded one by one, and replaced when they die."
     ),

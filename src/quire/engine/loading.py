@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.core.arrays import FLOAT32
 from quire.core.errors import ConfigError, ModelError
@@ -25,6 +26,9 @@ from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.ranks import Ranks
 from quire.model.sharding import Shard, check_shardable
 from quire.model.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from quire.model.packed_weights import PackedPlace
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +55,12 @@ class LoadedModel:
 
 def load(
     options: EngineOptions, folder: Path, open_ranks: RankOpener | None = None,
-    attention: AttentionBackEnd | None = None,
+    attention: AttentionBackEnd | None = None, *, must_write: bool = False,
 ) -> LoadedModel:  # fmt: skip
     """Load the model of a folder or file. ModelError and ConfigError name what is not supported.
 
     `open_ranks`: of tensor parallelism; this rank's part of the model is loaded. `attention`: what `attention_backend`
-    names, in place of Triton's.
+    names, in place of Triton's. `must_write`: OSError where packed weights cannot be written.
     """
     source = read_source(folder, options.load_format)
     spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(
@@ -100,11 +104,27 @@ def load(
         source, dtype=options.dtype, device=device.tensor_device, back_end=back_end,
         max_positions=options.max_model_len, table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
         quantization=quantization, needs_head=pooler.config is None or pooler.config.is_reranker, ranks=ranks,
+        packed=packed_place(options, back_end.name, must_write=must_write),
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
         model, limits, ends, device, quantization, sampling, pooler.config, pooler.reason, model.spec.generates
     )
+
+
+def packed_place(options: EngineOptions, back_end: str, *, must_write: bool) -> "PackedPlace | None":
+    """Return where packed weights are; None: there are none. ConfigError where they are not served."""
+    if options.packed_weights is None:
+        return None
+    if back_end != "cpp" or options.tensor_parallel_size > 1:
+        reason = (
+            f"tensor_parallel_size {options.tensor_parallel_size} packs parts of weights" if back_end == "cpp"
+            else f"the back end {back_end} does not pack weights like that"
+        )  # fmt: skip
+        raise ConfigError(f"packed_weights {options.packed_weights!r}: {reason}; leave it out")
+    from quire.model.packed_weights import PackedPlace  # noqa: PLC0415 (of the C++ back end alone)
+
+    return PackedPlace(Path(options.packed_weights).expanduser(), must_write)
 
 
 def check_device(options: EngineOptions, device_type: str) -> None:

@@ -94,6 +94,14 @@ class ModelOptions:
         "are expanded to the model's dtype as they are used; `None`: `int8` where groups have at least 16 inputs",
     )  # fmt: skip
 
+    packed_weights: str | None = engine_option(
+        None, "folder of packed weights: used where they fit, else made; a start on a CPU then converts nothing",
+        metavar="DIR", shown_default="none",
+        row="folder of packed weights, or one file of `quire pack`: used where they fit the model and the options, "
+        "else made ([quantization.md](quantization.md#packed-weights)); on CPUs, without tensor parallelism. `None`: "
+        "weights are packed at each start",
+    )  # fmt: skip
+
     @property
     def model_files(self) -> tuple[str, ...]:
         """Patterns of the files of a hub id that are needed, as in `resolve_model`."""
@@ -114,4 +122,6 @@ class ModelOptions:
             raise ConfigError(
                 f"tokenizer_revision {self.tokenizer_revision!r} needs a tokenizer: the model's own is of its revision"
             )
+        if self.packed_weights is not None and self.load_format == "dummy":
+            raise ConfigError(f"packed_weights {self.packed_weights!r}: load_format 'dummy' has no files to pack")
         _ = self.quantization_options, self.given_chat_template

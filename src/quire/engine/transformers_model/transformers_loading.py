@@ -107,6 +107,7 @@ def check_options(options: EngineOptions) -> None:
         "kv_cache_dtype": options.kv_cache_dtype != "auto",
         "runner": options.runner == "pooling",
         "load_format": options.load_format == "dummy",
+        "packed_weights": options.packed_weights is not None,
         "hf_overrides": bool(options.hf_overrides),
         "speculative_config with a draft model": (
             options.speculation is not None and options.speculation.method == "draft_model"

@@ -68,7 +68,8 @@ class PackedWeight:
         """Return the elements that `packed` must have."""
         rows, width = self.out_features // num_layers, self.in_features
         if self.kernel == DENSE:
-            return num_layers * _PACKED_SIZE[self.packed.dtype](rows, width)
+            dense_size: int = _PACKED_SIZE[self.packed.dtype](rows, width)
+            return num_layers * dense_size
         size = _kernels.quantized_size if self.kernel.endswith(_INT8_ACTIVATIONS) else _kernels.expanded_size
         return num_layers * size(*self.format, rows, width)
 
@@ -77,7 +78,8 @@ class PackedWeight:
         dtype = kernel_dtype(self.value_dtype) if self.kernel == DENSE else UINT8
         if self.kernel not in _kernels.WEIGHT_FORMATS or self.packed.dtype != dtype or self.out_features % num_layers:
             return False
-        if self.kernel != DENSE and not (1 <= self.group_size <= self.in_features and self.offsets in _OFFSETS):
+        has_groups = self.group_size == 0 if self.kernel == DENSE else 1 <= self.group_size <= self.in_features
+        if not has_groups or self.offsets not in _OFFSETS:
             return False
         num_groups = -(-self.in_features // max(self.group_size, 1))
         return (
