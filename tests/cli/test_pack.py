@@ -7,6 +7,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
+from quire.engine.loading import packed_place
+from quire.engine.options import EngineOptions
+from quire.model.resolve import DEMO_MODEL
 from support.command_line import Run
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=3)
@@ -30,6 +33,15 @@ def test_answers_have_the_bits_of_a_start_without_a_file(settings: dict[str, Any
     assert file.stat().st_ino == before.st_ino
 
 
+def test_two_engines_and_a_draft_model_beside_a_packed_file(tmp_path: Path) -> None:
+    """The target is packed, once for both engines; its draft model is read as ever."""
+    settings = {"speculative_config": {"model": str(DEMO_MODEL), "num_speculative_tokens": 2}}
+    plain = answers(**settings)
+    assert answers(**settings, data_parallel_size=2, packed_weights=str(tmp_path / "packed")) == plain
+    assert [each.suffix for each in (tmp_path / "packed").iterdir()] == [".quire"]
+    assert answers(**settings, packed_weights=str(tmp_path / "packed")) == plain
+
+
 def test_packed_file_serves_generate(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "new" / "demo.quire"
     ran = run("pack", "-o", str(file), "-q", "int8")
@@ -47,6 +59,13 @@ def test_file_that_cannot_be_written_is_an_error(run: Run, tmp_path: Path) -> No
     ran = run("pack", "-o", str(tmp_path / "file" / "demo.quire"))
     assert ran.code == 1
     assert "File exists" in ran.err
+
+
+def test_other_back_ends_have_no_packed_weights() -> None:
+    options = EngineOptions(packed_weights="any")
+    assert packed_place(options, "cpp", must_write=False) is not None
+    with pytest.raises(ConfigError, match="packed_weights 'any': the back end triton does not pack weights like that"):
+        packed_place(options, "triton", must_write=False)
 
 
 @pytest.mark.parametrize(

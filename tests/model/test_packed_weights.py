@@ -1,6 +1,7 @@
 """Packed weights: the same bits as without them, and no file is used that differs from what was written."""
 
 import fcntl
+import hashlib
 import json
 import os
 import random
@@ -17,11 +18,13 @@ from quire.core.errors import ConfigError
 from quire.engine.formats import read_source
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
+from quire.kernels.cpp.cpp_packing import PACKING_VERSION
 from quire.model.checkpoints.packed_file import HEADER_AT, PAGE_BYTES, SUFFIX, PackedFileError, read_packed
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.packed_weights import PackedPlace
 from quire.model.quantization import QuantizationOptions
+from quire.model.resolve import DEMO_MODEL
 from support import gguf_files
 from support.encoders import write_encoder
 from support.fuzz_seeds import fuzz
@@ -200,6 +203,23 @@ def test_file_of_other_settings_is_packed_again(
     found = load(CASES["float32"], model, cpp, packed)
     assert f"{packed}: made with settings dtype bfloat16, not float32" in caplog.text
     assert torch.equal(logits(found), logits(load(CASES["float32"], model, cpp)))
+
+
+# Of the demo model's arrays by PACKING_VERSION, which a change that makes other bytes of the same weights raises.
+PACKED_BYTES = {
+    1: {
+        "float32": "c2293a4d7addd94b", "int8": "81c63fb258e34151", "int4": "bd2d37183f23d7f1",
+        "int4, expanded": "3e2135e8d0efc5a5",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "int4", "int4, expanded"])
+def test_other_bytes_have_another_packing_version(name: str, tmp_path: Path, cpp: BackEnd) -> None:
+    asked = {"int8": QuantizationOptions("int8")} | {each: CASES[each].asked for each in CASES}
+    load(Case(random_model, "float32", asked[name]), DEMO_MODEL, cpp, tmp_path, must_write=True)
+    data = parts_of(packed_in(tmp_path))[1]
+    assert hashlib.blake2b(data, digest_size=8).hexdigest() == PACKED_BYTES[PACKING_VERSION][name]
 
 
 def test_file_of_another_packing_is_packed_again(
