@@ -11,6 +11,7 @@ CLIENTS := .venv-clients
 TRITON  := .venv-triton
 AGENTS  := .agents
 WHEEL   := .venv-wheel
+NOTORCH := .venv-no-torch
 
 # Versions of the coding agents that `make agents` installs from npm; CLAUDE=latest tries another.
 CLAUDE   ?= 2.1.197
@@ -43,7 +44,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 ORDINARY := not fuzz and not matrix and not ray and not real and not docs and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 soak fleet-soak hostile-soak \
+.PHONY: help set-up test test-without-torch wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 soak fleet-soak hostile-soak \
         lint serve generate bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -89,6 +90,21 @@ $(TRITON)/.set-up: $(STAMP)
 	@$(TRITON)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --ignore-installed triton==3.6.0 numpy==2.3.5
 	@touch $@
 
+# The installation of .venv, in an environment with what it needs and what tests need, and no PyTorch. Nothing is compiled again.
+define copy_installation
+	@from=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	to=$$($(NOTORCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	rm -rf $$to/quire $$to/quire-*.dist-info && cp -R $$from/_editable_skbc_quire.* $$from/quire $$from/quire-*.dist-info $$to
+	@sed '1s|.*|#!$(abspath $(NOTORCH))/bin/python|' $(BIN)/quire > $(NOTORCH)/bin/quire && chmod +x $(NOTORCH)/bin/quire
+endef
+
+$(NOTORCH)/.set-up: $(RUN)
+	@echo "Setting up $(NOTORCH) ..."
+	@$(BIN)/python -m venv --clear $(NOTORCH)
+	$(copy_installation)
+	@$(NOTORCH)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt 'quire[test]'
+	@touch $@
+
 # What builds wheels, for the Python of PYTHON: PYTHON=python3.12 makes that of the stable ABI, which serves all later versions.
 $(WHEEL)/.set-up: pyproject.toml constraints.txt
 	@echo "Setting up $(WHEEL) ..."
@@ -109,6 +125,10 @@ image: $(WHEEL)/.set-up ## build the root of the Dockerfile's image in a folder,
 
 test: $(STAMP) ## run the tests in JOBS=2 processes (12 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
+
+test-without-torch: $(NOTORCH)/.set-up ## run the tests that tests/without_torch.txt names in an environment without PyTorch (3 minutes with its set-up)
+	$(copy_installation)
+	$(NOTORCH)/bin/python -m pytest @tests/without_torch.txt -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each package (under 90 s on 2 cores)
 	$(BIN)/python -m pytest @tests/quick.txt -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
@@ -192,4 +212,4 @@ bench-peers: $(STAMP) ## Quire beside other engines on MODEL=..., in turn; ARGS=
 	$(BIN)/python bench/peers.py $(MODEL) $(ARGS)
 
 clean: ## remove what the set-up, the tests and the tools left
-	rm -rf $(VENV) $(CLIENTS) $(TRITON) $(AGENTS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TRITON) $(AGENTS) $(WHEEL) $(NOTORCH) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

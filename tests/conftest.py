@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support import cpu_seconds, stdlib_guard
+from support import cpu_seconds, no_torch, stdlib_guard
 from support.fuzz_seeds import first_seed
 
 # A slow machine is no failure: random tests assert what happens, never how long it takes. And what passes here passes
@@ -43,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     stdlib_guard.turn_on()
     config.pluginmanager.register(cpu_seconds)
     config.pluginmanager.register(cpu_seconds.Summary())
+    if no_torch.is_missing():
+        config.pluginmanager.register(no_torch)
     device = config.getoption("--device")
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

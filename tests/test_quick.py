@@ -1,4 +1,4 @@
-"""The selection of `make test-quick`: arguments of pytest, one a line, in `tests/quick.txt`."""
+"""The selections of `make test-quick` and `make test-without-torch`: arguments of pytest, one a line."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ def test_each_package_is_covered(package: str) -> None:
     assert any(name.startswith(f"tests/{package}") for name in CHOSEN)
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", CHOSEN + (ROOT / "tests/without_torch.txt").read_text().splitlines())
 def test_each_name_exists(name: str) -> None:
     file, _, test = name.partition("::")
     assert (ROOT / file).exists()
