@@ -227,7 +227,8 @@ def random_rows(
 
 
 def model_rows(bandwidth: float) -> Iterator[Row]:
-    """Greedy answers of whole models, all prompts at once."""
+    """Greedy answers of whole models, all prompts at once. RuntimeError behind them if a CUDA graph is missing."""
+    num_failed = 0
     for name, shape in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(dumps(LLAMA | shape))
@@ -237,7 +238,15 @@ def model_rows(bandwidth: float) -> Iterator[Row]:
                 unread_bytes = 0 if is_tied else LLAMA["vocab_size"] * shape["hidden_size"] * DTYPE.itemsize
                 for num_seqs in SEQUENCES:
                     yield model_row(llm, name, num_seqs, bandwidth, llm._engine.model.weight_bytes - unread_bytes)
+                num_failed += graph_counts(llm)["failed"]
         let_go()
+    if num_failed:
+        raise RuntimeError(f"{num_failed} CUDA graphs could not be captured: some steps were timed without one")
+
+
+def graph_counts(llm: LLM) -> dict[str, int]:
+    """Return the numbers of CUDA graphs that were captured, and of captures that failed, by `captured` and `failed`."""
+    return {each.labels["state"]: int(each.value) for each in llm.get_metrics() if each.name == "quire:cuda_graphs"}
 
 
 def model_row(llm: LLM, name: str, num_seqs: int, bandwidth: float, weight_bytes: int) -> Row:
@@ -256,7 +265,7 @@ def model_row(llm: LLM, name: str, num_seqs: int, bandwidth: float, weight_bytes
     floor_s = (weight_bytes + kv_bytes) / bandwidth
     return [
         name, str(num_seqs), f"{num_seqs / step_s:.0f}", f"{step_s * 1e3:.2f}", f"{floor_s / step_s:.0%}",
-        "" if DRY_RUN else f"{gap_share(llm, prompts, params):.0%}",
+        "" if DRY_RUN else f"{gap_share(llm, prompts, params):.0%}", "{captured}, {failed}".format(**graph_counts(llm)),
     ]  # fmt: skip
 
 
@@ -331,7 +340,7 @@ def tables(bandwidth: float) -> Iterator[Table]:
     yield "Blocks of 16 tokens, 32 layers", ["what", "GB/s", "of the copy bandwidth"], move_rows(bandwidth)
     yield (
         f"Random weights, {PROMPT} tokens in, {OUTPUT} out, greedy",
-        ["model", "sequences", "tokens/s", "ms per step", "floor's share of it", "device idle"],
+        ["model", "sequences", "tokens/s", "ms per step", "floor's share of it", "device idle", "graphs, failed"],
         model_rows(bandwidth),
     )
     head = ["model", "sequences", "generate: tokens/s, prefill included", "continuous batching"]

@@ -19,7 +19,7 @@ import typer
 from quire import LLM
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.host_limits import free_memory_bytes
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import GraphCounts, StepPlan, StepResult
 from quire.execution.executor import Executor
 from quire_lab.bench.machine import machine_facts
 from quire_lab.bench.passes import time_steps
@@ -38,7 +38,7 @@ Figures = dict[str, float]
 class TimedExecutor:
     """A real executor on its own clock, which is put forward where nothing runs."""
 
-    max_steps_in_flight = 1
+    max_steps_in_flight, graphs = 1, GraphCounts()
 
     def __init__(self, executor: Executor, clock: Callable[[], float]) -> None:
         self._executor, self._clock = executor, clock

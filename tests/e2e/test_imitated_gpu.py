@@ -13,7 +13,9 @@ SOME = (
     "test_prefix_caching.py::test_salts_share_nothing_and_change_nothing[stories260k-bfloat16]",
     "test_covering_table.py::test_swapped_beams_keep_their_bits",
     "test_covering_table.py::test_grammars_keep_their_bits[forced]",
-)
+    *(f"../engine/test_cuda.py::test_graph_that_cannot_be_captured_is_the_only_one_and_changes_no_answer[{fault}]"
+      for fault in range(1, 5)),
+)  # fmt: skip
 
 
 def test_answers_keep_to_the_margin_on_an_imitated_gpu(stories260k: Path) -> None:

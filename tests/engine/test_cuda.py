@@ -1,16 +1,23 @@
 """The engine with --device cuda, where there is a GPU; elsewhere tests/kernels/triton/test_engine.py interprets it."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
+from quire.engine import devices
 from quire.engine.devices import open_device
 from quire.engine.options import EngineOptions
 from quire.execution.device import HostDevice
+from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache
+from quire.model.language_model import ForwardBatch
 from support.cuda_engine import check_sharing
 from support.random_model import write_random_model
 
@@ -29,6 +36,33 @@ def test_two_engines_share_a_card(tmp_path: Path) -> None:
     share = {"device": "cuda", "gpu_memory_utilization": 0.3}
     with LLM(model, **share) as one, LLM(model, **share) as other:
         assert one.kv_stats().total_blocks == other.kv_stats().total_blocks
+
+
+@needs_gpu
+@pytest.mark.parametrize("fault", range(1, 5))
+def test_graph_that_cannot_be_captured_is_the_only_one_and_changes_no_answer(
+    fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A synchronization invalidates a capture; there are two sizes, each with and without a draw."""
+    forward, captures = Decoder.forward, list[int]()
+
+    def faulty(self: Decoder, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            captures.append(fault)
+            if len(captures) in (fault, fault + 1):  # also without early launch
+                torch.cuda.synchronize()
+        return forward(self, batch, cache)
+
+    model, params = write_random_model(tmp_path), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [[3, 5, 7], [11], [2, 4, 6, 8]]
+    with LLM(model, device="cpu") as llm:
+        expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    monkeypatch.setattr(Decoder, "forward", faulty)
+    with LLM(model, device="cuda", capture_graphs=True, cudagraph_capture_sizes=[2, 4], max_num_seqs=4) as llm:
+        found = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        counts = {each.labels["state"]: each.value for each in llm.get_metrics() if each.name == "quire:cuda_graphs"}
+    assert found == expected
+    assert counts == {"captured": 3, "failed": 1}
 
 
 def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from quire.cache.manager import KVCacheManager
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import MemoryPolicy
-from quire.core.plan import StepResult
+from quire.core.plan import GraphCounts, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.core.task import BeamTask
 from quire.engine.engine import Engine
@@ -23,7 +23,7 @@ from support.scheduling import Harness, make_request
 class FailingExecutor:
     """Fails in some steps, before or after it has done the work; a plan that failed is gone."""
 
-    max_steps_in_flight = 1
+    max_steps_in_flight, graphs = 1, GraphCounts()
 
     def __init__(self, inner: FakeExecutor, rng: random.Random) -> None:
         self.submit = inner.submit

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from quire.core.beam_search_params import BeamSearchParams
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import GraphCounts, StepPlan, StepResult
 from quire.core.sequence import NO_ROW
 from quire.engine.engine import Engine
 from quire.scheduling.isolation import MAX_FRUITLESS, PROBE_ID
@@ -20,7 +20,7 @@ class FaultError(RuntimeError):
 class Faulty:
     """The fake executor; a step for which `fails` holds leaves garbage and fails."""
 
-    max_steps_in_flight = 1
+    max_steps_in_flight, graphs = 1, GraphCounts()
 
     def __init__(self, harness: Harness, fails: Callable[[StepPlan], bool]) -> None:
         self._executor, self._fails, self._plans = harness.executor, fails, list[StepPlan]()

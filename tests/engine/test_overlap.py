@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import PreemptionMode
-from quire.core.plan import RowResult, StepPlan, StepResult
+from quire.core.plan import GraphCounts, RowResult, StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from support.fake_executor import FakeExecutor, expected_tokens
@@ -16,7 +16,7 @@ from support.scheduling import Harness
 class Overlapping:
     """Passes plans on, notes how many are in flight, and fails now and then: before the work is done, or after."""
 
-    max_steps_in_flight = 2
+    max_steps_in_flight, graphs = 2, GraphCounts()
 
     def __init__(self, inner: FakeExecutor, rng: random.Random | None = None) -> None:
         self._inner, self._rng = inner, rng

@@ -25,7 +25,7 @@ class RemoteExecutor:
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
-        self.max_steps_in_flight = inner.max_steps_in_flight
+        self.max_steps_in_flight, self.graphs = inner.max_steps_in_flight, inner.graphs
         self.num_sent_bytes = 0
 
     def submit(self, plan: StepPlan) -> None:

@@ -15,6 +15,7 @@ from quire.core.deltas import TokenLogprobs
 from quire.core.plan import (
     UNMEASURED,
     BlockCopy,
+    GraphCounts,
     MeasuredRates,
     NewRow,
     RowDrafts,
@@ -73,7 +74,7 @@ class FakeExecutor:
     `rates`: what it claims to have measured.
     """
 
-    max_steps_in_flight = 1
+    max_steps_in_flight, graphs = 1, GraphCounts()
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from quire.engine.parallel import nccl
 from quire.execution.cuda import cuda_device
 from quire.execution.cuda import cuda_worker as worker
+from quire.execution.cuda.cuda_graphs import CudaGraphCapture
 from quire.execution.cuda.memory_profiling import available_kv_bytes
 from quire.kernels import choice
 from quire.kernels.experts import Routing
@@ -44,6 +45,7 @@ from quire.kernels.triton.products import PackedWeight
 from quire.model.decoder import Decoder
 from quire.model.sharding import Shard
 from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from support.fake_graphs import FakeGraphs
 
 CARD = [torch.device("cuda", 0)]  # the current one
 # The logprobs of two runs, each with its error, stay within 1e-3. In 16 bits, roundings move logits, too.
@@ -51,7 +53,7 @@ ERRORS = {torch.float32: 2e-4, torch.bfloat16: 0.01, torch.float16: 0.01}
 CARD_BYTES, SWAP_BYTES = 256 << 20, 16 << 20
 aten = torch.ops.aten
 MIXING = (aten.copy_, aten.index, aten.index_put_, aten._index_put_impl_, aten._to_copy)  # memory of host and card
-WITHOUT_ANY = dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_init"))
+WITHOUT_ANY = dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "_lazy_init"))
 
 
 class CardTensor(Tensor):
@@ -209,13 +211,13 @@ def _grouped_product(
     return result
 
 
-class Graphs:
-    """Stands in for `CudaGraphCapture`: what was captured runs again, and leaves its result where it did at first."""
+class Graphs(CudaGraphCapture):
+    """A capture whose replays run the call again, and leave the result where it was at first."""
 
     def __call__(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return the replay of a call."""
-        result = call()
-        return lambda: result.copy_(call())
+        replay = super().__call__(call)
+        return lambda: replay().copy_(call())
 
 
 def gloo_group(store: Store, shard: Shard, device: torch.device) -> ProcessGroup:
@@ -239,7 +241,9 @@ def turn_on(
     cuda, real = FakeCuda(), choice.cuda_back_end()
     for name, value in WITHOUT_ANY.items():
         replace_by(torch.cuda, name, lambda *args, value=value: value)
+    FakeGraphs().turn_on(replace_by)
     replace_by(torch.cuda, "is_available", lambda: True)
+    replace_by(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     replace_by(torch.cuda, "is_initialized", lambda: True)
     for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):  # below what torch 2.11 and later ones call it
         if hasattr(torch._C, name):

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from quire.core.frames import frame
-from quire.core.plan import StepResult
+from quire.core.plan import GraphCounts, StepResult
 from quire.engine import messages
 from quire.engine.engine import Engine
 from quire.engine.launcher import EngineProcess
@@ -49,7 +49,7 @@ def serve(connection: process.Connection, commands: SimpleQueue[bytes]) -> NoRet
     class FailingExecutor:
         """Fails from some step on, for good."""
 
-        max_steps_in_flight = 1
+        max_steps_in_flight, graphs = 1, GraphCounts()
 
         def __init__(self) -> None:
             self.submit = harness.executor.submit

@@ -190,6 +190,13 @@ class StepResult(Struct, frozen=True, array_like=True):
     step_ratio: float | None = None                          # measured to predicted, short steps in lots
 
 
+class GraphCounts(NamedTuple):
+    """CUDA graphs of an engine: those that were captured, and the captures that failed."""
+
+    num_captured: int = 0
+    num_failed: int = 0
+
+
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 _result_decoder = msgspec.msgpack.Decoder(StepResult)
 

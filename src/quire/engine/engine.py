@@ -214,6 +214,7 @@ class Engine:
             prompts_left=self._prompts_left,
             step_times=scheduler.planner.time.times,
             num_itl_unmet=scheduler.planner.time.num_unmet,
+            graphs=self._executor.graphs,
             adapters=self.adapters.use() if self.adapters is not None and is_count_due else None,
         )
 

@@ -15,6 +15,7 @@ from quire.core.deltas import Admission, SequenceDelta, WaitReason
 from quire.core.errors import USER_ERRORS, EngineError, error_of
 from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
+from quire.core.plan import GraphCounts
 from quire.core.pooling import PoolerConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
@@ -161,6 +162,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     prompts_left: StepWork = StepWork()  # prompt tokens of running requests that are not computed yet
     step_times: StepTimes | None = None  # prices of steps; None: nothing was measured yet
     num_itl_unmet: int = 0              # steps whose decodes left no time for a prompt that wanted some
+    graphs: GraphCounts = GraphCounts()  # after the last step
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):

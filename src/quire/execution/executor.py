@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Protocol
 
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import GraphCounts, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -15,6 +15,10 @@ class Executor(Protocol):
     @property
     def max_steps_in_flight(self) -> int:
         """Most steps that may be submitted and not collected. 1: the next plan needs the result of the last."""
+
+    @property
+    def graphs(self) -> GraphCounts:
+        """CUDA graphs of steps, so far."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step: one forward pass over one flat batch of tokens."""
@@ -33,7 +37,7 @@ class StepWorker(Protocol):
 class LocalExecutor:
     """One worker in this process; the step runs when it is collected."""
 
-    max_steps_in_flight = 1
+    max_steps_in_flight, graphs = 1, GraphCounts()
 
     def __init__(self, worker: StepWorker) -> None:
         self.worker = worker

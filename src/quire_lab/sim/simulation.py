@@ -17,7 +17,7 @@ from quire.core.beam_search_params import BeamSearchParams, as_sampling_params, 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import Admission, SequenceDelta, TokenLogprobs
 from quire.core.errors import InvalidRequestError
-from quire.core.plan import UNMEASURED, MeasuredRates, NewRow, StepPlan, StepResult
+from quire.core.plan import UNMEASURED, GraphCounts, MeasuredRates, NewRow, StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.task import GENERATE, BeamTask
@@ -41,7 +41,7 @@ class SimulatedExecutor:
     plan and its seconds between schedule and update, while the plan holds its blocks.
     """
 
-    max_steps_in_flight = 1
+    max_steps_in_flight, graphs = 1, GraphCounts()
     now_s = 0.0
 
     def __init__(

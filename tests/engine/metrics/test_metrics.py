@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.core.deltas import Admission, FinishReason, SequenceDelta
 from quire.core.errors import InvalidRequestError, RequestFailedError
 from quire.core.outputs import KVStats, RequestMetrics, RequestOutput
+from quire.core.plan import GraphCounts
 from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepTiming
 from quire.engine.launcher import EngineProcess
@@ -59,6 +60,7 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:kv_blocks_by_owner": [{"owner": "other"}],
     "quire:kv_sequences": [{}],
     "quire:weights_bytes": [{"dtype": "", "quantization": ""}],
+    "quire:cuda_graphs": [{"state": state} for state in ("captured", "failed")],
 }
 COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:prefix_cache_queries_total": [MODEL],
@@ -499,6 +501,14 @@ def test_steps_over_the_target_are_counted_over_all_engines() -> None:
     assert Page(metrics)["quire:itl_target_unmet_total"] == 3
     metrics.engines[0].on_idle(EngineState(0, 0, 0, num_itl_unmet=2))
     assert Page(metrics)["quire:itl_target_unmet_total"] == 5
+
+
+def test_graphs_are_those_of_the_engine_that_lives() -> None:
+    metrics = Metrics("tiny")
+    metrics.engines[0].on_idle(EngineState(0, 0, 0, graphs=GraphCounts(31, 2)))
+    assert Page(metrics).by("quire:cuda_graphs", "state") == {"captured": 31, "failed": 2}
+    metrics.engines[0].engine_died()
+    assert Page(metrics).by("quire:cuda_graphs", "state") == {"captured": 0, "failed": 0}
 
 
 # --- histograms -------------------------------------------------------------------------------------------------------

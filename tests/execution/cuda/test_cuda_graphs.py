@@ -1,6 +1,8 @@
 """Sizes that are captured, and when, and that padding reaches nothing; a fake graph calls what it was made of."""
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.core.plan import GraphCounts
 from quire.engine.devices import graph_sizes_of
 from quire.engine.options import EngineOptions
 from quire.execution.batch import StepInputs
@@ -19,6 +22,7 @@ from quire.execution.cuda.cuda_graphs import (
     MIXED_TOKENS,
     SIZES,
     WANTED_BEFORE_CAPTURE,
+    CudaGraphCapture,
     CudaGraphRunner,
     GraphSize,
     GraphSizes,
@@ -26,7 +30,9 @@ from quire.execution.cuda.cuda_graphs import (
 from quire.execution.cuda.graph_inputs import Draws
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
 from quire.kernels.sampling import SETTINGS
+from quire.kernels.triton import card
 from quire.model.language_model import ForwardBatch
+from support.fake_graphs import FakeGraphs
 
 MAX_BLOCKS = 5
 
@@ -391,7 +397,8 @@ def test_size_that_cannot_be_captured_runs_without_from_then_on(
     for _ in range(3):
         want(graphs, 7)
     assert recorder.num_captured == 2
-    assert "steps of 8 rows and 8 tokens run without a graph" in caplog.text
+    assert graphs.counts == GraphCounts(0, 2)
+    assert "steps of 256 rows and 256 tokens run without a graph" in caplog.text, "the first of them"
 
 
 def test_decodes_draw_outside_of_their_graph_where_one_with_draws_cannot_be_captured(recorder: Recorder) -> None:
@@ -416,3 +423,83 @@ def test_decodes_draw_outside_of_their_graph_where_one_with_draws_cannot_be_capt
     assert run(graphs, batch_of(7)) is not None
     without = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture)
     assert not without.may_draw(7, 7, has_adapters=False)
+
+
+class Faulty:
+    """A forward pass that synchronizes where it must not: in the captures of these numbers, from 1 on."""
+
+    def __init__(self, torch_graphs: FakeGraphs, *faults: int, is_fault_of_early_launch: bool = False) -> None:
+        self._torch, self._faults, self._needs_early = torch_graphs, faults, is_fault_of_early_launch
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        is_early = card.launches_early(torch.device("cuda", 0))
+        if self._torch.num_captures in self._faults and (is_early or not self._needs_early):
+            torch.cuda.synchronize()
+        return batch.token_ids[:, None].float()
+
+
+@pytest.fixture
+def torch_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphs]:
+    made = FakeGraphs()
+    made.turn_on(monkeypatch.setattr)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(card, "capability", lambda device: 90)
+    yield made
+    card.use_early_launch(is_on=True)
+
+
+def capture_all_with(faulty: Faulty, *, has_second_try: bool) -> CudaGraphRunner:
+    """Capture 9 sizes."""
+    capture = CudaGraphCapture(has_second_try=has_second_try)
+    graphs = CudaGraphRunner(faulty.forward, MAX_BLOCKS, torch.device("cpu"), capture, max_rows=16)
+    graphs.capture_all(max_tokens=64)
+    return graphs
+
+
+@pytest.mark.parametrize("fault", range(1, 10))
+def test_capture_that_fails_costs_its_own_graph_alone(
+    fault: int, torch_graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = capture_all_with(Faulty(torch_graphs, fault), has_second_try=False)
+    assert [graph is None for graph in graphs._graphs.values()] == [number == fault for number in range(1, 10)]
+    assert graphs.counts == GraphCounts(8, 1)
+    reason = "RuntimeError.*operation failed due to a previous error during capture"
+    assert re.search(f"1 of 9 CUDA graphs could not be captured: .*; the first failed with {reason}", caplog.text)
+
+
+def test_capture_for_which_memory_lacks_keeps_the_pool(torch_graphs: FakeGraphs) -> None:
+    """The graphs of smaller sizes use the memory of larger ones."""
+
+    def forward(batch: ForwardBatch) -> Tensor:
+        if torch_graphs.num_captures == 2 and torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("the card is full")
+        return batch.token_ids[:, None].float()
+
+    capture = CudaGraphCapture()
+    graphs = CudaGraphRunner(forward, MAX_BLOCKS, torch.device("cpu"), capture, max_rows=16)
+    graphs.capture_all(max_tokens=64)
+    assert graphs.counts == GraphCounts(8, 1)
+    assert capture._pool == (0, 1)
+    assert card.launches_early(torch.device("cuda", 0))
+
+
+def test_capture_that_fails_is_tried_again_without_early_launch(
+    torch_graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = Faulty(torch_graphs, *range(1, 20), is_fault_of_early_launch=True)
+    graphs = capture_all_with(faulty, has_second_try=True)
+    assert graphs.counts == GraphCounts(9, 0)
+    assert torch_graphs.num_captures == 10, "the second size is captured without it at once"
+    assert not card.launches_early(torch.device("cuda", 0))
+    assert "kernels are launched early no more" in caplog.text
+
+
+def test_capture_that_fails_twice_leaves_early_launch_as_it_was(
+    torch_graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = capture_all_with(Faulty(torch_graphs, *range(1, 20)), has_second_try=True)
+    assert graphs.counts == GraphCounts(0, 9)
+    assert card.launches_early(torch.device("cuda", 0))
+    assert caplog.text.count("run without a graph") == 1, "the reason of the first is logged"

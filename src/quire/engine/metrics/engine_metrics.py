@@ -233,6 +233,8 @@ class EngineMetrics:
         yield counter("quire:recompute_seconds_total", "Time spent on computing tokens again.", (own, kv.recompute_s))
         yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", (own, kv.recovery_saved_s))
         yield gauge("quire:weights_bytes", "Bytes of the weights in memory.", self._weights)
+        graphs = {"captured": state.graphs.num_captured, "failed": state.graphs.num_failed}
+        yield gauge("quire:cuda_graphs", "CUDA graphs, and captures that failed.", *by("state", graphs, own))
         restarts = own, self._counters.num_restarts
         yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", restarts)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
 from quire.core.host_limits import free_memory_bytes
-from quire.core.plan import StepPlan, StepResult, decode_plan
+from quire.core.plan import GraphCounts, StepPlan, StepResult, decode_plan
 from quire.engine.devices import graph_sizes_of
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import rank_messages
@@ -160,6 +160,11 @@ class LeadingWorker:
     def __init__(self, worker: CudaWorker, ranks: RankSet) -> None:
         self._worker, self._ranks = worker, ranks
 
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """CUDA graphs that all ranks have, and those that one lacks."""
+        return self._worker.graph_counts
+
     def launch(self, plan: StepPlan) -> StepInFlight:
         """Start a step on all ranks."""
         self._ranks.send_plan(plan)
@@ -204,7 +209,7 @@ class GpuRanks:
     def executor(self, ranks: RankSet, compute: StepCompute, max_num_batched_tokens: int) -> AsyncCudaExecutor:
         """Return the executor of all ranks, with steps in flight as on one GPU."""
         own_forward = partial(ranks.own_model.forward, cache=compute.own_cache)  # the computation's is of all ranks
-        setup = graph_setup(compute, graph_sizes_of(self._options))
+        setup = graph_setup(compute, graph_sizes_of(self._options), has_second_try=False)
         self._graphs = LeadingGraphs(self.link(ranks), own_forward, *setup)
         worker = CudaWorker(compute, graphs=self._graphs)
         if self._options.capture_graphs:
@@ -229,7 +234,7 @@ class GpuRank:
     ) -> None:
         assert isinstance(compute.model, Decoder)
         self._channel, self._commands, self._exchange, self._model = channel, commands, exchange, compute.model
-        self._graphs = RankGraphs(compute.forward, *graph_setup(compute, graph_sizes_of(options)))
+        self._graphs = RankGraphs(compute.forward, *graph_setup(compute, graph_sizes_of(options), has_second_try=False))
         self._worker = CudaWorker(compute, graphs=self._graphs)
         self._batch: ForwardBatch | None = None  # the step's inputs, on the device
 

@@ -20,9 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.core.plan import GraphCounts
 from quire.execution.batch import StepInputs
 from quire.execution.cuda.graph_inputs import IDLE, Draws, InputLayout
 from quire.kernels.low_rank import AdapterSlots, RowAdapters
+from quire.kernels.triton.card import launches_early, use_early_launch, without_early_launch
 from quire.model.language_model import ForwardBatch
 
 log = logging.getLogger(__name__)
@@ -149,8 +151,15 @@ class CudaGraphRunner:
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
         self._slots, self._draw, self._idle_row = slots, draw, idle_row
         self._graphs: dict[GraphSize, Graph | None] = {}  # None: the capture failed
+        self._first_reason = ""  # of the captures that failed
         self._wanted: Counter[GraphSize] = Counter()
         self._tables: Tensor | None = None  # shared by all graphs: for 131,072 tokens each would take 32 KiB a row
+
+    @property
+    def counts(self) -> GraphCounts:
+        """Return how many sizes have a graph, and for how many the capture failed."""
+        num_failed = [*self._graphs.values()].count(None)
+        return GraphCounts(len(self._graphs) - num_failed, num_failed)
 
     def may_draw(self, num_rows: int, num_tokens: int, *, has_adapters: bool) -> bool:
         """Return whether a step of this size has a graph that draws, or gets one once it is requested."""
@@ -199,12 +208,20 @@ class CudaGraphRunner:
         self._capture_size(size)
 
     def capture_all(self, max_tokens: int) -> None:
-        """Capture every size that a step of up to `max_tokens` tokens can need, the largest first."""
+        """Capture every size that a step of up to `max_tokens` tokens can need, the largest first.
+
+        One line of the log has the number of captures that failed, and the reason of the first.
+        """
         for has_adapters in (False,) if self._slots is None else (False, True):
             for size in self._sizes.descending(self._max_rows, max_tokens):
                 for draws in (False,) if self._draw is None else (False, True):
                     if (own := size._replace(has_adapters=has_adapters, draws=draws)) not in self._graphs:
                         self._capture_size(own)
+        if num_failed := self.counts.num_failed:
+            log.warning(
+                "%d of %d CUDA graphs could not be captured: their steps run without one, slower; the first failed "
+                "with %s", num_failed, len(self._graphs), self._first_reason or "an error on another rank",
+            )  # fmt: skip
 
     def _capture_size(self, size: GraphSize) -> None:
         """Capture a size. If that fails, mostly for lack of memory, its steps run without a graph."""
@@ -229,8 +246,12 @@ class CudaGraphRunner:
         try:
             replay = self._capture(lambda: self._compute(inputs, draws))
             self._graphs[size] = Graph(layout, memory, inputs, rows, draws, replay)
-        except RuntimeError:
-            log.exception("steps of %d rows and %d tokens run without a graph", size.num_rows, size.num_tokens)
+        except RuntimeError as error:
+            is_first, self._first_reason = not self._first_reason, self._first_reason or repr(error)
+            log.log(  # a fault of the machine fails every capture: its traceback is logged once
+                logging.WARNING if is_first else logging.DEBUG, "steps of %d rows and %d tokens run without a graph",
+                size.num_rows, size.num_tokens, exc_info=is_first,
+            )  # fmt: skip
 
     def _compute(self, inputs: ForwardBatch, draws: Draws | None) -> Tensor:
         if draws is None:
@@ -268,22 +289,51 @@ def dummy_settings(num_rows: int, device: torch.device) -> Tensor:
 class CudaGraphCapture:
     """A `Capture`. All graphs share one memory pool, since they never run at the same time.
 
-    A model's layers contain no random numbers and no synchronization, so they can be captured.
+    A model's layers contain no random numbers and no synchronization, so they can be captured. A call that fails costs
+    its own graph alone. `has_second_try`: where kernels are launched early, a call that cannot be captured is captured
+    without that, if it can be, and so are all later ones; not for ranks, whose calls have exchanges.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_second_try: bool = True) -> None:
         self._pool: Any = None
+        self._has_second_try = has_second_try
 
     def __call__(self, call: Callable[[], Tensor]) -> Replay:
-        """Return the graph of a call. The call runs once before, so that its kernels are compiled and tuned."""
+        """Return the graph of a call. The call runs once before, so that its kernels are compiled and tuned.
+
+        Raises RuntimeError if it cannot be captured.
+        """
+        try:
+            return self._captured(call)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self._has_second_try or not launches_early(torch.device("cuda", torch.cuda.current_device())):
+                raise
+            reason = error
+        with without_early_launch():
+            replay = self._captured(call)
+        use_early_launch(is_on=False)
+        log.warning("kernels are launched early no more: graphs can only be captured without that: %r", reason)
+        return replay
+
+    def _captured(self, call: Callable[[], Tensor]) -> Replay:
         call()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),  # restored also after a capture that fails
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),  # other threads may allocate
-        ):
-            result = call()
+        try:
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),  # restored also after a capture that fails
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),  # others may allocate
+            ):
+                result = call()
+        except torch.OutOfMemoryError:
+            raise  # it ends a capture as a result does
+        except RuntimeError:
+            # Where CUDA has invalidated a capture, torch does not end its use of the pool (CUDAGraph.cpp, capture_end),
+            # and refuses all later captures with that pool.
+            self._pool = None
+            raise
 
         def replay() -> Tensor:
             graph.replay()

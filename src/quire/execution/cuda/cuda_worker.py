@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import GraphCounts, StepPlan, StepResult
 from quire.decoding.sampler import SampledTokens
 from quire.decoding.sampling_state import LOGPROBS
 from quire.execution.batch import StepInputs
@@ -81,6 +81,11 @@ class CudaWorker:
     def capture_graphs(self, max_num_batched_tokens: int) -> None:
         """Capture the graphs of all steps now, on a GPU, instead of after some steps that need them."""
         self._graphs.capture_all(max_num_batched_tokens)
+
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """CUDA graphs of steps, so far."""
+        return self._graphs.counts
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepInFlight:
@@ -216,13 +221,14 @@ class CudaWorker:
 
 
 def graph_setup(
-    compute: StepCompute, sizes: GraphSizes
+    compute: StepCompute, sizes: GraphSizes, *, has_second_try: bool = True
 ) -> tuple[int, torch.device, Capture, int, AdapterSlots | None, GraphSizes]:
     """Return the arguments of a `CudaGraphRunner` behind the first, for what a computation's device can capture."""
+    capture = CudaGraphCapture(has_second_try=has_second_try)
     model, (num_rows, max_blocks) = compute.model, compute.batch.block_tables.shape
     slots = None if compute.adapters is None else compute.adapters.slots
     is_captured = model.device.type == "cuda" and model.back_end.is_capturable
-    return max_blocks, model.device, CudaGraphCapture(), num_rows, slots, sizes if is_captured else NO_SIZES
+    return max_blocks, model.device, capture, num_rows, slots, sizes if is_captured else NO_SIZES
 
 
 def _to_host(sampled: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -237,6 +243,10 @@ def _to_host(sampled: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 class LaunchingWorker(Protocol):
     """A worker that launches its steps in order, and completes them in the same order."""
+
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """CUDA graphs of steps, so far."""
 
     def launch(self, plan: StepPlan) -> StepInFlight:
         """Start a step."""
@@ -254,6 +264,11 @@ class AsyncCudaExecutor:
     def __init__(self, worker: LaunchingWorker, max_steps_in_flight: int = 2) -> None:
         self.worker, self.max_steps_in_flight = worker, max_steps_in_flight
         self._steps = deque[StepInFlight]()
+
+    @property
+    def graphs(self) -> GraphCounts:
+        """CUDA graphs of steps, so far."""
+        return self.worker.graph_counts
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._steps) < self.max_steps_in_flight, "too many steps in flight"
