@@ -43,8 +43,9 @@ def _open_gpu(options: EngineOptions) -> Device:
     from quire.execution.cuda.cuda_device import CudaDevice  # noqa: PLC0415 (for the start on a CPU)
 
     return CudaDevice(
-        options.gpu_memory_utilization, graph_sizes_of(options), captures_graphs=options.capture_graphs
-    )
+        options.gpu_memory_utilization, graph_sizes_of(options), captures_graphs=options.capture_graphs,
+        launches_early=options.early_launch,
+    )  # fmt: skip
 
 
 def graph_sizes_of(options: EngineOptions) -> "GraphSizes":

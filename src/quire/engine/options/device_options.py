@@ -57,6 +57,11 @@ class DeviceOptions:
         False, "run steps on a GPU without CUDA graphs",
         row="`True`: on a GPU no step is replayed as a CUDA graph: slower, with the same tokens. A CPU has none",
     )  # fmt: skip
+    early_launch: bool = engine_option(
+        True, "launch kernels on a GPU of sm_90 or newer while the ones before them end",
+        row="`False`: on a GPU no kernel is launched before the one ahead of it has ended (programmatic dependent "
+        "launch), for drivers that refuse it; slower, with the same tokens ([gpu.md](gpu.md#few-rows))",
+    )  # fmt: skip
     cudagraph_capture_sizes: tuple[int, ...] = engine_option(
         (), "tokens of the steps on a GPU that CUDA graphs are captured for (repeatable)", metavar="TOKENS",
         shown_default="up to 256, and 512 with chunks of prompts", parse=parse_sizes,

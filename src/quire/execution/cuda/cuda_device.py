@@ -21,6 +21,7 @@ from quire.execution.device import StepLimits
 from quire.execution.worker import StepCompute
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots
+from quire.kernels.triton.card import use_early_launch
 from quire.model.kv_cache import KVCache
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import LanguageModel
@@ -32,13 +33,14 @@ class CudaDevice:
     """The current GPU: a `Device`. Made before the model is loaded, since it measures the memory taken from then on.
 
     `utilization`: of the card's memory, for weights, steps and the KV cache. `sizes`: of graphs, which are captured at
-    start if `captures_graphs`, else after some steps that need them.
+    start if `captures_graphs`, else after some steps that need them. `launches_early`: kernels, in the whole process.
     """
 
     kv_share = 1.0
 
-    def __init__(self, utilization: float, sizes: GraphSizes, *, captures_graphs: bool) -> None:
+    def __init__(self, utilization: float, sizes: GraphSizes, *, captures_graphs: bool, launches_early: bool) -> None:
         use_exact_products()
+        use_early_launch(is_on=launches_early)
         self.tensor_device = torch.device("cuda", torch.cuda.current_device())
         self._meter = CudaMemoryMeter(self.tensor_device)
         self._utilization, self._sizes, self._captures_graphs = utilization, sizes, captures_graphs
