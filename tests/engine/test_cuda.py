@@ -75,13 +75,42 @@ def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(monkeypatch: p
             assert isinstance(open_device(EngineOptions(device=name)), HostDevice)
 
 
-def test_cuda_without_a_c_compiler_is_an_error_before_a_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch see a GPU, and an engine's device be what it is made with."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("quire.execution.cuda.cuda_device.CudaDevice", lambda *args, **how: SimpleNamespace())
-    assert isinstance(open_device(CUDA), SimpleNamespace)
+    monkeypatch.setattr("quire.execution.cuda.cuda_device.CudaDevice", lambda *args, **how: SimpleNamespace(**how))
     monkeypatch.delenv("CC", raising=False)
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_early_launch_is_on_unless_it_is_turned_off() -> None:
+    device: Any = open_device(CUDA)
+    assert device.launches_early is True
+    device = open_device(EngineOptions(device="cuda", early_launch=False))
+    assert device.launches_early is False
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_what_triton_cannot_compile_its_launcher_without_is_an_error_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "ccache gcc")
+    with pytest.raises(ConfigError, match=r"device cuda: CC is 'ccache gcc', which Triton runs as one program"):
+        open_device(CUDA)
+    monkeypatch.setenv("CC", sys.executable)
+    assert isinstance(open_device(CUDA), SimpleNamespace)
+    monkeypatch.setattr(devices, "sysconfig", SimpleNamespace(
+        get_default_scheme=lambda: "posix_local", get_paths={"posix_prefix": {"include": str(tmp_path)}}.__getitem__
+    ))  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"there is no {tmp_path}/Python.h, .*; install Python's headers"):
+        open_device(CUDA)
+    (tmp_path / "Python.h").touch()
+    assert isinstance(open_device(CUDA), SimpleNamespace)
+    monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match=r"device cuda: there is no C compiler.*; install gcc; use cpu or auto"):
         open_device(CUDA)
+    assert isinstance(open_device(EngineOptions(device="auto")), HostDevice)

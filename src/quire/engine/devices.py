@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,19 @@ def _what_cuda_lacks() -> tuple[type[ConfigError], str] | None:
         return ConfigError, "torch sees no GPU"
     if importlib.util.find_spec("triton") is None:
         return NotInstalledError, "this needs Triton: pip install 'quire[gpu]'"
-    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
-        return ConfigError, "there is no C compiler, of which Triton makes its launcher; install gcc"
+    fault = _launcher_fault()
+    return None if fault is None else (ConfigError, fault)
+
+
+def _launcher_fault() -> str | None:
+    """Return why Triton could not compile its launcher, which is in C, here (triton/runtime/build.py)."""
+    command = os.environ.get("CC")
+    if command is None and not any(map(shutil.which, ("gcc", "clang"))):
+        return "there is no C compiler, of which Triton makes its launcher; install gcc"
+    if command is not None and shutil.which(command) is None:
+        return f"CC is {command!r}, which Triton runs as one program without arguments; set it to a C compiler's path"
+    scheme = sysconfig.get_default_scheme()
+    paths = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)
+    if not (header := Path(paths["include"], "Python.h")).exists():
+        return f"there is no {header}, which Triton's launcher includes; install Python's headers, as in python3-dev"
     return None
