@@ -1,4 +1,4 @@
-"""Class of all commands: flags from the environment and in other names, beside the command's own.
+"""Class of all commands: flags from the environment and in other names, beside the command's own, and `--help=TOPIC`.
 
 Kubernetes and Docker set variables for a service or a link called "quire" that look like flags in the environment:
 QUIRE_PORT=tcp://10.96.12.7:8000 has the name of `--port`. Such a value is ignored with a warning. Any other value that
@@ -15,10 +15,12 @@ import typer
 from typer.core import TyperCommand
 
 from quire.cli.flag_groups import VARIABLE_PREFIX, VLLM_FLAGS, variable_of
+from quire.cli.help_text import help_text
 from quire.core.checks import nearest
 from quire.core.optional_package import ARGUMENT_NAMES, load
 
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+_TOPIC = "help_topic"   # key of a context's `meta`
 _MISSPELT = 0.9  # a letter too many or too few
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 
@@ -26,8 +28,13 @@ _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(T
 class Command(TyperCommand):
     """Command with flags of its own and of vLLM, typed or in the environment, but not in the variables of a service."""
 
+    def get_help(self, ctx: Any) -> str:  # noqa: ANN401 (of the click that typer brings)
+        """Return the help on the topic of `--help=TOPIC`, or the short one."""
+        return help_text(ctx, ctx.meta.get(_TOPIC, ""))
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of the click that typer brings)
         """Read the flags. BadParameter names the environment variable if the value is from there."""
+        args = _without_topic(ctx, args)
         vllm_flags = ctx.meta[VLLM_FLAGS] = load(ARGUMENT_NAMES, "flags")(self.get_params(ctx), ctx.fail)
         names = [param.name for param in self.params if param.name]
         warning = drop_service_variables(names, os.environ)
@@ -35,12 +42,22 @@ class Command(TyperCommand):
             if text is not None:
                 print(f"quire: warning: {text}", file=sys.stderr)  # noqa: T201
         try:
-            if "--help" not in args:        # shows defaults
+            if "--help" not in args:        # which shows defaults
                 ctx.default_map = vllm_flags.defaults(os.environ)
             return super().parse_args(ctx, vllm_flags.arguments(args, os.environ))
         except typer.BadParameter as error:
             error.message += _origin(ctx, error.param)
             raise
+
+
+def _without_topic(ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of the click that typer brings)
+    """Return the arguments with `--help` for a `--help=TOPIC`, of which the topic is kept in the context."""
+    words = args[: args.index("--")] if "--" in args else args
+    topics = [word.partition("=")[2] for word in words if word.startswith("--help=")]
+    if not topics:
+        return args
+    ctx.meta[_TOPIC] = topics[0]
+    return ["--help", *args[len(words) :]]
 
 
 def _origin(ctx: Any, param: Any) -> str:  # noqa: ANN401 (of the click that typer brings; there may be no parameter)

@@ -230,6 +230,6 @@ _CONFIG = Annotated[
     Path | None,
     flag(
         "flags by name from a YAML file; before it come QUIRE_NAME in the environment and the command line",
-        panel="Engine", is_eager=True, callback=load_config, exists=True, dir_okay=False, metavar="FILE",
+        is_eager=True, callback=load_config, exists=True, dir_okay=False, metavar="FILE",
     ),
 ]  # fmt: skip

@@ -56,11 +56,6 @@ def option(default: object, help_text: str, **settings: Any) -> Any:  # noqa: AN
     return _field(default, Option(help=help_text, **settings))
 
 
-def engine_option(default: object, help_text: str, **settings: Any) -> Any:  # noqa: ANN401 (as `option`)
-    """Return a dataclass field of an engine's options."""
-    return option(default, help_text, panel="Engine", **settings)
-
-
 def same_option(owner: type[Any], name: str, **changes: Any) -> Any:  # noqa: ANN401 (as `option`)
     """Return a field with the default and the option of `owner`'s field `name`, but for `changes`."""
     declared = next(each for each in declared_options(owner) if each.name == name)

@@ -36,6 +36,9 @@ _OVERLOADED = {"past": "429 `server_overloaded`"}
 _HEAD_TOO_LARGE = {"past": "431 `headers_too_large`"}
 
 _server = partial(option, panel="Server")
+_access = partial(option, panel="Access")
+_outputs = partial(option, panel="Outputs")
+_recovery = partial(option, panel="Recovery")
 _time = partial(option, panel="Limits", low=0, is_low_excluded=True, high=_LONGEST_S, unit="seconds")
 _count = partial(option, panel="Limits", low=1)
 _size = partial(option, panel="Limits", low=1, metavar=SIZE)
@@ -282,23 +285,23 @@ class ServerOptions(Limits):
         row="path of a Unix domain socket to listen on, in place of `--host` and `--port`; a file that a server left "
         "there is replaced, and all connections count as one client unless they have keys",
     )  # fmt: skip
-    ssl_certfile: str | None = _server(
+    ssl_certfile: str | None = _access(
         None, "certificate to serve HTTPS with, as PEM", metavar="FILE",
         row="certificate to serve HTTPS with, as PEM, with those between it and the root; without it, HTTP",
     )  # fmt: skip
-    ssl_keyfile: str | None = _server(
+    ssl_keyfile: str | None = _access(
         None, "its private key, without a password; by default in the same file", metavar="FILE",
         row="its private key, as PEM and without a password; by default in the file of the certificate",
     )  # fmt: skip
-    ssl_ca_certs: str | None = _server(
+    ssl_ca_certs: str | None = _access(
         None, "certificates of the authorities that sign clients' certificates", metavar="FILE",
         row="certificates of the authorities that sign clients' certificates, as PEM",
     )  # fmt: skip
-    ssl_cert_reqs: int = _server(
+    ssl_cert_reqs: int = _access(
         0, "certificates of clients: 0 not asked for, 1 checked if shown, 2 required", low=0, high=2,
         row="certificates of clients: 0 are not asked for, 1 are checked where shown, 2 are required",
     )  # fmt: skip
-    ssl_ciphers: str | None = _server(
+    ssl_ciphers: str | None = _access(
         None, "ciphers up to TLS 1.2, as OpenSSL names them", metavar="NAMES",
         row="ciphers up to TLS 1.2, as OpenSSL names them; by default those of Python",
     )  # fmt: skip
@@ -306,21 +309,21 @@ class ServerOptions(Limits):
         "", "path under which a proxy serves this server", metavar="PATH",
         row="path under which a proxy serves this server, as `/llm`: requests with and without it are answered",
     )  # fmt: skip
-    allowed_origins: tuple[str, ...] = _server(
+    allowed_origins: tuple[str, ...] = _access(
         (), "origins of web pages that may call this server, as JSON or repeatable; * is all", metavar="ORIGIN",
         parse=partial(parse_names, "allowed_origins"),
         row='origins of web pages that may call this server (CORS): `\'["https://example.org"]\'`, or repeatable; '
         "`*` is all. Without it no page of another origin can read an answer",
     )  # fmt: skip
-    allowed_methods: tuple[str, ...] = _server(
+    allowed_methods: tuple[str, ...] = _access(
         ("*",), "methods that those pages may use", metavar="METHOD", parse=partial(parse_names, "allowed_methods"),
         row="methods that those pages may use, as above",
     )  # fmt: skip
-    allowed_headers: tuple[str, ...] = _server(
+    allowed_headers: tuple[str, ...] = _access(
         ("*",), "headers that those pages may send", metavar="HEADER", parse=partial(parse_names, "allowed_headers"),
         row="headers that those pages may send, as above",
     )  # fmt: skip
-    allow_credentials: bool = _server(
+    allow_credentials: bool = _access(
         False, "let those pages send cookies and HTTP passwords",
         row="those pages may send cookies and HTTP passwords; needs origins by name",
     )  # fmt: skip
@@ -350,74 +353,74 @@ class ServerOptions(Limits):
         None, "folder below which those adapters are", metavar="FOLDER",
         row="folder below which adapters are that are loaded while the server runs; links out of it are refused",
     )  # fmt: skip
-    api_key: tuple[str, ...] = _server(
+    api_key: tuple[str, ...] = _access(
         (), "a key that lets clients in (repeatable); better as QUIRE_API_KEY", metavar="KEY", is_secret=True,
         row="key that clients must send; repeatable; `QUIRE_API_KEY`, several separated by spaces",
     )  # fmt: skip
-    operator_api_key: str | None = _server(
+    operator_api_key: str | None = _access(
         None, "the operator's key: priorities, pins of all keys; better as QUIRE_OPERATOR_API_KEY", metavar="KEY",
         is_secret=True,
         row="opens what a key opens, and grants a `priority` below 0 and the pins of all keys; better as "
         "`QUIRE_OPERATOR_API_KEY`. It does not ask other clients for a key: `--api-key` does",
     )  # fmt: skip
-    key_weights: tuple[float, ...] = _server(
+    key_weights: tuple[float, ...] = _access(
         (), "shares of the keys under the policy fair, as 2,1 or KEY=WEIGHT (repeatable)", metavar="WEIGHTS",
         parse=parse_key_weights,
         row="weights of keys under `--scheduling-policy fair`; a key without one has 1: `2,1` for the first ones in "
         "the order of `--api-key`, or `3=0.5` for the third; repeatable",
     )  # fmt: skip
-    allow_client_priority: bool = _server(
+    allow_client_priority: bool = _access(
         False, "grant all clients a priority below 0", row="all clients may send a `priority` below 0"
     )
-    allow_unauthenticated: bool = _server(
+    allow_unauthenticated: bool = _access(
         False, "serve everyone who reaches a host that is not of this machine alone",
         row="serve every client that reaches the port",
     )  # fmt: skip
-    tool_call_parser: str = _server(
+    tool_call_parser: str = _outputs(
         "auto", "format of tool calls in outputs: auto (by the chat template), a name, or none", metavar="NAME",
         row="format in which the model writes tool calls: `auto` (recognized by the chat template), one of the names "
         "in [tools.md](tools.md#formats), or `none`: calls that the model chooses remain text",
     )  # fmt: skip
-    reasoning_parser: str = _server(
+    reasoning_parser: str = _outputs(
         "auto", "format of reasoning in outputs: auto (by the chat template), a name, or none", metavar="NAME",
         row="format in which the model writes its reasoning: `auto` (recognized by the chat template), one of the "
         "names in [tools.md](tools.md#formats), or `none`: reasoning is content",
     )  # fmt: skip
-    reasoning_config: str = _server(
+    reasoning_config: str = _outputs(
         "", "markers of reasoning, as JSON in vLLM's names: they must be those of the format", metavar="JSON",
         row="JSON in vLLM's names: `reasoning_start_str` and `reasoning_end_str` must be the markers of the format of "
         "`reasoning_parser`, by which reasoning is read and bounded; another value or key ends the start",
     )  # fmt: skip
-    enable_auto_tool_choice: bool = _server(
+    enable_auto_tool_choice: bool = _outputs(
         False, "accepted for vLLM's sake: tool_choice auto is always served",
         row="no effect: `tool_choice` `auto` is always served; vLLM needs the flag",
     )  # fmt: skip
-    default_chat_template_kwargs: str = _server(
+    default_chat_template_kwargs: str = _outputs(
         "", "variables of the chat template, before those of requests, as JSON", metavar="JSON",
         row='JSON object of variables of the chat template, such as `{"enable_thinking": false}`; those of a request '
         "come before them",
     )  # fmt: skip
-    enable_force_include_usage: bool = _server(
+    enable_force_include_usage: bool = _outputs(
         False, "usage in every stream, as if clients had asked", row="every stream of `/v1/completions` and "
         "`/v1/chat/completions` has its usage, so far in each chunk and whole at its end, as with `stream_options` "
         "`include_usage` and `continuous_usage_stats`",
     )  # fmt: skip
-    return_tokens_as_token_ids: bool = _server(
+    return_tokens_as_token_ids: bool = _outputs(
         False, "name tokens of logprobs by their ids, as if clients had asked", row="logprobs name tokens by their "
         "ids, as `token_id:123`, unless a body has `return_tokens_as_token_ids` `false`; `/v1/responses` too",
     )  # fmt: skip
-    enable_per_request_metrics: bool = _server(
+    enable_per_request_metrics: bool = _outputs(
         False, "tell the times of a request in its response", row="`metrics` of responses and of final usage chunks of "
         "`/v1/completions`, `/v1/chat/completions` and `/v1/responses` has the [times](#times-of-a-request) of their "
         "request",
     )  # fmt: skip
-    structured_outputs_config: str = _server(
+    structured_outputs_config: str = _outputs(
         "", "defaults of outputs with grammars, as JSON in vLLM's names", metavar="JSON",
         row="JSON in vLLM's names: `disable_any_whitespace`, `disable_additional_properties` (both false): defaults "
         "of requests; `enable_in_reasoning` (false): grammars hold during reasoning too; `backend`, "
         "`disable_fallback` and `reasoning_parser` have no effect; another key is refused",
     )  # fmt: skip
-    stall_limit: float = _server(  # the engine sends a heartbeat four times a second
+    stall_limit: float = _recovery(  # the engine sends a heartbeat four times a second
         10.0, "seconds without progress while work is pending, after which /health is 503",
         low=1, high=_LONGEST_S, unit="seconds",
         row="seconds, at least 1: with work pending and no progress for so long, `/health` and `/ready` are 503, as "
@@ -428,7 +431,7 @@ class ServerOptions(Limits):
         "`--data-parallel-size` above 1 or `--restart-engine`, an engine without progress for so long is ended and "
         "started again; with `--tensor-parallel-size` above 1, one of which a process is stopped for so long ends",
     )  # fmt: skip
-    start_timeout: float = _server(
+    start_timeout: float = _recovery(
         START_TIMEOUT_S,
         "seconds without a sign of life (CPU time, reads) after which an engine that starts is given up",
         low=1, high=_LONGEST_S, unit="seconds",
@@ -437,20 +440,20 @@ class ServerOptions(Limits):
         "A start that makes progress takes as long as it takes. With `--nnodes` above 1, four fifths of it are for the "
         "other nodes to find node 0, and nine tenths for it to find all of them",
     )  # fmt: skip
-    stream_keepalive: float = _server(
+    stream_keepalive: float = _recovery(
         15.0, "seconds without news after which a stream gets a comment; 0: never",
         low=0, high=_LONGEST_S, unit="seconds",
         row="seconds without news after which a stream gets a comment, `: keepalive`, which clients ignore; 0: never. "
         "Load balancers cut connections that are silent for longer than their own limit",
     )  # fmt: skip
-    restart_engine: int = _server(
+    restart_engine: int = _recovery(
         0, "how often a new engine takes the place of one that has died", low=0, high=1000,
         row="number of times that a new engine replaces one that has died, or that is ended because it makes no "
         "progress for `--stall-limit`, over the server's life: at once, almost "
         "(0.5 s), then after pauses that double up to 30 s. Meanwhile `/health` is 503; open streams have ended with "
         "an error; counters of `/metrics` go on; pinned prefixes are gone, and their ids unknown",
     )  # fmt: skip
-    shutdown_timeout: float = _server(
+    shutdown_timeout: float = _recovery(
         30.0, "seconds that open requests get after SIGTERM", low=0, high=_LONGEST_S, unit="seconds",
         row="seconds that open requests get after SIGTERM or Ctrl-C; a second signal ends at once",
     )  # fmt: skip

@@ -30,9 +30,9 @@ _DEFAULT_NUM = 64
 _LIMIT_NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e"}  # --goodput: vLLM's names, the flags'
 _workload = partial(flag_field, panel="Workload")
 _policy = partial(same_option, EngineOptions, kind="flag", panel="Policy")
-_server = partial(flag_field, panel="Server")
+_server = partial(flag_field, panel="Server under test")
 _arrivals = partial(flag_field, panel="Arrivals")
-_limits = partial(flag_field, panel="Limits")
+_limits = partial(flag_field, panel="Latency limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class LimitFlags:
 
     goodput: tuple[tuple[str, float], ...] = option(
         (), f"limits in milliseconds by name, as vLLM has them ({', '.join(_LIMIT_NAMES)}); the flags below are other "
-        "names of the same", panel="Limits", metavar=f"NAME:MS{SEVERAL}", parse=_named_limits,
+        "names of the same", panel="Latency limits", metavar=f"NAME:MS{SEVERAL}", parse=_named_limits,
     )  # fmt: skip
     ttft_limit_ms: float | None = _limits(None, "ttft: to the first token", min=0.001)
     itl_limit_ms: float | None = _limits(None, "itl: every gap between chunks", min=0.001)

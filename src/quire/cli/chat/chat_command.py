@@ -17,7 +17,7 @@ from quire.cli.model_flags import AnswerFlags, load, model_defaults
 from quire.core.options import declared_options
 from quire.engine.options import EngineOptions
 
-_PANEL = "Sampling"
+_PANEL, _REMOTE = "Sampling", "Remote server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class ChatSamplingFlags(AnswerFlags):
 class RemoteFlags:
     """A server to talk to, in place of a model in this process."""
 
-    url: str | None = flag_field(None, "an OpenAI server, as http://HOST:PORT", panel="Server")
+    url: str | None = flag_field(None, "an OpenAI server, as http://HOST:PORT", panel=_REMOTE)
     model_name: str | None = flag_field(
-        None, "which of its models", panel="Server", show_default="the first that it lists"
+        None, "which of its models", panel=_REMOTE, show_default="the first that it lists"
     )
-    api_key: str | None = flag_field(None, "for the server; QUIRE_API_KEY in the environment", panel="Server")
+    api_key: str | None = flag_field(None, "for the server; QUIRE_API_KEY in the environment", panel=_REMOTE)
 
 
 @with_config_file

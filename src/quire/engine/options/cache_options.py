@@ -1,19 +1,23 @@
 """Options of the KV cache: blocks, swap space, prefixes and preemption."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from quire.core.config import DEFAULT_BLOCK_SIZE, KERNEL_BLOCK_SIZES, MemoryPolicy, PreemptionMode
 from quire.core.errors import ConfigError
 from quire.core.kv_dtypes import KVCacheDtype
-from quire.core.options import SIZE, engine_option, option
+from quire.core.options import SIZE, option
+
+_cache = partial(option, panel="Cache")
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class CacheOptions:
     """Memory of keys and values, and what is kept in it."""
 
-    max_model_len: int | None = engine_option(
-        None, "longest prompt and output, tokens", low=1, shown_default="the model's, cut to what the KV cache holds",
+    max_model_len: int | None = _cache(
+        None, "context length: longest prompt and output together, tokens", low=1,
+        shown_default="the model's, cut to what the KV cache holds",
         row="longest prompt and output together, tokens; `None`: the model's, cut to what the KV cache holds. The "
         "model's is `max_position_embeddings`; with `rope_scaling` of type `linear` that times the factor, with `yarn` "
         "`original_max_position_embeddings` times the factor, with `llama3` as it is. `dynamic` provides its factor "
@@ -21,7 +25,7 @@ class CacheOptions:
         "([decision 0014](decisions/0014-dynamic-ntk-by-the-longest-sequence.md)). At most 16,777,216. Rotary tables "
         "take 4 bytes x head size for each position that can be used",
     )  # fmt: skip
-    kv_cache_dtype: KVCacheDtype = engine_option(
+    kv_cache_dtype: KVCacheDtype = _cache(
         "auto", "of the KV cache: auto (that of the kernels), int8_per_token_head, fp8_per_token_head or fp8",
         metavar="DTYPE",
         row="of the KV cache: `auto` (that in which the kernels compute); `int8_per_token_head` or "
@@ -29,41 +33,42 @@ class CacheOptions:
         "`float32`, `bfloat16` or `float16` is refused unless it is what `auto` means "
         "([quantization.md](quantization.md#kv-cache-in-8-bits))",
     )  # fmt: skip
-    block_size: int = engine_option(
+    block_size: int = _cache(
         DEFAULT_BLOCK_SIZE, "tokens per KV block", low=1, row="tokens per KV block: 8, 16, 32, 64 or 128"
     )
-    kv_cache_memory: int | str | None = engine_option(
-        None, "bytes; 512MiB, 4GiB", metavar=SIZE, low=1, shown_default="40 % of the free memory on a CPU",
+    kv_cache_memory: int | str | None = _cache(
+        None, "memory of the KV cache: bytes, or 512MiB, 4GiB", metavar=SIZE, low=1,
+        shown_default="40 % of the free memory on a CPU",
         row='for the KV cache: bytes, or text such as `"512MiB"`, `"4GiB"`; `None`: 40 % of the free memory, on a GPU '
         "what `gpu_memory_utilization` leaves; never more than `max_num_seqs` full-length sequences can use",
     )  # fmt: skip
-    num_kv_blocks: int | None = engine_option(
+    num_kv_blocks: int | None = _cache(
         None, "exact number of KV blocks; wins over the above", low=1, shown_default="from the above",
         row="exact number of blocks; wins over `kv_cache_memory`",
     )  # fmt: skip
-    swap_space: int | str | None = engine_option(
+    swap_space: int | str | None = _cache(
         None, "bytes for the blocks of preempted requests, of a file, or of host memory for a GPU; 4GiB",
         metavar=SIZE, shown_default="none on a CPU, 4GiB for a GPU",
         row="for the blocks of preempted requests: bytes, or text as above, of a file, or of pinned host memory for a "
         "GPU; 0: none; `None`: none; for a GPU the least of 4 GiB, half of the host's free memory and what all "
         "sequences can use",
     )  # fmt: skip
-    num_swap_blocks: int | None = engine_option(
+    num_swap_blocks: int | None = _cache(
         None, "exact number of its blocks; wins over the above", low=0, shown_default="from the above",
         row="exact number of blocks of the swap space; wins over `swap_space`",
     )  # fmt: skip
-    swap_dir: str | None = engine_option(
+    swap_dir: str | None = _cache(
         None, "where that file is", metavar="FOLDER", shown_default="the temporary directory",
         row="folder of the swap file; `None`: the directory for temporary files. The file has no name, takes all its "
         "room at start, and is freed with the process",
     )  # fmt: skip
-    preemption_mode: PreemptionMode = engine_option(
+    preemption_mode: PreemptionMode = _cache(
         "auto", "how a preempted request comes back",
         row="how a preempted request is resumed: `recompute`; `swap`, its blocks are moved out and back in; `auto`, "
         "the cheaper of the two for each request, by measured rates. Where the swap space is full, or there is none, "
         "tokens are computed again; `swap` without swap space is refused",
     )  # fmt: skip
-    enable_prefix_caching: bool = engine_option(
+    enable_prefix_caching: bool = _cache(
         True, "keep what has been computed, and find it again for prompts that begin alike",
         row="`True`: what has been computed is kept while there is room, and found again by prompts that begin alike",
     )  # fmt: skip

@@ -1,14 +1,17 @@
 """Options of a model: its files, its tokenizer, and the form of its weights."""
 
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Literal
 
 from quire.core.errors import ConfigError
-from quire.core.options import engine_option, option
+from quire.core.options import option
 from quire.core.pooling import Runner
 from quire.model.quantization import DEFAULT_GROUP_SIZE, WHOLE_ROW, Activations, Method, QuantizationOptions
 from quire.model.resolve import HUB_FILES, TOKENIZER_FILES
 from quire.text.text_settings import given_chat_template
+
+_model = partial(option, panel="Model")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -25,76 +28,76 @@ class ModelOptions:
         "`None` is the bundled demo model",
     )  # fmt: skip
     _: KW_ONLY
-    tokenizer: str | None = engine_option(
+    tokenizer: str | None = _model(
         None, "of another model: folder, GGUF file or hub id", metavar="MODEL", shown_default="the model's own",
         row="folder, GGUF file or hub id with the tokenizer and the chat template; `None`: the model's own. For GGUF "
         "files with a vocabulary that is not read",
     )  # fmt: skip
-    revision: str | None = engine_option(
+    revision: str | None = _model(
         None, "branch, tag or commit of the model's hub id", metavar="NAME", shown_default="the default branch",
         row="branch, tag or commit of a hub id; `None`: the default branch. Folders and files have none",
     )  # fmt: skip
-    tokenizer_revision: str | None = engine_option(
+    tokenizer_revision: str | None = _model(
         None, "branch, tag or commit of the tokenizer's hub id", metavar="NAME", shown_default="the default branch",
         row="the same of the hub id that `tokenizer` names; the model's own tokenizer is of `revision`",
     )  # fmt: skip
-    model_impl: ModelImpl = engine_option(
+    model_impl: ModelImpl = _model(
         "auto", "layers of the model: Quire's own, transformers' on Quire's cache, or auto: its own where it has them",
         row="layers of the model: `quire`, its own; `transformers`, those of the transformers library on Quire's cache "
         "([models.md](models.md#through-transformers)); `auto`, its own where it has them",
     )  # fmt: skip
-    load_format: LoadFormat = engine_option(
+    load_format: LoadFormat = _model(
         "auto", "weights: those of the model's files, or dummy: random ones of the shapes in config.json, for "
         "measurements without weights",
         row="weights: `auto`, those of the model's files; `dummy`, random ones of the shapes in a folder's "
         "`config.json`, for measurements ([models.md](models.md#random-weights)): answers mean nothing, and weights "
         "are neither read nor downloaded. A draft model has them, too",
     )  # fmt: skip
-    skip_tokenizer_init: bool = engine_option(
+    skip_tokenizer_init: bool = _model(
         False, "load no tokenizer: prompts are token ids, and answers have no text",
         row="`True`: no tokenizer is loaded: prompts are token ids, and outputs have no text",
     )  # fmt: skip
-    runner: Runner = engine_option(
+    runner: Runner = _model(
         "auto", "what the model is for: pooling serves embeddings and scores too; auto goes by its folder",
         row="`pooling`: the model gives embeddings, or scores, too ([embeddings.md](embeddings.md)); `generate`: it "
         "does not; `auto`: it does if its folder says how (`1_Pooling`, `1_LogitScore`, a base model without a head)",
     )  # fmt: skip
-    hf_overrides: str = engine_option(
+    hf_overrides: str = _model(
         "", "keys of config.json about embeddings and scores, as JSON", metavar="JSON",
         row="JSON object with keys that are taken from here instead of `config.json`: `is_matryoshka`, "
         "`matryoshka_dimensions`, `classifier_from_token`, `is_original_qwen3_reranker`, `architectures`; for "
         "embeddings and scores alone ([embeddings.md](embeddings.md)). In Python also a dict",
     )  # fmt: skip
-    chat_template: str | None = engine_option(
+    chat_template: str | None = _model(
         None, "file, or text, of a chat template in place of the model's", metavar="FILE|TEXT",
         shown_default="the model's",
         row="chat template in place of the model's: the path of a file, or the template itself (a text with braces or "
         "line breaks); `None`: the model's",
     )  # fmt: skip
-    dtype: Dtype = engine_option(
+    dtype: Dtype = _model(
         "auto", "of weights, activations and KV cache: auto (the model's), float32, bfloat16 or float16",
         metavar="DTYPE",
         row="of weights, activations and KV cache: `auto` (the model's), `float32`, `bfloat16`, `float16`",
     )  # fmt: skip
-    quantization: Method | None = engine_option(
+    quantization: Method | None = _model(
         None, "int8 or int4 quantizes linear layers while they are loaded; awq, gptq, compressed-tensors, fp8, mxfp4 "
         "and gguf check what the folder says", short="-q", metavar="FORMAT", shown_default="as the folder says",
         row="`int8` or `int4`: float weights of linear layers are quantized while they are loaded, the output head to "
         "int8 ([quantization.md](quantization.md)). `awq`, `gptq`, `compressed-tensors`, `fp8`, `mxfp4`, `gguf`: the "
         "format of the checkpoint, which is checked. `None`: as the checkpoint is",
     )  # fmt: skip
-    quantization_group_size: int = engine_option(
+    quantization_group_size: int = _model(
         DEFAULT_GROUP_SIZE, "inputs that share a scale, of int8 and int4; -1: all of an output", low=WHOLE_ROW,
         row="of `int8` and `int4`: inputs of an output that share a scale, a multiple of 32; -1: all of them",
     )  # fmt: skip
-    quantization_activations: Activations | None = engine_option(
+    quantization_activations: Activations | None = _model(
         None, "arithmetic of integer weights: int8 activations, or weights expanded to bfloat16", metavar="DTYPE",
         shown_default="int8 for groups of at least 16",
         row="arithmetic of layers with integer weights: `int8`, activations are rounded to int8; `bfloat16`, weights "
         "are expanded to the model's dtype as they are used; `None`: `int8` where groups have at least 16 inputs",
     )  # fmt: skip
 
-    packed_weights: str | None = engine_option(
+    packed_weights: str | None = _model(
         None, "folder of packed weights: used where they fit, else made; a start on a CPU then converts nothing",
         metavar="DIR", shown_default="none",
         row="folder of packed weights, or one file of `quire pack`: used where they fit the model and the options, "

@@ -1,10 +1,13 @@
 """Options of several engines, and of several processes of one engine."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from quire.core.errors import ConfigError
-from quire.core.options import engine_option, option
+from quire.core.options import option
+
+_parallel = partial(option, panel="Parallel")
 
 ExecutorBackend = Literal["auto", "mp", "uni", "ray"]
 TensorParallelMode = Literal["auto", "gather", "reduce"]
@@ -16,52 +19,52 @@ START_TIMEOUT_S = 120.0
 class ParallelOptions:
     """Engines, ranks and nodes, and the times after which they count as lost."""
 
-    data_parallel_size: int = engine_option(
+    data_parallel_size: int = _parallel(
         1, "engines behind one server, which divide memory and threads", low=1, high=MAX_ENGINES, short="-dp",
         row=f"engines behind one server, or behind an `LLM`, 1 to {MAX_ENGINES}: above 1 each is a process with the "
         "whole model; `kv_cache_memory`, `num_kv_blocks`, `swap_space`, `num_swap_blocks`, their defaults and the "
         "CPU's threads are divided among them; the same tokens ([scaling.md](scaling.md)). On CPUs",
     )  # fmt: skip
-    tensor_parallel_size: int = engine_option(
+    tensor_parallel_size: int = _parallel(
         1, "processes that share the model and each step; on CPUs, with the same tokens", low=1, high=64, short="-tp",
         row="processes that share the model and each step: on CPUs with the same tokens, to the bit "
         "([scaling](scaling.md)); on GPUs one for each ([gpu](gpu.md#several-gpus))",
     )  # fmt: skip
-    tensor_parallel_mode: TensorParallelMode = engine_option(
+    tensor_parallel_mode: TensorParallelMode = _parallel(
         "auto", "division of layers among these processes: gather, with the same tokens; reduce, with fewer exchanges",
         row="division of layers among these processes: `gather`, by outputs, with the same tokens for any number of "
         "processes; `reduce`, with half as many exchanges and the same tokens for the same number "
         "([scaling](scaling.md#gather-or-reduce)); `auto`: `gather` on CPUs and with `exact`, else `reduce`",
     )  # fmt: skip
-    distributed_executor_backend: ExecutorBackend = engine_option(
+    distributed_executor_backend: ExecutorBackend = _parallel(
         "auto", "start of these processes: ray places them on a Ray cluster; auto is mp; uni is one process",
         row="start of these processes: `mp`, by this command (and by those of the other nodes); `ray`, on a Ray "
         "cluster ([scaling](scaling.md#ranks-on-a-ray-cluster)); `auto`, which is `mp`; or `uni`, for one process",
     )  # fmt: skip
-    nnodes: int = engine_option(
+    nnodes: int = _parallel(
         1, "machines that these processes are on, each with as many; start the same command on each", low=1, high=64,
         short="-n",
         row="machines (nodes) that these processes are on, each with as many: the same command is started on each of "
         "them ([scaling](scaling.md#several-machines-by-hand))",
     )  # fmt: skip
-    node_rank: int = engine_option(
+    node_rank: int = _parallel(
         0, "number of this machine, from 0: that serves", low=0, high=63, short="-r",
         row="number of this machine, from 0; node 0 has the engine, and the others are started by `quire serve`",
     )  # fmt: skip
-    master_addr: str = engine_option(
+    master_addr: str = _parallel(
         "127.0.0.1", "address of node 0 for the other nodes", metavar="HOST",
         row="address of node 0, at which it listens for the other nodes; one beyond this machine needs "
         "`node_secret_file`. With `ray` the default is Ray's address of this machine, and the port a free one",
     )  # fmt: skip
-    master_port: int = engine_option(
+    master_port: int = _parallel(
         29501, "port of node 0 for the other nodes", low=1, high=65535,
         row="port of node 0, at which it listens for the other nodes",
     )  # fmt: skip
-    node_secret_file: str | None = engine_option(
+    node_secret_file: str | None = _parallel(
         None, "file with a secret that all nodes share", metavar="FILE",
         row="file with a secret of 16 to 4,096 bytes, the same on all nodes, without which none joins the run",
     )  # fmt: skip
-    allow_public_master_addr: bool = engine_option(
+    allow_public_master_addr: bool = _parallel(
         False, "let master_addr be a public address: what nodes exchange is not encrypted",
         row="`True`: `master_addr` may be an address of no private network; what the nodes exchange is not encrypted",
     )  # fmt: skip

@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Batching, SchedulingPolicy
-from quire.core.options import MS, engine_option, option, parse_ms
+from quire.core.options import MS, option, parse_ms
+
+_scheduling = partial(option, panel="Scheduling")
 
 MAX_NUM_SEQS = (1 << 16) - 1  # every row has room for max_model_len tokens; a GPU's grid has no more in y
 DEFAULT_ITL_TARGET_MS = "500"  # a gap that a reader of a stream hardly notices
@@ -14,17 +17,17 @@ DEFAULT_ITL_TARGET_MS = "500"  # a gap that a reader of a stream hardly notices
 class SchedulingOptions:
     """What a step may hold and take."""
 
-    max_num_seqs: int | None = engine_option(
+    max_num_seqs: int | None = _scheduling(
         None, "sequences in one step", low=1, high=MAX_NUM_SEQS, flag_default=DEFAULT_MAX_NUM_SEQS,
         row=f"sequences in one step, at most {MAX_NUM_SEQS:,}; `None`: {DEFAULT_MAX_NUM_SEQS}",
     )  # fmt: skip
-    max_num_batched_tokens: int | None = engine_option(
+    max_num_batched_tokens: int | None = _scheduling(
         None, "tokens in one step", low=1, flag_default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
         row=f"tokens in one step; `None`: {DEFAULT_MAX_NUM_BATCHED_TOKENS}. A prompt that needs more than half of it "
         "leaves the other half to other requests as far as they can use it, so short requests do not wait for long "
         "ones",
     )  # fmt: skip
-    itl_target_ms: float | str | None = engine_option(
+    itl_target_ms: float | str | None = _scheduling(
         None, "longest step beside a running stream: prompts have shorter chunks; or none", metavar=MS,
         flag_default=DEFAULT_ITL_TARGET_MS,
         row="the longest that a step is planned to take while a sequence decodes, so the longest gap between tokens "
@@ -32,19 +35,19 @@ class SchedulingOptions:
         f"([below](#targets-of-time)). The default of commands is {DEFAULT_ITL_TARGET_MS}, but for `generate` and "
         "`run-batch`; `None`, or `none` on the command line: no limit but `max_num_batched_tokens`",
     )  # fmt: skip
-    ttft_target_ms: float | str | None = engine_option(
+    ttft_target_ms: float | str | None = _scheduling(
         None, "time to a first token for which long prompts are hurried; or none", metavar=MS, shown_default="none",
         row="the time from a request's arrival to its first token that prompts should meet: a long one that still can "
         "has a larger part of the steps, never past `itl_target_ms`, and at most half beside other long ones that came "
         "first ([below](#targets-of-time)); `None`, or `none`: prompts are not hurried",
     )  # fmt: skip
-    scheduling_policy: SchedulingPolicy = engine_option(
+    scheduling_policy: SchedulingPolicy = _scheduling(
         "priority", "order of admission: by priority, by arrival (fcfs), or by the service of each client (fair)",
         row="order of admission: `priority` (the lowest first, then by arrival); `fcfs` (by arrival; a priority other "
         "than 0 is refused); `fair` (the client with the least service first; see "
         "[Scheduling policies](#scheduling-policies))",
     )  # fmt: skip
-    enable_jump_forward: bool = engine_option(
+    enable_jump_forward: bool = _scheduling(
         True, "append tokens that a grammar forces without sampling them, and compute them as one chunk",
         row="`True`: a token that is the only one that a grammar allows is appended without sampling, and a run of "
         "them is computed as a chunk; the same tokens",
