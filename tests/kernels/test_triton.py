@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.core.kv_dtypes import QUANTIZED
+from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from support.paged_cache import plain_spec, rotary_spec
 from support.triton_compiler import compiled_launches, specialized_launches
@@ -189,6 +190,27 @@ def test_products_compile_without_spilling(
     assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
     assert all(kernel.reads_widely for kernel in products) or activation_group_size == 32, products
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] << 10 for kernel in products), products
+
+
+@on_one_of(90, 80, 86, 100, 103, 120)
+@pytest.mark.parametrize("activation", ["silu_and_mul", pytest.param("none", marks=pytest.mark.matrix)])
+def test_tiles_of_exact_products_compile_to_one_instruction_without_spilling(
+    activation: Activation, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.kernels.triton import products
+    from quire.kernels.triton.triton_linear import CudaLinear
+
+    half, tiles = torch.bfloat16, products.exact_tiles(capability, is_gated=activation != "none")
+    layer = CudaLinear(dense(torch.empty(1024, 512, dtype=half)), activation=activation, is_exact=True)
+    with compiled_launches(capability) as kernels:
+        for tile in tiles:
+            monkeypatch.setattr(products, "exact_tile", lambda *_, tile=tile, **__: tile)
+            layer(torch.empty(64, 512, dtype=half))
+    assert len(kernels) == len(tiles)
+    assert len({kernel.products for kernel in kernels}) == 1, "bits are those of an instruction"
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes], kernels
+    assert all(kernel.reads_widely for kernel in kernels), kernels
+    assert all(kernel.shared_bytes <= SHARED_KIB[capability] << 10 for kernel in kernels), kernels
 
 
 @on_one_of(80, 90)

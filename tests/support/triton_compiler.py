@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 WIDE_READ = r"ld\.global[.\w]*\.(v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global .*, 0x10"
+PRODUCT = r"wgmma\.mma_async|tcgen05\.mma|mma\.sync\S*m\d+n\d+k\d+"
 
 
 @dataclass(frozen=True)
 class Compiled:
     """One kernel for one card: registers of a thread, bytes that it spills, bytes of memory that a program shares.
 
-    `reads_widely`: whether threads read or copy 16 bytes at a time. `overlaps`: whether the kernel is launched while
-    the one before it ends. `fetches_ahead`: whether it has memory brought to the L2 cache before it waits for that one.
+    `products`: its instructions for matrix units. `reads_widely`: whether threads read or copy 16 bytes at a time.
+    `overlaps`: whether the kernel is launched while the one before it ends. `fetches_ahead`: whether it has memory
+    brought to the L2 cache before it waits for that one.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Compiled:
     num_registers: int
     spilled_bytes: int
     shared_bytes: int
+    products: frozenset[str]
     reads_widely: bool
     overlaps: bool
     fetches_ahead: bool
@@ -101,7 +104,10 @@ def _compiled(kernel: Any, capability: int) -> Compiled:  # noqa: ANN401
     overlaps = "griddepcontrol.wait" in ptx
     assert overlaps == metadata.launch_pdl, "a kernel that waits is launched early, and no other one"
     fetches_ahead = overlaps and re.search(r"CCTL\.E\.PF2.*ACQBULK", kernel.asm["sass"], re.DOTALL) is not None
-    return Compiled(metadata.name, capability, *resources(ptx), metadata.shared, reads_widely, overlaps, fetches_ahead)
+    products = frozenset(re.findall(PRODUCT, ptx))
+    return Compiled(
+        metadata.name, capability, *resources(ptx), metadata.shared, products, reads_widely, overlaps, fetches_ahead
+    )
 
 
 def resources(ptx: str) -> tuple[int, int]:

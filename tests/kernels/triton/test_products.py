@@ -12,7 +12,8 @@ from quire.kernels.linear import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import a8_sums, quantize_activations
 from quire.kernels.reference.linear import make_linear, reference
-from quire.kernels.triton.products import EXACT_ROWS, FEW_ROWS, quantize
+from quire.kernels.triton import card, products
+from quire.kernels.triton.products import EXACT_ROWS, FEW_ROWS, Tile, exact_tile, exact_tiles, quantize
 from quire.kernels.triton.triton_linear import CudaLinear
 from support.interpreter import rows_alike
 
@@ -111,3 +112,37 @@ def test_row_of_an_exact_layer_has_the_same_bits_in_any_company(
     for first, last in ((0, 1), (5, 22), (EXACT_ROWS - 1, EXACT_ROWS + 9)):
         assert torch.equal(layer(x[first:last]), together[first:last])
     assert together.dtype == torch.float32
+
+
+@pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
+def test_row_has_the_same_bits_in_every_tile(
+    activation: Activation, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tiles add the same slices in the same order, on a card by one instruction."""
+    rows_alike(monkeypatch)
+    capability = 90 if device.type == "cpu" else card.capability(device)  # 90 has the most tiles
+    weight, bias = random(300, 600, dtype=torch.float16), random(300, dtype=torch.float16, seed=3).to(device)
+    layer = CudaLinear(on(device, LinearWeight.dense(weight)), bias, is_exact=True, activation=activation)
+    x, results = random(EXACT_ROWS + 9, 600, dtype=torch.float16, seed=4).to(device), list[Tensor]()
+    for tile in exact_tiles(capability, is_gated=activation != "none"):
+        monkeypatch.setattr(products, "exact_tile", lambda *_, tile=tile, **__: tile)
+        results.append(layer(x))
+    assert len(results) >= 4
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_tiles_make_enough_programs_for_a_card() -> None:
+    """Products of an 8B model: outputs of attention, and of a gated layer; and the largest tiles for many rows."""
+
+    def shape(num_rows: int, num_outputs: int, *, is_gated: bool = False) -> tuple[int, int]:
+        tile = exact_tile(num_rows, num_outputs, 90, is_gated=is_gated)
+        assert isinstance(tile, Tile)
+        return tile.rows, tile.columns
+
+    assert [shape(rows, 4096) for rows in (1, 16, 17, 64, 128, 256, 512, 2048)] == [
+        (64, 16), (64, 16), (64, 32), (64, 32), (64, 64), (64, 128), (128, 128), (128, 256),
+    ]  # fmt: skip
+    assert [shape(rows, 14336, is_gated=True) for rows in (1, 64, 128, 256, 2048)] == [
+        (64, 32), (64, 64), (64, 128), (128, 128), (128, 128),
+    ]  # fmt: skip
+    assert shape(1, 100) == (64, 16)

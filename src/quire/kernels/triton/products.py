@@ -1,9 +1,11 @@
 """Matrix products in Triton for weights of any format: dense, or quantized and expanded as they are multiplied.
 
-One program computes a tile of rows and outputs, over all inputs in ascending order. A row's sum depends on the tile's
-shape, not on the other rows of it; with one shape for all row counts (`is_exact`) on the row alone. Sums of int8
-activations are those of `quantized.a8_sums` to the bit: integers within a group, then one step in float32 per group.
-Addend, bias and activation are part of the product, and so are gates and ups: their sums stay in registers.
+One program computes a tile of rows and outputs, over all inputs in ascending order. A row's sum depends on the matrix
+instruction and on the order of its inputs, not on the other rows of a tile. With `is_exact` all tiles have at least 64
+rows, so that cards use one instruction for all of them, and add the same slices in the same order: a row has the same
+bits in each (`exact_tiles`). Sums of int8 activations are those of `quantized.a8_sums` to the bit: integers within a
+group, then one step in float32 per group. Addend, bias and activation are part of the product, and so are gates and
+ups: their sums stay in registers, and each slice of inputs is read once for both.
 
 Inputs pass in slices of one group of scales; a group's last slice is padded. A byte of 4-bit elements has one of an
 even slice (low) and one of the slice behind it (high), so each half is used as it was loaded. A weight is read once for
@@ -12,7 +14,7 @@ each tile of rows, with 4 bytes per group of it. Nothing has been measured on a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +26,28 @@ from quire.core.errors import ConfigError
 from quire.kernels.linear import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, INT4, LinearWeight
 from quire.kernels.quantized import ACTIVATION_LIMIT, SMALLEST_ABSMAX, WHOLE_NUMBERS, elements_of, in_group_order
+from quire.kernels.triton import card
 from quire.kernels.triton.row_groups import RowGroups
 from quire.kernels.triton.triton_activation import activate, activated
 
-LEAST_SLICE = 32   # the least depth of a product of int8 on matrix units
-COLUMNS = 64       # outputs of a tile
-FEW_ROWS = 16      # the least height of a product on matrix units
-EXACT_ROWS = 64    # rows of a tile, however many there are
+LEAST_SLICE = 32     # the least depth of a product of int8 on matrix units
+COLUMNS = 64         # outputs of a tile
+FEW_ROWS = 16        # the least height of a product on matrix units
+EXACT_ROWS = 64      # the least height of the wide product of sm_90 (wgmma) and of sm_100 (tcgen05)
+LEAST_PROGRAMS = 128  # of a launch: about one on each processor of a card
 
 LIMIT, SMALLEST = tl.constexpr(float(ACTIVATION_LIMIT)), tl.constexpr(SMALLEST_ABSMAX)
 ROUNDING = tl.constexpr(WHOLE_NUMBERS)
 E4M3_BIAS = tl.constexpr(2.0**8)  # between the exponents of float16 and e4m3
+
+
+class Tile(NamedTuple):
+    """The rows and outputs of a program, and how it is compiled."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,11 +134,14 @@ def product(
     """
     size, zeros = weight.slice_size, weight.zero_points
     num_rows = len(x) if groups is None else len(groups.order)
-    rows = tile_height(num_rows, is_exact=is_exact) if groups is None else groups.tile_height
-    if activation in GATED and rows > FEW_ROWS and weight.format != DENSE:  # two tiles of sums would spill registers
+    height = tile_height(num_rows, is_exact=is_exact) if groups is None else groups.tile_height
+    if activation in GATED and height > FEW_ROWS and weight.format != DENSE:  # two tiles of sums would spill registers
         both = product(x, weight, bias, dtype=dtype, addend=addend, is_exact=is_exact, groups=groups)
         return activate(both, activation)
     num_outputs = weight.out_features // (2 if activation in GATED else 1)
+    tile = Tile(height, COLUMNS, 4 if height == FEW_ROWS or weight.format == DENSE else 8, 3 if x.itemsize == 2 else 2)
+    if is_exact and groups is None and weight.format == DENSE and weight.dtype.itemsize == 2:
+        tile = exact_tile(num_rows, num_outputs, card.capability(x.device), is_gated=activation in GATED)
     x = x.to(weight.dtype)
     x = x if weight.order is None else x[:, weight.order]
     assert x.shape[1] == weight.in_features, f"{tuple(x.shape)} for {weight.in_features} inputs"
@@ -138,8 +154,8 @@ def product(
     if weight.is_a8:
         x, scales, totals = quantize(x, weight.group_size)
     num_groups = -(-weight.in_features // weight.group_size)
-    num_tiles = triton.cdiv(num_rows, rows) if groups is None else len(groups.tile_groups)
-    _product_kernel[(num_tiles, triton.cdiv(num_outputs, COLUMNS))](
+    num_tiles = triton.cdiv(num_rows, tile.rows) if groups is None else len(groups.tile_groups)
+    _product_kernel[(num_tiles, triton.cdiv(num_outputs, tile.columns))](
         x, weight.elements, out, bias, addend, scales, totals, weight.scales,
         zeros if isinstance(zeros, Tensor) else None, weight.minimums, weight.codebook,
         *((None,) * 4 if groups is None else groups.tensors),
@@ -148,12 +164,45 @@ def product(
         FORMAT=weight.format, ZERO=0 if zeros is None or isinstance(zeros, Tensor) else zeros,
         GROUP_SIZE=weight.group_size, RATIO=weight.ratio, SLICES=triton.cdiv(weight.group_size, size), SLICE=size,
         IS_A8=weight.is_a8, IS_GATED=activation in GATED, ACTIVATION=activation, DTYPE=_of_triton(weight.dtype),
-        PRECISION="ieee" if itemsize == 2 or is_exact else "tf32x3", SHARED_BY=num_rows // max(1, len(x)), ROWS=rows,
-        COLUMNS=COLUMNS,
-        num_warps=4 if rows == FEW_ROWS or weight.format == DENSE else 8, num_stages=3 if itemsize == 2 else 2,
+        PRECISION="ieee" if itemsize == 2 or is_exact else "tf32x3", SHARED_BY=num_rows // max(1, len(x)),
+        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def exact_tiles(capability: int, *, is_gated: bool) -> list[Tile]:
+    """Return the tiles of exact products of 16-bit types on a card, the largest first; of all a row has the same bits.
+
+    Few outputs of a program make many programs for few rows, with up to 8 slices of a weight on the way; large tiles
+    read inputs and weights less often for many rows. None spills a register. In 99 KiB of shared memory, which sm_86,
+    sm_89 and sm_120 have, fewer slices are on the way.
+    """
+    is_wide, is_small = card.has_wide_products(capability), capability in (86, 89, 120)
+    num_stages = (8 if is_wide else 4 if is_small else 6) if not is_gated else 3 if is_small else 4
+    large = [Tile(128, 256, 8, 3)] if is_wide and not is_gated else []
+    return [
+        *large,
+        *([Tile(128, 128, 8, 3)] if is_wide or not is_gated else []),
+        Tile(64, 128, 8 if is_gated else 4, 3),
+        Tile(64, 64, 4, 3),
+        Tile(64, 32, 4, num_stages),
+        Tile(64, 16, 4, num_stages),
+    ]
+
+
+def exact_tile(num_rows: int, num_outputs: int, capability: int, *, is_gated: bool) -> Tile:
+    """Return the largest tile of which there are enough for a card, with half of its rows used at least.
+
+    Up to 16 rows are read by each program beside as many bytes of a weight or fewer, so there may be twice as many.
+    """
+    tiles = exact_tiles(capability, is_gated=is_gated)
+    least = LEAST_PROGRAMS * (2 if num_rows <= FEW_ROWS else 1)
+    for tile in tiles:
+        num_programs = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns)
+        if num_programs >= least and (tile.rows == EXACT_ROWS or num_rows > EXACT_ROWS):
+            return tile
+    return tiles[-1]
 
 
 def tile_height(num_rows: int, *, is_exact: bool) -> int:
@@ -232,81 +281,93 @@ def _product_kernel(
         places = tl.load(tile_rows + tl.program_id(0)) + tl.arange(0, ROWS)
         is_row = places < tl.load(starts + group + 1)
         rows = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
-    sums = _sums(
+    sums, ups = _sums(
         x, elements, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook, rows, columns, first,
-        is_row, is_column, x_stride, element_stride, num_inputs, num_groups, addend_stride,
-        FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, SHARED_BY, ROWS, COLUMNS,
+        num_outputs, is_row, is_column, x_stride, element_stride, num_inputs, num_groups, addend_stride,
+        FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, IS_GATED, DTYPE, PRECISION, SHARED_BY, ROWS, COLUMNS,
     )  # fmt: skip
     if ACTIVATION != "none":  # applied to what a layer without it would have stored
-        values = sums.to(out.dtype.element_ty)
-        ups = values
-        if IS_GATED:
-            ups = _sums(
-                x, elements, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook, rows,
-                columns + num_outputs, first, is_row, is_column, x_stride, element_stride, num_inputs, num_groups,
-                addend_stride,
-                FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, SHARED_BY, ROWS, COLUMNS,
-            ).to(out.dtype.element_ty)  # fmt: skip
-        sums = activated(values, ups, ACTIVATION)
+        sums = activated(sums.to(out.dtype.element_ty), ups.to(out.dtype.element_ty), ACTIVATION)
     tl.store(out + rows[:, None] * out_stride + columns[None, :], sums, mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
 def _sums(
     x, elements, bias, addend, row_scales, row_totals, scales, zeros, minimums, codebook, rows, columns, first,
-    is_row, is_column, x_stride, element_stride, num_inputs, num_groups, addend_stride,
+    num_outputs, is_row, is_column, x_stride, element_stride, num_inputs, num_groups, addend_stride,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, GROUP_SIZE: tl.constexpr, RATIO: tl.constexpr, SLICES: tl.constexpr,
-    SLICE: tl.constexpr, IS_A8: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, SHARED_BY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr, IS_A8: tl.constexpr, IS_GATED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED_BY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of a tile, addend and bias included, [ROWS, COLUMNS] float32.
+    """Return the sums of a tile, addend and bias included, [ROWS, COLUMNS] float32: gates and ups, or one twice.
 
     `first`: the row of the weight that makes the layer's output 0. SHARED_BY rows of the result have a row of x.
     """
     IS_HALF: tl.constexpr = (FORMAT == "int4") | (FORMAT == "codebook4")
-    outputs, x_rows = first + columns, rows // SHARED_BY
-    source = elements + outputs[None, :] * element_stride + tl.arange(0, SLICE)[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    exact = tl.zeros([ROWS, COLUMNS], tl.int32)
-    num_slices = num_groups * SLICES
-    for number in range(0, num_slices, 2 if IS_HALF else 1):
-        if FORMAT == "dense":
-            is_input = number * SLICE + tl.arange(0, SLICE) < num_inputs
-            loaded = tl.load(source + number * SLICE, mask=is_input[:, None] & is_column[None, :], other=0.0)
-        else:
-            place = number // 2 if IS_HALF else number
-            loaded = tl.load(source + place * SLICE, mask=is_column[None, :], other=0)
+    x_rows, ups_first = rows // SHARED_BY, first + tl.full((), num_outputs, tl.int64)
+    total, exact = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.int32)
+    ups, exact_ups = total, exact
+    for number in range(0, num_groups * SLICES, 2 if IS_HALF else 1):
+        loaded = _slice(elements, first + columns, number, is_column, element_stride, num_inputs, FORMAT, SLICE)
+        if IS_GATED:
+            loaded_ups = _slice(
+                elements, ups_first + columns, number, is_column, element_stride, num_inputs, FORMAT, SLICE
+            )
         for half in tl.static_range(2 if IS_HALF else 1):
+            offsets = (number + half) % SLICES * SLICE + tl.arange(0, SLICE)
+            inputs = (number + half) // SLICES * GROUP_SIZE + offsets
+            is_input = (offsets < GROUP_SIZE) & (inputs < num_inputs)
+            tile = tl.load(
+                x + x_rows[:, None] * x_stride + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0
+            )  # [ROWS, SLICE]
             some = (loaded >> 4 if half else loaded & 15) if IS_HALF else loaded
             total, exact = _fold(
-                total, exact, some, number + half, x, row_scales, row_totals, scales, zeros, minimums, codebook, x_rows,
-                outputs, is_row, is_column, x_stride, num_inputs, num_groups,
-                FORMAT, ZERO, GROUP_SIZE, RATIO, SLICES, SLICE, IS_A8, DTYPE, PRECISION, ROWS, COLUMNS,
+                total, exact, tile, some, number + half, row_scales, row_totals, scales, zeros, minimums, codebook,
+                x_rows, first + columns, is_row, is_column, num_groups,
+                FORMAT, ZERO, RATIO, SLICES, IS_A8, DTYPE, PRECISION, COLUMNS,
             )  # fmt: skip
+            if IS_GATED:
+                some = (loaded_ups >> 4 if half else loaded_ups & 15) if IS_HALF else loaded_ups
+                ups, exact_ups = _fold(
+                    ups, exact_ups, tile, some, number + half, row_scales, row_totals, scales, zeros, minimums,
+                    codebook, x_rows, ups_first + columns, is_row, is_column, num_groups,
+                    FORMAT, ZERO, RATIO, SLICES, IS_A8, DTYPE, PRECISION, COLUMNS,
+                )  # fmt: skip
+    is_there = is_row[:, None] & is_column[None, :]
     if addend is not None:
         place = addend + rows[:, None] * addend_stride + columns[None, :]
-        total += tl.load(place, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        total += tl.load(place, mask=is_there, other=0.0)
+        if IS_GATED:
+            ups += tl.load(place + num_outputs, mask=is_there, other=0.0)
     if bias is not None:
-        total += tl.load(bias + outputs, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    return total
+        total += tl.load(bias + first + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED:
+            ups += tl.load(bias + ups_first + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    return total, ups if IS_GATED else total
+
+
+@triton.jit
+def _slice(
+    elements, outputs, number, is_column, element_stride, num_inputs, FORMAT: tl.constexpr, SLICE: tl.constexpr
+):
+    """Return the elements of a slice of inputs as they are stored, [SLICE, COLUMNS]."""
+    source = elements + outputs[None, :] * element_stride + tl.arange(0, SLICE)[:, None]
+    if FORMAT == "dense":
+        is_input = number * SLICE + tl.arange(0, SLICE) < num_inputs
+        return tl.load(source + number * SLICE, mask=is_input[:, None] & is_column[None, :], other=0.0)
+    place = number // 2 if (FORMAT == "int4") | (FORMAT == "codebook4") else number
+    return tl.load(source + place * SLICE, mask=is_column[None, :], other=0)
 
 
 @triton.jit
 def _fold(
-    total, exact, some, number, x, row_scales, row_totals, scales, zeros, minimums, codebook, rows, columns,
-    is_row, is_column, x_stride, num_inputs, num_groups,
-    FORMAT: tl.constexpr, ZERO: tl.constexpr, GROUP_SIZE: tl.constexpr, RATIO: tl.constexpr, SLICES: tl.constexpr,
-    SLICE: tl.constexpr, IS_A8: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    total, exact, tile, some, number, row_scales, row_totals, scales, zeros, minimums, codebook, rows, columns,
+    is_row, is_column, num_groups,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, RATIO: tl.constexpr, SLICES: tl.constexpr, IS_A8: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a slice with elements `some` [SLICE, COLUMNS] to the sums; return both sums."""
+    """Add the products of a slice of inputs with elements `some` [SLICE, COLUMNS] to the sums; return both sums."""
     group = number // SLICES
-    offsets = number % SLICES * SLICE + tl.arange(0, SLICE)
-    inputs = group * GROUP_SIZE + offsets
-    is_input = (offsets < GROUP_SIZE) & (inputs < num_inputs)
-    tile = tl.load(
-        x + rows[:, None] * x_stride + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0
-    )  # [ROWS, SLICE]
     if FORMAT == "dense":
         total = tl.dot(tile, some, total, input_precision=PRECISION)
     else:
