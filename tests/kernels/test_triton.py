@@ -303,7 +303,7 @@ def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
     assert all(kernel.shared_bytes <= SHARED_KIB[capability] << 10 for kernel in kernels), kernels
 
 
-def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> None:
+def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int, *, is_exact: bool = False) -> None:
     """Launch what a step of so many sequences needs, with so many tokens of each."""
     import numpy as np
 
@@ -311,7 +311,7 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     from quire.kernels.paged_attention import build_metadata
     from quire.kernels.sampling import SETTINGS
 
-    ops, num_tokens, dtype = cuda_back_end(), num_seqs * num_queries, torch.bfloat16
+    ops, num_tokens, dtype = cuda_back_end(is_exact=is_exact), num_seqs * num_queries, torch.bfloat16
     x, positions = torch.empty(num_tokens, 512, dtype=dtype), torch.zeros(num_tokens, dtype=torch.int64)
     query, key, value = torch.empty(num_tokens, 8, 64, dtype=dtype).split([4, 2, 2], dim=1)
     caches = [torch.empty(2 * num_seqs, 16, 2, 64, dtype=dtype) for _ in range(2)]
@@ -323,16 +323,35 @@ def launch_a_step(num_seqs: int, num_queries: int, num_table_blocks: int) -> Non
     ops.write_kv(rotary_spec(query, key, torch.empty(9, 64)), query, key, value, positions, *caches, positions)
     ops.paged_attention(plain_spec(query, 2), query, *caches, build_metadata(tables, starts, lens, 16))
     ops.linear(dense(torch.empty(64, 512, dtype=dtype)), activation="silu_and_mul")(x)
+    if is_exact:
+        ops.linear(dense(torch.empty(64, 512, dtype=dtype)))(x)
+        ops.head(dense(torch.empty(301, 512, dtype=dtype)))(x[num_queries - 1 :: num_queries])
     ops.copy_blocks(caches, caches, np.arange(num_seqs), np.arange(num_seqs) + num_seqs)
     ops.sampling.choose_tokens(torch.empty(num_seqs, 301), np.ones(num_seqs, SETTINGS))
 
 
-def test_steps_of_any_size_run_on_the_same_kernels() -> None:
-    """One that is compiled while others wait for their tokens takes seconds."""
+@pytest.mark.parametrize(("is_exact", "num_kernels"), [(False, 11), (True, 11)])
+def test_steps_of_any_size_run_on_the_same_kernels(is_exact: bool, num_kernels: int) -> None:
+    """One that is compiled while others wait for their tokens takes seconds.
+
+    And with `is_exact`, one that is specialized for other alignments may sum in another order.
+    """
     with specialized_launches() as kernels:
-        launch_a_step(3, 2, 40)
+        launch_a_step(3, 2, 40, is_exact=is_exact)
         first = kernels.copy()
         for sizes in [(1, 1, 1), (1, 2, 16), (2, 1, 17), (16, 1, 64), (16, 16, 33), (17, 3, 160), (256, 1, 16)]:
-            launch_a_step(*sizes)
-    assert len({name for name, _ in first}) == 11
+            launch_a_step(*sizes, is_exact=is_exact)
+    assert len({name for name, _ in first}) == num_kernels
     assert kernels == first
+
+
+def test_products_are_specialized_for_the_alignment_of_their_inputs() -> None:
+    """So the test above would see an exact layer that some steps give aligned inputs, and others do not."""
+    from quire.kernels.triton.triton_linear import CudaLinear
+
+    wide = torch.empty(3, 529, dtype=torch.bfloat16)
+    layer = CudaLinear(dense(torch.empty(64, 512, dtype=torch.bfloat16)), is_exact=True)
+    with specialized_launches() as kernels:
+        for x in (wide[:, :512].contiguous(), wide[:, :512], wide[:, 1:513]):
+            layer(x)
+    assert len(kernels) == 3

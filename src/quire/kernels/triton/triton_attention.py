@@ -60,7 +60,9 @@ def paged_attention(
     """Attend as `reference` does, with the metadata of the step; caches contiguous, in the plain layout.
 
     query [num_tokens, num_heads, head_dim] may be a slice of a wider projection. A context of 0 is no sequence: its
-    rows of the result, and those behind the last sequence, hold anything. A cache of 8 bits is as `quantized_cache`
+    rows of the result, and those behind the last sequence, hold anything. A batch with as many tokens as sequences is
+    one of decodes, of one token each: without `is_exact`, a sequence of several tokens in it, beside some without any,
+    is not attended for. A cache of 8 bits is as `quantized_cache`
     says. With `is_exact` a row has the same bits in every batch and chunk. `attend_decodes` is the kernel for
     sequences of one query, in place of this module's: it takes the result to write to, and then the arguments of this
     function up to `metadata`.
