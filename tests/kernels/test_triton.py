@@ -345,6 +345,26 @@ def test_steps_of_any_size_run_on_the_same_kernels(is_exact: bool, num_kernels: 
     assert kernels == first
 
 
+def test_exact_steps_of_an_engine_run_on_the_same_kernels(tmp_path: Path) -> None:
+    """With the strides and addresses that a decoder's layers give each other, whatever they are."""
+    from quire.execution.cuda.cuda_graphs import dummy_batch
+    from quire.kernels.choice import cuda_back_end
+    from quire.model.kv_cache import KVCache
+    from quire.model.loader import load_model
+    from support.random_model import write_random_model
+
+    model = load_model(write_random_model(tmp_path), dtype="bfloat16", back_end=cuda_back_end(is_exact=True))
+    cache = KVCache.allocate(model.kv_geometry, 4, 16, model.back_end)
+    seen = list[set[tuple[str, str]]]()
+    for num_rows, num_tokens in [(3, 6), (1, 1), (1, 2), (2, 2), (16, 16), (17, 51), (64, 64)]:
+        with specialized_launches() as kernels:
+            hidden = model.forward(dummy_batch(num_rows, num_tokens, 4, torch.device("cpu")), cache)
+            model.logits(hidden[:num_rows])
+        seen.append(kernels)
+    assert "_product_kernel" in {name for name, _ in seen[0]}
+    assert all(kernels == seen[0] for kernels in seen)
+
+
 def test_products_are_specialized_for_the_alignment_of_their_inputs() -> None:
     """So the test above would see an exact layer that some steps give aligned inputs, and others do not."""
     from quire.kernels.triton.triton_linear import CudaLinear
