@@ -34,7 +34,6 @@ from support.pairwise import pairwise
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.small_tokenizers import write_byte_tokenizer
-from support.thread_ranks import ThreadRanks
 from support.threads import set_num_threads
 
 NUM_TOKENS = 8
@@ -252,7 +251,12 @@ def speculation(row: Row, folder: Path) -> dict[str, Any] | None:
     return {"method": "draft_model", "model": str(DEMO_DRAFT if row.model == "demo_model" else folder)}
 
 
-def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] = ThreadRanks) -> None:
+def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] | None = None) -> None:
+    """`ranks`: of tensor parallelism; None: threads."""
+    if ranks is None and row.tensor_parallel > 1:  # no row without the C++ extension, which the module imports
+        from support.thread_ranks import ThreadRanks
+
+        ranks = ThreadRanks
     if torch.cuda.is_available():
         if (row.kv_dtype, row.weights, row.adapter) != ("auto", "dense", "none"):
             pytest.skip("a GPU has no quantized weights, no KV cache in 8 bits and no adapters yet")
@@ -273,7 +277,7 @@ def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] = ThreadRanks) ->
         for (other, sampling), its in zip(beside, others[: len(beside)], strict=True)
     ]
     set_num_threads(row.num_threads)
-    with ranks_as(ranks), model.llm(
+    with ranks_as(ranks or ForkedRanks), model.llm(
         tensor_parallel_size=row.tensor_parallel,
         block_size=row.block_size,
         max_num_batched_tokens=row.budget,

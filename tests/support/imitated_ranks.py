@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -101,10 +101,10 @@ def break_ranks(llm: LLM, case: Case, other: NodeCommand | None) -> str:
     return "none"
 
 
-def run_imitated(cases: list[Case]) -> list[Answers]:
-    """Return what engines on imitated GPUs answer."""
+def run_imitated(cases: list[Case], folders: Sequence[Path] = ()) -> list[Answers]:
+    """Return what engines on imitated GPUs answer; `folders`: first in their PYTHONPATH."""
     command = [sys.executable, "-m", "support.imitated_ranks"]
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*folders, TESTS)))}
     ran = subprocess.run(
         command, input=msgspec.json.encode(cases), capture_output=True, timeout=600, check=False, env=environment
     )

@@ -17,7 +17,8 @@ from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S, Channel
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank import serve
-from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
+from quire.engine.parallel.rank_messages import MemoryLayout
+from quire.engine.parallel.shared_memory import SharedRanks, create_memory
 from quire.engine.parallel.starters import ForkedRanks
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.model.decoder import Decoder

@@ -14,8 +14,13 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.engine.parallel import nccl
-from quire.engine.parallel.nccl import COLLECTIVE_TIMEOUT, NcclRanks, file_store, open_group
-from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
+from quire.engine.parallel.nccl import (
+    COLLECTIVE_TIMEOUT,
+    InterruptedCollectiveError,
+    NcclRanks,
+    file_store,
+    open_group,
+)
 from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference.linear import make_linear
@@ -140,7 +145,7 @@ def test_exchanges_can_be_captured() -> None:
     ranks.close()
     ranks.close()
     assert group.num_aborts == 1
-    with pytest.raises(InterruptedExchangeError):
+    with pytest.raises(InterruptedCollectiveError):
         ranks.sum(8)(own, torch.bfloat16)
 
 
@@ -185,7 +190,7 @@ def test_rank_that_waits_for_the_others_can_be_interrupted(monkeypatch: pytest.M
         connecting = threads.submit(ranks.reset)
         begun.wait()
         ranks.interrupt()
-        with pytest.raises(InterruptedExchangeError, match="did not find each other"):
+        with pytest.raises(InterruptedCollectiveError, match="did not find each other"):
             connecting.result()
     released.set()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
 from quire.engine.formats import read_source
-from quire.engine.parallel.shared_memory import MemoryLayout
+from quire.engine.parallel.rank_messages import MemoryLayout
 from quire.kernels.back_end import BackEnd
 from quire.kernels.reference.back_ends import TORCH
 from quire.kernels.reference.linear import reference

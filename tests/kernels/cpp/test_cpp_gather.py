@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
+from quire.engine.parallel.rank_messages import MemoryLayout
+from quire.engine.parallel.shared_memory import SharedRanks
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.kernels.linear_weight import LinearWeight
 from quire.model.sharding import Cut

@@ -26,13 +26,13 @@ from quire.engine.options import EngineOptions
 from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.link import FORWARD, LOGITS, Link, RankExchange
+from quire.engine.parallel.nccl import InterruptedCollectiveError
 from quire.engine.parallel.peer import Commands
 from quire.engine.parallel.rank_set import RankSet
 from quire.execution.cuda.cuda_graphs import CudaGraphRunner, GraphSize, dummy_batch
 from quire.execution.cuda.cuda_memory import pinned_bytes
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight, graph_setup
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry
 from quire.model.language_model import ForwardBatch
@@ -100,7 +100,7 @@ class HostLink(Link):
     def _reason_of(self, error: BaseException) -> EngineError:
         """Return the reason of a failure here; if another rank is its cause, as soon as that is known."""
         deadline_s = time.monotonic() + REASON_TIMEOUT_S
-        while isinstance(error, InterruptedExchangeError) and time.monotonic() < deadline_s:
+        while isinstance(error, InterruptedCollectiveError) and time.monotonic() < deadline_s:
             reason = next((peer.refusal for peer in self.set.peers if peer.refusal is not None), self.set.lost)
             if reason is not None:
                 return reason

@@ -24,8 +24,9 @@ END: Final = 2
 class RankExchange(Ranks, Protocol):
     """A `Ranks` whose exchanges can be given up and begun again.
 
-    After `interrupt` the current and all later exchanges of this rank raise InterruptedExchangeError, after `leave`
-    those of all ranks. When no rank exchanges, rank 0 calls `resume`, lets the other ranks call `reset`, and calls it.
+    After `interrupt` the current and all later exchanges of this rank raise InterruptedExchangeError, on GPUs
+    InterruptedCollectiveError, after `leave` those of all ranks. When no rank exchanges, rank 0 calls `resume`, lets
+    the other ranks call `reset`, and calls it.
     """
 
     def broadcast(self, rows: Tensor | None, shape: Sequence[int], dtype: DType) -> Tensor:

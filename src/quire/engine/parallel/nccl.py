@@ -28,8 +28,6 @@ from quire.engine.parallel import rank_messages
 from quire.engine.parallel.collectives import as_bytes, joined, padded, widest
 from quire.engine.parallel.link import GatheredHead
 from quire.engine.parallel.peer import Peer
-from quire.engine.parallel.shared_memory import MemoryLayout
-from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.kernels.linear import Linear
 from quire.model.sharding import Cut, Shard
 
@@ -81,6 +79,10 @@ def network_store(place: str, num_ranks: int) -> Store:
     """Return the address book that another machine has at a place, "ADDRESS PORT"; RuntimeError if nothing is there."""
     address, port = place.split()
     return TCPStore(address, int(port), num_ranks, wait_for_workers=False)
+
+
+class InterruptedCollectiveError(RuntimeError):
+    """A collective was given up, or another rank has left."""
 
 
 class NcclRanks:
@@ -146,7 +148,7 @@ class NcclRanks:
         """Do nothing: an exchange that was given up is not begun again."""
 
     def reset(self) -> None:
-        """Connect the ranks. Returns when all have called it. InterruptedExchangeError after `interrupt`."""
+        """Connect the ranks. Returns when all have called it. InterruptedCollectiveError after `interrupt`."""
         found = SimpleQueue[ProcessGroup | Exception]()
 
         def connect() -> None:
@@ -163,7 +165,7 @@ class NcclRanks:
                     raise group
                 self._group = group
                 return
-        raise InterruptedExchangeError("the ranks did not find each other")
+        raise InterruptedCollectiveError("the ranks did not find each other")
 
     def close(self) -> None:
         """End the connections; no graph with an exchange may be left. Idempotent."""
@@ -184,16 +186,16 @@ class NcclRanks:
         return aborting
 
     def _run(self, start: Callable[[ProcessGroup], Any]) -> None:
-        """Launch a collective. InterruptedExchangeError if exchanges were given up."""
+        """Launch a collective. InterruptedCollectiveError if exchanges were given up."""
         group = self._group
         if group is None or self._is_interrupted.is_set():
-            raise InterruptedExchangeError("the exchange between ranks was interrupted")
+            raise InterruptedCollectiveError("the exchange between ranks was interrupted")
         try:
             work = start(group)
             if work is not None:
                 work.wait()  # on a GPU the stream waits, not the host
         except RuntimeError as error:
-            raise InterruptedExchangeError(f"the connection between ranks has ended: {str(error)[:200]}") from error
+            raise InterruptedCollectiveError(f"the connection between ranks has ended: {str(error)[:200]}") from error
 
 
 class NcclGather:
@@ -233,7 +235,7 @@ class Nccl:
         self._place = ""  # address of the address book, for ranks on other machines
 
     @contextmanager
-    def inherited(self, layout: MemoryLayout) -> Iterator[Sequence[int]]:
+    def inherited(self, layout: rank_messages.MemoryLayout) -> Iterator[Sequence[int]]:
         """Return the descriptor of the address book of one machine, if there is one."""
         if self._address is not None:
             yield ()

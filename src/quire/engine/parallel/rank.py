@@ -19,15 +19,12 @@ from quire.engine.options import EngineOptions
 from quire.engine.parallel import rank_messages
 from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.channel import Channel
-from quire.engine.parallel.cpu_ranks import CpuRank
 from quire.engine.parallel.link import RankExchange
 from quire.engine.parallel.peer import Commands
-from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import StepLimits
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.isas import usable_isas
+from quire.kernels.cpp.isas import set_threads_of_kernels, usable_isas
 from quire.model.decoder import Decoder
 from quire.model.resolve import model_digest, resolve_model
 
@@ -66,7 +63,9 @@ def open_exchange(command: rank_messages.Load, inherited: Inherited) -> RankExch
 
         return rank_exchange(command, inherited if isinstance(inherited, int) else None)
     if isinstance(inherited, int):
-        return SharedRanks(command.shard, MemoryLayout(*command.layout), inherited)
+        from quire.engine.parallel.shared_memory import SharedRanks  # noqa: PLC0415 (imports the extension)
+
+        return SharedRanks(command.shard, command.layout, inherited)
     from quire.engine.parallel.tcp import NetworkRanks  # noqa: PLC0415 (loads torch)
 
     return NetworkRanks(command.shard, command.place, inherited)
@@ -99,6 +98,8 @@ def bring_up(
 
         run = GpuRank(channel, commands, exchange, compute, options).run
     else:
+        from quire.engine.parallel.cpu_ranks import CpuRank  # noqa: PLC0415 (imports the extension)
+
         run = CpuRank(channel, commands, exchange, compute).run
     channel.send(rank_messages.Allocated())
     return run
@@ -107,7 +108,7 @@ def bring_up(
 def load_part(channel: Channel, command: rank_messages.Load, exchange: RankExchange) -> LoadedModel:
     """Connect with the other ranks, load this one's part of the model, and report it."""
     if command.num_threads:
-        _kernels.set_num_threads(command.num_threads)
+        set_threads_of_kernels(command.num_threads)
     path = Path(command.options.model or "")
     if model_digest(path) != command.digest:
         raise ConfigError(f"the model at {path} is another one than that of rank 0")

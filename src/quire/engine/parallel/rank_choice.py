@@ -4,13 +4,12 @@ import importlib.util
 
 from quire.core.errors import ConfigError, NotInstalledError
 from quire.core.host_limits import num_threads
-from quire.core.optional_package import NEEDS_TORCH, needs_library
+from quire.core.optional_package import NEEDS_KERNELS, NEEDS_TORCH, needs_library
 from quire.engine.devices import uses_gpu
 from quire.engine.options import EngineOptions
-from quire.engine.parallel.cpu_ranks import CpuRanks
 from quire.engine.parallel.rank_set import RankSet, Starter, Transport
-from quire.engine.parallel.shared_memory import SharedMemory
 from quire.engine.parallel.starters import ByHand, ForkedRanks, JoinedRanks, Placement
+from quire.kernels.cpp.isas import usable_isas
 
 
 def make_rank_set(options: EngineOptions) -> RankSet:
@@ -28,6 +27,8 @@ def make_rank_set(options: EngineOptions) -> RankSet:
             "same settings"
         )
     is_on_gpu, threads = uses_gpu(options), num_threads()
+    if not is_on_gpu and not usable_isas():
+        raise NotInstalledError(f"tensor_parallel_size {options.tensor_parallel_size}: {NEEDS_KERNELS}")
     placement = _placement(options, threads)
     if placement is None:
         starter: Starter = ForkedRanks(options, threads)
@@ -39,7 +40,15 @@ def make_rank_set(options: EngineOptions) -> RankSet:
         from quire.engine.parallel.nccl import Nccl  # noqa: PLC0415
 
         return RankSet(options, starter, Nccl(options.tensor_parallel_size, address), GpuRanks(options))
-    return RankSet(options, starter, SharedMemory() if address is None else _tcp(address), CpuRanks())
+    from quire.engine.parallel.cpu_ranks import CpuRanks  # noqa: PLC0415 (imports the extension)
+
+    return RankSet(options, starter, _shared_memory() if address is None else _tcp(address), CpuRanks())
+
+
+def _shared_memory() -> Transport:
+    from quire.engine.parallel.shared_memory import SharedMemory  # noqa: PLC0415 (imports the extension)
+
+    return SharedMemory()
 
 
 def _tcp(address: str) -> Transport:

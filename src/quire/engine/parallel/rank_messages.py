@@ -4,12 +4,35 @@ A rank says hello, loads, measures, allocates, and then runs the plans that it g
 activations.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from quire.engine.options import EngineOptions
 from quire.model.sharding import Shard
+from quire.model.spec import DecoderSpec
 
 MAX_REASON_CHARS = 2000
+REGION_BYTES = 4 << 20  # each of two regions, unless a row is longer; more rows are exchanged in parts
+MIN_LOGIT_ROWS = 256    # rows of logits at once: as many as prompt logprobs ask for
+
+
+class MemoryLayout(NamedTuple):
+    """Sizes of the memory that ranks of one machine share.
+
+    A header, two regions of `region_bytes`, and logits float32 [max_rows, vocab_size].
+    """
+
+    region_bytes: int
+    max_rows: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, max_num_seqs: int, num_ranks: int) -> "MemoryLayout":
+        """Return the layout for a model: a row of any activation, in float32, and of all sums fits into a region."""
+        inner = max(layer.feed_forward.active_size for layer in spec.layers)
+        widest = max(inner, num_ranks * spec.hidden_size, spec.num_heads * spec.head_dim)
+        return cls(max(REGION_BYTES, 4 * widest), max(max_num_seqs, MIN_LOGIT_ROWS), spec.vocab_size)
 
 
 class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
@@ -20,7 +43,7 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
     num_ranks: int
     num_threads: int                # 0: as many as the rank has by itself
     num_positions: int              # length of rotary tables
-    layout: tuple[int, int, int]    # a `MemoryLayout`
+    layout: MemoryLayout
     digest: str                     # digest of the model's files
     place: str = ""                 # for exchanges over a network: the rank's address; of GPUs "ADDRESS PORT" of rank 0
 

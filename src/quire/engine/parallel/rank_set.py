@@ -28,12 +28,10 @@ from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import BEAT_INTERVAL_S
 from quire.engine.parallel.link import Link, RankedModel, RankExchange
 from quire.engine.parallel.peer import Peer, ReportT
-from quire.engine.parallel.shared_memory import MemoryLayout
 from quire.execution.device import Device, StepLimits
 from quire.execution.executor import Executor
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.isas import usable_isas
+from quire.kernels.cpp.isas import set_threads_of_kernels, usable_isas
 from quire.kernels.low_rank import AdapterSlots
 from quire.model.decoder import Decoder
 from quire.model.kv_geometry import KVGeometry
@@ -73,7 +71,7 @@ class Starter(Protocol):
 class Transport(Protocol):
     """Connects the ranks for exchanges of activations."""
 
-    def inherited(self, layout: MemoryLayout) -> AbstractContextManager[Sequence[int]]:
+    def inherited(self, layout: rank_messages.MemoryLayout) -> AbstractContextManager[Sequence[int]]:
         """Return descriptors for the processes of ranks, open until rank 0's exchange is."""
 
     def open(self, shard: Shard, peers: Sequence[Peer]) -> RankExchange:
@@ -138,7 +136,7 @@ class RankSet:
         check_shardable(spec, num_ranks, mode)
         self._watcher.start()
         path = resolve_model(options.model, options.model_files, options.revision)
-        layout = MemoryLayout.of(spec, options.resolved_max_num_seqs, num_ranks)
+        layout = rank_messages.MemoryLayout.of(spec, options.resolved_max_num_seqs, num_ranks)
         digest = model_digest(path)
         with self._transport.inherited(layout) as inherited:
             for peer in self._starter.start(inherited, self._check, self.lose):
@@ -151,7 +149,7 @@ class RankSet:
         for peer in self.peers:
             threads, place = self._starter.threads_of(peer.rank), self._transport.place_of(peer)
             peer.send(rank_messages.Load(sent, peer.rank, num_ranks, threads, num_positions, layout, digest, place))
-        _kernels.set_num_threads(self._starter.threads_of(0))
+        set_threads_of_kernels(self._starter.threads_of(0))
         try:
             exchange.reset()
         except RuntimeError as error:
@@ -243,7 +241,7 @@ class RankSet:
             self._watcher.join()
         if self._exchange is not None:
             self._exchange.close()
-        _kernels.set_num_threads(self._num_threads)
+        set_threads_of_kernels(self._num_threads)
 
     def dismiss(self, reason: str = "rank 0 was closed") -> None:
         """End the processes without waiting for them."""
@@ -277,8 +275,10 @@ class RankSet:
                 raise ConfigError(f"rank {peer.rank} ({peer.place}) has {each.name} {theirs!r}, rank 0 has {ours!r}")
 
     def _common_isa(self, hellos: list[rank_messages.Hello]) -> CpuIsa:
-        """Return the best instruction set that all ranks have. ConfigError if there is none."""
+        """Return the best instruction set that all ranks have, on CPUs. ConfigError if there is none."""
         asked = self._options.cpu_isa
+        if self._device.kind == "cuda":
+            return asked
         usable = usable_isas() if asked == "auto" else (asked,)
         common = [isa for isa in usable if all(isa in hello.isas for hello in hellos)]
         if not common:

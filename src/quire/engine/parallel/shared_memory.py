@@ -8,52 +8,33 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 
 from quire.core.arrays import FLOAT32, Array, DType
 from quire.engine.parallel.peer import Peer
-from quire.engine.parallel.rank_messages import Report
+from quire.engine.parallel.rank_messages import MemoryLayout, Report
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.cpp_gather import HEADER_BYTES, REGION_BYTES, CppGather, CppSum, JoinedHead
+from quire.kernels.cpp.cpp_gather import HEADER_BYTES, CppGather, CppSum, JoinedHead
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.linear import Linear
 from quire.model.sharding import Cut, Shard
-from quire.model.spec import DecoderSpec
-
-MIN_LOGIT_ROWS = 256  # rows of logits at once: as many as prompt logprobs ask for
 
 
-class MemoryLayout(NamedTuple):
-    """Sizes of the memory: a header, two regions of `region_bytes`, and logits float32 [max_rows, vocab_size]."""
+def logits_at(layout: MemoryLayout) -> int:
+    """Return the bytes before the logits."""
+    return HEADER_BYTES + 2 * layout.region_bytes
 
-    region_bytes: int
-    max_rows: int
-    vocab_size: int
 
-    @classmethod
-    def of(cls, spec: DecoderSpec, max_num_seqs: int, num_ranks: int) -> "MemoryLayout":
-        """Return the layout for a model: a row of any activation, in float32, and of all sums fits into a region."""
-        inner = max(layer.feed_forward.active_size for layer in spec.layers)
-        widest = max(inner, num_ranks * spec.hidden_size, spec.num_heads * spec.head_dim)
-        return cls(max(REGION_BYTES, 4 * widest), max(max_num_seqs, MIN_LOGIT_ROWS), spec.vocab_size)
-
-    @property
-    def logits_at(self) -> int:
-        """Bytes before the logits."""
-        return HEADER_BYTES + 2 * self.region_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all."""
-        return self.logits_at + 4 * self.max_rows * self.vocab_size
+def num_bytes(layout: MemoryLayout) -> int:
+    """Return the bytes of all."""
+    return logits_at(layout) + 4 * layout.max_rows * layout.vocab_size
 
 
 def create_memory(layout: MemoryLayout) -> int:
     """Return the descriptor of new memory, all zeros."""
     descriptor = os.memfd_create("quire-ranks")
-    os.ftruncate(descriptor, layout.num_bytes)
+    os.ftruncate(descriptor, num_bytes(layout))
     return descriptor
 
 
@@ -62,8 +43,8 @@ class SharedRanks:
 
     def __init__(self, shard: Shard, layout: MemoryLayout, descriptor: int) -> None:
         self.shard = shard
-        self._memory = np.frombuffer(mmap.mmap(descriptor, layout.num_bytes), np.uint8)
-        rows = self._memory[layout.logits_at :].view(FLOAT32)
+        self._memory = np.frombuffer(mmap.mmap(descriptor, num_bytes(layout)), np.uint8)
+        rows = self._memory[logits_at(layout) :].view(FLOAT32)
         self._logits = rows.reshape(layout.max_rows, layout.vocab_size)
         address = _kernels.address(self._memory)
         self.group = _kernels.RankGroup(address, shard.rank, shard.num_ranks, layout.region_bytes)

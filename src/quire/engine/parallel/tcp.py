@@ -28,8 +28,7 @@ from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.collectives import as_bytes, joined, padded, widest
 from quire.engine.parallel.link import GatheredHead
 from quire.engine.parallel.peer import Peer
-from quire.engine.parallel.rank_messages import Published, Report
-from quire.engine.parallel.shared_memory import MemoryLayout
+from quire.engine.parallel.rank_messages import MemoryLayout, Published, Report
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.kernels.linear import Linear

@@ -12,7 +12,6 @@ from quire.kernels.cpp.dtypes import kernel_dtype
 
 InterruptedExchangeError = _kernels.InterruptedExchangeError
 HEADER_BYTES = _kernels.RankGroup.header_bytes
-REGION_BYTES = 4 << 20  # each of two regions, unless a row is longer; more rows are exchanged in parts
 
 
 class CppGather:
