@@ -11,6 +11,7 @@ from quire import LLM
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import cuda_back_end
+from quire.kernels.flashinfer import flashinfer_attention
 from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION, FlashInferAttention, pages_of
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.reference.back_ends import REFERENCE, TORCH
@@ -110,9 +111,28 @@ def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="needs the package flashinfer: pip install flashinfer-python"):
         cuda_back_end(attention=FLASHINFER_ATTENTION)
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_stand_in)
+    monkeypatch.setattr(flashinfer_attention, "_has", lambda program: True)
     back_end = cuda_back_end(head_dim=64, attention=FLASHINFER_ATTENTION)
     assert isinstance(back_end.paged_attention, FlashInferAttention)
     assert not back_end.is_capturable
+
+
+def test_what_compiles_its_kernels_is_looked_for_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first step that needs a kernel would fail."""
+    pytest.importorskip("triton")
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_stand_in)
+    for name in ("PATH", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"there is no (nvcc and no )?ninja; install flashinfer-jit-cache"):
+        cuda_back_end(attention=FLASHINFER_ATTENTION)
+    (tmp_path / "bin").mkdir()
+    for program in (tmp_path / "ninja", tmp_path / "bin/nvcc"):
+        program.touch(mode=0o755)
+    assert isinstance(cuda_back_end(attention=FLASHINFER_ATTENTION).paged_attention, FlashInferAttention)
+    for program in (tmp_path / "ninja", tmp_path / "bin/nvcc"):
+        program.unlink()
+    monkeypatch.setattr(flashinfer_attention, "find_spec", lambda name: name == "flashinfer_jit_cache" or None)
+    assert isinstance(cuda_back_end(attention=FLASHINFER_ATTENTION).paged_attention, FlashInferAttention)
 
 
 SIZES = {

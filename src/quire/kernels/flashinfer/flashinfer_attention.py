@@ -6,18 +6,23 @@ the host prepares no step while another one runs, and no step is captured as a g
 tests hold what the wrappers are given against the reference.
 """
 
+import os
+import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.core.optional_package import needs_library
 from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata, AttentionSpec
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it, for what parts of long contexts leave
 LAYOUT = "NHD"               # [page, token, head, dimension]: `cache_layout.PLAIN`
 DTYPES, HEAD_DIMS = (torch.float16, torch.bfloat16), (64, 128, 256)
+COMPILED_KERNELS = "flashinfer_jit_cache"  # a package of kernels that FlashInfer need not compile
 MAX_GROUP_OF_VECTORS = 2     # query heads per key-value head; more are faster on matrix units
 
 
@@ -105,9 +110,25 @@ class FlashInferAttention:
 
 
 def _make(_: Callable[..., Tensor]) -> FlashInferAttention:
-    with needs_library("attention_backend flashinfer", "flashinfer", "flashinfer-python"):
-        import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 (an optional library)
+    """Return the op. ConfigError if the package is missing, or has neither compiled kernels nor what compiles them."""
+    try:
+        with needs_library("attention_backend flashinfer", "flashinfer", "flashinfer-python"):
+            import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 (an optional library)
+    except RuntimeError as error:  # versions of its packages that differ
+        raise ConfigError(f"attention_backend flashinfer: {error}") from error
+    if find_spec(COMPILED_KERNELS) is None and (missing := [name for name in ("nvcc", "ninja") if not _has(name)]):
+        raise ConfigError(
+            f"attention_backend flashinfer compiles its kernels when they first run, and there is no "
+            f"{' and no '.join(missing)}; install {COMPILED_KERNELS.replace('_', '-')} of its version, or the CUDA "
+            "toolkit and ninja"
+        )
     return FlashInferAttention(flashinfer)
+
+
+def _has(program: str) -> bool:
+    """Return whether FlashInfer finds a program: in PATH, or where CUDA is installed."""
+    folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return any(shutil.which(program, path=place and f"{place}/bin") for place in (None, *filter(None, folders)))
 
 
 FLASHINFER_ATTENTION = AttentionBackEnd(
