@@ -21,7 +21,7 @@ from support.openai_server import LIMIT_S, NAME, OpenAIServer, openai_server
 OWN = {"Authorization": "Bearer mine"}
 # Options of the engine.
 SURVIVORS = {
-    "/version", "/load", "/metrics", "/v1/models", "/v1/models/{model_id}", "/v1/prefixes",
+    "/", "/status", "/version", "/load", "/metrics", "/v1/models", "/v1/models/{model_id}", "/v1/prefixes",
     "/v1/requests/{request_id}/explain",
 }  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_every_answer_of_a_get_is_as_it_is_told(server: OpenAIServer) -> None:
         assert refused.status_code == 431, path
         stranger = httpx.get(server.url + paths[path], timeout=LIMIT_S)
         hold(stranger, responses)
-        assert stranger.status_code == (200 if path in ("/health", "/ping", "/ready") else 401), path
+        assert stranger.status_code == (200 if path in ("/", "/health", "/ping", "/ready") else 401), path
     os.kill(server.child.process.pid, signal.SIGKILL)
     server.wait_until(lambda: not server.service.client.is_alive)
     for path, responses in routes.items():
@@ -79,4 +79,4 @@ def test_a_fault_of_ours_has_the_form_that_is_told() -> None:
     for path, responses in routes.items():
         response = ask(app, "GET", path)
         hold(response, responses)
-        assert response.status_code == (200 if path == "/version" else 500), path
+        assert response.status_code == (200 if path in ("/", "/version") else 500), path

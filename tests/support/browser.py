@@ -24,7 +24,8 @@ FLAGS = (
 
 def chromium() -> str:
     """Return the browser's path; the test is skipped where there is none."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    names = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
     return found or pytest.skip("no Chromium on this machine")
 
 
@@ -85,7 +86,7 @@ class Page:
 
     async def key(self, key: str, text: str = "") -> None:
         """Press a key and let it go."""
-        codes = {"Enter": 13, "ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39}
+        codes = {"Enter": 13, "ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39, "Escape": 27}
         settings = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
         await self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **settings)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **settings)

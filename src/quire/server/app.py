@@ -18,6 +18,7 @@ from quire.server.errors import handle_errors
 from quire.server.http.application import Application
 from quire.server.inspect import debug_routes, explain_routes
 from quire.server.options import MAX_ELEMENTS, ServerOptions
+from quire.server.pages import page_routes
 from quire.server.service import Service
 
 _NULLABLE_STRING = {"type": ["string", "null"]}
@@ -55,7 +56,7 @@ def create_app(service: Service) -> FastAPI:
 def _routers(options: ServerOptions) -> Iterator[APIRouter]:
     """Yield the routes that a server has by its options."""
     for module in (
-        system, completion_routes, tokenization, served_names, forwarding, messages_routes,
+        page_routes, system, completion_routes, tokenization, served_names, forwarding, messages_routes,
         responses_routes, embedding_routes, explain_routes,
     ):  # fmt: skip
         yield module.router

@@ -14,7 +14,7 @@ from quire.server.http.api_keys import client_id_of
 from support.http_app import ask, make_app
 
 KEYS = ("first-key", "sécond-key")
-URLS = ["/ready/", "/version", "/metrics", "/openapi.json", "/echo", "/none", "/health/", "/%68ealth", "//health"]
+URLS = ["/ready/", "/version", "/metrics", "/openapi.json", "/echo", "/none", "/health/", "/%68ealth", "/health//"]
 
 
 def code_of(response: httpx.Response) -> str | None:

@@ -13,14 +13,12 @@ import pytest
 
 from quire.core.block_map import MAX_BLOCKS_SHOWN
 from quire.engine.options import EngineOptions
-from quire.server.inspect import debug_routes
 from quire.server.inspect.replay import MAX_OPERATIONS
 from support.http_app import ask, make_app
 from support.openai_server import Json, OpenAIServer, openai_server
 from support.server import wait_until
 
 PAGES = ("/debug/blocks", "/debug/blocks/playground")
-FILES = tuple(f"/debug/pages/{path.name}" for path in debug_routes.PAGES.iterdir() if path.suffix in {".js", ".css"})
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 160, 400
 
 
@@ -33,7 +31,7 @@ def error_of(response: httpx.Response) -> Json:
 # --- readers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("url", ["/debug/kv", *PAGES, *FILES, "/debug/blocks/replay"])
+@pytest.mark.parametrize("url", ["/debug/kv", *PAGES, "/debug/blocks/replay"])
 def test_without_the_flag_there_is_nothing(url: str) -> None:
     response = ask(make_app(), "POST" if url.endswith("replay") else "GET", url)
     assert (response.status_code, error_of(response)["code"]) == (404, "unknown_url")
@@ -43,7 +41,7 @@ def basic(password: str, user: str = "me") -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
 
 
-@pytest.mark.parametrize("url", ["/debug/kv", *PAGES, *FILES])
+@pytest.mark.parametrize("url", ["/debug/kv", *PAGES])
 def test_every_route_needs_a_key_and_asks_a_browser_for_it(url: str) -> None:
     response = ask(make_app(api_key=("key",), enable_debug=True), "GET", url)
     assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
@@ -73,36 +71,6 @@ def test_a_dialogs_header_opens_nothing_else(url: str, enabled: bool) -> None:
     response = ask(make_app(api_key=("key",), enable_debug=enabled), "GET", url, headers=basic("key"))
     assert response.status_code == 401
     assert response.headers["WWW-Authenticate"] == "Bearer"
-
-
-# --- pages ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("url", [*PAGES, *FILES])
-def test_pages_may_run_and_load_their_own_files_only(url: str) -> None:
-    response = ask(make_app(enable_debug=True), "GET", url)
-    assert response.status_code == 200
-    kind = {"js": "text/javascript", "css": "text/css"}.get(url.rpartition(".")[2], "text/html")
-    assert response.headers["Content-Type"] == f"{kind}; charset=utf-8"
-    policy = response.headers["Content-Security-Policy"]
-    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';")
-    assert "unsafe" not in policy
-    assert "frame-ancestors 'none'" in policy
-    assert response.headers["X-Content-Type-Options"] == "nosniff"
-    assert "http://" not in response.text.replace("http://www.w3.org", "")
-    assert "https://" not in response.text
-
-
-def test_scripts_never_write_html() -> None:
-    for path in debug_routes.PAGES.glob("*.js"):
-        text = path.read_text(encoding="utf-8")
-        assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(") if word in text]
-
-
-@pytest.mark.parametrize("name", ["live.html", "missing.js", "..%2fdebug_routes.py", "../debug_routes.py", ".", ""])
-def test_nothing_but_scripts_and_styles_are_files_of_the_pages(name: str) -> None:
-    response = ask(make_app(enable_debug=True), "GET", f"/debug/pages/{name}")
-    assert (response.status_code, error_of(response)["code"]) == (404, "unknown_url")
 
 
 # --- the playground ---------------------------------------------------------------------------------------------------

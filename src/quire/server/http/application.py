@@ -31,7 +31,8 @@ from quire.server.service import Service
 
 log = logging.getLogger(__name__)
 
-_NO_KEY_NEEDED = frozenset({b"/health", b"/ping", b"/ready"})  # routes of probes, which can send no secret
+_NO_KEY_NEEDED = frozenset({b"/health", b"/ping", b"/ready", b"/", b"/chat"})  # probes, which can send no secret; pages
+_PAGE_FILES = b"/pages/"     # nor do paths below it
 _FOR_BROWSERS = b"/debug/"   # paths below it also accept a key from a browser's password dialog
 _DOCS, _SCHEMA = b"/docs", b"/openapi.json"  # as well
 _ALWAYS_ANSWERED = frozenset({b"/health", b"/ping", b"/ready", b"/load", b"/metrics", b"/version"})  # also in a drain
@@ -148,7 +149,8 @@ class Application(FastAPI):
         allows_basic = is_for_browsers or path == _SCHEMA
         scope[KEY_NUMBER] = 0 if self._keys is None else self._keys.number_of(scope, allows_basic=allows_basic)
         scope[CLIENT_ID] = client_id_of(scope)
-        if self._needs_key and path not in _NO_KEY_NEEDED and not scope[KEY_NUMBER]:
+        is_open = path in _NO_KEY_NEEDED or path.startswith(_PAGE_FILES)
+        if self._needs_key and not is_open and not scope[KEY_NUMBER]:
             message = "this server needs one of its keys, as a header 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
             schemes = 'Bearer, Basic realm="Quire: any user name, a key as password", charset="UTF-8"'
             headers = {"WWW-Authenticate": schemes if is_for_browsers else "Bearer"}

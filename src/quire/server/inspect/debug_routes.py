@@ -1,10 +1,8 @@
 """Debug routes (--enable-debug): the block map as JSON, and pages that draw it.
 
-The pages contain no data: they call the routes here, with the credentials that opened them. Only their own scripts and
-styles may run or load in them.
+The pages contain no data: they call the routes here, with the credentials that opened them.
 """
 
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import msgspec
@@ -14,27 +12,16 @@ from quire.core.block_map import MAX_BLOCKS_SHOWN, Tier
 from quire.core.checks import refuse
 from quire.engine.messages import Ready
 from quire.server.api.http_responses import json_response
-from quire.server.errors import ApiError, engine_unhealthy, invalid
+from quire.server.errors import engine_unhealthy, invalid
 from quire.server.inspect.replay import Operation, replay
+from quire.server.pages.page_routes import page
 from quire.server.service import Service
 
 DEFAULT_COUNT = 1024
 TIERS = "kv, or swap where there is a swap space"
 MAP_LIMIT_S = 10.0  # one step of a long prefill may take seconds
 
-PAGES = Path(__file__).parent / "pages"
 MAX_REPLAY_BYTES = 64 << 10         # MAX_OPERATIONS take a third of it
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-_FILES = {path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES}
-_PAGE_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 router = APIRouter(tags=["debug"])
 
@@ -88,26 +75,13 @@ async def replay_operations(request: Request) -> Response:
 @router.get("/debug/blocks", include_in_schema=False)
 async def live_page() -> Response:
     """Return the page that draws the engine's block map."""
-    return _file("live.html")
+    return page("live.html")
 
 
 @router.get("/debug/blocks/playground", include_in_schema=False)
 async def playground_page() -> Response:
     """Return the playground page."""
-    return _file("playground.html")
-
-
-@router.get("/debug/pages/{name}", include_in_schema=False)
-async def page_file(name: str) -> Response:
-    """Return a script or a style of the pages."""
-    if name not in _FILES or name.endswith(".html"):
-        raise ApiError(404, "the pages have no such file", code="unknown_url")
-    return _file(name)
-
-
-def _file(name: str) -> Response:
-    path = _FILES[name]
-    return Response(path.read_bytes(), media_type=_TYPES[path.suffix], headers=_PAGE_HEADERS)
+    return page("playground.html")
 
 
 def _tier(name: str, ready: Ready) -> tuple[Tier, int]:

@@ -1,6 +1,7 @@
 // The live map: asks for a window of each tier again and again, and draws what has changed.
 
-import { Grid, ask, byId, element, show, tell } from "./blocks.js";
+import { Grid } from "./blocks.js";
+import { ask, byId, element, show, tell } from "./dom.js";
 
 const NUM_COLUMNS = 32;
 const NUM_BLOCKS = 1024; // in a window
@@ -23,7 +24,7 @@ class Tier {
   }
 
   ask() {
-    return ask(`kv?engine=${ENGINE}&tier=${this.name}&first=${this.first}&count=${NUM_BLOCKS}`);
+    return ask(`debug/kv?engine=${ENGINE}&tier=${this.name}&first=${this.first}&count=${NUM_BLOCKS}`);
   }
 
   show({ first, blocks, stats }, total) {

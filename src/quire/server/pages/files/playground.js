@@ -1,6 +1,7 @@
 // The playground: buttons make a list of operations, and the server replays it on a fresh cache. No state but the list.
 
-import { Grid, ask, byId, element, paint, show, tell } from "./blocks.js";
+import { Grid } from "./blocks.js";
+import { ask, byId, element, paint, show, tell } from "./dom.js";
 
 const NUM_COLUMNS = 16;
 const BLOCK_SIZE = 16;
@@ -110,7 +111,7 @@ function draw(state) {
 // Replay a list, and keep it if the server took it.
 async function replay(wanted, nextTarget = target) {
   try {
-    const state = await ask("blocks/replay", {
+    const state = await ask("debug/blocks/replay", {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ operations: wanted }),
     });
     operations = wanted;

@@ -1,48 +1,8 @@
-// What both pages share: elements, colours, the grid of blocks, and questions to the server.
-// Text from the server is only ever set as text, never as HTML: labels may come from anyone.
+// The grid of blocks of the live map and the playground.
 
-const GOLDEN_ANGLE = 137.508; // neighbours in number are far apart in colour
+import { element, paint } from "./dom.js";
+
 const MAX_BARS = 6; // in one cell
-
-export function element(tag, settings = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(settings)) {
-    if (name === "text") made.textContent = value;
-    else if (name === "hue") paint(made, value);
-    else made.setAttribute(name, value);
-  }
-  made.append(...children);
-  return made;
-}
-
-export function byId(id) {
-  return document.getElementById(id);
-}
-
-export function show(id, value) {
-  const text = typeof value === "number" ? value.toLocaleString("en-US") : value;
-  if (byId(id).textContent !== text) byId(id).textContent = text;
-}
-
-export function paint(target, holder) {
-  target.style.setProperty("--hue", (holder * GOLDEN_ANGLE + 205) % 360);
-  target.style.setProperty("--shade", ((holder % 3) - 1) * 0.09); // for those whose hues come close after all
-}
-
-export function tell(message, isBad = false) {
-  show("status", message);
-  byId("status").classList.toggle("bad", isBad);
-}
-
-// Ask a route below /debug/. The browser adds what opened the page; a password in its address must not be sent twice.
-export async function ask(path, settings = {}) {
-  const url = new URL(`../${path}`, import.meta.url);
-  url.username = url.password = "";
-  const response = await fetch(url, { cache: "no-store", ...settings });
-  const answer = await response.json();
-  if (!response.ok) throw new Error(answer.error.message);
-  return answer;
-}
 
 // Cells that are told what they show; arrows move between them, and the one that was chosen is handed to `onChoose`.
 export class Grid {
