@@ -3,7 +3,7 @@
 import pytest
 
 from quire.cache.manager import KVCacheManager
-from quire.core.block_map import MAX_OWNERS_SHOWN, BlockEntry, BlockOwner
+from quire.core.block_map import MAX_OWNERS_SHOWN, MAX_SPANS, BlockEntry, BlockOverview, BlockOwner
 from quire.core.config import CacheConfig
 from quire.engine.schedulers import make_cache
 from support.scheduling import Harness, random_run
@@ -92,6 +92,23 @@ def test_swap_space_that_is_not_there_has_no_blocks() -> None:
     assert make_cache(CacheConfig(num_blocks=6, block_size=4)).view_blocks(0, 6, "swap") == []
 
 
+def test_overview_has_all_blocks_in_spans_with_the_holder_of_the_most() -> None:
+    cache = make_cache(CacheConfig(num_blocks=3 * MAX_SPANS - 1, block_size=4))
+    begin(cache, 1, 8)
+    cache.free(1, num_computed=8)           # blocks 0 and 1
+    cache.create(2)
+    cache.append(2, 4)                      # block 2
+    cache.create(3)
+    cache.append(3, 11)                     # blocks 3, 4, 5
+    seen = cache.view_all()
+    assert (seen.blocks_per_span, len(seen.used), len(seen.cached), len(seen.holders)) == (3, *[MAX_SPANS] * 3)
+    assert (seen.used[:3], seen.cached[:3], seen.holders[:3]) == ([1, 3, 0], [2, 0, 0], [2, 3, None])
+
+
+def test_overview_of_nothing_is_empty() -> None:
+    assert make_cache(CacheConfig(num_blocks=6, block_size=4)).view_all("swap") == BlockOverview(1, [], [], [])
+
+
 def check_map(harness: Harness) -> None:
     """The map says the same as the figures, and as the tables."""
     cache, stats = harness.cache, harness.cache.stats()
@@ -100,10 +117,13 @@ def check_map(harness: Harness) -> None:
     counts = [states.count(state) for state in ("used", "cached", "free")]
     assert counts == [stats.used_blocks, stats.cached_blocks, stats.free_blocks]
     assert all(min(entry.ref_count, MAX_OWNERS_SHOWN) == len(entry.owners) for entry in entries)
+    seen = cache.view_all()
+    assert [sum(seen.used), sum(seen.cached)] == counts[:2]
+    assert [holder is None for holder in seen.holders] == [number == 0 for number in seen.used]
     last_empty = sum(cache.block_size - entry.owners[0].filled for entry in entries if entry.owners)
     assert last_empty == stats.tail_waste_slots
     swapped = [entry for entry in cache.view_blocks(0, stats.swap_total_blocks, "swap") if entry.state == "used"]
-    assert len(swapped) == stats.swap_used_blocks
+    assert len(swapped) == sum(cache.view_all("swap").used) == stats.swap_used_blocks
     assert all(min(entry.ref_count, MAX_OWNERS_SHOWN) == len(entry.owners) for entry in swapped)
 
 

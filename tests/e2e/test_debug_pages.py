@@ -140,6 +140,32 @@ def test_live_map_follows_running_requests(server: ServerProcess) -> None:
     in_browser(visit)
 
 
+def test_overview_turns_to_another_part_and_follow_comes_back(demo_model: Path) -> None:
+    body = {"prompt": PREFIX, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+    async def visit(page: Page) -> None:
+        async with (
+            httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client,
+            client.stream("POST", f"{server.url}/v1/completions", json=body) as stream,
+        ):
+            assert stream.status_code == 200
+            await page.open(f"{server.url}/debug/blocks", password=KEY)
+            await page.until("document.querySelectorAll('#overview i.used').length > 0")
+            await page.evaluate("document.querySelector('#window').focus()")
+            await page.key("ArrowRight")
+            await page.until("document.querySelector('#range').textContent === '1,024 to 1,099 of 1,100'")
+            assert await page.evaluate("document.querySelector('#follow').ariaPressed") == "false"
+            await page.press("#follow")
+            await page.until("document.querySelector('#range').textContent === '0 to 1,023 of 1,100'")
+            await page.press("#holders button")
+            assert await page.evaluate("document.querySelector('#holders button').ariaPressed") == "true"
+            await page.until("document.querySelectorAll('#grid.marking .cell.marked').length > 0")
+
+    chromium()
+    with running_server(str(demo_model), *FLAGS) as server:  # its first blocks are free
+        in_browser(visit)
+
+
 def test_live_map_shows_who_is_swapped_out(server: ServerProcess) -> None:
     prompts = [[5 + number] * 1400 for number in range(6)]  # 175 blocks each
     body = {"prompt": prompts, "n": 4, "max_tokens": 500, "ignore_eos": True, "stream": True}

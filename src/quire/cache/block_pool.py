@@ -130,6 +130,10 @@ class BlockPool:
         """Return whether a block has several owners or can be found, so that no owner may write to it."""
         return self.ref_count(block) > 1 or self._cached.can_be_found(block)
 
+    def cached_blocks(self) -> NDArray[np.int32]:
+        """Return the cached blocks, in no order."""
+        return np.fromiter(self._cached, dtype=np.int32, count=len(self._cached))
+
     def state(self, block: int) -> BlockState:
         """Return what a block is."""
         if self.ref_count(block) > 0:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NULL_BLOCK, BlockTable
-from quire.core.block_map import MAX_OWNERS_SHOWN, BlockEntry, BlockOwner, Tier
+from quire.core.block_map import MAX_OWNERS_SHOWN, MAX_SPANS, BlockEntry, BlockOverview, BlockOwner, Tier
 
 
 def view_blocks(
@@ -27,6 +27,23 @@ def view_blocks(
                 filled = max(0, min(block_size, num_filled - column * block_size))  # 0: kept for tokens to come
                 owners.append(BlockOwner(seq_id, column, filled))
     return entries
+
+
+def view_all(pool: BlockPool, tables: Mapping[int, BlockTable]) -> BlockOverview:
+    """Return the whole pool in at most MAX_SPANS spans. Linear in its cached blocks and in all tables' columns."""
+    span = max(1, -(-pool.num_blocks // MAX_SPANS))
+    num_spans = -(-pool.num_blocks // span)
+    used = np.add.reduceat(pool.ref_counts() > 0, np.arange(0, pool.num_blocks, span), dtype=np.int64)
+    cached = np.bincount(pool.cached_blocks() // span, minlength=num_spans)
+    most = np.zeros(num_spans, dtype=np.int64)
+    holders: list[int | None] = [None] * num_spans
+    for holder, table in tables.items():
+        blocks = table.as_array()
+        held = np.bincount(blocks[blocks != NULL_BLOCK] // span, minlength=num_spans)
+        for place in np.flatnonzero(held > most).tolist():
+            holders[place] = holder
+        np.maximum(most, held, out=most)
+    return BlockOverview(span, used.tolist(), cached.tolist(), holders)
 
 
 def histogram(num_blocks_by_owners: Counter[int]) -> dict[str, int]:

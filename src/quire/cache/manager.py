@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from quire.cache.block_pool import OutOfBlocksError, run_to_the_end
 from quire.cache.block_table import BlockTable, TableUpdate, blocks_for
-from quire.cache.block_view import checking_blocks, count_blocks, histogram, view_blocks
+from quire.cache.block_view import checking_blocks, count_blocks, histogram, view_all, view_blocks
 from quire.cache.prefix_match import NO_MATCH, NONE, PrefixMatch, Scope
 from quire.cache.prefixes import Prefixes
 from quire.cache.swap_space import CacheSwap, SwapSpace
-from quire.core.block_map import BlockEntry, Tier
+from quire.core.block_map import BlockEntry, BlockOverview, Tier
 from quire.core.config import CacheConfig
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
@@ -289,6 +289,10 @@ class KVCacheManager:
         if tier == "swap":
             return self.swap_space.view_blocks(self.block_size, first, count)
         return view_blocks(self._pool, self._holders(), self.block_size, first, count, tier)
+
+    def view_all(self, tier: Tier = "kv") -> BlockOverview:
+        """Return all blocks of a tier in a few spans; holders as in `view_blocks`."""
+        return self.swap_space.view_all() if tier == "swap" else view_all(self._pool, self._holders())
 
     def count_blocks(self, seq_ids: Iterable[int]) -> int:
         """Return how many blocks these sequences hold, each counted once. Linear in their columns."""

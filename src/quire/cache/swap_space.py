@@ -13,9 +13,9 @@ import numpy as np
 
 from quire.cache.block_pool import BlockArray, BlockPool, OutOfBlocksError, run_to_the_end
 from quire.cache.block_table import NULL_BLOCK, BlockTable
-from quire.cache.block_view import check_holders, count_holders, view_blocks
+from quire.cache.block_view import check_holders, count_holders, view_all, view_blocks
 from quire.cache.prefixes import Prefixes
-from quire.core.block_map import BlockEntry
+from quire.core.block_map import BlockEntry, BlockOverview
 from quire.core.outputs import KVStats
 from quire.core.plan import BlockCopy
 
@@ -140,6 +140,10 @@ class SwapSpace:
     def view_blocks(self, block_size: int, first: int, count: int) -> list[BlockEntry]:
         """Return what blocks [first, first + count) are, and which sequences hold them."""
         return view_blocks(self._pool, self._tables, block_size, first, count, "swap")
+
+    def view_all(self) -> BlockOverview:
+        """Return all blocks in a few spans."""
+        return view_all(self._pool, self._tables)
 
     def check(self) -> None:
         """Assert that pool and tables are sound, and reference counts equal to holders."""

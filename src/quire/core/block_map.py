@@ -16,6 +16,7 @@ BlockState = Literal["free", "cached", "used"]
 HolderKind = Literal["sequence", "pin"]
 
 MAX_BLOCKS_SHOWN = 4096   # blocks of one map
+MAX_SPANS = 1024          # of an overview
 MAX_OWNERS_SHOWN = 16     # owners of one block; ref_count counts them all
 
 
@@ -51,11 +52,21 @@ class BlockHolder(msgspec.Struct, frozen=True):
     owner: str = ""
 
 
+class BlockOverview(msgspec.Struct, frozen=True):
+    """All blocks of a tier in spans of `blocks_per_span`, of which the last may have fewer."""
+
+    blocks_per_span: int
+    used: list[int]                     # blocks of each span
+    cached: list[int]
+    holders: list[int | None]           # the holder of the most blocks of each span; None: none are held
+
+
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Blocks [first, first + len(blocks)) of a tier, and all holders of one of them."""
+    """Blocks [first, first + len(blocks)) of a tier, all holders of one of them, and an overview of the whole tier."""
 
     first: int
     stats: KVStats                      # both tiers, whole
     blocks: list[BlockEntry]
     holders: list[BlockHolder]
+    overview: BlockOverview

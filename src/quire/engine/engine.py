@@ -236,8 +236,9 @@ class Engine:
 
     def block_map(self, first: int, count: int, tier: Tier = "kv") -> BlockMap:
         """Return blocks [first, first + count) of a tier between two steps, with their holders."""
-        blocks = self.scheduler.cache.view_blocks(first, count, tier)
-        return BlockMap(first, self.kv_stats(), blocks, list_holders(self.scheduler, blocks))
+        cache = self.scheduler.cache
+        blocks = cache.view_blocks(first, count, tier)
+        return BlockMap(first, self.kv_stats(), blocks, list_holders(self.scheduler, blocks), cache.view_all(tier))
 
 
 def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:

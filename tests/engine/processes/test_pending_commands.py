@@ -5,12 +5,12 @@ from contextlib import suppress
 
 import pytest
 
-from quire.core.block_map import BlockMap
+from quire.core.block_map import BlockMap, BlockOverview
 from quire.core.outputs import KVStats
 from quire.engine.messages import Abort, Command, EngineDeadError, GetBlocks
 from quire.engine.processes.pending_commands import PendingCommands
 
-MAP = BlockMap(0, KVStats(16, 1, 0, 0, 1, 0, 0, 0), [], [])
+MAP = BlockMap(0, KVStats(16, 1, 0, 0, 1, 0, 0, 0), [], [], BlockOverview(1, [0], [0], [None]))
 
 
 def test_one_block_map_is_asked_for_at_a_time() -> None:

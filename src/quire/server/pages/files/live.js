@@ -1,7 +1,7 @@
 // The live map: asks for a window of each tier again and again, and draws what has changed.
 
 import { Grid } from "./blocks.js";
-import { ask, byId, element, show, tell } from "./dom.js";
+import { ask, byId, element, paint, show, tell } from "./dom.js";
 
 const NUM_COLUMNS = 32;
 const NUM_BLOCKS = 1024; // in a window
@@ -9,7 +9,10 @@ const PAUSE_MS = 1000;
 const ENGINE = encodeURIComponent(new URLSearchParams(location.search).get("engine") ?? "0"); // of several
 
 let isPaused = false;
+let isFollowing = true; // the window turns to where blocks are in use
 let marked; // the holder under the pointer
+let pinned; // the holder that was pressed
+let answeredAt = "";
 let holders = new Map();
 let numRefreshes = 0;
 let timer;
@@ -41,14 +44,67 @@ class Tier {
   }
 
   turn(pages) {
-    this.first = Math.max(0, Math.min(this.first + pages * NUM_BLOCKS, this.total - 1));
-    this.first -= this.first % NUM_BLOCKS;
+    this.open(this.first + pages * NUM_BLOCKS);
+  }
+
+  // Show the window with a block.
+  open(block) {
+    const inside = Math.max(0, Math.min(block, this.total - 1));
+    this.first = inside - (inside % NUM_BLOCKS);
+    if (this === kv) setFollowing(false);
     refresh();
+  }
+}
+
+// All blocks of the cache at a glance: an element for each span, in the colour of the holder of most of its blocks.
+class Overview {
+  constructor(strip, slider) {
+    Object.assign(this, { strip, slider, spans: [] });
+    strip.addEventListener("click", (event) => {
+      const place = this.spans.indexOf(event.target);
+      if (place >= 0) kv.open(place * this.blocksPerSpan);
+    });
+    slider.addEventListener("input", () => kv.open(Number(slider.value) * NUM_BLOCKS));
+  }
+
+  show({ blocks_per_span: blocksPerSpan, used, cached, holders }, total) {
+    this.blocksPerSpan = blocksPerSpan;
+    if (this.spans.length !== used.length) {
+      this.spans = used.map(() => element("i"));
+      this.strip.replaceChildren(...this.spans);
+      this.slider.max = Math.ceil(total / NUM_BLOCKS) - 1;
+      this.slider.hidden = this.strip.hidden = total <= NUM_BLOCKS;
+    }
+    this.spans.forEach((span, place) => {
+      const state = used[place] ? "used" : cached[place] ? "cached" : "free";
+      const looks = `${state} ${holders[place]}`;
+      if (span.looks !== looks) {
+        span.looks = looks;
+        span.className = state;
+        if (state === "used") paint(span, holders[place]);
+      }
+      const isShown = Math.floor((place * blocksPerSpan) / NUM_BLOCKS) === kv.first / NUM_BLOCKS;
+      span.classList.toggle("shown", isShown);
+    });
+    this.slider.value = kv.first / NUM_BLOCKS;
+    this.slider.setAttribute("aria-valuetext", `blocks ${kv.first} to ${Math.min(kv.first + NUM_BLOCKS, total) - 1} of ${total}`);
+  }
+
+  // Return the first block of the window with the most blocks in use; undefined if the one that is shown has some.
+  busiest({ blocks_per_span: blocksPerSpan, used }) {
+    const byWindow = [];
+    used.forEach((number, place) => {
+      const place0 = Math.floor((place * blocksPerSpan) / NUM_BLOCKS);
+      byWindow[place0] = (byWindow[place0] ?? 0) + number;
+    });
+    const most = Math.max(...byWindow);
+    return most === 0 || byWindow[kv.first / NUM_BLOCKS] > 0 ? undefined : byWindow.indexOf(most) * NUM_BLOCKS;
   }
 }
 
 const kv = new Tier("kv", "");
 const swap = new Tier("swap", "swap-");
+const overview = new Overview(byId("overview"), byId("window"));
 let active = kv; // whose chosen block is told of
 
 function activate(tier) {
@@ -78,16 +134,27 @@ function showDetail(entry, blockSize) {
 
 function showHolders(list) {
   const rows = list.map((holder) => {
-    const row = element("li", {},
+    const row = element("button", { type: "button", "aria-pressed": String(holder.holder === pinned) },
       element("span", { class: "swatch", hue: holder.holder }),
       element("span", { text: holderName(holder) }),
       element("span", { class: "figure", text: `${holder.num_tokens} tokens${holder.isAway ? ", swapped out" : ""}` }));
     if (holder.owner) row.append(element("span", { class: "label", text: holder.owner }));
     row.addEventListener("pointerenter", () => mark(holder.holder));
-    row.addEventListener("pointerleave", () => mark(undefined));
-    return row;
+    row.addEventListener("pointerleave", () => mark(pinned));
+    row.addEventListener("click", () => pin(holder.holder, list));
+    return element("li", { "data-holder": holder.holder }, row);
   });
-  byId("holders").replaceChildren(...(rows.length ? rows : [element("li", { class: "hint", text: "Nobody, just now." })]));
+  show("num-holders", list.length || "");
+  const focused = document.activeElement.closest?.("[data-holder]")?.dataset.holder;
+  byId("holders").replaceChildren(...(rows.length ? rows : [element("li", { class: "hint", text: "None, just now." })]));
+  if (focused !== undefined) document.querySelector(`[data-holder="${focused}"] button`)?.focus();
+}
+
+// Keep a holder marked until it is pressed again.
+function pin(holder, list) {
+  pinned = holder === pinned ? undefined : holder;
+  mark(pinned);
+  showHolders(list);
 }
 
 function mark(holder) {
@@ -122,9 +189,11 @@ function showFigures(stats) {
 
 // The two maps are of different steps: who has moved meanwhile may be in both, or in none.
 function showMaps(map, away) {
+  if (pinned !== undefined && !map.holders.some((holder) => holder.holder === pinned)) mark((pinned = undefined));
   const list = [...map.holders, ...(away?.holders ?? []).map((holder) => ({ ...holder, isAway: true }))];
   holders = new Map(list.map((holder) => [holder.holder, holder]));
   kv.show(map, map.stats.total_blocks);
+  overview.show(map.overview, map.stats.total_blocks);
   document.querySelectorAll(".swap").forEach((part) => { part.hidden = !away; });
   if (away) swap.show(away, away.stats.swap_total_blocks);
   showFigures(map.stats);
@@ -135,13 +204,21 @@ async function refresh() {
   clearTimeout(timer);
   const number = ++numRefreshes;
   try {
-    const map = await kv.ask();
+    let map = await kv.ask();
+    const busiest = isFollowing ? overview.busiest(map.overview) : undefined;
+    if (busiest !== undefined) {
+      kv.first = busiest;
+      map = await kv.ask();
+    }
     const away = map.stats.swap_total_blocks > 0 ? await swap.ask() : undefined;
     if (number !== numRefreshes) return; // another window is on its way
     showMaps(map, away);
+    answeredAt = new Date().toLocaleTimeString();
+    document.body.classList.remove("stale");
     tell(isPaused ? "paused" : "live");
   } catch (error) {
-    tell(error.message, true);
+    document.body.classList.add("stale");
+    tell(error.status ? error.message : `the server does not answer${answeredAt && ` since ${answeredAt}`}; trying again`, true);
   }
   if (!isPaused) timer = setTimeout(refresh, PAUSE_MS);
 }
@@ -156,6 +233,15 @@ function setPaused(paused) {
   } else refresh();
 }
 
+function setFollowing(following) {
+  isFollowing = following;
+  byId("follow").setAttribute("aria-pressed", String(following));
+}
+
+byId("follow").addEventListener("click", () => {
+  setFollowing(!isFollowing);
+  refresh();
+});
 byId("pause").addEventListener("click", () => setPaused(!isPaused));
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) clearTimeout(timer);
