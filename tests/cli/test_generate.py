@@ -269,7 +269,7 @@ def test_version(run: Run) -> None:
 
 def test_help_shows_what_is_there_and_nothing_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 160)  # a narrow terminal cuts the names of flags
-    commands = ["serve", "generate", "chat", "plan", "simulate", "pack", "deploy", "paper", "bench", "run-batch"]
+    commands = ["serve", "generate", "chat", "top", "plan", "simulate", "pack", "deploy", "paper", "bench", "run-batch"]
     assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == commands
     flags = run("generate", "--help=all").out
     assert "--kv-cache-memory" in flags

@@ -22,6 +22,7 @@ SUMMARIES = {
     "serve": "Serve a model over HTTP, as OpenAI's API does; or, as a node other than 0, compute for such a server.",
     "generate": "Complete one prompt, or a JSONL file of prompts.",
     "chat": "Talk to a model in the terminal, or to a server.",
+    "top": "Show what a server does: tokens and requests per second, waiting times, the KV cache, its engines.",
     "plan": "Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds.",
     "simulate": "Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind.",
     "pack": "Pack a model's weights into a file, from which engines on CPUs start sooner.",
