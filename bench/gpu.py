@@ -1,11 +1,13 @@
-"""CUDA back end on this machine's GPU: kernels, then whole models on random weights.
+"""CUDA back end on this machine's GPU: whole models on random weights, then kernels.
 
-    python bench/gpu.py              at most 8 minutes; writes its tables into docs/gpu.md (or --output FILE)
+    python bench/gpu.py              at most 8 minutes, or --budget SECONDS; writes its tables into docs/gpu.md, or
+                                     --output FILE
     python bench/gpu.py --dry-run    tiny shapes in Triton's interpreter, on any machine: that it runs, and no figure
 
 Attention is given in bytes of keys and values read per second, beside the card's measured copy bandwidth, and beside
-torch's own attention over contiguous keys and values. Models are in the shapes of Llama 3.2 1B and 3.1 8B; the floor of
-a step is the time that reading the weights and the KV cache once takes at the copy bandwidth.
+torch's own attention over contiguous keys and values; products in bytes of weights. Models are in the shapes of Llama
+3.2 1B and 3.1 8B; the floor of a step is the time that reading the weights and the KV cache once takes at the copy
+bandwidth.
 """
 
 import argparse
@@ -44,17 +46,31 @@ from quire import LLM, SamplingParams  # noqa: E402
 from quire.core.arrays import Array  # noqa: E402
 from quire.kernels.choice import cuda_back_end  # noqa: E402
 from quire.kernels.cuda.cuda_attention import attend  # noqa: E402
+from quire.kernels.linear_weight import LinearWeight  # noqa: E402
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata  # noqa: E402
 from quire.kernels.torch_arrays import to_array  # noqa: E402
+from quire.kernels.triton.few_rows import MAX_ROWS, few_rows_product  # noqa: E402
+from quire.kernels.triton.triton_linear import CudaLinear  # noqa: E402
+from quire.kernels.triton.triton_norm import TritonNorm  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs/gpu.md"
 BEGIN, END = "<!-- figures of bench/gpu.py -->", "<!-- end of figures -->"
-BUDGET_S = 440.0  # of the 8 minutes; what has not begun by then is left out, and said so
+BUDGET_S = 440.0  # of the 8 minutes; what has not begun by then is left out, and said so; so what shows most is first
 HEAD_START = 3_000_000  # cycles, some 2 ms, that the device spins while the host puts in line what is to be timed
+MODEL_WIDTH = 64 if DRY_RUN else 4096
 DEVICE = torch.device("cpu" if DRY_RUN else "cuda")
 DTYPE = torch.float16 if DRY_RUN else torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM = (4, 2, 32) if DRY_RUN else (32, 8, 128)
 BATCHES, CONTEXTS = ((1, 2), (40, 300)) if DRY_RUN else ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768))
+PRODUCTS: dict[str, tuple[int, int, str]] = (  # outputs and inputs of a layer of Llama 3.1 8B, its activation
+    {"qkv": (96, 64, "none"), "gate, up": (128, 64, "silu_and_mul")}
+    if DRY_RUN
+    else {
+        "qkv": (6144, 4096, "none"), "out": (4096, 4096, "none"), "gate, up": (28672, 4096, "silu_and_mul"),
+        "down": (4096, 14336, "none"),
+    }
+)  # fmt: skip
+PRODUCT_ROWS = (1, 3) if DRY_RUN else (1, 8, 16, 32, 64, 256)
 PREFILLS = (40,) if DRY_RUN else (512, 2048, 8192)
 MAX_KV_BYTES = 16 << 30
 SEQUENCES = (1, 2) if DRY_RUN else (1, 16, 64, 256)
@@ -141,6 +157,32 @@ def decode_rows(bandwidth: float) -> Iterator[Row]:
             rate = num_bytes / paged_s
             slower = f"{paged_s / plain_s - 1:+.0%}"
             yield [str(batch), str(context), f"{rate / 1e9:.0f}", f"{rate / bandwidth:.0%}", slower, of_paper]
+
+
+def product_rows(bandwidth: float) -> Iterator[Row]:
+    """Products of a layer: few rows with the norm in front or the residual behind, by cuBLAS, and those of `--exact`.
+
+    A letter names the bits of the first row's result by cuBLAS: row counts with one letter agree.
+    """
+    for name, (num_outputs, num_inputs, activation) in PRODUCTS.items():
+        weight = LinearWeight.dense((random(num_outputs, num_inputs) * 0.02).bfloat16())
+        layer, exact = (CudaLinear(weight, activation=activation, is_exact=is_exact) for is_exact in (False, True))
+        inputs, seen = random(PRODUCT_ROWS[-1], num_inputs).bfloat16(), list[bytes]()
+        norm = TritonNorm(random(num_inputs).bfloat16(), None, 1e-5, False)
+        for num_rows in PRODUCT_ROWS:
+            rows, fused = inputs[:num_rows], partial(few_rows_product, inputs[:num_rows], layer)
+            if num_outputs == MODEL_WIDTH:
+                fused = partial(fused, residual=random(num_rows, num_outputs).bfloat16())
+            else:
+                fused = partial(fused, norm=norm)
+            cells = []
+            for call in (fused if num_rows <= MAX_ROWS else None, partial(layer, rows), partial(exact, rows)):
+                rate = 0.0 if call is None else weight.num_bytes / seconds(call, weight.num_bytes)
+                cells.append(f"{rate / 1e9:.0f}, {rate / bandwidth:.0%}" if call is not None else "-")
+            bits = to_array(layer(rows)[0].cpu()).tobytes()
+            seen += [bits] if bits not in seen else []
+            yield [name, str(num_rows), *cells, "abcdefgh"[seen.index(bits)]]
+        let_go()
 
 
 def best_of_torch(attend: Callable[[], object], num_bytes: int = 0) -> float:
@@ -329,6 +371,16 @@ def tables(bandwidth: float) -> Iterator[Table]:
     """Yield title, head and rows of every table; a row is measured when it is asked for."""
     heads = f"{HEADS} heads over {KV_HEADS} of {HEAD_DIM}, {str(DTYPE).removeprefix('torch.')}"
     yield (
+        f"Random weights, {PROMPT} tokens in, {OUTPUT} out, greedy",
+        ["model", "sequences", "tokens/s", "ms per step", "floor's share of it", "device idle", "graphs, failed"],
+        model_rows(bandwidth),
+    )
+    yield (
+        "Products of a layer of Llama 3.1 8B, bfloat16: GB/s of weights, share of the copy bandwidth",
+        ["layer", "rows", "few rows", "cuBLAS", "exact", "bits of cuBLAS"],
+        product_rows(bandwidth),
+    )
+    yield (
         f"Decode attention, {heads}, blocks of 16",
         [
             "sequences", "context", "GB/s of KV", "of the copy bandwidth", "time beside torch's, contiguous",
@@ -338,11 +390,6 @@ def tables(bandwidth: float) -> Iterator[Table]:
     )  # fmt: skip
     yield f"Prefill attention, {heads}", ["tokens", "TFLOP/s", "torch's", "share"], prefill_rows()
     yield "Blocks of 16 tokens, 32 layers", ["what", "GB/s", "of the copy bandwidth"], move_rows(bandwidth)
-    yield (
-        f"Random weights, {PROMPT} tokens in, {OUTPUT} out, greedy",
-        ["model", "sequences", "tokens/s", "ms per step", "floor's share of it", "device idle", "graphs, failed"],
-        model_rows(bandwidth),
-    )
     head = ["model", "sequences", "generate: tokens/s, prefill included", "continuous batching"]
     yield f"The same by transformers {transformers_version()}", head, transformers_rows()
 
@@ -393,11 +440,12 @@ def write(lines: list[str], page: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes in the interpreter; nothing is written")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="seconds, 440 by default")
     parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="where the page goes (docs/gpu.md)")
     arguments = parser.parse_args()
     if not DRY_RUN and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU; --dry-run works without one")
-    deadline_s = time.monotonic() + BUDGET_S
+    deadline_s = time.monotonic() + arguments.budget
     quire.model.checkpoints.safetensors.SafetensorsCheckpoint = RandomCheckpoint  # type: ignore[assignment,misc]
     quire.model.checkpoints.tensor_reader.read_rows = random_rows  # type: ignore[assignment]
     if DRY_RUN:
@@ -413,6 +461,7 @@ def main() -> None:
             break
     if not DRY_RUN:
         write(lines, arguments.output)
+        print(f"{sum(line.startswith('###') for line in lines)} tables, in {arguments.output}")
     if any(line.startswith(FAILED) for line in lines):
         raise SystemExit("some of it failed: see above")
 
