@@ -44,7 +44,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 ORDINARY := not fuzz and not matrix and not ray and not real and not docs and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-without-torch wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 soak fleet-soak hostile-soak \
+.PHONY: help set-up test test-without-torch wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 first-card soak fleet-soak hostile-soak \
         lint serve generate bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -170,6 +170,10 @@ imitated: $(STAMP) ## run the kernels' tests on every x86 instruction set, those
 	$(BIN)/cmake --build build/imitated
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.imitated_isas -m "$(ORDINARY)" \
 	  -k "avx512 or amx" tests/kernels/cpp $(ARGS)
+
+first-card: $(STAMP) ## run what shows most on a GPU first, in 13 minutes, beside the CPU's answers; docs/gpu.md gets the results
+	$(BIN)/python bench/first_card.py prepare
+	$(BIN)/python bench/first_card.py run
 
 soak: $(STAMP) ## load a server for MINUTES=10 with all that goes wrong; fails if anything grows (120 nightly)
 	PYTHONPATH=tests $(BIN)/python tests/soak.py $(MINUTES)
