@@ -18,7 +18,8 @@ from quire.server.errors import handle_errors
 from quire.server.http.application import Application
 from quire.server.inspect import debug_routes, explain_routes
 from quire.server.options import MAX_ELEMENTS, ServerOptions
-from quire.server.pages import page_routes
+from quire.server.pages import docs_page, page_routes
+from quire.server.pages.field_descriptions import describe_fields
 from quire.server.service import Service
 
 _NULLABLE_STRING = {"type": ["string", "null"]}
@@ -49,14 +50,14 @@ def create_app(service: Service) -> FastAPI:
     for router in _routers(service.options):
         app.include_router(router)
     handle_errors(app, {messages_routes.PATH: error_body})
-    _document_bounds(app, service)
+    _document_fields(app, service)
     return app
 
 
 def _routers(options: ServerOptions) -> Iterator[APIRouter]:
     """Yield the routes that a server has by its options."""
     for module in (
-        page_routes, system, completion_routes, tokenization, served_names, forwarding, messages_routes,
+        page_routes, docs_page, system, completion_routes, tokenization, served_names, forwarding, messages_routes,
         responses_routes, embedding_routes, explain_routes,
     ):  # fmt: skip
         yield module.router
@@ -70,26 +71,27 @@ def _routers(options: ServerOptions) -> Iterator[APIRouter]:
         yield debug_routes.router
 
 
-def _document_bounds(app: FastAPI, service: Service) -> None:
-    """Add the bounds of a service to the application's schema."""
+def _document_fields(app: FastAPI, service: Service) -> None:
+    """Add the bounds of a service, and descriptions of fields, to the application's schema."""
     describe_routes = app.openapi
 
     def whole() -> dict[str, Any]:
         if app.openapi_schema is None:
-            for properties in _bodies(describe_routes()):
+            for path, properties in _bodies(describe_routes()):
                 _add_bounds(properties, service)
+                describe_fields(path, properties)
         assert app.openapi_schema is not None, "FastAPI caches the schema"
         return app.openapi_schema
 
     app.openapi = whole  # type: ignore[method-assign]
 
 
-def _bodies(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the properties of each request body."""
-    for methods in schema["paths"].values():
+def _bodies(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the properties of each request body, with the path of its route."""
+    for path, methods in schema["paths"].items():
         for operation in methods.values():
             for content in operation.get("requestBody", {}).get("content", {}).values():
-                yield content["schema"].get("properties", {})
+                yield path, content["schema"].get("properties", {})
 
 
 def _add_bounds(properties: dict[str, Any], service: Service) -> None:
