@@ -13,6 +13,7 @@ from torch import Tensor
 from quire import LLM
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError, RankLostError
+from quire.core.plan import GraphCounts
 from quire.engine.options import EngineOptions
 from quire.engine.parallel import gpu_ranks, rank_choice, rank_messages
 from quire.engine.parallel.channel import Channel
@@ -320,6 +321,7 @@ def test_graph_that_another_rank_lacks_is_dropped(other: Other) -> None:
     graphs._capture_size(SMALL)
     wait_until(lambda: other.told == [rank_messages.Capture(2, 2, False), rank_messages.DropGraph(2, 2, False)])
     assert graphs._graphs[SMALL] is None
+    assert graphs.counts == GraphCounts(0, 1)
 
 
 def test_graph_that_the_first_rank_lacks_is_dropped(other: Other) -> None:
@@ -327,6 +329,7 @@ def test_graph_that_the_first_rank_lacks_is_dropped(other: Other) -> None:
     graphs._capture_size(SMALL)
     wait_until(lambda: other.told == [rank_messages.Capture(2, 2, False), rank_messages.DropGraph(2, 2, False)])
     assert graphs._graphs[SMALL] is None
+    assert graphs.counts == GraphCounts(0, 1)
 
 
 def test_error_before_the_capture_is_one_of_all_ranks(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:

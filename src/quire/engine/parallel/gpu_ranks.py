@@ -124,6 +124,7 @@ class RankGraphs(CudaGraphRunner):
     def drop(self, size: GraphSize) -> None:
         """Run the steps of a size without a graph."""
         self._graphs[size] = None
+        self._reasons.setdefault(size, "an error on another rank")
 
     def clear(self) -> None:
         """Free all graphs; steps run without one from now on."""

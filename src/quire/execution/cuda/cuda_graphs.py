@@ -151,15 +151,14 @@ class CudaGraphRunner:
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
         self._slots, self._draw, self._idle_row = slots, draw, idle_row
         self._graphs: dict[GraphSize, Graph | None] = {}  # None: the capture failed
-        self._first_reason = ""  # of the captures that failed
+        self._reasons = dict[GraphSize, str]()  # of captures that failed
         self._wanted: Counter[GraphSize] = Counter()
         self._tables: Tensor | None = None  # shared by all graphs: for 131,072 tokens each would take 32 KiB a row
 
     @property
     def counts(self) -> GraphCounts:
         """Return how many sizes have a graph, and for how many the capture failed."""
-        num_failed = [*self._graphs.values()].count(None)
-        return GraphCounts(len(self._graphs) - num_failed, num_failed)
+        return GraphCounts(len(self._graphs) - len(self._reasons), len(self._reasons))
 
     def may_draw(self, num_rows: int, num_tokens: int, *, has_adapters: bool) -> bool:
         """Return whether a step of this size has a graph that draws, or gets one once it is requested."""
@@ -217,10 +216,10 @@ class CudaGraphRunner:
                 for draws in (False,) if self._draw is None else (False, True):
                     if (own := size._replace(has_adapters=has_adapters, draws=draws)) not in self._graphs:
                         self._capture_size(own)
-        if num_failed := self.counts.num_failed:
+        if self._reasons:
             log.warning(
                 "%d of %d CUDA graphs could not be captured: their steps run without one, slower; the first failed "
-                "with %s", num_failed, len(self._graphs), self._first_reason or "an error on another rank",
+                "with %s", len(self._reasons), len(self._graphs), next(iter(self._reasons.values())),
             )  # fmt: skip
 
     def _capture_size(self, size: GraphSize) -> None:
@@ -247,7 +246,7 @@ class CudaGraphRunner:
             replay = self._capture(lambda: self._compute(inputs, draws))
             self._graphs[size] = Graph(layout, memory, inputs, rows, draws, replay)
         except RuntimeError as error:
-            is_first, self._first_reason = not self._first_reason, self._first_reason or repr(error)
+            is_first, self._reasons[size] = not self._reasons, repr(error)
             log.log(  # a fault of the machine fails every capture: its traceback is logged once
                 logging.WARNING if is_first else logging.DEBUG, "steps of %d rows and %d tokens run without a graph",
                 size.num_rows, size.num_tokens, exc_info=is_first,
