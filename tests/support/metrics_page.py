@@ -1,31 +1,36 @@
-"""A metrics page on a port of its own."""
+"""What /metrics of a server says."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.clients import KEY, LIMIT_S
+from support.server import wait_until
 
 
-@contextmanager
-def serving(page: str, status: int = 200, api_key: str | None = None) -> Iterator[str]:
-    """Serve a page; yield the address before /metrics."""
+def read_metrics(url: str) -> Mapping[str, float]:
+    """Return the samples of the page by name and labels, as in `quire:kv_blocks{state="used"}`.
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            has_key = api_key is None or self.headers["Authorization"] == f"Bearer {api_key}"
-            self.send_response(status if has_key and self.path == "/metrics" else 401)
-            self.end_headers()
-            self.wfile.write(page.encode())
+    model_name is left out, and engine "0".
+    """
+    samples = {}
+    page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=LIMIT_S).text
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            own = {key: value for key, value in sample.labels.items() if key != "model_name"}
+            labels = ",".join(f'{key}="{value}"' for key, value in own.items() if (key, value) != ("engine", "0"))
+            samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return samples
 
-        def log_message(self, *arguments: object) -> None:
-            pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def is_idle(url: str) -> bool:
+    """Whether no request waits or runs, and none has left a block behind."""
+    samples = read_metrics(url)
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", 'quire:kv_blocks{state="used"}')
+    return all(samples[name] == 0 for name in names)
+
+
+def wait_until_idle(url: str) -> None:
+    """Wait until all requests are gone."""
+    wait_until(lambda: is_idle(url))

@@ -15,7 +15,7 @@ from quire.cli.top.reading import (
     snapshot,
 )
 from quire.core.errors import ConfigError
-from support.metrics_page import serving
+from support.served_page import serving
 
 Numbers = Mapping[str, float]  # of samples, with their labels
 
