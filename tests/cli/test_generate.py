@@ -263,6 +263,10 @@ def test_what_cannot_work_ends_with_a_code_and_a_reason(
         assert ran.err.count("\n") == 1
 
 
+def test_missing_file_is_told_by_its_name_alone(run: Run) -> None:
+    assert run("generate", "--input", "no-file.jsonl").err == "quire: no-file.jsonl: No such file or directory\n"
+
+
 def test_version(run: Run) -> None:
     assert run("--version")[:2] == (0, "quire 0.1.0\n")
 

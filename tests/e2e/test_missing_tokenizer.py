@@ -8,6 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import InvalidRequestError, ModelError
+from quire.engine.formats import load_tokenizer
 from support.cycle_model import write_cycle_model
 from support.server import ServerProcess, running_server
 
@@ -51,3 +52,8 @@ def test_tokenizer_that_is_there_can_be_skipped(demo_model: Path, caplog: pytest
             llm.generate("text", use_tqdm=False)
     assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 3)
     assert not caplog.records
+
+
+def test_folder_that_is_no_model_is_told_as_that(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"is no folder of a model: no file config\.json$"):
+        load_tokenizer(tmp_path, "required")

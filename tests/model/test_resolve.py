@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.errors import ModelError
 from quire.model import resolve
-from quire.model.resolve import DEMO_MODEL, resolve_model, resolve_tokenizer
+from quire.model.resolve import DEMO_MODEL, _cause, resolve_model, resolve_tokenizer
 
 
 def test_a_local_folder_is_itself(tmp_path: Path) -> None:
@@ -49,10 +49,22 @@ def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_hub_id_without_network_says_what_was_tried(offline_hub: Path) -> None:
-    with pytest.raises(ModelError, match=r"owner/name: no such local folder; the hub gave .*; and the hub's local"):
+    told = r"owner/name: no such local folder; the hub could not give it .*; and the hub's local"
+    with pytest.raises(ModelError, match=told):
         resolve_model("owner/name")
     with pytest.raises(ModelError, match="no such local folder"):
         resolve_model("an id with spaces")
+
+
+def test_missing_gguf_file_is_no_hub_id(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"missing\.gguf: no such file$"):
+        resolve_model("missing.gguf")
+
+
+@pytest.mark.parametrize("told", ["Got: ConnectError: no route", "An error happened (Got: ReadTimeout: no route)"])
+def test_cause_of_a_failed_download_names_no_class(told: str) -> None:
+    assert _cause(OSError(told)).endswith("no route")
+    assert "Got" not in _cause(OSError(told))
 
 
 def test_hub_id_without_network_is_found_in_the_cache(offline_hub: Path) -> None:
@@ -63,7 +75,7 @@ def test_hub_id_without_network_is_found_in_the_cache(offline_hub: Path) -> None
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("0" * 40)
     assert resolve_model("owner/name") == snapshot
-    with pytest.raises(ModelError, match=r"owner/name \(revision 'v2'\): no such local folder; the hub gave"):
+    with pytest.raises(ModelError, match=r"owner/name \(revision 'v2'\): no such local folder; the hub could not"):
         resolve_model("owner/name", revision="v2")
     older = model / "snapshots" / ("1" * 40)
     older.mkdir()

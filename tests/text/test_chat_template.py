@@ -278,7 +278,7 @@ def test_real_templates_continue_as_in_transformers() -> None:
         ([*HELLO, {"role": "user", "content": []}], "[1].content must be a string or a list of at least one part, got"),
         ([{"role": "user", "content": 5}], "content must be"),
         ([{"role": "user", "content": [5]}], "content[0] must be a text or a part of text"),
-        ([{"role": "user", "content": ["a", {"type": "image_url", "image_url": {}}]}], "[1] must be a text or a part"),
+        ([{"role": "user", "content": ["a", {"type": "image_url", "image_url": {}}]}], "[1]: images, audio"),
         ([{"role": "user", "content": [{"type": "thinking", "thinking": "hm"}]}], "got the type 'thinking'"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "content[0].text must be a string, got None"),
         ([{"role": "user", "content": [{"type": "refusal", "text": "x"}]}], "content[0].refusal must be a string"),

@@ -86,5 +86,8 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer | None = None)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails again at its exit
         sys.exit(1)
     except (EngineError, OSError) as error:
-        print(f"quire: {error}", file=sys.stderr)  # noqa: T201
+        told = str(error)
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            told = f"{error.filename}: {error.strerror}"
+        print(f"quire: {told}", file=sys.stderr)  # noqa: T201
         sys.exit(2 if isinstance(error, NotInstalledError) else 1)

@@ -78,8 +78,9 @@ def load_tokenizer(path: Path, use: TokenizerUse = "optional") -> Tokenizer | No
     load = None if use == "skipped" else tokenizer_loader(path)
     if load is None:
         if use == "required":
-            message = f"{missing_tokenizer(path)}. --skip-tokenizer-init serves token ids alone"
-            raise ModelError(message)
+            if path.is_dir() and not any(path.glob("*.json")):
+                raise ModelError(f"{path} is no folder of a model: no file config.json")
+            raise ModelError(f"{missing_tokenizer(path)}. --skip-tokenizer-init serves token ids alone")
         if use == "skipped":
             return None
         warn_missing_tokenizer(path)

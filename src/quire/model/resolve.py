@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 from pathlib import Path
 
 from quire.core.errors import ModelError
@@ -36,6 +37,8 @@ def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES, revisio
         return folder
     if model and is_there:
         raise ModelError(f"{model}: is no GGUF file; expected one, or a folder with {CONFIG_FILE} and safetensors")
+    if folder.suffix == ".gguf":
+        raise ModelError(f"{model}: no such file")
     if not _is_hub_id(model):
         raise ModelError(f"{model!r}: no such folder, and not a hub id of the form owner/name")
     return _from_hub(model, files, revision)
@@ -67,8 +70,8 @@ def _from_hub(model: str, files: tuple[str, ...], revision: str | None) -> Path:
         return Path(_snapshot(model, files, revision, local_files_only=True))  # some proxies hide the cache from it
     except Exception:
         raise ModelError(
-            f"{model}{_at(revision)}: no such local folder; the hub gave {type(reason).__name__} "
-            f"({_first_line(reason)}); and the hub's local cache does not have it"
+            f"{model}{_at(revision)}: no such local folder; the hub could not give it ({_cause(reason)}); and the "
+            "hub's local cache does not have it"
         ) from reason
 
 
@@ -90,8 +93,10 @@ def _snapshot(model: str, files: tuple[str, ...], revision: str | None, *, local
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
+def _cause(error: Exception) -> str:
+    """Return the first line of an error, or of the one that its hub client wraps, without names of classes."""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return re.sub(r"\(?\bGot: \w+(?:Error|Exception|Timeout): (.*?)\)?$", r"\1", text)
 
 
 def model_digest(path: Path) -> str:

@@ -21,6 +21,9 @@ from quire.text.tools import ToolLimits
 # The field with the text, by the type of a part.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text", "summary_text": "text"}
+_OTHER_MEDIA = (
+    "image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file", "document",
+)  # fmt: skip
 _WITHOUT_TEXT = "redacted_thinking"     # reasoning that its server has encrypted
 
 TEXT_TYPES = tuple(_TEXTS)
@@ -62,6 +65,8 @@ def part_problem(where: str, part: object) -> str:
     field = _TEXTS.get(kind) if isinstance(kind, str) else None
     if isinstance(part, dict) and field is not None:
         return f"{where}.{field} must be a string, got {shown(part.get(field))}"
+    if kind in _OTHER_MEDIA:
+        return f"{where}: images, audio and files are not served, only text; got the type {shown(kind)}"
     return f"{where} must be a text or a part of text ({', '.join(TEXT_TYPES)}), got the type {shown(kind)}"
 
 

@@ -128,7 +128,7 @@ def test_errors_name_fields_inside_others(body: dict[str, Any], param: str) -> N
     [
         ({"type": "text", "text": None}, "messages[0].content[1].text must be a string, got None"),
         ({"type": "refusal"}, "messages[0].content[1].refusal must be a string, got None"),
-        ({"type": "image_url"}, "messages[0].content[1] must be a text or a part of text"),
+        ({"type": "image_url"}, "messages[0].content[1]: images, audio and files are not served"),
         (5, "messages[0].content[1] must be a text or a part of text"),
     ],
 )

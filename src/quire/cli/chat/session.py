@@ -18,7 +18,7 @@ HELP = """\
 /retry         ask the last question again
 /save FILE     write the messages, one JSON object per line
 /stats         tokens and times of the last answer
-/exit          leave; so does Ctrl-D
+/exit, /quit   leave; so does Ctrl-D
 A line that ends with a backslash goes on in the next one; // begins a message that starts with /.
 Ctrl-C stops an answer, which keeps what it has, or clears the line; twice leaves."""
 
@@ -39,6 +39,7 @@ class ChatSession:
             "/save": self._save,
             "/stats": self._show_stats,
             "/exit": self._leave,
+            "/quit": self._leave,
         }
 
     def run(self) -> None:
