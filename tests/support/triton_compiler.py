@@ -103,6 +103,8 @@ def _compiled(kernel: Any, capability: int) -> Compiled:  # noqa: ANN401
     reads_widely = re.search(WIDE_READ, ptx) is not None
     overlaps = "griddepcontrol.wait" in ptx
     assert overlaps == metadata.launch_pdl, "a kernel that waits is launched early, and no other one"
+    is_too_early = overlaps and re.search(r"LDG(?!DEPBAR).*ACQBULK", kernel.asm["sass"], re.DOTALL)
+    assert not is_too_early, "a kernel reads nothing before it waits"
     fetches_ahead = overlaps and re.search(r"CCTL\.E\.PF2.*ACQBULK", kernel.asm["sass"], re.DOTALL) is not None
     products = frozenset(re.findall(PRODUCT, ptx))
     return Compiled(

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class _EarlyLaunch:
@@ -34,6 +37,23 @@ def without_early_launch() -> Iterator[None]:
 def launches_early(device: torch.device) -> bool:
     """Return whether kernels that can are launched early on a device."""
     return _EarlyLaunch.is_on and capability(device) >= 90
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Return the arguments of the launch of a kernel that begins with `wait_for_inputs`.
+
+    The kernel before it in the stream has to be a kernel, too, since a graph may have no such edge from a copy.
+    """
+    is_early = launches_early(device)
+    return {"OVERLAPS": is_early, "launch_pdl": is_early}
+
+
+@triton.jit
+def wait_for_inputs(OVERLAPS: tl.constexpr):
+    """Let the next kernel be launched, and wait for the end of the one before; each program does, before any access."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @cache

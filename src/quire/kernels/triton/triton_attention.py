@@ -33,6 +33,7 @@ from quire.kernels.cache_layout import ONES
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
 from quire.kernels.reference.kv_quantization import as_bytes
 from quire.kernels.triton import card
+from quire.kernels.triton.card import wait_for_inputs
 from quire.kernels.triton.quantized_cache import float_scales, form_of, places_of, widen
 
 MAX_HEAD_DIM = 256
@@ -188,15 +189,16 @@ def _attend(
     num_items = (num_seqs if is_decode else num_tokens // tokens + num_seqs) * max_parts  # at most
     scratch = (num_rows, num_heads, max_parts, dims + 4) if max_parts > 1 else (1,)
     partials = torch.empty(scratch, dtype=torch.float32, device=query.device)
+    early = card.launch_options(query.device)
     _attend_kernel[(min(num_items, -(-NUM_PROGRAMS // num_kv_heads)), num_kv_heads)](
-        *step, plan, partials, max_parts, **shape, **options
+        *step, plan, partials, max_parts, **shape, **options, **early
     )
     if max_parts > 1:
         _combine_kernel[(num_rows, num_heads)](
             partials, step[3], metadata.query_starts, metadata.context_lens, plan, step[-2], sinks, num_seqs, max_parts,
             num_heads, TOKENS=tokens, BY_SEGMENT=is_decode or shape["IS_EXACT"], num_warps=4,
             KV=shape["KV"], HAS_SCALES=shape["HAS_SCALES"],
-            **{name: shape[name] for name in ("WINDOW", "HEAD_DIM", "DIMS", "IS_DECODE", "IS_EXACT")},
+            **{name: shape[name] for name in ("WINDOW", "HEAD_DIM", "DIMS", "IS_DECODE", "IS_EXACT")}, **early,
         )  # fmt: skip
 
 
@@ -446,13 +448,14 @@ def _attend_kernel(
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, HAS_FULL_TILES: tl.constexpr,
-    IS_DECODE: tl.constexpr, IS_EXACT: tl.constexpr,
+    IS_DECODE: tl.constexpr, IS_EXACT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Items of the plan for one key-value head: a few tokens of one sequence over a run of segments of its context.
 
     The only part of a context is the answer; of several, each leaves its highest score, sum of weights and weighted
     values: one for each segment, or of a chunk one for the part.
     """
+    wait_for_inputs(OVERLAPS)
     TOKENS: tl.constexpr = ROWS // ROWS_PER_TOKEN
     BY_SEGMENT: tl.constexpr = IS_DECODE or IS_EXACT
     kv_head, num_items = tl.program_id(1), tl.load(plan + num_seqs)
@@ -556,8 +559,10 @@ def _combine_kernel(
     partials, out, query_starts, context_lens, plan, value_scale, sinks, num_seqs, max_parts, num_heads,
     WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr,
     IS_EXACT: tl.constexpr, BY_SEGMENT: tl.constexpr, KV: tl.constexpr, HAS_SCALES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One head of one token, or of the token of a sequence: its parts folded in ascending order, if it has several."""
+    wait_for_inputs(OVERLAPS)
     row, head = tl.program_id(0), tl.program_id(1)
     sequence = row if IS_DECODE else _find(query_starts, row, num_seqs)
     token = tl.load(query_starts + sequence) if IS_DECODE else row

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from quire.kernels.kv_cache_write import RotarySpec
 from quire.kernels.reference.kv_quantization import as_bytes
+from quire.kernels.triton import card
+from quire.kernels.triton.card import wait_for_inputs
 from quire.kernels.triton.quantized_cache import (
     encode,
     float_scales,
@@ -56,7 +58,7 @@ def write_kv(
         "DIMS": triton.next_power_of_2(head_dim), "num_warps": 4,
     }  # fmt: skip
     if not form["KV"]:
-        _write_kernel[(num_tokens,)](*arguments, **sizes)
+        _write_kernel[(num_tokens,)](*arguments, **sizes, **card.launch_options(query.device))
         return query
     inverses = [float(torch.tensor(1.0) / torch.tensor(scale)) for scale in spec.kv_scales]
     _write_quantized_kernel[(num_tokens,)](
@@ -72,9 +74,10 @@ def _write_kernel(
     query_stride, key_stride, value_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, PAIRS: tl.constexpr,
-    DIMS: tl.constexpr,
+    DIMS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One token. HALF is 0 where nothing is turned; dimensions past 2 * HALF pass through."""
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     row = slot * NUM_KV_HEADS * HEAD_DIM

@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton import card
+from quire.kernels.triton.card import wait_for_inputs
+
 MAX_WIDTH = 1 << 16
 
 
@@ -41,6 +44,7 @@ class TritonNorm:
             x, residual, self.weight, self.bias, normed, *strides, width, heads, self.eps,
             CENTERS=self.centers, IS_WIDE=self.offset is not None, OFFSET=self.offset or 0.0,
             HAS_HEADS=self.has_heads, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            **card.launch_options(x.device),
         )  # fmt: skip
         return normed, x if residual is None else residual
 
@@ -49,8 +53,10 @@ class TritonNorm:
 def _norm_kernel(
     x, residual, weight, bias, normed, token_stride, head_stride, width, heads, eps,
     CENTERS: tl.constexpr, IS_WIDE: tl.constexpr, OFFSET: tl.constexpr, HAS_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One row. With a residual the sum, rounded, takes its place and the norm takes the place of x."""
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < width

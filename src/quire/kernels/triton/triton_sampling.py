@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.sampling import pack_settings
+from quire.kernels.triton import card
+from quire.kernels.triton.card import wait_for_inputs
 
 BLOCK = 4096  # tokens of a tile
 NUM_BINS, BINS_PER_UNIT = tl.constexpr(1024), tl.constexpr(32.0)  # up to exp(-32): lower weights are 0
@@ -70,6 +72,7 @@ def choose_tokens(logits: Tensor, draws: NDArray[np.void] | Tensor | None = None
     found = scratch(num_cut * CAPACITY, torch.int32)
     row = (logits, table, table.view(torch.float32), table.view(torch.int64), bests, vocab_size, logits.stride(0))
     tiles = {"NUM_TILES": triton.next_power_of_2(num_tiles), "BLOCK": block, "num_warps": 8}
+    tiles |= card.launch_options(logits.device)  # of all but the first, which follows a memset
     grid, num_found = (num_rows, num_tiles), bins[num_cut * 2 * NUM_BINS.value :]
     _best_kernel[grid](logits, bests, vocab_size, logits.stride(0), BLOCK=block, num_warps=8)
     _weigh_kernel[grid](*row, sums, bins, num_tiles, **tiles)
@@ -152,8 +155,10 @@ def _sum_of_tiles(sums, index, num_tiles, NUM_TILES: tl.constexpr):
 def _weigh_kernel(
     all_logits, doubles, floats, ints, bests, vocab_size, stride, sums, bins, num_tiles,
     NUM_TILES: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One tile: what its tokens weigh, and their number by bins. The settings are `doubles`, `floats` and `ints`."""
+    wait_for_inputs(OVERLAPS)
     index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     highest, _token, temperature, log_min_p, is_drawn = _row(floats, bests, index, num_tiles, NUM_TILES)
     if is_drawn:
@@ -201,8 +206,10 @@ def _bounds(bins, index, top_k, top_p, total):
 def _sum_kernel(
     all_logits, doubles, floats, ints, bests, vocab_size, stride, sums, before_bins, bins, num_tiles,
     NUM_TILES: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One tile of a row that is cut: what its tokens weigh in each bin near the cuts, and together in those before."""
+    wait_for_inputs(OVERLAPS)
     index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     highest, _token, temperature, log_min_p, is_drawn = _row(floats, bests, index, num_tiles, NUM_TILES)
     is_cut, top_k, top_p = _is_cut(doubles, ints, index, vocab_size)
@@ -242,8 +249,10 @@ def _cuts(bins, index, top_k, top_p, before, total):
 def _collect_kernel(
     all_logits, doubles, floats, ints, bests, vocab_size, stride, sums, before_bins, before_cuts, bins, num_found,
     found, num_tiles, CAPACITY: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One tile of a row that is cut: append the ids near the cuts to `found`, and sum what is above all of them."""
+    wait_for_inputs(OVERLAPS)
     index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     highest, _token, temperature, log_min_p, is_drawn = _row(floats, bests, index, num_tiles, NUM_TILES)
     is_cut, top_k, top_p = _is_cut(doubles, ints, index, vocab_size)
@@ -267,8 +276,10 @@ def _collect_kernel(
 def _draw_kernel(
     all_logits, doubles, floats, ints, bests, vocab_size, stride, sums, before_bins, before_cuts, bins, num_found,
     found, tokens, num_tiles, CAPACITY: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One row: cut, and draw."""
+    wait_for_inputs(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     row = all_logits + index * stride
     highest, token, temperature, log_min_p, is_drawn = _row(floats, bests, index, num_tiles, NUM_TILES)
