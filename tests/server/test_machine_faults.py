@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.server import ANSWER_LIMIT_S, SOURCES, ServerProcess, running_server, wait_until
+from support.server import ANSWER_LIMIT_S, ServerProcess, running_server, wait_until
 
+SOURCES = Path(__file__).parents[2] / "src"
 SMALL = ("--num-kv-blocks", "512")
 BODY = {"prompt": "def area(", "max_tokens": 5, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}

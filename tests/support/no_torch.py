@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "triton", "ray")
-TESTS, SOURCE = Path(__file__).parents[1], "src/quire"
+TESTS, SOURCE = Path(__file__).parents[1], "/quire"  # in a checkout, or installed
 MAY_NEED_IT = (
     "kernels/reference/", "kernels/torch_arrays.py", "kernels/quantized.py", "kernels/triton/", "kernels/cuda/",
     "kernels/flashinfer/", "execution/cuda/", "engine/transformers_model/", "engine/parallel/",

@@ -21,7 +21,6 @@ import httpx
 
 from support.forked_engines import ForkedProcess, parent
 
-SOURCES = Path(__file__).parents[2] / "src"
 ENTRY = "from quire.cli.main import main; main()"
 START_LIMIT_S = ANSWER_LIMIT_S = 120.0  # against hangs: no machine is that slow
 END_LIMIT_S = 60.0
@@ -183,7 +182,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-    return kept | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 def _parent(pid: int) -> int | None:

@@ -20,7 +20,7 @@ from support.nodes import NodeCommand, as_flags, free_port, running_node
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
 from support.rank_answers import GREEDY, PROMPTS, SAMPLED, answers
-from support.server import SOURCES, running_server, wait_until
+from support.server import running_server, wait_until
 
 pytestmark = [
     pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built"),
@@ -180,7 +180,7 @@ def test_rank_with_other_settings_is_refused_on_both_nodes(folder: Path, other: 
 def test_rank_of_another_version_is_refused_on_both_nodes(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import quire.core.version as found\nfound.__version__ = '9.8.7'\n")
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_port": free_port()}
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCES)])}
+    env = {"PYTHONPATH": str(tmp_path)}
     with running_node(str(folder), *as_flags(settings), "--node-rank", "1", env=env) as command:
         message = f"rank 1 runs Quire 9.8.7, rank 0 runs {__version__}"
         with pytest.raises(ConfigError) as raised:
