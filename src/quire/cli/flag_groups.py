@@ -17,7 +17,6 @@ from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-import yaml
 
 from quire.core.checks import nearest
 from quire.core.options import MS, SIZE, Declared, declared_options, option
@@ -204,6 +203,8 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the file's mapping with its keys unchanged. An empty file is an empty mapping."""
+    import yaml  # noqa: PLC0415 (for the start without a file)
+
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -1,14 +1,14 @@
 """Formats of models: the package that reads a model's files, imported for a model that needs it.
 
 A model is a folder of floating-point weights, unless one of `FORMATS` recognizes it. Loads no torch. The imports inside
-functions are for the start: most models need none of them.
+functions are for the start: most models need none of them, and a plan no tokenizer.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quire.core.errors import ModelError
 from quire.core.model_files import is_gguf, read_json_object
@@ -24,7 +24,9 @@ from quire.text.text_settings import (
     tokenizer_file,
     warn_missing_tokenizer,
 )
-from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Format:
 
     recognizes: Callable[[Path], bool]
     read: Callable[[Path], ModelSource]
-    tokenizer_loader: Callable[[Path], Callable[[], Tokenizer] | None] | None = None
+    tokenizer_loader: Callable[[Path], "Callable[[], Tokenizer] | None"] | None = None
 
 
 def read_source(path: Path, load_format: str = "auto") -> ModelSource:
@@ -70,7 +72,7 @@ def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = 
 TokenizerUse = Literal["required", "optional", "skipped"]
 
 
-def load_tokenizer(path: Path, use: TokenizerUse = "optional") -> Tokenizer | None:
+def load_tokenizer(path: Path, use: TokenizerUse = "optional") -> "Tokenizer | None":
     """Load the tokenizer of a folder or file, or warn and return None if it has none: the model takes token ids.
 
     Raises ModelError for one that is broken, for none where it is required.
@@ -88,19 +90,23 @@ def load_tokenizer(path: Path, use: TokenizerUse = "optional") -> Tokenizer | No
     return load()
 
 
-def tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
+def tokenizer_loader(path: Path) -> "Callable[[], Tokenizer] | None":
     """Return what loads the tokenizer of a folder or file, or None if it has none. Errors as in `load_tokenizer`."""
     for each in FORMATS:
         if each.tokenizer_loader is not None and each.recognizes(path):
             return each.tokenizer_loader(path)
     name = tokenizer_file(path)
-    if name is None or name == TOKENIZER_FILE:
-        return None if name is None else partial(Tokenizer.from_folder, path)
-    return partial(_load_other_tokenizer, path, name)
+    if name is None:
+        return None
+    return partial(_load_tokenizer, path, name)
 
 
-def _load_other_tokenizer(path: Path, name: str) -> Tokenizer:
-    """Load the tokenizer of a folder without a tokenizer.json, from the file `name`."""
+def _load_tokenizer(path: Path, name: str) -> "Tokenizer":
+    """Load the tokenizer of a folder from the file `name`."""
+    from quire.text.tokenizer import Tokenizer  # noqa: PLC0415
+
+    if name == TOKENIZER_FILE:
+        return Tokenizer.from_folder(path)
     from quire.text.tokenizer_formats.folder_tokenizer import read_tokenizer  # noqa: PLC0415
 
     return Tokenizer.load(f"{path}/{name}", lambda: (read_tokenizer(path, name), read_text_settings(path)))
@@ -116,7 +122,7 @@ def _read_gguf(path: Path) -> ModelSource:
     return read_gguf(path)
 
 
-def _gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
+def _gguf_tokenizer_loader(path: Path) -> "Callable[[], Tokenizer] | None":
     from quire.formats.gguf.gguf_source import gguf_tokenizer_loader  # noqa: PLC0415
 
     return gguf_tokenizer_loader(path)

@@ -3,19 +3,22 @@
 import contextlib
 import io
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from quire.core.host_limits import Cpus, Memory, find_cpus, find_memory
-from quire.engine.messages import Ready
+
+if TYPE_CHECKING:
+    from quire.engine.messages import Ready
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def print_banner(
-    name: str, url: str, ready: Ready, stream: TextIO | None = None, *, has_tokenizer: bool = True, num_engines: int = 1
+    name: str, url: str, ready: "Ready", stream: TextIO | None = None, *, has_tokenizer: bool = True,
+    num_engines: int = 1,
 ) -> None:
     """Print the table and the ready line to `stream`, by default stdout.
 
@@ -49,7 +52,7 @@ def host_rows(cpus: Cpus, memory: Memory) -> list[tuple[str, str]]:
     return rows
 
 
-def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
+def _rows(name: str, ready: "Ready") -> list[tuple[str, str]]:
     limits = ready.limits
     blocks_each, num_fitting = -(-limits.max_model_len // limits.block_size), limits.max_num_seqs
     if limits.num_blocks:
@@ -67,7 +70,7 @@ def _rows(name: str, ready: Ready) -> list[tuple[str, str]]:
     ]
 
 
-def _blocks(num_blocks: int, ready: Ready) -> str:
+def _blocks(num_blocks: int, ready: "Ready") -> str:
     """Return a number of blocks with their tokens and bytes."""
     if num_blocks == 0:
         return "none: the model keeps no keys and values"

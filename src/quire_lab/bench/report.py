@@ -3,14 +3,16 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from quire_lab.bench.bench_flags import WorkloadFlags
 from quire_lab.sim.statistics import Distribution, Spread, Timeline, latencies, spread
 from quire_lab.sim.workloads import WorkItem
+
+if TYPE_CHECKING:
+    from quire_lab.bench.bench_flags import WorkloadFlags
 
 Record = dict[str, Any]
 
@@ -37,7 +39,7 @@ def _tokens_per_s(timelines: Sequence[Timeline]) -> float:
     return num_tokens / max(timeline.token_times_s[-1] for timeline in timelines)
 
 
-def workload_record(items: Sequence[WorkItem], flags: WorkloadFlags) -> Record:
+def workload_record(items: Sequence[WorkItem], flags: "WorkloadFlags") -> Record:
     """Return what was run, in numbers."""
     return {
         "source": flags.workload if flags.name is None else f"{flags.workload} {flags.name}",
