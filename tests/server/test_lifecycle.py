@@ -166,7 +166,7 @@ def test_engine_that_hangs_at_its_start_is_given_up() -> None:
 
 
 def test_closed_standard_streams_do_not_disturb() -> None:
-    with running_server(*SMALL, command=("sh", "-c", 'exec "$@" <&- 2>&-', "sh")) as server:
+    with running_server(*SMALL, command=("/bin/sh", "-c", 'exec "$@" <&- 2>&-', "sh")) as server:
         for _ in range(3):
             response = server.post("/v1/completions", SHORT)
             assert response.json()["usage"]["completion_tokens"] == 3
