@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from support.embedders import write_reranker
 from support.gguf_files import convert
 from support.peft_folders import write_adapter
+from support.quantized_folder import awq, awq_config, gptq, gptq_config, write_pair
+from support.server import running_server
 
 DRAFT = Path(__file__).parent / "data/demo-draft"
 MISSING = 'import sys\nsys.modules["torch"] = None  # importing it raises ModuleNotFoundError, and none is found\n'
@@ -19,14 +22,14 @@ import json, sys
 from quire import LLM, LoRARequest, SamplingParams
 from quire.core.pooling import PoolingParams
 
-model, gguf, adapter, draft = sys.argv[1:]
+model, gguf, adapter, draft, *quantized = sys.argv[1:]
 prompts = ["def f(", "import", "class A:", "for i in"]
 greedy = dict(temperature=0.0, max_tokens=12, ignore_eos=True)
 drawn = dict(temperature=0.8, top_p=0.9, seed=3, n=3, logprobs=2, presence_penalty=0.5, max_tokens=12, ignore_eos=True)
 found = {}
 
-def run(name, params, model=model, lora=None, **settings):
-    with LLM(model, max_model_len=256, **settings) as llm:
+def run(name, params, model=model, lora=None, prompts=prompts, max_model_len=256, **settings):
+    with LLM(model, max_model_len=max_model_len, **settings) as llm:
         outputs = llm.generate(prompts, SamplingParams(**params), use_tqdm=False, lora_request=lora)
         found[name] = [[[*each.token_ids], each.cumulative_logprob] for one in outputs for each in one.outputs]
 
@@ -39,6 +42,8 @@ run("int8 cache", greedy, kv_cache_dtype="int8_per_token_head")
 run("recomputed", drawn, num_kv_blocks=24, max_num_batched_tokens=32)
 run("swapped", drawn, num_kv_blocks=24, preemption_mode="swap", swap_space="8MiB")
 run("gguf", greedy, model=gguf)
+for folder in quantized:
+    run(folder, greedy, model=folder, prompts=[[5, 6, 7]], max_model_len=64)
 run("adapter", greedy, lora=LoRARequest("a", 1, adapter), enable_lora=True)
 run("n-grams", greedy, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
 run("draft", greedy, speculative_config={"model": draft, "num_speculative_tokens": 3})
@@ -66,21 +71,42 @@ def ran(command: list[str], environment: dict[str, str]) -> subprocess.Completed
 
 
 def test_answers_have_the_same_bits_with_and_without(
-    demo_model: Path, tmp_path: Path, without_torch: dict[str, str]
+    demo_model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, without_torch: dict[str, str]
 ) -> None:
     gguf = convert(demo_model, tmp_path / "demo.gguf")
     adapter = write_adapter(tmp_path / "adapter", demo_model)
-    command = ["-c", ANSWERS, str(demo_model), str(gguf), str(adapter), str(DRAFT)]
+    quantized = [
+        write_pair(tmp_path_factory.mktemp(name), quantize, config).folder
+        for name, quantize, config in (("gptq", gptq(4, 8), gptq_config(4, 8)), ("awq", awq(8), awq_config(8)))
+    ]
+    command = ["-c", ANSWERS, *map(str, [demo_model, gguf, adapter, DRAFT, *quantized])]
     done = [ran(command, environment) for environment in (without_torch, os.environ | {"OMP_NUM_THREADS": "1"})]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
     (without, is_loaded), (beside, is_loaded_beside) = (each.stdout.splitlines() for each in done)
     assert (is_loaded, is_loaded_beside) == ("False", "False")
     answers: dict[str, Any] = json.loads(without)
     assert answers == json.loads(beside)
-    assert len(answers) == 15
+    assert len(answers) == 17
     assert answers["greedy"] == answers["ranks"] == answers["n-grams"] == answers["draft"]
     assert answers["drawn"] == answers["swapped"] == answers["recomputed"]
     assert answers["greedy"] != answers["adapter"]
+
+
+def test_servers_answer(demo_model: Path, tmp_path: Path, without_torch: dict[str, str]) -> None:
+    adapter, chat = write_adapter(tmp_path / "adapter", demo_model), [{"role": "user", "content": "hi"}]
+    environment, blocks = {"PYTHONPATH": without_torch["PYTHONPATH"]}, ("--num-kv-blocks", "256")
+    adapters = "--enable-lora", "--lora-modules", f"a={adapter}"
+    with running_server(*blocks, "-dp", "2", *adapters, env=environment, is_new=True) as one:
+        completion = one.post("/v1/completions", {"model": "a", "prompt": "def f(", "max_tokens": 4, "temperature": 0})
+        chatted = one.post("/v1/chat/completions", {"messages": chat, "max_tokens": 4})
+        assert [(each.status_code, each.json()["usage"]["completion_tokens"]) for each in (completion, chatted)] == [
+            (200, 4), (200, 4),
+        ]  # fmt: skip
+    with running_server(str(write_reranker(tmp_path / "reranker")), *blocks, env=environment, is_new=True) as other:
+        scores = other.post("/score", {"text_1": "a", "text_2": ["b", "c"]}).json()["data"]
+        ranking = other.post("/rerank", {"query": "a", "documents": ["b", "c"]}).json()["results"]
+        found = {each["index"]: each["relevance_score"] for each in ranking}
+        assert [found[each["index"]] for each in scores] == [each["score"] for each in scores]
 
 
 @pytest.mark.parametrize(
