@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from quire import LLM, BeamSearchParams, SamplingParams
-from quire.core.beam_search_params import as_sampling_params
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import StepPlan, StepResult
+from quire.core.pooling import BeamTask
+from quire.core.sampling_params import as_sampling_params
 from quire.core.sequence import Request
-from quire.core.task import BeamTask
 from quire.engine.assembly import assemble
 from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions

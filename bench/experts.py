@@ -29,14 +29,13 @@ from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.kernels.experts import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight, Table
+from quire.model.checkpoints.dummy_weights import DummyCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.config import spec_from_config
-from quire.model.dummy_weights.dummy_checkpoint import DummyCheckpoint
+from quire.model.config import expert_reads, spec_from_config
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 from quire.model.loader import build_decoder
-from quire.model.weight_counts import expert_reads
-from quire.model.weight_formats.weight_format import ModuleRows
+from quire.model.weight_format import ModuleRows
 
 WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN, VOCAB_SIZE = 2048, 768, 128, 8, 151_936
 MANY_ROWS = 512  # of a dense layer, whose rate is the floor of arithmetic

@@ -12,9 +12,8 @@ from typing import Annotated, get_args
 import typer
 
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from quire_lab.sim.cost import PAGED_ATTENTION_FACTOR, CostModel
 from quire_lab.sim.fairness import HEAVY, LIGHT, serve
-from quire_lab.sim.hardware import read_hardware
+from quire_lab.sim.hardware import PAGED_ATTENTION_FACTOR, CostModel, read_hardware
 from quire_lab.sim.models import read_model
 
 BLOCKS, SEQS, BUDGET, MAX_LEN = 8192, 64, 2048, 2048

@@ -21,9 +21,8 @@ from quire.scheduling import admission
 from quire_lab.paper import runs
 from quire_lab.paper.runs import FASTER_TRANSFORMER, MAX, ORACLE, PAGED, QUIRE, SYSTEMS, Point
 from quire_lab.paper.serving import SUSTAINED_S
-from quire_lab.sim.cost import CostModel
 from quire_lab.sim.datasets import DATASETS, due_times, workload
-from quire_lab.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
+from quire_lab.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S, CostModel
 from quire_lab.sim.models import read_model, set_up
 from quire_lab.sim.simulation import Answer, SimulatedRun, Simulation
 from quire_lab.sim.workloads import Lengths, WorkItem, with_random_prompts

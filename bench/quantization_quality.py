@@ -23,7 +23,7 @@ import typer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire.core.kv_dtypes import QUANTIZED
+from quire.core.config import QUANTIZED
 from quire.engine.formats import load_tokenizer
 from quire.kernels.choice import choose_back_end
 from quire.kernels.torch_arrays import to_tensor
@@ -35,7 +35,7 @@ from quire.model.language_model import ForwardBatch
 from quire.model.loader import build_decoder
 from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
 from quire.model.resolve import resolve_model
-from quire.model.weight_formats.float_formats import RoundedFormat
+from quire.model.weight_format import RoundedFormat
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tools"), str(ROOT / "tests")]

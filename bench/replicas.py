@@ -32,14 +32,12 @@ from quire.engine.fleet.router import Routing
 from quire.engine.launcher import spawn_engines
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
-from quire_lab.sim.cost import CostModel
 from quire_lab.sim.datasets import DATA_FOLDER
-from quire_lab.sim.hardware import HARDWARE, Hardware
+from quire_lab.sim.hardware import HARDWARE, CostModel, Hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from quire_lab.sim.simulated_fleet import FleetSimulation
-from quire_lab.sim.traces import TraceSlice, trace_workload
-from quire_lab.sim.workloads import WorkItem, open_text
+from quire_lab.sim.workloads import TraceSlice, WorkItem, open_text, trace_workload
 
 CHATS, TRACE = "sharegpt_sample_turns.csv.gz", "mooncake_conversation.jsonl.gz"
 MODEL, HARDWARE_NAME, LONGEST = "Llama-3.1-8B", "H100", 131_072

@@ -24,8 +24,8 @@ from quire.execution.executor import Executor
 from quire_lab.bench.machine import machine_facts
 from quire_lab.bench.passes import time_steps
 from quire_lab.sim.calibration import StepSize, fit_hardware, step_sizes
-from quire_lab.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
 from quire_lab.sim.datasets import DATA_FOLDER, due_times, workload
+from quire_lab.sim.hardware import CONTIGUOUS_ATTENTION_FACTOR, CostModel
 from quire_lab.sim.models import read_model
 from quire_lab.sim.simulation import SimulatedRun, Simulation, paged_scheduler
 from quire_lab.sim.statistics import latencies

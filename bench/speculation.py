@@ -50,9 +50,8 @@ from quire.engine.formats import load_tokenizer
 from quire.engine.options import EngineOptions
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, DraftRows, rows_to_draft
-from quire.execution.drafting.draft_lengths import AdaptiveLength, StepCost
 from quire.execution.drafting.draft_model import DraftModel
-from quire.execution.drafting.drafters import LimitedDrafter, make_drafter
+from quire.execution.drafting.drafters import AdaptiveLength, LimitedDrafter, StepCost, make_drafter
 from quire.execution.row_results import num_accepted
 from quire.execution.worker import Worker
 from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels

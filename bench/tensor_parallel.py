@@ -30,7 +30,7 @@ from quire.model.sharding import Mode
 from quire.model.source import read_folder
 from quire_lab.bench.machine import machine_facts
 from quire_lab.bench.passes import latency_pass
-from quire_lab.sim.cost import Exchanges
+from quire_lab.sim.hardware import Exchanges
 from quire_lab.sim.workloads import WorkItem
 
 WAYS = ("process", "gather", "reduce")

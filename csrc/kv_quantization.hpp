@@ -1,5 +1,5 @@
 // Elements of 8 bits: how they are made of a head's numbers, and widened again. The arithmetic is that of
-// kernels/reference/kv_quantization.py, to the bit.
+// kernels/reference/kv_cache.py, to the bit.
 #pragma once
 
 #include "cache_layout.hpp"

@@ -1,6 +1,6 @@
 // The order of a row's tokens, higher logit first and equal ones by id, and its first tokens found without sorting it.
 //
-// A logit's bits become an integer that rises with it (quire/kernels/reference/ranking.py), so NaN has a place, too. BlockMaxima
+// A logit's bits become an integer that rises with it (quire/kernels/reference/sampling.py), so NaN has a place, too. BlockMaxima
 // holds the highest of every 64 logits: the k-th highest of those is a bound that at least k tokens reach, and in most rows
 // hardly more. Among the tokens at the bound, `last_of` narrows down where a prefix of the order ends: 512 bins of
 // equal width in the integers, the bin in which the running count or sum gets there, and so on inside that bin.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from model_tables import COMBINATIONS, PAGE, Cases, gguf_name, is_refused
-from quire.formats.gguf.gguf_architectures import ARCHITECTURES
+from quire.formats.gguf.gguf_config import ARCHITECTURES
 from quire.model.architectures import ENCODERS, FAMILIES
 from support.gguf_files import ARCHITECTURES as GGUF_ARCHITECTURES
 

@@ -21,8 +21,8 @@ from quire.core.errors import ConfigError
 from quire.engine.loading import check_encoder, check_ranks
 from quire.engine.options import EngineOptions
 from quire.engine.transformers_model.transformers_loading import check_options
-from quire.formats.gguf.gguf_architectures import ARCHITECTURES
-from quire.kernels.support import SUPPORT, require
+from quire.formats.gguf.gguf_config import ARCHITECTURES
+from quire.kernels.back_end import SUPPORT, require
 from quire.model.architectures import ENCODER_HEADS, ENCODERS, FAMILIES
 from quire.model.config_reader import ConfigReader
 from quire.model.spec import DecoderSpec, Experts

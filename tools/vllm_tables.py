@@ -13,7 +13,7 @@ from quire.core.options import declared_options
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
 from quire_vllm.translation import ROWS
-from quire_vllm.translation_rows import Does, Row
+from quire_vllm.values import Does, Row
 
 DECLARED = (each for group in (EngineOptions, ServerOptions) for each in declared_options(group))
 OPTIONS = {"config", *(each.name for each in DECLARED if each.option.kind != "none")}

@@ -5,7 +5,6 @@ Importing this package loads no engine: `LLM` is looked up on first use.
 
 from typing import TYPE_CHECKING, Any
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.garbage import collections_paused
 from quire.core.lora import LoRARequest
 from quire.core.outputs import (
@@ -22,8 +21,7 @@ from quire.core.outputs import (
     ScoringRequestOutput,
 )
 from quire.core.pooling import PoolingParams
-from quire.core.repetition import RepetitionDetectionParams
-from quire.core.sampling_params import SamplingParams, branch_seed
+from quire.core.sampling_params import BeamSearchParams, RepetitionDetectionParams, SamplingParams, branch_seed
 from quire.core.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 from quire.core.version import __version__ as __version__
 

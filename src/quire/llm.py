@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.checks import nearest, one_each, refuse
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
@@ -26,7 +25,7 @@ from quire.core.outputs import (
     ScoringRequestOutput,
 )
 from quire.core.pooling import PoolingParams
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.core.structured_outputs import parse_config
 from quire.engine.assembly import AssembledEngine
 from quire.engine.fleet.offline_fleet import BlockingFleet
@@ -41,8 +40,8 @@ from quire.engine.requests.input_processor import (
     TokenizedPrompt,
     Truncation,
 )
-from quire.engine.requests.offline_pooling import OfflinePooling
 from quire.engine.requests.output_processor import OutputKind
+from quire.engine.requests.pooling_inputs import OfflinePooling
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool

@@ -14,11 +14,24 @@ from quire.engine.options import EngineOptions
 from quire.model.quantization import CHECKPOINT_METHODS
 from quire.server.startup_banner import format_bytes
 from quire_lab.bench import report
-from quire_lab.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR, CostModel, exchange_mode
-from quire_lab.sim.hardware import Hardware, read_hardware
+from quire_lab.sim.hardware import (
+    CONTIGUOUS_ATTENTION_FACTOR,
+    PAGED_ATTENTION_FACTOR,
+    CostModel,
+    Hardware,
+    exchange_mode,
+    read_hardware,
+)
 from quire_lab.sim.models import Model, read_draft_model, read_model
-from quire_lab.sim.planning import MemoryPlan, not_servable_yet, plan_memory, stored_parameters
-from quire_lab.sim.target_price import CONTEXT_LEN, TargetPrice, target_prices
+from quire_lab.sim.planning import (
+    CONTEXT_LEN,
+    MemoryPlan,
+    TargetPrice,
+    not_servable_yet,
+    plan_memory,
+    stored_parameters,
+    target_prices,
+)
 
 _NUMS_DECODES = (1, 8, 64)  # beside which a target of time has its price
 _device = partial(flag_field, panel="Device")

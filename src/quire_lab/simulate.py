@@ -14,9 +14,8 @@ from quire_lab.bench import report
 from quire_lab.bench.bench_flags import LimitFlags, RateFlags
 from quire_lab.bench.diagnosis import LatencyLimits, Observation, diagnose, observe
 from quire_lab.plan_command import DeviceFlags, price_row, print_refusals
-from quire_lab.sim.cost import CostModel
 from quire_lab.sim.datasets import DATA_FOLDER, DATASETS, due_times, fit_note, workload
-from quire_lab.sim.hardware import Hardware
+from quire_lab.sim.hardware import CostModel, Hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import MemoryPlan
 from quire_lab.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 from quire.cli.flag_groups import SEVERAL, variable_of
 from quire.core.errors import ConfigError
 from quire_vllm.translation import ROWS, meaning
-from quire_vllm.translation_rows import Row
-from quire_vllm.values import parsed_json
+from quire_vllm.values import Row, parsed_json
 
 VLLM_KEY = "VLLM_API_KEY"       # environment variable; for servers, after keys from everywhere else
 _LEVEL = re.compile(r"-O=?(\d)")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire_vllm.translation_rows import (
+from quire_vllm.values import (
     Row,
     accepted,
     config,

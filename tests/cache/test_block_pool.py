@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from quire.cache.block_pool import BlockPool, OutOfBlocksError
-from quire.cache.eviction import EvictionQueue
-from quire.cache.prefix_tree import PrefixTree
+from quire.cache.prefix_tree import EvictionQueue, PrefixTree
 from quire.core.errors import EngineError
 
 

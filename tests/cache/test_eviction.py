@@ -2,8 +2,7 @@
 
 import pytest
 
-from quire.cache.eviction import EvictionQueue
-from quire.cache.prefix_tree import PrefixTree
+from quire.cache.prefix_tree import EvictionQueue, PrefixTree
 from quire.core.config import CacheConfig
 from quire.engine.schedulers import make_cache
 from support.counted_calls import CountedCalls

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_match import PrefixMatch
+from quire.cache.prefix_tree import PrefixMatch
 from quire.core.config import CacheConfig
 from quire.engine.schedulers import make_cache
 

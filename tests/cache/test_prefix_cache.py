@@ -4,7 +4,7 @@ import pytest
 
 from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_match import Path, PrefixMatch
+from quire.cache.prefix_tree import Path, PrefixMatch
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
 from quire.engine.schedulers import make_cache

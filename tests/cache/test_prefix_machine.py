@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK
-from quire.cache.prefix_match import Awaited, PrefixMatch
+from quire.cache.prefix_tree import Awaited, PrefixMatch
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
 from quire.engine.schedulers import make_cache

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from quire.cache.prefix_match import NONE
-from quire.cache.prefix_tree import MAX_CHILDREN_SEEN, PrefixTree
+from quire.cache.prefix_tree import MAX_CHILDREN_SEEN, NONE, PrefixTree
 
 A, B, C = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
 

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from quire.core.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams, as_sampling_params
 from quire.core.checks import MAX_INT
 from quire.core.errors import InvalidRequestError
+from quire.core.sampling_params import MAX_LENGTH_PENALTY, BeamSearchParams, as_sampling_params
 
 
 def test_fields_and_defaults_are_the_contracts() -> None:

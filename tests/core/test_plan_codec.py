@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import (
     BlockCopy,
@@ -25,10 +24,9 @@ from quire.core.plan import (
     decode_result,
     encode,
 )
-from quire.core.pooling import Pool
-from quire.core.sampling_params import SamplingParams
+from quire.core.pooling import NO_SCOPE, Pool, Scope
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.core.task import NO_SCOPE, Scope
 from quire.core.token_ids import TokenIds, pack_tokens
 
 LARGEST = 2**63 - 1

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from quire.core.errors import InvalidRequestError
-from quire.core.repetition import (
+from quire.core.sampling_params import (
     MAX_PATTERN_SIZE,
     RepetitionDetectionParams,
     RepetitionDetector,

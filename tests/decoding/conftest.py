@@ -9,8 +9,7 @@ import torch
 
 from quire.core.plan import NewRow
 from quire.decoding.row_grammars import TokenMasks
-from quire.decoding.sampler import SampledTokens, sample
-from quire.decoding.sampling_state import SamplingBatch, SamplingState
+from quire.decoding.sampler import SampledTokens, SamplingBatch, SamplingState, sample
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.sampling import SamplingOps

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.decoding.bad_words import BadWords
-from quire.decoding.sampling_state import SamplingState
+from quire.decoding.sampler import SamplingState
 
 WORDS = st.lists(st.lists(st.integers(0, 3), max_size=4).map(tuple), max_size=8).map(tuple)
 

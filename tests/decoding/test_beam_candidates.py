@@ -5,10 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import NewRow
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.decoding.sampler import SampledTokens
 
 SampleRows = Callable[[list[NewRow], np.ndarray], SampledTokens]

@@ -7,8 +7,7 @@ from scipy import stats
 
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams, branch_seed
-from quire.decoding.sampler import sample
-from quire.decoding.sampling_state import SamplingBatch, SamplingState
+from quire.decoding.sampler import SamplingBatch, SamplingState, sample
 from quire.kernels.choice import choose_back_end
 from quire.kernels.sampling import SamplingOps
 

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.decoding.sampler import NOTHING_ALLOWED, SampledTokens, sample
-from quire.decoding.sampling_state import SamplingBatch, SamplingState
-from quire.kernels.philox import uniforms
-from quire.kernels.sampling import SamplingOps
+from quire.decoding.sampler import NOTHING_ALLOWED, SampledTokens, SamplingBatch, SamplingState, sample
+from quire.kernels.sampling import SamplingOps, uniforms
 from support.on_tensors import logits_of
 
 SampleRows = Callable[..., SampledTokens]

@@ -5,8 +5,7 @@ import pytest
 
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams
-from quire.decoding.sampler import SampledTokens, sample
-from quire.decoding.sampling_state import SamplingBatch, SamplingState
+from quire.decoding.sampler import SampledTokens, SamplingBatch, SamplingState, sample
 from quire.execution.row_results import num_accepted
 from quire.kernels.sampling import SamplingOps
 from support.on_tensors import logits_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.core.config import QUANTIZED
 from quire.core.errors import ConfigError, RequestFailedError
-from quire.core.kv_dtypes import QUANTIZED
 from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import TORCH
 from quire.model.decoder import Decoder

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from quire.engine.options import EngineOptions
-from quire.text.detokenizer import REPLACEMENT
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import REPLACEMENT, Tokenizer
 from support import small_tokenizers
 from support.cycle_model import write_cycle_model
 from support.openai_server import Json, OpenAIServer, openai_server

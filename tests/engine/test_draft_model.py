@@ -18,7 +18,7 @@ from torch import Tensor
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.core.errors import ConfigError, ModelError
 from quire.core.speculation import MAX_PENDING, ScratchBlocks
-from quire.decoding.sampling_state import SamplingBatch
+from quire.decoding.sampler import SamplingBatch
 from quire.engine.assembly import assemble
 from quire.engine.draft_model_loading import load_draft_model
 from quire.engine.loading import load
@@ -26,8 +26,8 @@ from quire.engine.options import EngineOptions
 from quire.execution.batch import IntArray, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting import draft_model as module
-from quire.execution.drafting.draft_lengths import AdaptiveLength
 from quire.execution.drafting.draft_model import DraftModel
+from quire.execution.drafting.drafters import AdaptiveLength
 from quire.kernels.tensors import floats
 from quire.model.decoder import Decoder
 from quire.model.language_model import ForwardBatch

@@ -8,11 +8,10 @@ from itertools import count
 import pytest
 
 from quire.cache.manager import KVCacheManager
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import MemoryPolicy
 from quire.core.plan import GraphCounts, StepResult
-from quire.core.sampling_params import SamplingParams
-from quire.core.task import BeamTask
+from quire.core.pooling import BeamTask
+from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.engine.engine import Engine
 from quire.scheduling import result_recorder
 from quire_lab.baselines.buddy_pool import BuddyPool

@@ -20,14 +20,12 @@ from quire.core.deltas import SequenceDelta
 from quire.core.errors import EngineError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.sequence import Request
-from quire.decoding.sampler import SampledTokens
-from quire.decoding.sampling_state import BIAS, SamplingBatch
+from quire.decoding.sampler import BIAS, SampledTokens, SamplingBatch
 from quire.engine.messages import AddRequest, Idle, Report, Stepped
 from quire.engine.offline_engine import LocalEngine
 from quire.engine.processes.engine_process import EngineLoop
-from quire.engine.processes.heartbeat import Heartbeat
-from quire.engine.requests.completion_builder import CompletionBuilder
-from quire.engine.requests.output_processor import OutputProcessor
+from quire.engine.processes.liveness import Heartbeat
+from quire.engine.requests.output_processor import CompletionBuilder, OutputProcessor
 from quire.execution import worker
 from quire.execution.swapper import Swapper
 from quire.kernels.sampling import SamplingOps

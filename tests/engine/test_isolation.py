@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.plan import GraphCounts, StepPlan, StepResult
+from quire.core.sampling_params import BeamSearchParams
 from quire.core.sequence import NO_ROW
 from quire.engine.engine import Engine
 from quire.scheduling.isolation import MAX_FRUITLESS, PROBE_ID

@@ -14,8 +14,7 @@ from quire.engine.sizing import ModelLimits
 from quire.execution.device import HostDevice
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.reference.back_ends import REFERENCE
-from quire.model.kv_cache import KVCache
-from quire.model.kv_geometry import KVGeometry, LayerKV
+from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch, LanguageModel
 from support.paged_cache import plain_spec, rotary_spec
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
 from quire.core.checks import MAX_INT
 from quire.core.config import CacheConfig, SchedulerConfig
@@ -19,9 +18,9 @@ from quire.core.errors import ConfigError, EngineError, ModelError, NotInstalled
 from quire.core.frames import LENGTH_BYTES, frame, read_frame
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import KVStats
-from quire.core.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
+from quire.core.pooling import GENERATE, BeamTask, PinTask, Scope
+from quire.core.sampling_params import MAX_SEED, MIN_SEED, BeamSearchParams, SamplingParams
 from quire.core.sequence import Request
-from quire.core.task import GENERATE, BeamTask, PinTask, Scope
 from quire.core.token_ids import pack_tokens
 from quire.engine.messages import (
     FAULT,

@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.config import PreemptionMode
 from quire.core.plan import GraphCounts, RowResult, StepPlan, StepResult
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.engine.engine import Engine
 from support.fake_executor import FakeExecutor, expected_tokens
 from support.scheduling import Harness

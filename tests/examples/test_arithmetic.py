@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.core.config import CacheConfig
-from quire.core.kv_dtypes import ELEMENT_BYTES
+from quire.core.config import ELEMENT_BYTES, CacheConfig
 from quire.engine.schedulers import make_cache
 from quire.model.sharding import Shard
 from quire.model.spec import DecoderSpec

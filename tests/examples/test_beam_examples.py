@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams
+from quire.core.sampling_params import BeamSearchParams
 from support.fake_executor import VOCAB_SIZE
 from support.scheduling import Harness
 

@@ -3,7 +3,7 @@
 from typing import get_args
 
 from quire.core.config import MemoryPolicy
-from quire_lab.baselines.reservation import num_reserved_tokens
+from quire_lab.baselines.buddy_pool import num_reserved_tokens
 from support.scheduling import Harness
 
 ORCAS = get_args(MemoryPolicy)[1:]

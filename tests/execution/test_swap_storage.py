@@ -11,8 +11,7 @@ from quire.execution.swapper import UnlinkedFile, allocate_swap_space
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import REFERENCE
-from quire.model.kv_cache import ALIGNMENT, KVCache
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import ALIGNMENT, KVCache, KVGeometry
 from quire.model.loader import load_model
 from quire.model.spec import DecoderSpec
 from support.on_tensors import tensors

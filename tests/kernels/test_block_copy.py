@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.reference.block_copy import copy_blocks
-from quire.kernels.reference.kv_quantization import as_bytes
+from quire.kernels.reference.kv_cache import as_bytes, copy_blocks
 
 
 def layers(count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:

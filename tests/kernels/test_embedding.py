@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.reference.embedding import embed
+from quire.kernels.reference.linear import embed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

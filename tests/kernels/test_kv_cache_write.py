@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.reference.kv_cache_write import write_kv
-from quire.kernels.reference.kv_quantization import encode
+from quire.core.config import QUANTIZED
+from quire.kernels.reference.kv_cache import encode, write_kv
 from support.paged_cache import rotary_spec
 
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.core.config import QUANTIZED
 from quire.core.errors import ConfigError
-from quire.core.kv_dtypes import QUANTIZED
+from quire.kernels.back_end import require_kv_dtype
 from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
-from quire.kernels.reference.kv_quantization import decode, encode
-from quire.kernels.support import require_kv_dtype
+from quire.kernels.reference.kv_cache import decode, encode
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().tolist()  # of e4m3 by their bits

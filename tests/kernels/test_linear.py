@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.linear import Activation
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference import linear
 from quire.kernels.reference.linear import MAX_ROWS, PackedLinear, equal_row_counts, reference

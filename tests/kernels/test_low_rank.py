@@ -6,9 +6,8 @@ import torch
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.quantized import round_to_nearest
-from quire.kernels.reference.linear import make_linear, reference
-from quire.kernels.reference.low_rank import TorchUp
-from quire.kernels.reference.low_rank import reference as addend_of
+from quire.kernels.reference.linear import TorchUp, make_linear, reference
+from quire.kernels.reference.linear import low_rank_addend as addend_of
 from support.adapters import adapter, random_layer
 
 WIDTH, OUTPUTS = 40, 72

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from quire.kernels.norm import Norm
+from quire.kernels.layers import Norm
 from quire.kernels.reference.norm import TorchNorm
 
 WIDTHS = [8, 32, 64, 80, 128, 172, 333, 768, 896, 2048, 4864]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from quire.kernels.philox import philox4x32, uniforms
+from quire.kernels.sampling import philox4x32, uniforms
 
 UINT64 = st.integers(0, 2**64 - 1)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
+from quire.kernels.back_end import CPU, SUPPORT, require_ops
+from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec, build_metadata
 from quire.kernels.program import (
     INPUT,
     Activations,
@@ -18,9 +18,8 @@ from quire.kernels.program import (
     Program,
     RotaryWriteOp,
 )
-from quire.kernels.reference.kv_cache_write import write_kv
+from quire.kernels.reference.kv_cache import write_kv
 from quire.kernels.reference.paged_attention import paged_attention
-from quire.kernels.support import CPU, SUPPORT, require_ops
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.cache_layout import KVScales
+from quire.core.config import KERNEL_BLOCK_SIZES, QUANTIZED
+from quire.kernels.kv_cache import KVScales
 from quire.kernels.reference.back_ends import REFERENCE, TORCH
-from quire.kernels.reference.kv_quantization import decode, encode
+from quire.kernels.reference.kv_cache import decode, encode
 from support.paged_cache import Paging, Part, Tokens, attend
 
 HEADS = [(4, 2, 32), (14, 2, 64), (8, 1, 80)]

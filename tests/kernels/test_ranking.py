@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from quire.kernels.reference.ranking import order_keys, rank, top_tokens
+from quire.kernels.reference.sampling import order_keys, rank, top_tokens
 
 FEW_VALUES = st.sampled_from([-np.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 1.5, 3e38, np.inf])
 LOGITS = hnp.arrays(np.float32, st.integers(1, 40), elements=FEW_VALUES)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from quire.kernels.reference.kv_cache_write import apply_rotary
+from quire.kernels.reference.kv_cache import apply_rotary
 from support.rotary import frequencies, table_of
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.linear import Activation
+from quire.core.config import QUANTIZED
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import LinearWeight
 from support.paged_cache import plain_spec, rotary_spec
 from support.triton_compiler import compiled_launches, specialized_launches
@@ -276,8 +276,7 @@ def test_layers_of_one_output_compile(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_products_of_few_rows_compile_without_spilling(capability: int) -> None:
-    from quire.kernels.kv_cache_write import RotarySpec
-    from quire.kernels.paged_attention import Heads
+    from quire.kernels.paged_attention import Heads, RotarySpec
     from quire.kernels.program import LayerInputs, RotaryWriteOp
     from quire.kernels.triton import card
     from quire.kernels.triton.few_rows import few_rows_product, projected_query

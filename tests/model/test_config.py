@@ -6,9 +6,8 @@ import pytest
 from quire.core.errors import ModelError
 from quire.kernels.reference.back_ends import TORCH
 from quire.model.config import spec_from_config
-from quire.model.frequencies import inverse_frequencies
-from quire.model.kv_cache import KVCache
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import KVCache, KVGeometry
+from quire.model.rope import inverse_frequencies
 from quire.model.spec import DecoderSpec
 from quire_lab.sim.footprint import kv_bytes_per_token
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
-from quire.kernels.reference.kv_quantization import as_bytes
+from quire.kernels.reference.kv_cache import as_bytes
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, Method, QuantizationOptions, resolve

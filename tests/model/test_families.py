@@ -16,7 +16,7 @@ from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
-from quire.model.ranks import Ranks
+from quire.model.sharding import Ranks
 from quire.model.source import read_folder
 from quire_lab.sim.footprint import weight_bytes
 from support.random_parameters import randomize

@@ -33,8 +33,7 @@ from quire.model.quantization import (
     activation_group_size,
     resolve,
 )
-from quire.model.weight_formats.float_formats import RoundedFormat
-from quire.model.weight_formats.weight_format import ModuleRows
+from quire.model.weight_format import ModuleRows, RoundedFormat
 from support.memory_checkpoint import MemoryCheckpoint
 from support.random_model import write_random_model
 

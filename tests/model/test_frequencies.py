@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire.model.config import spec_from_config
-from quire.model.frequencies import inverse_frequencies
+from quire.model.rope import inverse_frequencies
 
 QWEN = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 256, "intermediate_size": 48,

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from quire.core.arrays import dtype_name
+from quire.core.config import KVDtype
 from quire.core.errors import ConfigError
-from quire.core.kv_dtypes import KVDtype
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import TORCH
-from quire.model.kv_cache import ALIGNMENT, KVCache
-from quire.model.kv_geometry import KVGeometry, LayerKV
+from quire.model.kv_cache import ALIGNMENT, KVCache, KVGeometry, LayerKV
 
 
 def geometry(dtype: str = "float32") -> KVGeometry:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire.core.kv_dtypes import ELEMENT_BYTES, QUANTIZED
+from quire.core.config import ELEMENT_BYTES, QUANTIZED
 from quire.model.config import spec_from_config
-from quire.model.kv_geometry import KVGeometry, LayerKV
+from quire.model.kv_cache import KVGeometry, LayerKV
 from quire_lab.sim.footprint import kv_bytes_per_token, stored_kv_bytes_per_token
 
 SPEC = spec_from_config(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cache_layout import ONES, KVScales
+from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.program import AttentionOp, RotaryWriteOp
 from quire.kernels.reference.back_ends import TORCH
 from quire.model.decoder import Decoder

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.kernels.program import Activations, LayerInputs
 from quire.kernels.tensors import added, like
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import read_config, spec_from_config
 from quire.model.decoder import Decoder
-from quire.model.ranks import Ranks
-from quire.model.sharding import Cut, Shard
+from quire.model.sharding import Cut, Ranks, Shard
 from quire.model.spec import LayerSpec, Part, SpecError
 from quire.model.weights import WeightReader
 

@@ -25,7 +25,7 @@ from quire.model.quantization import (
     WeightScheme,
     resolve,
 )
-from quire.model.weight_formats.float_formats import RoundedFormat
+from quire.model.weight_format import RoundedFormat
 from quire.text.tokenizer import Tokenizer
 from support.memory_checkpoint import MemoryCheckpoint
 from support.on_tensors import run

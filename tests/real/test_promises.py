@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, branch_seed
-from quire.core.beam_search_params import BeamSearchParams as Params
+from quire.core.sampling_params import BeamSearchParams as Params
 from support.answers import Answer, answers_of
 from support.beam_reference import reference_search
 from support.real_text import prose

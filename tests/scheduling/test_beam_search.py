@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from quire.cache.block_table import worst_case_blocks
-from quire.core import task
-from quire.core.beam_search_params import BeamSearchParams, num_candidates
+from quire.core import pooling
 from quire.core.deltas import TokenLogprobs
+from quire.core.sampling_params import BeamSearchParams, num_candidates
 from quire.core.sequence import Sequence
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.beam_search import BeamSearch
@@ -289,5 +289,5 @@ def test_random_searches_with_hardly_any_room() -> None:
         harness.run()
         for request in harness.requests.values():
             harness.assert_right(request)
-            num_preemptions += request.num_preemptions if isinstance(request.task, task.BeamTask) else 0
+            num_preemptions += request.num_preemptions if isinstance(request.task, pooling.BeamTask) else 0
     assert num_preemptions >= 10

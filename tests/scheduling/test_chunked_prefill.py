@@ -6,9 +6,8 @@ import pytest
 
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
-from quire.scheduling.chunked_prefill import ChunkedPrefillBudget
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.time_budget import TimeBudget
+from quire.scheduling.time_budget import ChunkedPrefillBudget, TimeBudget
 from support.scheduling import Harness, make_request
 
 BUDGET = 16

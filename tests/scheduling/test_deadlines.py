@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams
+from quire.core.sampling_params import BeamSearchParams
 from quire.core.sequence import Request
 from support.ragged_executor import RaggedExecutor
 from support.scheduling import Harness, random_run

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams
+from quire.core.sampling_params import BeamSearchParams
 from quire.core.sequence import Request
 from quire.core.token_ids import TokenIds
 from quire.scheduling import admission

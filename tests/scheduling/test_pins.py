@@ -3,8 +3,8 @@
 import pytest
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
+from quire.core.pooling import MAX_PINNED_PREFIXES
 from quire.core.sequence import Request
-from quire.core.task import MAX_PINNED_PREFIXES
 from quire.scheduling.plan_builder import PlanBuilder
 from support.scheduling import Harness
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.scheduling import policies
+from quire.scheduling import waiting_lines
 from support.scheduling import Harness
 
 
@@ -46,7 +46,7 @@ def test_lowest_in_order_gives_way_though_it_came_first() -> None:
 
 @pytest.mark.parametrize("level", [1, 3])
 def test_who_waits_is_overtaken_only_by_those_who_come_in_time(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "AGEING_STEPS", 10)
+    monkeypatch.setattr(waiting_lines, "AGEING_STEPS", 10)
     harness = Harness(num_blocks=100, max_num_seqs=1)
     harness.add(3, max_tokens=3, ignore_eos=True)
     patient = harness.add(3, max_tokens=3, ignore_eos=True, priority=level)
@@ -65,7 +65,7 @@ def test_who_waits_is_overtaken_only_by_those_who_come_in_time(level: int, monke
 
 
 def test_overtaking_is_bounded_for_preempted_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "AGEING_STEPS", 5)
+    monkeypatch.setattr(waiting_lines, "AGEING_STEPS", 5)
     harness = Harness(num_blocks=12, max_num_seqs=3)
     patient = harness.add(8, max_tokens=30, ignore_eos=True, priority=4)
     for _ in range(400):

@@ -10,7 +10,7 @@ from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server import history as module
 from quire.server.history import History, Miss, PastRequest
 from quire.server.inspect.explain_routes import explain_misses
-from quire.server.limits.time_slices import MAX_SLICE_UNITS
+from quire.server.limits.fair_semaphore import MAX_SLICE_UNITS
 
 SIZE = 4
 PROMPT = list(range(10, 30))

@@ -22,7 +22,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 # The only places that may ask what time of day it is: what clients, logs and readers are told, and templates.
 WALL_CLOCKS = {
     *("engine/requests/pinned_prefixes.py", "engine/metrics/engine_metrics.py", "server/service.py"),
-    *("server/http/request_log.py", "server/apis/completions/completion_routes.py"),
+    *("server/http/application.py", "server/apis/completions/completion_routes.py"),
     *("server/apis/messages/messages_routes.py", "server/apis/responses/responses_routes.py"),
     *("server/apis/responses/responses_builder.py", "server/apis/embeddings/embedding_routes.py"),
     "server/adapter_names.py",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, LowRankPart, Up
 

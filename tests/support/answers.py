@@ -3,7 +3,7 @@
 from dataclasses import astuple, dataclass, field
 
 from quire import RequestOutput
-from quire.core.task import BeamTask
+from quire.core.pooling import BeamTask
 from support.margin import Asked, asked_for, beam_score, beyond_margin
 
 

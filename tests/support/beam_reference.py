@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from quire.core.beam_search_params import BeamSearchParams
+from quire.core.sampling_params import BeamSearchParams
 
 
 class Found(NamedTuple):

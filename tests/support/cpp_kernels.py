@@ -4,27 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.kernels.cpp import (
-    cpp_attention,
-    cpp_block_copy,
-    cpp_cache_layout,
-    cpp_embedding,
-    cpp_experts,
-    cpp_kv_cache_write,
-    cpp_linear,
-    cpp_low_rank,
-    cpp_norm,
-    cpp_sampling,
-    dtypes,
-)
+from quire.kernels.cpp import cpp_attention, cpp_experts, cpp_kv_cache, cpp_linear, cpp_norm, cpp_sampling, dtypes
 from quire.kernels.torch_arrays import torch_dtype
 from support.on_tensors import arrays, on_tensors
 
 CppLinear, CppHead = on_tensors(cpp_linear.CppLinear), on_tensors(cpp_linear.CppHead)
-CppNorm, CppExperts, CppUp = map(on_tensors, (cpp_norm.CppNorm, cpp_experts.CppExperts, cpp_low_rank.CppUp))
-paged_attention, write_kv = on_tensors(cpp_attention.paged_attention), on_tensors(cpp_kv_cache_write.write_kv)
-embed, copy_blocks = on_tensors(cpp_embedding.embed), on_tensors(cpp_block_copy.copy_blocks)
-cache_shapes, uniforms = on_tensors(cpp_cache_layout.cache_shapes), cpp_sampling.uniforms
+CppNorm, CppExperts, CppUp = map(on_tensors, (cpp_norm.CppNorm, cpp_experts.CppExperts, cpp_linear.CppUp))
+paged_attention, write_kv = on_tensors(cpp_attention.paged_attention), on_tensors(cpp_kv_cache.write_kv)
+embed, copy_blocks = on_tensors(cpp_linear.embed), on_tensors(cpp_kv_cache.copy_blocks)
+cache_shapes, uniforms = on_tensors(cpp_kv_cache.cache_shapes), cpp_sampling.uniforms
 
 
 def choose_tokens(logits: Tensor, draws: Any = None) -> Any:  # noqa: ANN401

@@ -15,9 +15,8 @@ from quire.engine.messages import EngineState, Stepped
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient, Observer
 from quire.engine.processes.streams import RequestStream
-from quire.engine.requests.completion_builder import logprob_dict
 from quire.engine.requests.input_processor import Prompt
-from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
+from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep, logprob_dict
 from quire.text.tokenizer import Tokenizer
 from support.forked_engines import fork_engine
 

@@ -10,7 +10,6 @@ from collections import deque
 from functools import reduce
 
 from quire.cache.block_table import NULL_BLOCK
-from quire.core.beam_search_params import num_candidates
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import (
     UNMEASURED,
@@ -24,7 +23,7 @@ from quire.core.plan import (
     StepPlan,
     StepResult,
 )
-from quire.core.sampling_params import SamplingParams, branch_seed
+from quire.core.sampling_params import SamplingParams, branch_seed, num_candidates
 
 VOCAB_SIZE = 50
 EMPTY = -1

@@ -28,18 +28,15 @@ from quire.execution.cuda.cuda_graphs import CudaGraphCapture
 from quire.execution.cuda.memory_profiling import available_kv_bytes
 from quire.kernels import choice
 from quire.kernels.experts import Routing
-from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import DENSE, LinearWeight
-from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
+from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, RotarySpec
 from quire.kernels.reference import linear
-from quire.kernels.reference.block_copy import copy_blocks
 from quire.kernels.reference.experts import route
-from quire.kernels.reference.kv_cache_write import write_kv
-from quire.kernels.reference.logits import mask_logits
+from quire.kernels.reference.kv_cache import copy_blocks, write_kv
 from quire.kernels.reference.norm import TorchNorm
 from quire.kernels.reference.paged_attention import paged_attention
-from quire.kernels.reference.sampling import choose_tokens
+from quire.kernels.reference.sampling import choose_tokens, mask_logits
 from quire.kernels.triton import triton_experts, triton_linear, triton_low_rank
 from quire.kernels.triton.products import PackedWeight
 from quire.model.decoder import Decoder

@@ -22,11 +22,10 @@ from quire.core.arrays import dtype_name
 from quire.core.plan import NewRow
 from quire.core.sampling_params import branch_seed
 from quire.core.sequence import Request
-from quire.decoding.logits_processors import process_logits
-from quire.decoding.sampling_state import SamplingBatch, SamplingState
-from quire.kernels.philox import uniforms
+from quire.decoding.sampler import SamplingBatch, SamplingState, process_logits
 from quire.kernels.reference.back_ends import REFERENCE
 from quire.kernels.reference.sampling import SAMPLING
+from quire.kernels.sampling import uniforms
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch

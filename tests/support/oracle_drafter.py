@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from quire import LLM
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, DraftRows
-from quire.execution.drafting.draft_lengths import AdaptiveLength, StepCost
-from quire.execution.drafting.drafters import LimitedDrafter, LookupDrafter
+from quire.execution.drafting.drafters import AdaptiveLength, LimitedDrafter, LookupDrafter, StepCost
 from quire.execution.worker import Worker
 
 FREE_ROWS = StepCost(rows_per_read=1e9)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
+from quire.server.tools.call_reader import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.server.tools.output_parser import OutputParser
 from quire.text.tool_formats.table import find_format, find_reasoning
 

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.core.kv_dtypes import QUANTIZED
+from quire.core.config import QUANTIZED
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cache_layout import ONES, KVScales
-from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
+from quire.kernels.kv_cache import ONES, KVScales
+from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec, build_metadata
 from quire.kernels.reference.back_ends import TORCH
-from quire.kernels.reference.kv_quantization import as_bytes, encode, is_quantized
+from quire.kernels.reference.kv_cache import as_bytes, encode, is_quantized
 
 GARBAGE_BLOCK = 10**6
 

@@ -15,7 +15,7 @@ from quire.core.arrays import Array
 from quire.core.plan import StepPlan, StepResult
 from quire.execution.executor import LocalExecutor
 from quire.execution.worker import Worker
-from quire.kernels.reference.kv_quantization import as_bytes
+from quire.kernels.reference.kv_cache import as_bytes
 from quire.kernels.torch_arrays import to_tensor
 
 POISON_TOKEN = 3

@@ -15,7 +15,7 @@ from quire.kernels.torch_arrays import array_dtype, weight_of_tensors
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.quantization import Activations
-from quire.model.weight_formats.weight_format import ModuleRows
+from quire.model.weight_format import ModuleRows
 from support.quantized_folder import Pair, linears
 
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache.block_table import NULL_BLOCK
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
 from quire.core.deltas import SequenceDelta
 from quire.core.errors import InvalidRequestError
 from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan, decode_plan, decode_result, encode
-from quire.core.sampling_params import SamplingParams
+from quire.core.pooling import GENERATE, BeamTask, PinTask, Scope
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTimes
-from quire.core.task import GENERATE, BeamTask, PinTask, Scope
 from quire.engine.schedulers import make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from support.beam_reference import Found, reference_search

@@ -22,7 +22,7 @@ from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Located, Ready, Start
 from quire.engine.options import EngineOptions
 from quire.engine.processes import engine_process as process
-from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.processes.liveness import Heartbeat
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 40_000, 64
 FAULT = "the device is gone"

@@ -15,8 +15,8 @@ from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepWork, chunk_work
 from quire.engine.schedulers import make_scheduler
 from quire.execution.step_timer import StepTimer
-from quire.scheduling.policies import AGEING_STEPS
 from quire.scheduling.time_budget import MOST_STEPS
+from quire.scheduling.waiting_lines import AGEING_STEPS
 from quire_lab.sim.simulation import Answer, SimulatedExecutor, Simulation
 from quire_lab.sim.workloads import WorkItem
 from support.scheduling import make_request

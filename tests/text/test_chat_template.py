@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidRequestError
-from quire.text.chat_template import CONTINUE_MARK, ChatTemplate
-from quire.text.template_program import MAX_ERROR_CHARS, MAX_RENDERED_CHARS
+from quire.text.chat_template import CONTINUE_MARK, MAX_ERROR_CHARS, MAX_RENDERED_CHARS, ChatTemplate
 
 DATA = Path(__file__).parents[2] / "../shared/data/chat_templates"
 HELLO = [{"role": "user", "content": "hi"}]

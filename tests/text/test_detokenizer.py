@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.text.detokenizer import ByteDetokenizer, WindowDetokenizer, incremental_detokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import ByteDetokenizer, Tokenizer, WindowDetokenizer, incremental_detokenizer
 from support.small_tokenizers import byte_fallback, byte_level, metaspace, save, word_level
 from support.text_tokenizers import REAL, SMALL
 

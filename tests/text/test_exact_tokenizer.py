@@ -11,7 +11,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.constrained import TokenizerText, read_vocabulary
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_tokenizer import read_gguf_tokenizer
-from quire.text.exact_tokenizer import exact_tokenizer_json
+from quire.text.token_bytes import exact_tokenizer_json
 from quire.text.tokenizer import Tokenizer as ModelTokenizer
 from support import small_tokenizers
 from support.gguf_files import tokenizer_metadata, write_gguf

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from quire.text.longest_token import MOST_COMPOSED, WHITE_SPACE, longest_token
+from quire.text.token_bytes import MOST_COMPOSED, WHITE_SPACE, longest_token
 from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
 from support.text_tokenizers import REAL

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.block_pool import BlockArray, BlockPool
-from quire.cache.prefix_match import Path
+from quire.cache.prefix_tree import Path
 from quire.core.plan import BlockCopy
 
 NULL_BLOCK = -1  # stands in a column of a dropped block: no query reads it any more

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from quire.cache.block_pool import OutOfBlocksError, run_to_the_end
 from quire.cache.block_table import BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import checking_blocks, count_blocks, histogram, view_all, view_blocks
-from quire.cache.prefix_match import NO_MATCH, NONE, PrefixMatch, Scope
+from quire.cache.prefix_tree import NO_MATCH, NONE, PrefixMatch, Scope
 from quire.cache.prefixes import Prefixes
 from quire.cache.swap_space import CacheSwap, SwapSpace
 from quire.core.block_map import BlockEntry, BlockOverview, Tier

@@ -13,8 +13,7 @@ import numpy as np
 
 from quire.cache.block_table import BlockTable
 from quire.cache.block_view import count_holders
-from quire.cache.prefix_match import NONE, Scope
-from quire.cache.prefix_tree import as_bytes, num_equal_tokens
+from quire.cache.prefix_tree import NONE, Scope, as_bytes, num_equal_tokens
 
 
 class PinnedTable(NamedTuple):

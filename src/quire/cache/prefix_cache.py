@@ -13,10 +13,8 @@ from itertools import takewhile
 
 from quire.cache.block_pool import BlockPool, in_slices
 from quire.cache.block_table import NULL_BLOCK, BlockTable
-from quire.cache.eviction import EvictionQueue
 from quire.cache.pins import Pins
-from quire.cache.prefix_match import NONE, Awaited, Path, PrefixMatch, Scope
-from quire.cache.prefix_tree import PrefixTree, as_bytes
+from quire.cache.prefix_tree import NONE, Awaited, EvictionQueue, Path, PrefixMatch, PrefixTree, Scope, as_bytes
 from quire.cache.prefixes import Prefixes
 from quire.core.config import CacheConfig
 from quire.core.token_ids import num_equal_tokens

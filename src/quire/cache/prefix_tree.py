@@ -1,4 +1,4 @@
-"""Exact tree of full blocks: the block of a run of tokens, behind its prefix, in a scope.
+"""Exact tree of full blocks: the block of a run of tokens behind its prefix in a scope, matches, and eviction order.
 
 A node is one block of tokens below its parent, and it is named by the block that holds their keys and values. A root is
 a scope: whatever else changes keys and values, or must keep them apart. Keys hold the tokens themselves, so there is
@@ -6,18 +6,85 @@ no hash that could collide. The block of a pending node is being computed in the
 
 Siblings are linked in a list, the youngest first. Nodes live in arrays by block: a tree of a million nodes is no work
 for the garbage collector. Invariant after every call: the parent of every node is a node or a root.
+
+A cached block with cached children must not be evicted before them. Without a sliding window the children are released
+before their parent, so the order of release is enough. With one, blocks leave the window from the root on. Such a
+block is set aside when its turn comes, and comes back to the front when its last cached child is evicted or used
+again: each release moves a block at most twice, so an eviction takes constant time, amortized over the releases.
 """
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import count, islice
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, islice
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 
-from quire.cache.block_pool import in_slices, run_to_the_end
-from quire.cache.prefix_match import NONE, Scope
+from quire.cache.block_pool import CachedBlocks, in_slices, run_to_the_end
+
+Scope = Hashable
+
+NONE = -1   # no block
+
+
+@dataclass(slots=True)
+class Path:
+    """One sequence's way through the tree."""
+
+    token_ids: Sequence[int]    # all known ones; grows in the hands of the sequence's owner
+    scope: Scope
+    num_blocks: int = 0         # leading columns of its table that are in the tree
+    keeps_all: bool = False     # no block is given up when it leaves the sliding window: it will be pinned
+    swap_in_pending: bool = False   # the step under way swaps its blocks in: they can be found when that is over
+    pending: tuple[int, int] | None = None  # column and block of the first node that the step computes for it
+
+
+class Awaited(NamedTuple):
+    """The sequence, by its path, that computes what a pending match waits for.
+
+    Both have the same first `num_tokens` tokens; the match was asked for up to `stop` of them.
+    """
+
+    path: Path
+    num_tokens: int
+    stop: int
+
+
+class PrefixMatch(NamedTuple):
+    """The cached tokens of a sequence that has not started. Valid until blocks are next allocated or freed.
+
+    `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
+    that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
+    many of `blocks` have an owner, so that one more costs nothing. `awaited`: the sequence that computes the block
+    after these in this step, if there is one. `num_known`: how many of `blocks` were found in a table.
+    """
+
+    blocks: Sequence[int] = ()
+    num_tokens: int = 0
+    source: int = NONE
+    num_inside: int = 0
+    num_in_use: int = 0
+    awaited: Awaited | None = None
+    num_known: int = 0
+
+    @property
+    def is_pending(self) -> bool:
+        """The block after these is being computed in this step."""
+        return self.awaited is not None
+
+    def of_whole_blocks(self) -> "PrefixMatch":
+        """Return the match without what would have to be copied."""
+        if self.source == NONE:
+            return self
+        return self._replace(num_tokens=self.num_tokens - self.num_inside, source=NONE, num_inside=0)
+
+
+NO_MATCH = PrefixMatch()
+
 
 MAX_CHILDREN_SEEN = 8  # children of one node, when a match ends inside of a block
 _TOKEN_BYTES = 4
@@ -225,3 +292,106 @@ def num_equal_tokens(left: bytes, right: bytes) -> int:
     if differing == 0:
         return num_bytes * 8 // _TOKEN_BITS
     return ((differing & -differing).bit_length() - 1) // _TOKEN_BITS
+
+
+class EvictionQueue(CachedBlocks):
+    """The cached blocks of a pool: nodes of a tree without an owner."""
+
+    __slots__ = ("_num_children", "_order", "_set_aside", "_tree")
+
+    def __init__(self, tree: PrefixTree, num_blocks: int) -> None:
+        self._tree = tree
+        self._order = OrderedDict[int, None]()  # the least recently used first
+        self._set_aside = set[int]()            # with cached children; used less recently than all in the order
+        self._num_children = array("i", bytes(4 * num_blocks))  # cached ones of each node
+
+    def can_be_found(self, block: int) -> bool:
+        """Return whether a block, with owners or without, is in the tree."""
+        return block in self._tree
+
+    def __contains__(self, block: int) -> bool:
+        """Return whether a block is cached."""
+        return block in self._order or block in self._set_aside
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the cached blocks, the least recently used first but for those set aside, which come before."""
+        return chain(self._set_aside, self._order)
+
+    def __len__(self) -> int:
+        """Count the cached blocks."""
+        return len(self._order) + len(self._set_aside)
+
+    def try_add(self, block: int) -> bool:
+        """Cache a block that its last owner has released, the last to be evicted; False if it is not in the tree."""
+        tree = self._tree
+        if block not in tree:
+            return False
+        self._order[block] = None
+        if (parent := tree.parent(block)) < len(self._num_children):    # else a root
+            self._num_children[parent] += 1
+        return True
+
+    def remove(self, block: int) -> None:
+        """Take out a block that has an owner again."""
+        if block in self._order:
+            del self._order[block]
+        else:
+            self._set_aside.remove(block)
+        self._uncount(block)
+
+    def evict(self) -> list[int]:
+        """Evict the next block; return it behind the other cached blocks, if any, that left the tree with it.
+
+        A child may have owners although its parent has none, where sequences let go of what has left their sliding
+        window. What is below stays with its owners, but cannot be found without its parent, so it leaves the tree.
+        """
+        tree, (block, _) = self._tree, self._order.popitem(last=False)
+        while self._num_children[block]:
+            self._set_aside.add(block)
+            block, _ = self._order.popitem(last=False)
+        self._uncount(block)
+        if not tree.has_children(block):
+            tree.remove(block)
+            return [block]
+        evicted = []
+        for each in tree.remove_all_below(block):
+            self._num_children[each] = 0
+            if each in self:
+                self._order.pop(each, None)
+                self._set_aside.discard(each)
+                evicted.append(each)
+        return [*evicted, block]
+
+    def _uncount(self, block: int) -> None:
+        """Count a block no more as a cached child; it is still in the tree."""
+        parent = self._tree.parent(block)
+        if parent >= len(self._num_children):                           # a root
+            return
+        self._num_children[parent] -= 1
+        if parent in self._set_aside and not self._num_children[parent]:
+            self._set_aside.remove(parent)
+            self._order[parent] = None
+            self._order.move_to_end(parent, last=False)
+
+    def check(self) -> None:
+        """Assert that cached children are counted, and that only blocks that have some are set aside."""
+        run_to_the_end(self.checking())
+
+    def checking(self, ref_counts: Sequence[int] = ()) -> Iterator[None]:
+        """Check in slices. `ref_counts`, of each block: none without an owner is in the tree but these."""
+        tree, counted = self._tree, np.zeros(len(self._num_children), dtype=np.int32)
+        for blocks in in_slices(self):
+            gone = [block for block in blocks if block not in tree]
+            assert not gone, f"cached blocks {gone} have left the tree"
+            parents = np.array([tree.parent(block) for block in blocks])
+            np.add.at(counted, parents[parents < len(counted)], 1)
+            yield
+        assert self._order.keys().isdisjoint(self._set_aside), "a cached block that is listed twice"
+        for block in np.flatnonzero(np.frombuffer(self._num_children, dtype=np.int32) != counted).tolist():
+            raise AssertionError(f"{self._num_children[block]} cached children of {block} were counted")
+        without = [block for block in self._set_aside if not self._num_children[block]]
+        assert not without, f"blocks {without} were set aside without a cached child"
+        for blocks in in_slices(range(len(ref_counts))):
+            missed = [block for block in blocks if not ref_counts[block] and block in tree and block not in self]
+            assert not missed, f"blocks {missed} are in the tree without an owner, but not cached"
+            yield

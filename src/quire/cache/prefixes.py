@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import BlockTable
 from quire.cache.pins import Pins
-from quire.cache.prefix_match import NO_MATCH, Awaited, PrefixMatch, Scope
+from quire.cache.prefix_tree import NO_MATCH, Awaited, PrefixMatch, Scope
 from quire.core.config import CacheConfig
 
 

@@ -14,10 +14,9 @@ from rich.progress import track
 from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, with_config_file, with_flag_groups
 from quire.cli.jobs import Format, Job, read_jobs, write_answer
 from quire.cli.model_flags import BeamFlags, OfflineOptions, SamplingFlags, load, model_defaults
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import RequestOutput
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 
 if TYPE_CHECKING:
     from quire.llm import LLM

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import quire
 from quire.cli.flag_groups import flag_field
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import InvalidRequestError
 from quire.core.options import same_option
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.engine.options import EngineOptions
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from quire.engine import messages
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Report, RequestRefused, Stepped
 from quire.engine.options import EngineOptions
-from quire.engine.processes.connection import EngineConnection
+from quire.engine.processes.client import EngineConnection
 from quire.engine.processes.liveness import stall_reason, wait_for_stall
 
 QUEUED_TOKENS = "queued_tokens"     # the statistic that the number of replicas follows

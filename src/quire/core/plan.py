@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct, field
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.deltas import TokenLogprobs
-from quire.core.pooling import Pool
-from quire.core.sampling_params import SamplingParams
+from quire.core.pooling import NO_SCOPE, Pool, Scope
+from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.step_times import StepKind, StepTimes
-from quire.core.task import NO_SCOPE, Scope
 from quire.core.token_ids import TokenIds
 
 BlockIds = Sequence[int]  # a whole table, thousands of blocks: an array

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are chosen, and when it stops. Checked at construction.
+"""Sampling and beam search parameters: how the tokens of one request are chosen, and when it stops.
 
 Names and defaults are vLLM's. An instance may be changed; a request is made from a copy that was checked again
 (`InputProcessor.check_params`). Every value that gets past the checks can be served by any model, except that
@@ -19,11 +19,65 @@ from quire.core.checks import (
     check_strings,
     check_token_ids,
     refuse,
+    shown,
 )
 from quire.core.errors import InvalidRequestError
-from quire.core.prompt_scores import check_token_rows
-from quire.core.repetition import RepetitionDetectionParams, repetition_detection_from
+from quire.core.logprob_table import check_token_rows
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
+
+MAX_PATTERN_SIZE = 256  # each size costs some 50 ns per token
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetectionParams:
+    """Sizes of patterns, in tokens, and the repetitions in a row that end an output. InvalidRequestError names a field.
+
+    `max_pattern_size` 0 is off. `min_pattern_size` 0 is 1.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        most = check_int("repetition_detection.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
+        check_int("repetition_detection.min_pattern_size", self.min_pattern_size, 0, most)
+        check_int("repetition_detection.min_count", self.min_count, 2 if most else 0)
+
+
+def repetition_detection_from(value: object) -> RepetitionDetectionParams | None:
+    """Return parameters that were given as such or as a mapping of their fields; None for those that are off."""
+    if isinstance(value, Mapping):
+        known = [field.name for field in fields(RepetitionDetectionParams)]
+        for name in value:
+            if name not in known:
+                message = f"repetition_detection has no field {shown(name)}; its fields are {', '.join(known)}"
+                raise InvalidRequestError(message, param="repetition_detection")
+        value = RepetitionDetectionParams(**value)
+    if not isinstance(value, RepetitionDetectionParams):
+        refuse("repetition_detection", value, "RepetitionDetectionParams or a mapping of its fields")
+    return value if value.max_pattern_size else None
+
+
+class RepetitionDetector:
+    """Detector of repetitions at the end of a growing output, in a time per token that its length does not change."""
+
+    def __init__(self, params: RepetitionDetectionParams) -> None:
+        self._sizes = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)
+        self._num_more = params.min_count - 1   # repetitions behind the first
+        self._num_equal = [0] * len(self._sizes)  # last tokens that equal those one pattern before, by size
+
+    def append(self, output: list[int], token: int) -> bool:
+        """Return whether `token`, appended to `output`, completes `min_count` repetitions of a pattern in a row."""
+        found = False
+        for index, size in enumerate(self._sizes):
+            if size > len(output):
+                break
+            is_equal = output[-size] == token
+            self._num_equal[index] = self._num_equal[index] + 1 if is_equal else 0
+            found |= self._num_equal[index] >= size * self._num_more
+        return found
+
 
 NUM_SEEDS = 1 << 64  # draws are made with seeds modulo this
 _MASK_64 = NUM_SEEDS - 1
@@ -237,3 +291,56 @@ class SamplingParams:
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _CHECKED = [(field, _DEFAULTS[field], check) for field, check in _CHECKS.items()]
+
+
+MAX_LENGTH_PENALTY = 10.0  # either sign; any number of tokens to this power is a float, and not 0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Parameters of one beam search; a value out of range raises `InvalidRequestError`, a `ValueError`, that names it.
+
+    A beam's score is the sum of its logprobs / (generated tokens ** length_penalty). `temperature` divides the logits
+    before the logprobs are taken; 0 leaves them as they are. `max_tokens=None` is as many as fit. With
+    `structured_outputs` a beam has continuations that its grammar allows alone, with the logprobs that they have among
+    all tokens; a beam whose output is complete ends with an end-of-sequence token.
+    """
+
+    beam_width: int
+    max_tokens: int | None
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1)
+        check_optional_int("max_tokens", self.max_tokens, 1)
+        check_bool("ignore_eos", self.ignore_eos)
+        temperature = check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        length_penalty = check_float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        object.__setattr__(self, "temperature", temperature)
+        object.__setattr__(self, "length_penalty", length_penalty)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", structured_outputs_from(self.structured_outputs))
+            if self.ignore_eos:
+                reason = "beams with a complete output end by an end-of-sequence token"
+                raise InvalidRequestError(
+                    f"ignore_eos must be False in a beam search with structured_outputs: {reason}", param="ignore_eos"
+                )
+
+
+def num_candidates(params: BeamSearchParams, num_eos_tokens: int) -> int:
+    """Return how many of a beam's likeliest tokens can matter: those that may survive, and all that may end it.
+
+    The best 2 x width continuations of all beams hold no more of any one beam that could be chosen.
+    """
+    return params.beam_width + num_eos_tokens
+
+
+def as_sampling_params(params: BeamSearchParams) -> SamplingParams:
+    """Return sampling parameters with the search's number of answers and lengths."""
+    return SamplingParams(
+        n=params.beam_width, temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+        structured_outputs=params.structured_outputs,
+    )  # fmt: skip

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.core.logprob_table import LogprobTable
-from quire.core.pooling import Pool
-from quire.core.repetition import RepetitionDetector
-from quire.core.sampling_params import SamplingParams
-from quire.core.task import GENERATE, NO_SCOPE, Scope, Task
+from quire.core.pooling import GENERATE, NO_SCOPE, Pool, Scope, Task
+from quire.core.sampling_params import RepetitionDetector, SamplingParams
 from quire.core.token_ids import PackedTokens, TokenIds
 
 NO_ROW = -1

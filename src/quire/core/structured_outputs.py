@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: the form that an output must have. Checked once, at construction; names are vLLM's.
+"""StructuredOutputsParams: the form that an output must have; bounds on schemas and on the work of grammars.
 
 Any constraint becomes one text, its grammar (`quire.grammar_writing.writer`), which is checked where it is compiled,
 and for requests over HTTP before that, in a process with a time limit.
@@ -6,14 +6,17 @@ and for requests over HTTP before that, in a process with a time limit.
 
 import json as json_codec
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.core.checks import check_bool, check_strings, refuse, shown
 from quire.core.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 log = logging.getLogger(__name__)
 
@@ -200,3 +203,70 @@ def parse_config(text: str) -> StructuredOutputsConfig:
     if config.backend not in ("auto", "guidance", "llguidance"):
         log.warning("structured_outputs_config: backend %r was asked for; grammars are llguidance's", config.backend)
     return config
+
+
+_UNENCODABLE = (TypeError, OverflowError, UnicodeEncodeError, RecursionError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaLimits:
+    """Bounds on one schema; a server's are its flags."""
+
+    max_schema_bytes: int = 128 << 10       # as JSON without blanks
+    max_schema_depth: int = 32              # lists and objects inside of each other
+    max_schema_properties: int = 1024       # all objects together; grammars take time quadratic in them
+
+
+def check_schema(where: str, schema: object, limits: SchemaLimits, param: str | None = None) -> None:
+    """Raise InvalidRequestError, for the field `param` or `where`, for a schema past the limits. Linear in its size."""
+    param = param or where
+    check_json_bytes(where, schema, limits.max_schema_bytes, "max_schema_bytes", param)
+    num_properties = 0
+    for depth, level in enumerate(_levels(schema), start=1):
+        if depth > limits.max_schema_depth:
+            message = f"{where} must be nested at most {limits.max_schema_depth} levels deep (max_schema_depth)"
+            raise InvalidRequestError(message, param=param)
+        for value in level:
+            properties = value.get("properties") if isinstance(value, dict) else None
+            num_properties += len(properties) if isinstance(properties, dict) else 0
+    if num_properties > limits.max_schema_properties:
+        most = f"at most {limits.max_schema_properties} properties (max_schema_properties)"
+        raise InvalidRequestError(f"{where} must have {most}, got {num_properties}", param=param)
+
+
+def check_json_bytes(where: str, value: object, limit: int, flag: str, param: str | None = None) -> None:
+    """Raise InvalidRequestError for a value that has more bytes than the limit, as JSON if it is no text."""
+    param = param or where
+    try:
+        num_bytes = len(value.encode(errors="replace") if isinstance(value, str) else msgspec.json.encode(value))
+    except _UNENCODABLE as error:
+        raise InvalidRequestError(f"{where} must be JSON: {error}", param=param) from error
+    if num_bytes > limit:
+        raise InvalidRequestError(f"{where} must have at most {limit} bytes ({flag}), got {num_bytes}", param=param)
+
+
+def _levels(schema: object) -> Iterator[Sequence[object]]:
+    """Yield the lists and objects of a schema, those of one depth at a time."""
+    values: list[object] = [schema]
+    while level := [value for value in values if isinstance(value, dict | list | tuple)]:
+        yield level
+        values = [below for value in level for below in (value.values() if isinstance(value, dict) else value)]
+
+
+NOTHING_FOLLOWS = "NoExtensionBias"  # reason of a stop, and start of an error
+
+GRAMMAR_LIMITS: Mapping[str, Any] = {
+    "max_lexer_states": 4_000,    # 1 to 2 kB each; the schemas of SchemaStore need less than 2,000
+    "step_lexer_fuel": 100_000,   # for one mask, 14,000 per ms
+    "step_max_items": 20_000,     # for one mask, 20,000 per ms
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,      # they would quote the output of a request
+}
+
+
+def has_text(matcher: "LLMatcher") -> bool:
+    """Return whether a matcher allows any text from where it is; True if it has failed."""
+    if matcher.is_error() or matcher.is_accepting():
+        return True
+    matcher.compute_bitmask()  # an error if nothing follows
+    return not str(matcher.get_error()).startswith(NOTHING_FOLLOWS)

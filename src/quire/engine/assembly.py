@@ -29,8 +29,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import InputProcessor
 from quire.engine.schedulers import make_scheduler
 from quire.engine.sizing import size_engine
-from quire.execution.adapter_rows import AdapterRows
-from quire.execution.batch import PersistentBatch
+from quire.execution.batch import AdapterRows, PersistentBatch
 from quire.execution.device import Device, StepLimits
 from quire.execution.drafter import Drafter
 from quire.execution.drafting.draft_model import DraftModel
@@ -39,18 +38,16 @@ from quire.execution.worker import StepCompute
 from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.paged_attention import AttentionBackEnd
-from quire.model.config import UnknownArchitectureError
+from quire.model.config import UnknownArchitectureError, expert_reads
 from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
-from quire.model.weight_counts import expert_reads
 from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.engine.parallel.rank_set import RankSet
-
 
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from quire.core.errors import ModelError
 from quire.core.model_files import is_gguf, read_json_object
 from quire.core.pooling import FoundPooler, Runner
-from quire.formats.sentence_transformers import pooler
+from quire.formats import pooler
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.source import ModelSource, is_quantized, read_folder
 from quire.model.spec import DecoderSpec
@@ -48,7 +48,7 @@ def read_source(path: Path, load_format: str = "auto") -> ModelSource:
     Raises ModelError for a folder or file that is no model of a known family, and names what is wrong.
     """
     if load_format == "dummy":
-        from quire.model.dummy_weights.dummy_source import read_dummy  # noqa: PLC0415
+        from quire.model.checkpoints.dummy_weights import read_dummy  # noqa: PLC0415
 
         return read_dummy(path)
     found = _format_of(path)
@@ -133,7 +133,7 @@ def _is_quantized_folder(path: Path) -> bool:
 
 
 def _read_quantized(path: Path) -> ModelSource:
-    from quire.formats.quantized.quantized_source import read_quantized  # noqa: PLC0415
+    from quire.formats.quantized.quantized_weights import read_quantized  # noqa: PLC0415
 
     return read_quantized(path)
 

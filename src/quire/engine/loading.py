@@ -16,15 +16,14 @@ from quire.engine.options import EngineOptions
 from quire.engine.requests.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.sizing import ModelLimits, table_positions
 from quire.execution.device import Device
+from quire.kernels.back_end import require_kv_dtype
 from quire.kernels.choice import choose_back_end
 from quire.kernels.paged_attention import AttentionBackEnd
-from quire.kernels.support import require_kv_dtype
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
 from quire.model.quantization import UNQUANTIZED, Quantization
-from quire.model.ranks import Ranks
-from quire.model.sharding import Shard, check_shardable
+from quire.model.sharding import Ranks, Shard, check_shardable
 from quire.model.spec import DecoderSpec
 
 if TYPE_CHECKING:

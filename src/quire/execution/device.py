@@ -8,8 +8,7 @@ from quire.execution.swapper import Swapper, allocate_swap_space
 from quire.execution.worker import StepCompute, Worker
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots
-from quire.model.kv_cache import KVCache
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.language_model import LanguageModel
 
 

@@ -14,10 +14,9 @@ from quire.core.errors import ConfigError
 from quire.core.plan import BlockCopy, StepPlan
 from quire.execution.step_timer import Rate
 from quire.kernels.back_end import BackEnd
-from quire.kernels.block_copy import CopyBlocks
+from quire.kernels.kv_cache import CopyBlocks
 from quire.kernels.tensors import Tensor
-from quire.model.kv_cache import ALIGNMENT, KVCache
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import ALIGNMENT, KVCache, KVGeometry
 
 
 class Swapper:

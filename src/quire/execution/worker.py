@@ -19,15 +19,14 @@ from quire.decoding.sampler import (
     NOT_FINITE,
     NOTHING_ALLOWED,
     SampledTokens,
+    SamplingBatch,
     is_finite,
     join,
     prompt_logprobs,
     prompt_scores,
     sample,
 )
-from quire.decoding.sampling_state import SamplingBatch
-from quire.execution.adapter_rows import AdapterRows
-from quire.execution.batch import PersistentBatch, StepInputs
+from quire.execution.batch import AdapterRows, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter
 from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
 from quire.execution.step_timer import Rate, StepTimer

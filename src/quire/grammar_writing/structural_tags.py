@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
-from quire.grammar_writing.grammar_limits import GRAMMAR_LIMITS, has_text
+from quire.core.structured_outputs import GRAMMAR_LIMITS, has_text
 from quire.grammar_writing.schemas import SchemaError
 from quire.grammar_writing.texts import json_text, literal_text, regex_text
 

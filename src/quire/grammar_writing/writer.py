@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.core.errors import InvalidRequestError
-from quire.core.structured_outputs import StructuredOutputsParams
+from quire.core.structured_outputs import GRAMMAR_LIMITS, StructuredOutputsParams
 from quire.grammar_writing.disjoint_schemas import without_disjoint_one_of
-from quire.grammar_writing.grammar_limits import GRAMMAR_LIMITS
 from quire.grammar_writing.schema_shapes import Document
 from quire.grammar_writing.schemas import SCHEMAS_BY_NAME, SchemaError, escaped_name
 from quire.grammar_writing.structural_tags import structural_tag_grammar

@@ -1,20 +1,23 @@
-"""Back end: one implementation of every op. A further one is one more `BackEnd`, in a package of its own."""
+"""Back end: one implementation of every op, and the table of the features that each back end computes.
 
-from collections.abc import Callable
+An op class that is not listed runs by its own `run` on the CPU, and is refused on CUDA until its name is listed here.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from quire.kernels.block_copy import CopyBlocks
-from quire.kernels.cache_layout import CacheLayout
+from quire.core.arrays import dtype_name
+from quire.core.config import QUANTIZED
+from quire.core.errors import ConfigError
 from quire.kernels.experts import ExpertLayer
-from quire.kernels.kv_cache_write import WriteKV
-from quire.kernels.linear import Linear
+from quire.kernels.kv_cache import CacheLayout, CopyBlocks
+from quire.kernels.layers import Linear, Norm
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterSlots, Up
-from quire.kernels.norm import Norm
-from quire.kernels.paged_attention import Attend, AttentionBackEnd
-from quire.kernels.program import Program
+from quire.kernels.paged_attention import Attend, AttentionBackEnd, WriteKV
+from quire.kernels.program import AttentionOp, Op, Program, RotaryWriteOp
 from quire.kernels.sampling import SamplingOps
-from quire.kernels.tensors import Library, Tensor
+from quire.kernels.tensors import DType, Library, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +54,71 @@ class BackEnd:
     def is_capturable(self) -> bool:
         """Return whether a step can be captured as a CUDA graph."""
         return self.attention is None or self.attention.is_capturable
+
+
+CPU = frozenset({"cpp", "torch", "reference"})
+EVERYWHERE = CPU | {"cuda"}
+SUPPORT: dict[str, frozenset[str]] = {
+    "Norm": EVERYWHERE,
+    "Linear": EVERYWHERE,
+    "Experts": EVERYWHERE,
+    "SplitHeads": EVERYWHERE,
+    "TakeHeads": CPU,
+    "QKNorm": EVERYWHERE,
+    "RotaryWrite": EVERYWHERE,
+    "Attention": EVERYWHERE,
+    "Add": EVERYWHERE,
+    "Scale": EVERYWHERE,
+    "Clip": EVERYWHERE,
+    "PositionScale": EVERYWHERE,
+    "interleaved rotary": EVERYWHERE,
+    "softcap on attention scores": EVERYWHERE,
+    "attention sinks": EVERYWHERE,
+    "attention in both directions": CPU,
+    "CountLayer": EVERYWHERE,
+    "Gather": EVERYWHERE,
+    "SummedLinear": EVERYWHERE,
+    "adapters": EVERYWHERE,
+} | {f"kv_cache_dtype {name}": EVERYWHERE for name in QUANTIZED}
+
+
+def require(back_end: str, features: Iterable[str]) -> None:
+    """Raise ConfigError if a back end lacks one of these ops or features."""
+    missing = sorted({feature for feature in features if back_end not in SUPPORT.get(feature, CPU)})
+    if missing:
+        raise ConfigError(f"device {back_end} does not support {', '.join(missing)} yet; use --device cpu")
+
+
+def require_ops(back_end: str, ops: Iterable[Op]) -> None:
+    """Raise ConfigError if a back end lacks one of these ops, or one of their specs' features."""
+    for op in ops:
+        features = op.spec.features if isinstance(op, AttentionOp | RotaryWriteOp) else ()
+        require(back_end, [type(op).__name__.removesuffix("Op"), *features])
+
+
+def require_attention(attention: AttentionBackEnd | None, ops: Iterable[Op], dtype: DType) -> None:
+    """Raise ConfigError if an attention back end lacks a feature of these ops, their head sizes or `dtype`."""
+    if attention is None:
+        return
+    name, own = f"attention_backend {attention.name}", [op for op in ops if isinstance(op, AttentionOp)]
+    missing = sorted({feature for op in own for feature in op.spec.features} - attention.features)
+    if missing:
+        raise ConfigError(f"{name} does not support {', '.join(missing)}; use triton")
+    for op in own:
+        if not attention.serves(dtype, op.spec.heads.head_dim):
+            asked = f"{dtype_name(dtype)} heads of {op.spec.heads.head_dim}"
+            raise ConfigError(f"{name} does not support {asked}, only {attention.shapes}; use triton")
+
+
+def require_kv_dtype(attention: AttentionBackEnd | None, name: str) -> None:
+    """Raise ConfigError if an attention back end does not read this --kv-cache-dtype."""
+    if attention is not None and name in QUANTIZED:
+        raise ConfigError(f"attention_backend {attention.name} does not support kv_cache_dtype {name}; use triton")
+
+
+MAX_HEAD_DIM = 512  # csrc/cache_layout.hpp
+
+
+def serves_head_dim(head_dim: int) -> bool:
+    """Return whether the attention kernel takes heads of this size."""
+    return head_dim in range(8, MAX_HEAD_DIM + 1, 8)

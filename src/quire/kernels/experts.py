@@ -7,8 +7,7 @@ in that order in float32, so that a row depends on itself alone. An expert witho
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from quire.kernels.gather import GatherHook, SumHook
-from quire.kernels.linear import Linear
+from quire.kernels.layers import GatherHook, Linear, SumHook
 from quire.kernels.tensors import Tensor
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.kernels.tensors import Tensor, contiguous, full, take_rows
 
 NOTHING = -0.0  # x + -0.0 is x, also where x is -0.0

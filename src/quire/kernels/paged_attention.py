@@ -1,4 +1,4 @@
-"""Attention over paged keys and values (Kwon et al. 2023, section 4.1): a layer's choices and a step's inputs."""
+"""Attention over paged keys and values (Kwon et al. 2023, section 4.1): a layer's choices, a step's inputs, writes."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from quire.core.arrays import dtype_name
 from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.kernels.cache_layout import ONES, KVScales
+from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.tensors import DType, Tensor, is_contiguous
 
 MAX_AHEAD = 2**31      # tokens: beyond every context
@@ -102,3 +102,32 @@ def build_metadata(
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
     return AttentionMetadata(block_tables, query_starts, context_lens, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Rotation of a layer's queries and keys, and storage of its keys and values. All back ends read it."""
+
+    heads: Heads
+    cos_sin: Tensor | None = None  # as in `rotary_table`; None: no rotation
+    is_interleaved: bool = False   # pairs of dimensions are (2i, 2i + 1), else (i, rotary_dim / 2 + i)
+    kv_scales: KVScales = ONES     # where an 8-bit cache stores none
+
+    def __post_init__(self) -> None:
+        if self.cos_sin is not None:
+            assert self.rotary_dim <= self.heads.head_dim, f"{self.rotary_dim} dimensions of {self.heads} are rotated"
+            assert dtype_name(self.cos_sin.dtype) == "float32", f"a rotary table of {self.cos_sin.dtype}"
+            assert is_contiguous(self.cos_sin), "a rotary table with gaps"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated, the first ones; 0: none."""
+        return 0 if self.cos_sin is None else self.cos_sin.shape[1]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features beyond plain rotation, by their names in the support table."""
+        return ("interleaved rotary",) if self.is_interleaved else ()
+
+
+WriteKV = Callable[[RotarySpec, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # as `write_kv`

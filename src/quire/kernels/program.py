@@ -15,11 +15,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kernels.kv_cache_write import RotarySpec, WriteKV
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear, Norm
 from quire.kernels.low_rank import RowAdapters
-from quire.kernels.norm import Norm
-from quire.kernels.paged_attention import Attend, AttentionMetadata, AttentionSpec, Heads
+from quire.kernels.paged_attention import Attend, AttentionMetadata, AttentionSpec, Heads, RotarySpec, WriteKV
 from quire.kernels.tensors import Tensor, added
 
 INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from quire.kernels.experts import ExpertLayer
-from quire.kernels.gather import GatherHook, SumHook
-from quire.kernels.linear import Linear
-from quire.kernels.norm import Norm
+from quire.kernels.layers import GatherHook, Linear, Norm, SumHook
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
 from quire.kernels.tensors import Tensor, clipped, multiplied, scaled

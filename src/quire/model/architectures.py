@@ -9,24 +9,20 @@ from collections.abc import Callable
 
 from quire.model import llama
 from quire.model.config_reader import ConfigReader
-from quire.model.encoders import bert, modernbert
 from quire.model.families import (
     cohere,
+    encoders,
     falcon,
     gemma,
-    glm,
     gpt2,
     gpt_neox,
     gpt_oss,
     gptj,
-    granite,
+    llama_variants,
     mixture,
     multimodal,
     olmo,
     opt,
-    phi,
-    smollm3,
-    stablelm,
 )
 from quire.model.spec import DecoderSpec
 
@@ -40,12 +36,12 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "Gemma2ForCausalLM": gemma.gemma2,
     "Gemma3ForCausalLM": gemma.gemma3_text,
     "Gemma3ForConditionalGeneration": multimodal.gemma3,
-    "Glm4ForCausalLM": glm.glm4,
+    "Glm4ForCausalLM": llama_variants.glm4,
     "GPT2LMHeadModel": gpt2.gpt2,
     "GPTJForCausalLM": gptj.gptj,
     "GPTNeoXForCausalLM": gpt_neox.gpt_neox,
     "GptOssForCausalLM": gpt_oss.gpt_oss,
-    "GraniteForCausalLM": granite.granite,
+    "GraniteForCausalLM": llama_variants.granite,
     "Mistral3ForConditionalGeneration": multimodal.mistral3,
     "OlmoForCausalLM": olmo.olmo,
     "MixtralForCausalLM": mixture.mixtral,
@@ -53,11 +49,11 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "Olmo3ForCausalLM": olmo.olmo3,
     "OlmoeForCausalLM": mixture.olmoe,
     "OPTForCausalLM": opt.opt,
-    "Phi3ForCausalLM": phi.phi3,
+    "Phi3ForCausalLM": llama_variants.phi3,
     "Qwen2MoeForCausalLM": mixture.qwen2_moe,
     "Qwen3MoeForCausalLM": mixture.qwen3_moe,
-    "SmolLM3ForCausalLM": smollm3.smollm3,
-    "StableLmForCausalLM": stablelm.stablelm,
+    "SmolLM3ForCausalLM": llama_variants.smollm3,
+    "StableLmForCausalLM": llama_variants.stablelm,
 }).items()))
 ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
 LATENT = "multi-head latent attention is not computed"
@@ -83,11 +79,11 @@ REFUSED: dict[str, str] = {
     "T5ForConditionalGeneration": ENCODER,
 }
 ENCODERS: dict[str, Family] = {
-    "Bert": bert.bert,
-    "DistilBert": bert.distilbert,
-    "ModernBert": modernbert.modernbert,
-    "Roberta": bert.roberta,
-    "XLMRoberta": bert.xlm_roberta,
+    "Bert": encoders.bert,
+    "DistilBert": encoders.distilbert,
+    "ModernBert": encoders.modernbert,
+    "Roberta": encoders.roberta,
+    "XLMRoberta": encoders.xlm_roberta,
 }
 ENCODER_HEADS = {"Model": False, "ForMaskedLM": False, "ForSequenceClassification": True}  # whether a head is read
 ENCODER_ARCHITECTURES = {

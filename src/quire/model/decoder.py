@@ -5,24 +5,22 @@ from dataclasses import replace
 import numpy as np
 
 from quire.core.arrays import Array
-from quire.kernels.back_end import BackEnd
-from quire.kernels.linear import Linear
+from quire.kernels.back_end import BackEnd, require, require_attention, require_kv_dtype, require_ops
+from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import Table
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
 from quire.kernels.rotary_table import rotary_table
 from quire.kernels.special_ops import SummedLinearOp
-from quire.kernels.support import require, require_attention, require_kv_dtype, require_ops
 from quire.kernels.tensors import DType, Tensor, added, divided, scaled, take_rows, tanh
-from quire.model.frequencies import inverse_frequencies
-from quire.model.kv_cache import KVCache
-from quire.model.kv_geometry import KVGeometry, LayerKV
+from quire.model.config import num_layer_weights
+from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
 from quire.model.layer_builder import ProgramInputs, build_program, make_norm
-from quire.model.ranks import Ranks
+from quire.model.rope import inverse_frequencies
 from quire.model.shapes import DecoderShapes, LinearShape
+from quire.model.sharding import Ranks
 from quire.model.spec import DecoderSpec, Rotary
-from quire.model.weight_counts import num_layer_weights
 from quire.model.weights import TokenTable, WeightReader
 
 BLOCK_SIZE = 32  # tokens: texts are short, and the rest of a text's last block is not touched

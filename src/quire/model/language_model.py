@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.tensors import NUMPY_LIBRARY, DType, Library, Tensor
-from quire.model.kv_cache import KVCache
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import KVCache, KVGeometry
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,14 @@ from numpy.typing import NDArray
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.cache_layout import ONES
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
-from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.linear import Linear
-from quire.kernels.norm import Norm
-from quire.kernels.paged_attention import AttentionSpec, Heads
+from quire.kernels.kv_cache import ONES
+from quire.kernels.layers import Linear, Norm
+from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec
 from quire.kernels.program import INPUT, Op, Program
 from quire.kernels.tensors import DType, Tensor
-from quire.model.ranks import Ranks
 from quire.model.shapes import DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
-from quire.model.sharding import Cut, Range, Shard
+from quire.model.sharding import Cut, Range, Ranks, Shard
 from quire.model.spec import DecoderSpec, Experts, NormKind, Place, Rotary, SpecError
 from quire.model.weights import WeightReader
 

@@ -10,11 +10,10 @@ from quire.kernels.back_end import BackEnd
 from quire.model.checkpoints.tensor_reader import Checkpoint
 from quire.model.decoder import Decoder
 from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions
-from quire.model.ranks import Ranks
-from quire.model.sharding import check_shardable
+from quire.model.sharding import Ranks, check_shardable
 from quire.model.source import ModelSource, read_folder
 from quire.model.spec import DecoderSpec, WeightMap
-from quire.model.weight_formats.weight_format import WeightFormat
+from quire.model.weight_format import WeightFormat
 from quire.model.weights import WeightReader
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from quire.core.version import __version__
 from quire.kernels import tensors
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PACKING_VERSION, PackedWeight
-from quire.kernels.linear import GATED, Linear
+from quire.kernels.layers import GATED, Linear
 from quire.model.checkpoints.packed_file import (
     DTYPES,
     SUFFIX,
@@ -36,7 +36,7 @@ from quire.model.quantization import Quantization
 from quire.model.resolve import DIGEST_SUFFIXES
 from quire.model.shapes import LinearShape
 from quire.model.sharding import Range
-from quire.model.weight_formats.weight_format import WeightFormat
+from quire.model.weight_format import WeightFormat
 from quire.model.weights import TokenTable, WeightReader
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Sharding: the part of each linear layer, of the heads and of the vocabulary that a rank of tensor parallelism has.
+"""Sharding: the part of each layer that a rank has, and the exchanges that a decoder asks for.
 
 With `gather` every linear layer is split by its outputs, so that each output stays one sum in one order, and TP N has
 the bits of TP 1 (docs/decisions/0022). With `reduce` the layers behind attention and the feed-forward's activation are
@@ -9,11 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
 from quire.model.spec import DecoderSpec, LayerSpec
+
+if TYPE_CHECKING:  # they load NumPy, and options are read without it
+    from quire.kernels.layers import GatherHook, Linear, SumHook
 
 ADDED_BYTES = 64 << 10  # partial sums of a rank that one exchange moves; more take two (csrc/gather.cpp)
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
@@ -151,3 +154,23 @@ def shifted(ranges: Sequence[Range], num_rows: Sequence[int]) -> list[Range]:
     """Return ranges of modules as those of one that has the modules' rows on top of each other."""
     starts = accumulate(num_rows, initial=0)
     return [(first + start, first + stop) for (start, stop), first in zip(ranges, starts, strict=False)]
+
+
+class Ranks(Protocol):
+    """A rank among others. Each of them calls the same exchanges in the same order, with the same number of rows."""
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's part of the model."""
+
+    def gather(self, cut: Cut) -> "GatherHook":
+        """Return the exchange of an activation that is divided like this."""
+
+    def sum(self, width: int) -> "SumHook":
+        """Return the exchange of partial sums of an activation of this width."""
+
+    def joined_head(self, head: "Linear", cut: Cut) -> "Linear":
+        """Return the head of all ranks from this one's, which has its columns of the vocabulary.
+
+        Its result, float32 [num_rows, vocab_size], is defined on rank 0 alone, until the next call.
+        """

@@ -15,7 +15,7 @@ from quire.model.quantization import CONFIG_KEYS, Quantization, QuantizationOpti
 from quire.model.spec import DecoderSpec
 
 if TYPE_CHECKING:
-    from quire.model.weight_formats.weight_format import StoredTensors
+    from quire.model.weight_format import StoredTensors
 
 
 class ModelSource(Protocol):
@@ -69,7 +69,7 @@ class FolderSource:
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return the tensors of the safetensors files."""
         from quire.model.checkpoints.safetensors import SafetensorsCheckpoint  # noqa: PLC0415 (for engines alone)
-        from quire.model.weight_formats.float_formats import tensors_of_floats  # noqa: PLC0415
+        from quire.model.weight_format import tensors_of_floats  # noqa: PLC0415
 
         return tensors_of_floats(SafetensorsCheckpoint(self.path), quantization)
 

@@ -13,19 +13,17 @@ from quire.core.arrays import FLOAT32, MODEL_DTYPES, Array, DType, concatenated
 from quire.core.errors import ConfigError
 from quire.kernels import tensors
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cache_layout import KVScales
 from quire.kernels.conversion import converted
 from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
-from quire.kernels.linear import Linear
+from quire.kernels.kv_cache import KVScales
+from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import DENSE, LinearWeight, Table
 from quire.kernels.tensors import Tensor
-from quire.model.checkpoints.stacked import with_single_experts
-from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
+from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, with_single_experts
 from quire.model.shapes import LinearShape, NormShape, TableShape, VectorShape
 from quire.model.sharding import Range, shifted
 from quire.model.spec import WeightMap
-from quire.model.weight_formats.float_formats import DenseFormat
-from quire.model.weight_formats.weight_format import ModuleRows, WeightFormat
+from quire.model.weight_format import DenseFormat, ModuleRows, WeightFormat
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ root, and a burst with a common prefix is matched against the blocks of the requ
 """
 
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_match import NO_MATCH, Awaited, PrefixMatch
+from quire.cache.prefix_tree import NO_MATCH, Awaited, PrefixMatch
 from quire.core.config import SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus

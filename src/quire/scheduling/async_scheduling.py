@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from quire.cache.manager import KVCacheManager
-from quire.core.pooling import Pool
+from quire.core.pooling import BeamTask, Pool
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
 from quire.core.step_times import StepWork, chunk_work
-from quire.core.task import BeamTask
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.time_budget import TimeBudget
 

@@ -20,12 +20,12 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from quire.cache.manager import KVCacheManager
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.deltas import FinishReason, SequenceDelta, TokenLogprobs
 from quire.core.plan import RowFork
+from quire.core.pooling import beam_params
+from quire.core.sampling_params import BeamSearchParams
 from quire.core.sequence import Request
 from quire.core.sequence import Sequence as Branch
-from quire.core.task import beam_params
 from quire.scheduling.queues import RequestQueues
 
 

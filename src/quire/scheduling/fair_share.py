@@ -17,8 +17,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain, count
 
 from quire.core.sequence import QueueKey, Request, Sequence
-from quire.scheduling.policies import ByPriority
-from quire.scheduling.waiting_lines import Rank, WaitingLine, queue_key_of
+from quire.scheduling.waiting_lines import ByPriority, Rank, WaitingLine, queue_key_of
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # the paper's (section 5.1), after the prices of hosted models
 MAX_ABSENT = 4096                   # clients without a request that keep their counters

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.core.deltas import SequenceDelta
+from quire.core.pooling import Scope
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
-from quire.core.task import Scope
 from quire.core.token_ids import pack_tokens
 from quire.scheduling.scheduler import Scheduler
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from quire.cache.block_table import TableUpdate
 from quire.core.plan import BlockCopy, BlockIds, NewRow, RowDrafts, StepPlan
+from quire.core.pooling import beam_params, pool_of
 from quire.core.sequence import Request, Sequence
-from quire.core.task import beam_params, pool_of
 
 NO_TOKEN = -1
 _ROW = attrgetter("row")

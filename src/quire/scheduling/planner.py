@@ -13,22 +13,19 @@ from operator import attrgetter
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
-from quire.cache.prefix_match import NO_MATCH, PrefixMatch
+from quire.cache.prefix_tree import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.plan import BlockCopy
-from quire.core.pooling import Pool
+from quire.core.pooling import BeamTask, PinTask, Pool
 from quire.core.sequence import NO_ROW, Request, Sequence
-from quire.core.task import BeamTask, PinTask
 from quire.scheduling.admission import AdmissionControl
-from quire.scheduling.chunked_prefill import ChunkedPrefillBudget, WholePrompts
 from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
-from quire.scheduling.policies import ByPriority
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.queues import RequestQueues
-from quire.scheduling.time_budget import TimeBudget, decodes
-from quire.scheduling.waiting_lines import Lack, LineReader
+from quire.scheduling.time_budget import ChunkedPrefillBudget, TimeBudget, WholePrompts, decodes
+from quire.scheduling.waiting_lines import ByPriority, Lack, LineReader
 
 _SEQ_ID, _NUM_COMPUTED_TOKENS = attrgetter("seq_id"), attrgetter("num_computed_tokens")
 _DECODES_AT_ONCE = 256  # requests that each run of decodes looks at, at most: decodes and groups may alternate

@@ -12,8 +12,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.deltas import WAIT_REASONS, WaitReason
 from quire.core.plan import BlockCopy
 from quire.core.sequence import NO_ROW, Request, Sequence, SequenceStatus
-from quire.scheduling.policies import ByPriority
-from quire.scheduling.waiting_lines import Lack, LineReader, WaitingLines, queue_key_of
+from quire.scheduling.waiting_lines import ByPriority, Lack, LineReader, WaitingLines, queue_key_of
 
 
 class WaitReasonCounters:

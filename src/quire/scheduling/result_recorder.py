@@ -9,16 +9,15 @@ from itertools import chain, compress, repeat
 
 from quire.cache.manager import KVCacheManager
 from quire.core.deltas import SequenceDelta, TokenLogprobs
+from quire.core.logprob_table import SCORE_BYTES, width_of
 from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
-from quire.core.prompt_scores import SCORE_BYTES, width_of
-from quire.core.repetition import RepetitionDetector
-from quire.core.sampling_params import SamplingParams
+from quire.core.pooling import BeamTask
+from quire.core.sampling_params import RepetitionDetector, SamplingParams
 from quire.core.sequence import Request, Sequence, SequenceStatus
-from quire.core.task import BeamTask
 from quire.scheduling.beam_search import BeamSearches
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.policies import ByPriority
 from quire.scheduling.queues import RequestQueues
+from quire.scheduling.waiting_lines import ByPriority
 
 REPETITION_DETECTED = "repetition_detected"
 Finish = Callable[[Request, Sequence], None]

@@ -19,23 +19,30 @@ from quire.cache.manager import KVCacheManager
 from quire.core.config import SchedulerConfig, SchedulingPolicy
 from quire.core.deltas import PREPARATION, SequenceDelta
 from quire.core.plan import StepPlan, StepResult
+from quire.core.pooling import BeamTask, PinTask
 from quire.core.sampling_params import branch_seed
 from quire.core.sequence import NO_ROW, Request, Sequence
-from quire.core.task import BeamTask, PinTask
 from quire.core.token_ids import TokenIds, pack_tokens
 from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.async_scheduling import must_see_tokens, schedule_next
 from quire.scheduling.beam_search import BeamSearches
-from quire.scheduling.deadlines import DEADLINE, Deadlines, late_ends, late_failure
 from quire.scheduling.fair_share import FairShare
-from quire.scheduling.limits import AdmissionLimits, check_pinnable, check_pinned, num_pinned_blocks
+from quire.scheduling.limits import (
+    DEADLINE,
+    AdmissionLimits,
+    Deadlines,
+    check_pinnable,
+    check_pinned,
+    late_ends,
+    late_failure,
+    num_pinned_blocks,
+)
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.planner import Planner
-from quire.scheduling.policies import ByPriority, FirstComeFirstServed
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.queues import RequestQueues
 from quire.scheduling.result_recorder import ResultRecorder
-from quire.scheduling.waiting_lines import Lack
+from quire.scheduling.waiting_lines import ByPriority, FirstComeFirstServed, Lack
 
 ORDERS: Mapping[SchedulingPolicy, type[ByPriority]] = {
     "priority": ByPriority, "fcfs": FirstComeFirstServed, "fair": FairShare

@@ -14,7 +14,7 @@ from starlette.types import Scope
 from quire.core.checks import shown
 from quire.core.errors import DeadlineExceededError, EngineError, InvalidRequestError, UnknownPrefixError
 from quire.engine.messages import EngineDeadError
-from quire.engine.metrics.admission_rate import RETRY_AFTER_S
+from quire.engine.metrics.engine_metrics import RETRY_AFTER_S
 
 INVALID = "invalid_request_error"
 MAX_QUOTED_CHARS = 200  # longest part of a URL in an error

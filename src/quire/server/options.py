@@ -23,8 +23,8 @@ from quire.core.options import (
     same_option,
 )
 from quire.core.owner_labels import MAX_LABELS
+from quire.core.pooling import MAX_PINNED_PREFIXES
 from quire.core.structured_outputs import StructuredOutputsConfig, parse_config
-from quire.core.task import MAX_PINNED_PREFIXES
 from quire.engine.options import EngineOptions
 from quire.engine.options.parallel_options import START_TIMEOUT_S
 from quire.server.adapter_names import AdapterModule, parse_modules

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
-from quire.core.schema_limits import check_json_bytes
+from quire.core.structured_outputs import check_json_bytes
 from quire.text.tools import ToolLimits
 
 # The field with the text, by the type of a part.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
-from quire.core.schema_limits import SchemaLimits, check_schema
+from quire.core.structured_outputs import SchemaLimits, check_schema
 
 MAX_NAME_CHARS = 128
 NAME_PATTERN = rf"[\w.:/-]{{1,{MAX_NAME_CHARS}}}"

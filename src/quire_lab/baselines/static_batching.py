@@ -17,8 +17,7 @@ from quire.scheduling.admission import AdmissionControl
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.waiting_lines import Lack
-from quire_lab.baselines.contiguous import ContiguousManager
-from quire_lab.baselines.reservation import ReservingAdmission
+from quire_lab.baselines.buddy_pool import ContiguousManager, ReservingAdmission
 
 
 class StaticScheduler(Scheduler):

@@ -14,16 +14,18 @@ from quire.core.options import option, same_option
 from quire.engine.options import EngineOptions
 from quire_lab.bench.diagnosis import LatencyLimits
 from quire_lab.sim.datasets import DATA_FOLDER, DATASETS, is_dataset, named_file, workload
-from quire_lab.sim.traces import TraceSlice, is_trace, trace_workload
 from quire_lab.sim.workloads import (
     ArrivalKind,
     Schedule,
+    TraceSlice,
     WorkItem,
+    is_trace,
     length_workload,
     poisson_arrivals,
     random_workload,
     token_id_workload,
     trace_arrivals,
+    trace_workload,
 )
 
 _DEFAULT_NUM = 64

@@ -9,12 +9,11 @@ tokens are outside of the timed part.
 import time
 from collections.abc import Callable
 
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.plan import StepPlan, StepResult
-from quire.core.sampling_params import SamplingParams
+from quire.core.pooling import BeamTask
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.core.sequence import Request
-from quire.core.task import BeamTask
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.engine import Engine
 from quire.engine.schedulers import make_scheduler

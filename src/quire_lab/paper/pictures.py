@@ -7,8 +7,7 @@ from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefixes import Prefixes
 from quire.core.config import CacheConfig
-from quire_lab.baselines.contiguous import ContiguousManager
-from quire_lab.baselines.reservation import num_reserved_tokens
+from quire_lab.baselines.buddy_pool import ContiguousManager, num_reserved_tokens
 from quire_lab.paper.figures import Comparison, Result, Row, Settings, figure
 from quire_lab.paper.plots import Bars, Blocks, Grid, LengthHistogram, Lines, Panel
 from quire_lab.paper.runs import MAX, MAX_MODEL_LEN, ORACLE, PAGED, POW2, SYSTEMS

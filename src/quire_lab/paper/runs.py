@@ -27,8 +27,8 @@ from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.engine.schedulers import make_scheduler
 from quire.scheduling.scheduler import Scheduler
-from quire_lab.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
 from quire_lab.sim.datasets import DATA_FOLDER, due_times, workload
+from quire_lab.sim.hardware import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
 from quire_lab.sim.models import set_up
 from quire_lab.sim.simulation import Simulation
 

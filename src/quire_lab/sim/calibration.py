@@ -1,7 +1,7 @@
 """Fit of a `Hardware` to the times of a few kinds of steps (`quire bench calibrate`), to predict other steps.
 
 A step's time is taken as layers x c(tokens) + head x c(samples) + attention + s x sequences, with layers and head in
-weights (see `cost.py`). Many decodes and a prefill of as many tokens separate s from c; one long prompt and several
+weights (see `hardware.py`). Many decodes and a prefill of as many tokens separate s from c; one long prompt and several
 short ones give the arithmetic of attention; decodes behind long and short contexts the speed of reading the KV cache.
 """
 
@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
+from quire.model.config import num_layer_weights
 from quire.model.spec import DecoderSpec
-from quire.model.weight_counts import num_layer_weights
 from quire_lab.sim.footprint import CPU_PACKING, stored_kv_bytes_per_token
 from quire_lab.sim.hardware import CurvePoint, Hardware
 

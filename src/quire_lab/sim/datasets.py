@@ -16,17 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import ConfigError
-from quire_lab.sim.traces import TraceSlice, is_trace, trace_workload
 from quire_lab.sim.workloads import (
     NO_LIMIT,
     Lengths,
+    TraceSlice,
     WorkItem,
     fitting,
+    is_trace,
     poisson_arrivals,
     read_columns,
     read_lengths,
     token_id_workload,
     trace_arrivals,
+    trace_workload,
     with_random_prompts,
 )
 

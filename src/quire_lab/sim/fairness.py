@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from quire_lab.sim.cost import CostModel
+from quire_lab.sim.hardware import CostModel
 from quire_lab.sim.simulation import Answer, SimulatedRun, Simulation, paged_scheduler
 from quire_lab.sim.statistics import jain_index
 from quire_lab.sim.workloads import random_workload

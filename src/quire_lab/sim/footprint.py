@@ -7,13 +7,13 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
+from quire.core.config import ELEMENT_BYTES, kv_dtype
 from quire.core.errors import ConfigError
-from quire.core.kv_dtypes import ELEMENT_BYTES, kv_dtype
+from quire.model.config import num_elements
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, Shape, TableShape, VectorShape, layer_shapes
 from quire.model.sharding import Range, Shard
 from quire.model.spec import DecoderSpec, LayerSpec
-from quire.model.weight_counts import num_elements
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}

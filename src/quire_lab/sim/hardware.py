@@ -1,16 +1,29 @@
-"""Hardware as data: bytes, operations and transfers of a device per second, and the fixed cost of a step.
+"""Hardware as data, models' costs on it, and the time of a step from its plan alone.
 
 Rates are the makers' peaks; `bandwidth_share` and `flops_share` say how much of them whole steps of good kernels reach.
 A machine that was measured (`quire bench calibrate`) brings a curve instead: seconds per weight at several batch sizes.
+
+Linear layers read all weights once and multiply every token: the slower of the two counts. Attention reads the keys and
+values of each context, or multiplies, where a prefill has many queries for the same keys. Head, block copies, swaps and
+collectives are added, and the software's own time. Nothing is executed.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from quire.core.errors import ConfigError
+from quire.core.plan import MeasuredRates, StepPlan
+from quire.model.config import num_layer_weights
+from quire.model.quantization import UNQUANTIZED, Quantization
+from quire.model.sharding import ADDED_BYTES, Mode, head_ranges
+from quire.model.spec import DecoderSpec
+from quire_lab.sim.footprint import DTYPE_BYTES, scheme_bits, stored_kv_bytes_per_token
 
 GIB = 2**30
 
@@ -95,3 +108,159 @@ HARDWARE = {
         Hardware("H200", 141e9, 4.8e12, 989e12, link_bytes_per_s=450e9, host_bytes_per_s=50e9),
     )
 }
+
+
+# Kwon et al. 2023, section 7.1: the paged attention kernel takes 20 to 26 % longer than one over contiguous memory.
+PAGED_ATTENTION_FACTOR = 1.23
+CONTIGUOUS_ATTENTION_FACTOR = 1.0
+
+
+ExchangeMode = Mode | Literal["all-reduce"]
+
+
+def exchange_mode(mode: Mode, device: str) -> ExchangeMode:
+    """Return the exchanges of a mode of tensor parallelism: on GPUs partial sums are added by NCCL's all-reduce."""
+    return "all-reduce" if mode == "reduce" and device == "cuda" else mode
+
+
+class Exchanges(NamedTuple):
+    """Exchanges between ranks in the layers of a step: how many, and the bytes that a rank gets from all others."""
+
+    number: int
+    num_bytes: int
+
+    @classmethod
+    def of(
+        cls, spec: DecoderSpec, itemsize: int, num_ranks: int, mode: ExchangeMode, num_tokens: int = 1
+    ) -> "Exchanges":
+        """Return those of a step of `num_tokens`, `itemsize` that of an activation; the head's logits do not count.
+
+        All-reduces are two per layer, in the activations' dtype over a ring (Shoeybi et al. 2019).
+        """
+        others = num_ranks - 1
+        if mode == "gather":  # attention, its second layer, the inner activation, the second layer of it
+            widths = (
+                layer.num_heads * layer.head_dim + layer.feed_forward.active_size + 2 * spec.hidden_size
+                for layer in spec.layers
+            )
+            return cls(4 * spec.num_layers, sum(widths) * num_tokens * itemsize * others // num_ranks)
+        num_sums, partial_bytes = 2 * spec.num_layers, 4 * num_tokens * spec.hidden_size
+        if mode == "all-reduce":
+            return cls(num_sums, num_sums * 2 * num_tokens * spec.hidden_size * itemsize * others // num_ranks)
+        if partial_bytes <= ADDED_BYTES:
+            return cls(num_sums, num_sums * others * partial_bytes)
+        moved = partial_bytes + num_tokens * spec.hidden_size * itemsize  # partial sums, then sums
+        return cls(2 * num_sums, num_sums * moved * others // num_ranks)
+
+
+class CostModel:
+    """The time of every step of one model on `num_devices` alike devices, with tensor parallelism.
+
+    `kv_dtype`: a value of --kv-cache-dtype other than auto; None: the model's. `mode`: of the exchanges between
+    devices.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        hardware: Hardware,
+        block_size: int = 16,
+        num_devices: int = 1,
+        dtype: str = "float16",
+        attention_factor: float = PAGED_ATTENTION_FACTOR,
+        kv_dtype: str | None = None,
+        quantization: Quantization = UNQUANTIZED,
+        mode: ExchangeMode = "all-reduce",
+    ) -> None:
+        itemsize = DTYPE_BYTES[dtype]
+        ranges = head_ranges(spec.layers[0], num_devices)
+        # The device with the most decides: the others wait for it.
+        num_heads, num_kv_heads = max(each.num_heads for each in ranges), max(each.num_kv_heads for each in ranges)
+        kv_bytes = stored_kv_bytes_per_token(spec.with_heads(num_heads, num_kv_heads), kv_dtype or dtype)
+        self.spec, self.hardware, self._ranks = spec, hardware, (num_devices, mode)
+        self._itemsize, self._window = itemsize, spec.sliding_window
+        self._layer_share, self._head_share = (  # share of the bytes of an unquantized weight
+            scheme_bits(scheme, dtype, spec.hidden_size) / 8 / itemsize
+            for scheme in (quantization.layers, quantization.head)
+        )
+        self._num_layer_weights = num_layer_weights(spec) / num_devices
+        self._num_head_weights = spec.vocab_size * spec.embedding_size / num_devices
+        self._s_per_byte = 1 / (hardware.bytes_per_s * hardware.bandwidth_share)
+        self._s_per_flop = 1 / (hardware.flops_per_s * hardware.flops_share)
+        self._block_bytes = kv_bytes * block_size
+        self._s_per_context_token = kv_bytes * self._s_per_byte * attention_factor
+        num_attended_flops = 4 * spec.num_layers * num_heads * spec.head_dim
+        self._s_per_attended_token = num_attended_flops * self._s_per_flop * attention_factor
+        self._linear_s = cache(self._linear_time_s)
+
+    def step_s(self, plan: StepPlan) -> float:
+        """Return the seconds of a step."""
+        hardware, num_tokens = self.hardware, sum(plan.counts)
+        seconds: float = hardware.step_s + hardware.sequence_s * len(plan.rows)
+        seconds += self._linear_s(num_tokens, len(plan.sample_rows))
+        seconds += self._attention_s(plan, num_tokens)
+        if plan.copies:
+            seconds += 2 * len(plan.copies) * self._block_bytes * self._s_per_byte + hardware.copy_s
+        if plan.swap_outs or plan.swap_ins:
+            seconds += self.swap_s(len(plan.swap_outs) + len(plan.swap_ins))
+        if self._ranks[0] > 1:
+            seconds += self._collectives_s(num_tokens)
+        return seconds
+
+    def swap_s(self, num_blocks: int) -> float:
+        """Return the seconds of moving blocks to host memory or back: two copies for each block and layer."""
+        num_copies = 2 * self.spec.num_layers * num_blocks
+        return num_blocks * self._block_bytes / self.hardware.host_bytes_per_s + num_copies * self.hardware.copy_s
+
+    @property
+    def rates(self) -> MeasuredRates:
+        """Rates that a worker of this speed would have measured, by which preemption chooses."""
+        swapped_per_s = 1 / self.swap_s(1)
+        prefilled_per_s = 2048 / (self.hardware.step_s + self._linear_s(2048, 1))  # a long one, without its attention
+        return MeasuredRates(prefilled_per_s, swapped_per_s, swapped_per_s)
+
+    def _linear_time_s(self, num_tokens: int, num_samples: int) -> float:
+        """Return the seconds of all linear layers for the step's tokens, and of the head for its samples."""
+        return self._num_layer_weights * self._s_per_weight(num_tokens, self._layer_share) + (
+            self._num_head_weights * self._s_per_weight(num_samples, self._head_share) if num_samples else 0.0
+        )
+
+    def _s_per_weight(self, num_tokens: int, share: float) -> float:
+        """Return the seconds of a weight with `share` of an unquantized one's bytes; what is not reading stays."""
+        curve = self.hardware.curve
+        if curve:
+            scale = self._itemsize / DTYPE_BYTES[self.hardware.dtype]
+            return scale * (_on_curve(curve, num_tokens) - (1 - share) * curve[0].s_per_weight)
+        return max(share * self._itemsize * self._s_per_byte, 2 * num_tokens * self._s_per_flop)
+
+    def _attention_s(self, plan: StepPlan, num_tokens: int) -> float:
+        """Return the seconds of attention over all layers. One token reads its context; more multiply with it, too."""
+        window, num_context = self._window, sum(plan.starts) + num_tokens
+        if window is not None:
+            num_context = sum(min(start, window) + count for start, count in zip(plan.starts, plan.counts, strict=True))
+        read_s: float = num_context * self._s_per_context_token
+        if num_tokens == len(plan.counts):
+            return read_s
+        num_attended = sum(
+            count * (min(start, window or start) + (count + 1) / 2)
+            for start, count in zip(plan.starts, plan.counts, strict=True)
+            if count > 1
+        )
+        return max(read_s, num_attended * self._s_per_attended_token)
+
+    def _collectives_s(self, num_tokens: int) -> float:
+        """Return the seconds of the exchanges of all layers."""
+        found = Exchanges.of(self.spec, self._itemsize, *self._ranks, num_tokens)
+        return found.number * self.hardware.collective_s + found.num_bytes / self.hardware.link_bytes_per_s
+
+
+def _on_curve(points: Sequence[CurvePoint], num_tokens: int) -> float:
+    """Return the measured seconds per weight, linear between points; the last one's time per token beyond them."""
+    right = bisect_left(points, num_tokens, key=lambda point: point.num_tokens)
+    if right == len(points):
+        return points[-1].s_per_weight * num_tokens / points[-1].num_tokens
+    if right == 0:
+        return points[0].s_per_weight
+    low, high = points[right - 1], points[right]
+    share = (num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens)
+    return low.s_per_weight + share * (high.s_per_weight - low.s_per_weight)

@@ -14,8 +14,7 @@ from quire.model.config import resolved_dtype, spec_from_config
 from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
-from quire_lab.sim.cost import PAGED_ATTENTION_FACTOR, CostModel
-from quire_lab.sim.hardware import HARDWARE, PAPER_SEQUENCE_S, PAPER_STEP_S
+from quire_lab.sim.hardware import HARDWARE, PAGED_ATTENTION_FACTOR, PAPER_SEQUENCE_S, PAPER_STEP_S, CostModel
 
 
 def _opt(num_layers: int, num_heads: int) -> dict[str, object]:

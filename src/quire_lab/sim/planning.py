@@ -1,29 +1,31 @@
-"""Memory planning before any weight is loaded, from config.json and the headers of safetensors files. Loads no torch.
+"""Memory planning before any weight is loaded, from config.json and headers of safetensors files. Loads no torch.
 
 Shapes and block arithmetic are the engine's own (`model/shapes.py`, `engine/sizing.py`). Workspaces are an upper
 estimate: the widest activations of a full step, and logits for every sequence.
+
+Steps of T seconds leave T - d to the prompt, d the seconds of the decodes alone, so it takes T / (T - d) times as long
+as alone. Nothing is simulated.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.config import QUANTIZED, CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
-from quire.core.kv_dtypes import QUANTIZED
 from quire.core.model_files import file_inside, is_gguf
+from quire.core.plan import StepPlan
 from quire.core.speculation import ScratchBlocks
 from quire.engine.formats import find_pooler
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
+from quire.model.config import expert_reads, num_parameters
 from quire.model.quantization import UNQUANTIZED
 from quire.model.sharding import Mode, Shard, check_shardable
 from quire.model.spec import widest_window
-from quire.model.weight_counts import expert_reads, num_parameters
-from quire_lab.sim.cost import ExchangeMode, Exchanges, exchange_mode
 from quire_lab.sim.footprint import (
     CPU_PACKING,
     DTYPE_BYTES,
@@ -32,7 +34,7 @@ from quire_lab.sim.footprint import (
     stored_kv_bytes_per_token,
     weight_bytes,
 )
-from quire_lab.sim.hardware import Hardware
+from quire_lab.sim.hardware import ExchangeMode, Exchanges, Hardware, exchange_mode
 from quire_lab.sim.models import Model
 
 MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
@@ -292,3 +294,34 @@ def _parameters_in(path: Path) -> int:
             return sum(math.prod(entry["shape"]) for entry in entries)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: not a safetensors file: {error}") from error
+
+
+CONTEXT_LEN = 1024  # tokens of each sequence that decodes, or the longest that the model takes
+
+
+class TargetPrice(NamedTuple):
+    """What a target costs beside a number of decodes."""
+
+    num_decodes: int
+    decode_s: float
+    price: float | None  # None: the decodes alone take as long as the target
+
+    def __str__(self) -> str:
+        decodes = f"{self.num_decodes} decode{'s' if self.num_decodes > 1 else ''} of {self.decode_s * 1e3:.3g} ms"
+        return f"{'target missed' if self.price is None else f'{self.price:.2f} x'} beside {decodes}"
+
+
+def target_prices(
+    step_s: Callable[[StepPlan], float], target_s: float, nums_decodes: Iterable[int], context_len: int
+) -> list[TargetPrice]:
+    """Return the prices of a target beside so many decodes, each with a context of `context_len` tokens.
+
+    `step_s` returns the seconds of a plan.
+    """
+    prices = []
+    for num in nums_decodes:
+        rows = list(range(num))
+        plan = StepPlan(rows=rows, starts=[context_len - 1] * num, counts=[1] * num, sample_rows=rows)
+        decode_s = step_s(plan)
+        prices.append(TargetPrice(num, decode_s, target_s / (target_s - decode_s) if decode_s < target_s else None))
+    return prices

@@ -14,7 +14,7 @@ from operator import itemgetter
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.engine.fleet.router import Router, Routing
-from quire_lab.sim.cost import CostModel
+from quire_lab.sim.hardware import CostModel
 from quire_lab.sim.simulation import SimulatedRun, SimulatedStep, Simulation, as_request, paged_scheduler
 from quire_lab.sim.workloads import WorkItem
 

@@ -13,21 +13,20 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params, num_candidates
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import Admission, SequenceDelta, TokenLogprobs
 from quire.core.errors import InvalidRequestError
 from quire.core.plan import UNMEASURED, GraphCounts, MeasuredRates, NewRow, StepPlan, StepResult
-from quire.core.sampling_params import SamplingParams
+from quire.core.pooling import GENERATE, BeamTask
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params, num_candidates
 from quire.core.sequence import Request
-from quire.core.task import GENERATE, BeamTask
 from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
 from quire.engine.schedulers import make_scheduler
 from quire.execution.executor import Executor
 from quire.execution.step_timer import StepTimer
 from quire.scheduling.scheduler import Scheduler
-from quire_lab.sim.cost import CostModel
+from quire_lab.sim.hardware import CostModel
 from quire_lab.sim.statistics import Timeline
 from quire_lab.sim.workloads import WorkItem
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.run_batch.lines import Line, answered, read_lines, refused
+from quire.cli.run_batch.run_batch_command import Line, answered, read_lines, refused
 from quire.core.errors import InvalidRequestError
 
 GOOD: dict[str, Any] = {

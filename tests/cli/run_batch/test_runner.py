@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.run_batch import runner
-from quire.cli.run_batch.lines import Line
+from quire.cli.run_batch import run_batch_command
+from quire.cli.run_batch.run_batch_command import Line
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
@@ -26,8 +26,8 @@ STALL_LIMIT_S = 3.0
 def run_with_a_stopped_engine(model: Path, num_engines: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Run lines, of which all but the first come after an engine was stopped; return which of them have failed."""
     children: list[EngineProcess] = []
-    spawn, output = runner.spawn_engines, io.StringIO()
-    monkeypatch.setattr(runner, "spawn_engines", lambda options: children.extend(spawn(options)) or children)
+    spawn, output = run_batch_command.spawn_engines, io.StringIO()
+    monkeypatch.setattr(run_batch_command, "spawn_engines", lambda options: children.extend(spawn(options)) or children)
 
     def lines() -> Iterator[Line]:
         for number in range(1 + 2 * num_engines):
@@ -39,7 +39,7 @@ def run_with_a_stopped_engine(model: Path, num_engines: int, monkeypatch: pytest
     engine = EngineOptions(
         str(model), data_parallel_size=num_engines, num_kv_blocks=256, max_model_len=512, stall_limit=STALL_LIMIT_S
     )
-    asyncio.run(runner.run(engine, ServerOptions(stall_limit=STALL_LIMIT_S), lines(), output, 8))
+    asyncio.run(run_batch_command.run(engine, ServerOptions(stall_limit=STALL_LIMIT_S), lines(), output, 8))
     return [json.loads(line)["error"] is not None for line in output.getvalue().splitlines()]
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from quire.core.errors import ModelError
-from quire.engine.adapters.peft_config import parse_config
-from quire.engine.adapters.peft_weights import LoadedAdapter, ModelTargets
+from quire.engine.adapters.peft_weights import LoadedAdapter, ModelTargets, parse_config
 from quire.kernels.choice import choose_back_end
 from quire.model.families.multimodal import PREFIXES
 from quire.model.sharding import Shard

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from quire.core.task import Scope
-from quire.engine.fleet.prefix_index import PrefixIndex
+from quire.core.pooling import Scope
+from quire.engine.fleet.router import PrefixIndex
 
 SCOPE, OTHER = Scope(), Scope(salt="mine")
 

@@ -7,9 +7,9 @@ import pytest
 
 from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import ConfigError
+from quire.core.pooling import Scope
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
-from quire.core.task import Scope
 from quire.core.token_ids import pack_tokens
 from quire.engine.fleet.router import CACHED_TOKEN_WEIGHT, Router
 

@@ -1,6 +1,6 @@
 """How long refused clients are told to wait."""
 
-from quire.engine.metrics.admission_rate import LONGEST_S, RETRY_AFTER_S, WINDOW_S, AdmissionRate
+from quire.engine.metrics.engine_metrics import LONGEST_S, RETRY_AFTER_S, WINDOW_S, AdmissionRate
 
 
 def test_nothing_known_is_the_answer_of_all_errors() -> None:

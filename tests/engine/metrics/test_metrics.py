@@ -20,8 +20,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepTiming
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
-from quire.engine.metrics.admission_rate import LONGEST_S, RETRY_AFTER_S
-from quire.engine.metrics.engine_metrics import CACHE_LABELS, TargetCounts
+from quire.engine.metrics.engine_metrics import CACHE_LABELS, LONGEST_S, RETRY_AFTER_S, TargetCounts
 from quire.engine.metrics.page import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient

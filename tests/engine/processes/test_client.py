@@ -19,9 +19,8 @@ from quire.core.step_times import chunk_work
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient
 from quire.engine.processes.forecast import LEAST_MEASURED, MOST_OFF, Asked
-from quire.engine.requests.completion_builder import CompletionBuilder
 from quire.engine.requests.input_processor import Prompt
-from quire.engine.requests.output_processor import OutputKind
+from quire.engine.requests.output_processor import CompletionBuilder, OutputKind
 from support.engine_process import (
     TIMEOUT_S,
     Recorder,

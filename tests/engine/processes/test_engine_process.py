@@ -20,7 +20,7 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ModelError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import KVStats
-from quire.core.task import PinTask
+from quire.core.pooling import PinTask
 from quire.engine.engine import Engine
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import (
@@ -46,7 +46,7 @@ from quire.engine.processes import client as client_module
 from quire.engine.processes import engine_process as process
 from quire.engine.processes.client import EngineClient
 from quire.engine.processes.engine_process import EngineLoop
-from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.processes.liveness import Heartbeat
 from quire.engine.processes.streams import RequestStream
 from quire.model.resolve import DEMO_MODEL
 from quire.scheduling.limits import AdmissionLimits

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.processes import heartbeat
-from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.processes import liveness
+from quire.engine.processes.liveness import Heartbeat
 
 LIMIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(liveness, "HEARTBEAT_INTERVAL_S", 0.0)
 
 
 def start(progress: Callable[[], int], beat: Callable[[], None]) -> Heartbeat:

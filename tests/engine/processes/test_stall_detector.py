@@ -10,7 +10,7 @@ import pytest
 from quire.core.plan import StepPlan
 from quire.engine.assembly import AssembledEngine
 from quire.engine.processes import engine_process as process
-from quire.engine.processes.heartbeat import FLOOR_FLOPS_PER_S, LATE_FACTOR, MIN_MEASURED_S, LayerCost, StallDetector
+from quire.engine.processes.liveness import FLOOR_FLOPS_PER_S, LATE_FACTOR, MIN_MEASURED_S, LayerCost, StallDetector
 
 COST = LayerCost(per_token=1e6, per_pair=1e3)
 LONG = StepPlan(starts=[0], counts=[16_000])

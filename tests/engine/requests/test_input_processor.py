@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from quire.core.beam_search_params import BeamSearchParams, as_sampling_params
 from quire.core.errors import ContextLengthError, InvalidRequestError
-from quire.core.sampling_params import SamplingParams, arrival_seed
-from quire.core.task import BeamTask, Scope
+from quire.core.pooling import BeamTask, Scope
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, arrival_seed, as_sampling_params
 from quire.core.token_ids import pack_tokens
 from quire.engine.messages import Ready, SamplingDefaults
 from quire.engine.options import EngineOptions

@@ -18,9 +18,15 @@ from quire.core.outputs import MAX_PREEMPTIONS_KEPT, RequestOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
-from quire.engine.requests.completion_builder import CompletionBuilder
 from quire.engine.requests.input_processor import PreparedRequest, TokenizedPrompt
-from quire.engine.requests.output_processor import PART_TOKENS, SLICE_UNITS, OutputKind, OutputProcessor, ProcessedStep
+from quire.engine.requests.output_processor import (
+    PART_TOKENS,
+    SLICE_UNITS,
+    CompletionBuilder,
+    OutputKind,
+    OutputProcessor,
+    ProcessedStep,
+)
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import byte_fallback, byte_level, save
 

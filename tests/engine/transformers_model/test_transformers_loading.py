@@ -12,10 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ModelError
 from quire.engine.options import EngineOptions
-from quire.engine.transformers_model.attention_hook import Trace, marker
-from quire.engine.transformers_model.replaced_parts import GatedFeedForward, Layer, NormPart
-from quire.engine.transformers_model.transformers_loading import knows, load_through_transformers, try_rows
-from quire.engine.transformers_model.transformers_model import TransformersModel
+from quire.engine.transformers_model.attention_hook import GatedFeedForward, Layer, NormPart, Trace, marker
+from quire.engine.transformers_model.transformers_loading import (
+    TransformersModel,
+    knows,
+    load_through_transformers,
+    try_rows,
+)
 from quire.model.architectures import FAMILIES
 
 SIZES: dict[str, Any] = {

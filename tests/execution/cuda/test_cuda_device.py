@@ -13,8 +13,7 @@ from quire.execution.cuda import cuda_device
 from quire.execution.cuda.cuda_device import CudaDevice
 from quire.execution.cuda.cuda_graphs import GraphSizes
 from quire.kernels.reference.back_ends import REFERENCE
-from quire.model.kv_cache import KVCache
-from quire.model.kv_geometry import KVGeometry, LayerKV
+from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 
 GIB = 1 << 30
 LIMITS = ModelLimits(max_position_embeddings=8192, kv_bytes_per_token=128 * 1024, sliding_window=None)

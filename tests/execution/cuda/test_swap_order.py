@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams
 from quire.core.plan import BlockCopy, StepPlan, StepResult
 from quire.execution.batch import PersistentBatch
 from quire.execution.cuda.cuda_swapper import CudaSwapper
-from quire.kernels.reference import block_copy
+from quire.kernels.reference import kv_cache
 from quire.model.kv_cache import KVCache
 from quire.scheduling.plan_builder import PlanBuilder
 from support.fake_cuda import FakeCuda, FakeStream
@@ -48,7 +48,7 @@ class Device:
     ) -> None:
         tiers = ("cache", "space") if sources[0] is self.cache.keys[0] else ("space", "cache")
         reads, writes = ([(name, i) for i in ids.tolist()] for name, ids in zip(tiers, (src, dst), strict=True))
-        self.cuda.launch(partial(block_copy.copy_blocks, sources, targets, src, dst), reads, writes)
+        self.cuda.launch(partial(kv_cache.copy_blocks, sources, targets, src, dst), reads, writes)
 
     def step(self, plan: StepPlan, read: set[int], slots: torch.Tensor) -> None:
         self.swapper.move(plan, slots)

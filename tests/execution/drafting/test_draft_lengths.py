@@ -10,10 +10,16 @@ import pytest
 
 from quire.execution.batch import IntArray, StepInputs
 from quire.execution.drafter import DraftRows
-from quire.execution.drafting.draft_lengths import MIN_GAIN, PAUSES, PRODUCTS_PER_BYTE, AdaptiveLength, StepCost
-from quire.execution.drafting.drafters import LookupDrafter
+from quire.execution.drafting.drafters import (
+    MIN_GAIN,
+    PAUSES,
+    PRODUCTS_PER_BYTE,
+    AdaptiveLength,
+    LookupDrafter,
+    StepCost,
+)
 from quire.execution.drafting.lookups import NgramLookup
-from quire.model.weight_counts import ExpertReads
+from quire.model.config import ExpertReads
 
 MAX_DRAFTS = 8
 COST = StepCost.of("avx512_bf16", 2.0)

@@ -5,15 +5,13 @@ from typing import cast
 import numpy as np
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.plan import NewRow, StepPlan
-from quire.core.sampling_params import SamplingParams
+from quire.core.pooling import Scope
+from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.speculation import SpeculationConfig
-from quire.core.task import Scope
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
-from quire.execution.drafting.draft_lengths import AdaptiveLength, StepCost
-from quire.execution.drafting.drafters import Lookup, LookupDrafter, make_lookup
+from quire.execution.drafting.drafters import AdaptiveLength, Lookup, LookupDrafter, StepCost, make_lookup
 from quire.execution.drafting.lookups import ScopedLookup, SuffixRules, SuffixTexts
 from quire.kernels.cpp.isas import usable_isas
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from quire.core.plan import NewRow
+from quire.core.pooling import NO_SCOPE, Scope
 from quire.core.sampling_params import SamplingParams
 from quire.core.speculation import parse_speculation
-from quire.core.task import NO_SCOPE, Scope
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.drafters import make_lookup
 from quire.execution.drafting.lookups import GAP, RULES, RecentOutputs

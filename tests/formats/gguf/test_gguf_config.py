@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.engine.formats import read_source
-from quire.formats.gguf.gguf_checkpoint import RESIDENT_BYTES, GGUFCheckpoint, stored_rows
 from quire.formats.gguf.gguf_file import GGUFFile
+from quire.formats.gguf.gguf_weights import RESIDENT_BYTES, GGUFCheckpoint, stored_rows
 from quire.kernels.back_end import BackEnd
 from quire.model.loader import load_model
 from support.gguf_files import Stored, as_is, convert, converted, write_gguf

@@ -1,6 +1,6 @@
 """Quantization of GGUF files: layers of modules that have several types."""
 
-from quire.formats.gguf.gguf_quantization import GGUFQuantization
+from quire.formats.gguf.gguf_weights import GGUFQuantization
 from quire.model.quantization import WeightScheme
 from quire_lab.sim.footprint import weight_bytes
 from support.zero_model import spec_of

@@ -14,10 +14,8 @@ from quire.core.arrays import FLOAT32
 from quire.core.errors import ConfigError, ModelError
 from quire.engine.formats import read_source
 from quire.formats.gguf.blocks import KINDS, read_values
-from quire.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.formats.gguf.gguf_quantization import SCHEMES, GGUFQuantization, block_scheme
-from quire.formats.gguf.gguf_weights import GGUFFormat
+from quire.formats.gguf.gguf_weights import SCHEMES, GGUFCheckpoint, GGUFFormat, GGUFQuantization, block_scheme
 from quire.kernels.back_end import BackEnd
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
@@ -27,8 +25,8 @@ from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
-from quire.model.ranks import Ranks
-from quire.model.weight_formats.weight_format import ModuleRows
+from quire.model.sharding import Ranks
+from quire.model.weight_format import ModuleRows
 from quire_lab.sim.footprint import weight_bytes
 from support.gguf_blocks import random_blocks, random_rows
 from support.gguf_files import as_is, convert, converted, dequantized, write_gguf

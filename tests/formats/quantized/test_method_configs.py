@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from quire.core.errors import ConfigError, ModelError
-from quire.formats.quantized.folder_quantization import folder_quantization
 from quire.formats.quantized.method_configs import quantization_from_config
+from quire.formats.quantized.quantized_weights import folder_quantization
 from quire.formats.quantized.schemes import StoredQuantization, StoredScheme
 from quire.model.quantization import (
     WHOLE_ROW,

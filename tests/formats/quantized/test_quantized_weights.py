@@ -19,7 +19,7 @@ from quire.kernels.reference.linear import reference
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.quantization import Activations, QuantizationOptions
-from quire.model.ranks import Ranks
+from quire.model.sharding import Ranks
 from quire_lab.sim.footprint import weight_bytes
 from support.on_tensors import linear_of
 from support.pairwise import covering

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import Activation
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference import activation
 from support.cpp_kernels import CppLinear

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.reference import block_copy
+from quire.kernels.reference import kv_cache
 from support.cpp_kernels import copy_blocks
 
 COPIES = {
@@ -31,7 +31,7 @@ def test_blocks_are_copied_in_every_layer_as_the_reference_does(
     ours, expected = layers(dtype), layers(dtype)
     src, dst = (torch.tensor(blocks, dtype=torch.int64) for blocks in copies)
     copy_blocks(ours, ours, src, dst)
-    block_copy.copy_blocks(expected, expected, src, dst)
+    kv_cache.copy_blocks(expected, expected, src, dst)
     assert all(map(torch.equal, ours, expected))
 
 
@@ -44,7 +44,7 @@ def test_layers_may_have_blocks_of_different_sizes(copies: tuple[list[int], list
     ours, expected = [ours[0], ours[4], *ours[1:4]], [expected[0], expected[4], *expected[1:4]]
     src, dst = (torch.tensor(blocks, dtype=torch.int64) for blocks in copies)
     copy_blocks(ours, ours, src, dst)
-    block_copy.copy_blocks(expected, expected, src, dst)
+    kv_cache.copy_blocks(expected, expected, src, dst)
     assert all(map(torch.equal, ours, expected))
 
 
@@ -69,7 +69,7 @@ def test_blocks_are_swapped_in_every_layer_as_the_reference_does(
     ours, expected = swap_space(caches, 5), swap_space(caches, 5)
     src, dst = (torch.tensor(blocks, dtype=torch.int64) for blocks in copies)
     copy_blocks(caches, ours, src, dst)
-    block_copy.copy_blocks(caches, expected, src, dst)
+    kv_cache.copy_blocks(caches, expected, src, dst)
     assert all(map(torch.equal, ours, expected))
     assert all(map(torch.equal, caches, layers(dtype)))
     if len(copies[0]) == 1:

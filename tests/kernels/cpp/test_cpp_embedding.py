@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.reference import embedding
+from quire.kernels.reference import linear
 from support.cpp_kernels import embed
 from support.pairwise import covering
 
@@ -22,9 +22,9 @@ def test_lookup_equals_the_plain_one(num_tokens: int, width: int, dtype: torch.d
     tokens, learned = (torch.randn(count, width, generator=generator).to(dtype) for count in (300, 64))
     token_ids = torch.randint(300, (num_tokens,), generator=generator)
     positions = torch.randint(62, (num_tokens,), generator=generator)
-    assert torch.equal(embed(tokens, token_ids), embedding.embed(tokens, token_ids))
+    assert torch.equal(embed(tokens, token_ids), linear.embed(tokens, token_ids))
     arguments = (tokens, token_ids, learned[2:], positions)  # OPT's positions begin at its third row
-    assert torch.equal(embed(*arguments), embedding.embed(*arguments))
+    assert torch.equal(embed(*arguments), linear.embed(*arguments))
 
 
 @pytest.mark.parametrize("token", [-1, 50, 1 << 40])

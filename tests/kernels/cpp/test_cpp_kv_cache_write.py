@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.reference import kv_cache_write
-from quire.kernels.reference.kv_cache_write import apply_rotary
+from quire.kernels.reference import kv_cache
+from quire.kernels.reference.kv_cache import apply_rotary
 from support.cpp_kernels import cache_shapes, kernel_dtype, write_kv
 from support.packed_cache import pack, unpack
 from support.paged_cache import rotary_spec
@@ -55,7 +55,7 @@ def test_tokens_land_in_their_slots_and_nowhere_else(
     spec = rotary_spec(query, key)
     assert write_kv(spec, query, key, value, slots, *ours, slots).data_ptr() == query.data_ptr()
     assert torch.equal(query, fused_heads(num_tokens, 24, dtype)[0])
-    kv_cache_write.write_kv(spec, query, key, value, slots, *plain, slots)
+    kv_cache.write_kv(spec, query, key, value, slots, *plain, slots)
     assert all(map(torch.equal, ours, pack(*plain)))
 
 
@@ -79,7 +79,7 @@ def test_keys_and_queries_are_turned_to_the_bit_as_the_rotary_op_turns_them(
     given = query, key.clone(), value.clone()
     spec = rotary_spec(query, key, table, is_interleaved=is_interleaved)
     turned = write_kv(spec, *given, positions, *ours, slots)
-    kv_cache_write.write_kv(rotary_spec(query, key), expected_query, expected_key, value, positions, *plain, slots)
+    kv_cache.write_kv(rotary_spec(query, key), expected_query, expected_key, value, positions, *plain, slots)
     assert torch.equal(turned, expected_query)
     assert all(map(torch.equal, ours, pack(*plain)))
 

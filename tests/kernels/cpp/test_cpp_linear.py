@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels.cpp.cpp_packing import PackedMemory
-from quire.kernels.linear import Activation
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference.linear import reference
 from support.cpp_kernels import CppHead, CppLinear

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.cpp.fused_ops import FusedOps, fuse
-from quire.kernels.linear import GATED, Activation
+from quire.kernels.layers import GATED, Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, RowAdapters
 from quire.kernels.paged_attention import build_metadata

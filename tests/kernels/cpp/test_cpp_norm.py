@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.norm import Norm
+from quire.kernels.layers import Norm
 from quire.kernels.reference import norm
 from support.cpp_kernels import CppNorm
 from support.pairwise import covering

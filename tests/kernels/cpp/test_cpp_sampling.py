@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import philox
 from quire.kernels.cpp import _kernels
-from quire.kernels.logits import Penalties, num_words
-from quire.kernels.reference import logits as edits
-from quire.kernels.reference import ranking, sampling
+from quire.kernels.reference import sampling
+from quire.kernels.sampling import Penalties, num_words
+from quire.kernels.sampling import uniforms as philox_uniforms
 from support.cpp_kernels import choose_tokens, mask_logits, penalize, top_logprobs, uniforms
 from support.draws import draws_of
 
@@ -191,7 +190,7 @@ def test_logprobs_and_ranks_are_those_of_the_plain_op(vocab_size: int) -> None:
     tokens[::5] = logits.numpy()[picked[::5]].argmax(axis=1)
     counts = np.minimum(rng.choice([0, 1, 5, 200, 3000, vocab_size], len(picked)), vocab_size)
     found = top_logprobs(logits, picked, tokens, counts)
-    expected = ranking.top_logprobs(logits, picked, tokens, counts)
+    expected = sampling.top_logprobs(logits, picked, tokens, counts)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.ranks.tolist() == expected.ranks.tolist()
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=2e-6, atol=4e-6)
@@ -205,7 +204,7 @@ def everything(logits: torch.Tensor, picked: np.ndarray) -> list[bytes]:
         np.float32([-np.inf, -3])[picked % 2],
         np.minimum([vocab_size, 3, 400], vocab_size).astype(np.int32)[picked % 3],
         np.float64([1, 0.9, 0.5])[picked // 3 % 3],
-        philox.uniforms(picked.astype(np.uint64), picked),
+        philox_uniforms(picked.astype(np.uint64), picked),
     )
     tokens = choose_tokens(rows, draws)
     answer = top_logprobs(rows, np.arange(len(picked)), tokens, np.full(len(picked), min(4, vocab_size)))
@@ -270,7 +269,7 @@ def test_penalties_are_the_plain_ones_to_the_bit(num_threads: int) -> None:
         np.array([0.7, 0, 1.9, -0.3, 0.1, 1], np.float32),
     )
     expected = logits.clone()
-    edits.penalize(expected, arguments)
+    sampling.penalize(expected, arguments)
     for _ in range(2):  # the second time on counts that the first one left
         found = logits.clone()
         penalize(found, arguments)
@@ -287,7 +286,7 @@ def test_masks_are_the_plain_ones_to_the_bit(isa: str, vocab_size: int, num_thre
     bits = rng.integers(0, 2**32, (5, num_words(vocab_size) + 1), dtype=np.uint32)
     bits[1], bits[2, ::2], bits[3, 1::3], bits[4] = 0, 0, 2**32 - 1, 2**32 - 1
     expected = wide.clone()
-    edits.mask_logits(expected[:, 3:-4], rows, bits)
+    sampling.mask_logits(expected[:, 3:-4], rows, bits)
     found = wide.clone()
     mask_logits(found[:, 3:-4], rows, bits)
     assert found.numpy().tobytes() == expected.numpy().tobytes()  # what lies around the rows, too
@@ -308,4 +307,4 @@ def test_uniforms_are_philoxs() -> None:
     rng = np.random.default_rng(0)
     seeds = rng.integers(0, 2**64, 1000, dtype=np.uint64)
     indices = rng.integers(0, 2**40, 1000)
-    assert (uniforms(seeds, indices) == philox.uniforms(seeds, indices)).all()
+    assert (uniforms(seeds, indices) == philox_uniforms(seeds, indices)).all()

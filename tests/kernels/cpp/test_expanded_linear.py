@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp.cpp_packing import PackedMemory
-from quire.kernels.linear import Activation
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.model.quantization import WHOLE_ROW, WeightScheme

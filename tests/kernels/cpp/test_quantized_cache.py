@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.core.config import KERNEL_BLOCK_SIZES
-from quire.core.kv_dtypes import QUANTIZED
+from quire.core.config import KERNEL_BLOCK_SIZES, QUANTIZED
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cache_layout import KVScales
-from quire.kernels.reference import kv_cache_write
+from quire.kernels.kv_cache import KVScales
+from quire.kernels.reference import kv_cache
 from quire.kernels.reference.back_ends import REFERENCE
-from quire.kernels.reference.kv_cache_write import apply_rotary
+from quire.kernels.reference.kv_cache import apply_rotary
 from quire.kernels.reference.paged_attention import reference
 from support.cpp_kernels import cache_shapes, write_kv
 from support.packed_cache import CPP, pack
@@ -68,7 +67,7 @@ def test_stored_bytes_are_the_reference_s(block_size: int, head_dim: int, dtype:
     ours = [torch.full(shape, 7, dtype=torch.int8).view(element) for shape in shapes]
     spec = rotary_spec(query, key)
     write_kv(spec, query, key, value, slots, *ours, slots)
-    kv_cache_write.write_kv(spec, query, key, value, slots, *plain, slots)
+    kv_cache.write_kv(spec, query, key, value, slots, *plain, slots)
     for cache, expected in zip(ours, pack(*plain, head_dim), strict=True):
         assert torch.equal(cache.view(torch.int8), expected.view(torch.int8))
 
@@ -88,7 +87,7 @@ def test_rotated_keys_are_quantized_as_they_would_be_stored(kv: str, dtype: torc
     turned, turned_key = apply_rotary(query, key, positions, table)
     spec = rotary_spec(query, key, table)
     assert torch.equal(write_kv(spec, query, key.clone(), value.clone(), positions, *ours, slots), turned)
-    kv_cache_write.write_kv(rotary_spec(query, key), turned, turned_key, value, positions, *plain, slots)
+    kv_cache.write_kv(rotary_spec(query, key), turned, turned_key, value, positions, *plain, slots)
     for cache, expected in zip(ours, pack(*plain, 64), strict=True):
         assert torch.equal(cache.view(torch.int8), expected.view(torch.int8))
 
@@ -137,7 +136,7 @@ def test_scales_of_a_layer_are_the_reference_s(dtype: torch.dtype, tol: float) -
     rows = heads[:, :6], heads[:, 6:9], heads[:, 9:]
     spec = rotary_spec(*rows[:2], kv_scales=scales)
     write_kv(spec, *rows, slots, *ours, slots)
-    kv_cache_write.write_kv(spec, *rows, slots, *plain, slots)
+    kv_cache.write_kv(spec, *rows, slots, *plain, slots)
     for cache, expected in zip(ours, pack(*plain, 24), strict=True):
         assert torch.equal(cache.view(torch.int8), expected.view(torch.int8))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpp.cpp_packing import PackedMemory
-from quire.kernels.linear import Activation
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import INTEGER_FORMATS, LinearWeight
 from quire.kernels.quantized import a8_sums, exact_product, round_to_nearest
 from quire.model.quantization import WHOLE_ROW, WeightScheme

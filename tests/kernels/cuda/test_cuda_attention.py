@@ -10,9 +10,16 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.cuda import launch
-from quire.kernels.cuda.cuda_source import PARTITION, count_partitions, definitions, shared_floats, source
-from quire.kernels.cuda.nvrtc import compile_source, library
+from quire.kernels.cuda import cuda_source
+from quire.kernels.cuda.cuda_source import (
+    PARTITION,
+    compile_source,
+    count_partitions,
+    definitions,
+    library,
+    shared_floats,
+    source,
+)
 from quire.kernels.paged_attention import AttentionMetadata, build_metadata
 from quire.kernels.reference.paged_attention import reference
 from support.cuda_threads import StuckError, attend_on_host, compile_on_host, recorded_loads
@@ -244,9 +251,9 @@ def test_more_memory_than_a_kernel_has_beside_its_own_is_asked_for(
 ) -> None:
     """A program has 48 KiB unasked, those of its own variables among them: else the launch is refused."""
     driver = Driver()
-    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_source, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    launch.Module(b"").launch("attend", (1, 1, 1), 128, shared_bytes, ())
+    cuda_source.Module(b"").launch("attend", (1, 1, 1), 128, shared_bytes, ())
     asked = [arguments[2] for name, arguments in driver.calls if name == "cuFuncSetAttribute"]
     assert asked == ([shared_bytes] if is_asked else [])
     assert driver.calls[-1][0] == "cuLaunchKernel"
@@ -260,4 +267,4 @@ def test_memory_of_a_kernels_own_is_what_the_launch_leaves_for_it(block_size: in
     ptx = compile_source(source(), options, to_ptx=True).decode()
     own = [int(size) for size in re.findall(r"\.shared .*\.b8 \w+\[(\d+)\]", ptx)]
     assert own
-    assert sum(own) <= (48 << 10) - launch.SHARED_BYTES
+    assert sum(own) <= (48 << 10) - cuda_source.SHARED_BYTES

@@ -11,10 +11,9 @@ import torch
 from kernels.triton.test_engine import SMALL
 from kernels.triton.test_products import random
 from quire.kernels.choice import cuda_back_end
-from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.linear import Activation
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.paged_attention import Heads
+from quire.kernels.paged_attention import Heads, RotarySpec
 from quire.kernels.program import LayerInputs, RotaryWriteOp
 from quire.kernels.reference.linear import make_linear
 from quire.kernels.reference.norm import TorchNorm

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.test_quantized import random_weight
-from quire.kernels.linear import Activation
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import a8_sums, quantize_activations
 from quire.kernels.reference.linear import make_linear, reference

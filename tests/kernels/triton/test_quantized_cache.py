@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.kv_dtypes import QUANTIZED
-from quire.kernels.cache_layout import ONES, KVScales
+from quire.core.config import QUANTIZED
 from quire.kernels.choice import cuda_back_end
-from quire.kernels.reference import kv_cache_write
+from quire.kernels.kv_cache import ONES, KVScales
+from quire.kernels.reference import kv_cache
 from quire.kernels.reference.back_ends import REFERENCE
-from quire.kernels.reference.block_copy import copy_blocks
+from quire.kernels.reference.kv_cache import copy_blocks
 from support.paged_cache import Paging, Part, Tokens, attend, rotary_spec, scales_behind
 
 OPS = pytest.importorskip("triton") and cuda_back_end()
@@ -50,7 +50,7 @@ def test_written_bytes_are_those_of_the_cpu(
     scales = KVScales(0.05, 0.3) if kv == "fp8" else ONES
     expected = caches_of(kv, 2, 24, torch.device("cpu"))
     spec = rotary_spec(query, key, table, is_interleaved=is_interleaved, kv_scales=scales)
-    turned = kv_cache_write.write_kv(spec, query.clone(), key.clone(), value.clone(), positions, *expected, slots)
+    turned = kv_cache.write_kv(spec, query.clone(), key.clone(), value.clone(), positions, *expected, slots)
     caches = caches_of(kv, 2, 24, device)
     rows = torch.cat([query, key, value], 1).to(device).split([6, 2, 2], dim=1)
     spec = replace(spec, cos_sin=None if table is None else table.to(device))

@@ -9,7 +9,7 @@ import torch
 from quire.kernels.choice import cuda_back_end
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference import activation as activations
-from quire.kernels.reference import block_copy, kv_cache_write, norm
+from quire.kernels.reference import kv_cache, norm
 from support.paged_cache import rotary_spec
 
 dense = LinearWeight.dense
@@ -45,7 +45,7 @@ def test_write_stores_turned_keys_and_values_where_the_slots_say(
     query, key, value = projected.clone().to(device).split(counts, dim=1)  # slices of one projection
     table = random(9, rotary_dim) if isinstance(rotary_dim, int) else None
     spec = rotary_spec(query, key, table, is_interleaved=is_interleaved)
-    turned = kv_cache_write.write_kv(spec, *projected.split(counts, dim=1), positions, *expected, slots)
+    turned = kv_cache.write_kv(spec, *projected.split(counts, dim=1), positions, *expected, slots)
     spec = replace(spec, cos_sin=None if table is None else table.to(device))
     result = CUDA_OPS.write_kv(spec, query, key, value, positions.to(device), *caches, slots.to(device))
     torch.testing.assert_close(result.cpu(), turned, **TOLERANCE[dtype])
@@ -58,7 +58,7 @@ def test_write_stores_turned_keys_and_values_where_the_slots_say(
 def test_copies_move_whole_blocks_in_every_cache(num_heads: int, dst: list[int], device: torch.device) -> None:
     caches = [random(6, 8, num_heads, 8, dtype=torch.float16, seed=seed) for seed in range(3)]
     expected, src = [cache.clone() for cache in caches], np.array([1, 2, 4])
-    block_copy.copy_blocks(expected, expected, src, np.array(dst))
+    kv_cache.copy_blocks(expected, expected, src, np.array(dst))
     caches = [cache.to(device) for cache in caches]
     CUDA_OPS.copy_blocks(caches, caches, src, np.array(dst))
     assert all(torch.equal(cache.cpu(), wanted) for cache, wanted in zip(caches, expected, strict=True))

@@ -6,7 +6,7 @@ import torch
 from kernels.triton.test_products import random
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import AdapterWeights, FactorSizes, RowAdapters
-from quire.kernels.reference.low_rank import TorchUp, reference
+from quire.kernels.reference.linear import TorchUp, low_rank_addend
 from quire.kernels.triton.triton_linear import CudaLinear
 from quire.kernels.triton.triton_low_rank import KeptUp, TritonSlots
 from support.adapters import adapter, random_layer
@@ -50,7 +50,7 @@ def test_addends_are_those_of_each_rows_adapter(
         own, (_, factors) = of_row == index, random_layer(CudaLinear, KeptUp, width, OUTPUTS, ranges, dtype, index)
         expected = torch.zeros(int(own.sum()), OUTPUTS)
         for (first, count, _), (down, up) in zip(ranges, factors, strict=True):
-            expected[:, first : first + count] = reference(x[own], down, up.float(), 1.0)
+            expected[:, first : first + count] = low_rank_addend(x[own], down, up.float(), 1.0)
         torch.testing.assert_close(found[own], expected, rtol=tolerance, atol=tolerance)
     without = found[of_row == -1].view(torch.int32)
     assert (without == torch.tensor(-0.0).view(torch.int32)).all()

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from quire.kernels.choice import cuda_back_end
-from quire.kernels.logits import Penalties, num_words
-from quire.kernels.reference import logits as edits
-from quire.kernels.reference import ranking
+from quire.kernels.reference import sampling
 from quire.kernels.reference.sampling import choose_tokens
-from quire.kernels.sampling import pack_settings
+from quire.kernels.sampling import Penalties, num_words, pack_settings
 from support.draws import draws_of
 
 OPS = pytest.importorskip("triton") and cuda_back_end().sampling
@@ -157,7 +155,7 @@ def test_logprobs_and_ranks_are_those_of_the_reference(device: torch.device) -> 
     logits = tied_logits(40)
     rows, tokens, counts = np.array([3, 0, 39, 2]), np.array([1, 2, 3, 299]), np.array([5, 0, 2, 300])
     found = OPS.top_logprobs(logits.to(device), rows, tokens, counts)
-    expected = ranking.top_logprobs(logits, rows, tokens, counts)
+    expected = sampling.top_logprobs(logits, rows, tokens, counts)
     for i, count in enumerate(counts):
         assert np.array_equal(found.token_ids[i, : count + 1], expected.token_ids[i, : count + 1])
         assert np.array_equal(found.ranks[i, : count + 1], expected.ranks[i, : count + 1])
@@ -173,7 +171,7 @@ def test_penalties_are_those_of_the_reference(device: torch.device) -> None:
     rows = (chooser.permutation(50)[:num], token_ids, chooser.permutation(60)[:num], num_tokens, num_tokens // 2)
     on_device = logits.clone().to(device)
     OPS.penalize(on_device, Penalties(*rows, *floats))
-    edits.penalize(logits, Penalties(*rows, *floats))
+    sampling.penalize(logits, Penalties(*rows, *floats))
     torch.testing.assert_close(on_device.cpu(), logits)
 
 
@@ -185,5 +183,5 @@ def test_masks_are_those_of_the_reference(vocab_size: int, device: torch.device)
     bits[1], bits[2] = 0, 2**32 - 1
     rows, on_device = np.array([5, 0, 2, 3]), logits.clone().to(device)
     OPS.mask_logits(on_device[:, 2:-3], rows, bits)
-    edits.mask_logits(logits[:, 2:-3], rows, bits)
+    sampling.mask_logits(logits[:, 2:-3], rows, bits)
     assert torch.equal(on_device.cpu(), logits)

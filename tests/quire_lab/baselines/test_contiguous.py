@@ -9,7 +9,7 @@ from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.plan import BlockCopy
 from quire.engine.schedulers import make_scheduler
-from quire_lab.baselines.contiguous import ContiguousManager
+from quire_lab.baselines.buddy_pool import ContiguousManager
 
 
 def make_cache(num_blocks: int = 16, block_size: int = 4) -> ContiguousManager:

@@ -8,8 +8,7 @@ from quire.core.errors import ConfigError
 from quire.core.plan import StepPlan
 from quire.model.spec import DecoderSpec
 from quire_lab.sim.calibration import StepSize, fit_hardware, step_sizes
-from quire_lab.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel
-from quire_lab.sim.hardware import CurvePoint, Hardware
+from quire_lab.sim.hardware import CONTIGUOUS_ATTENTION_FACTOR, CostModel, CurvePoint, Hardware
 from quire_lab.sim.models import read_model
 
 SPEC = read_model("OPT-13B").spec

@@ -8,8 +8,14 @@ from quire.core.plan import BlockCopy, StepPlan
 from quire.model.config import spec_from_config
 from quire.model.quantization import WHOLE_ROW, Quantization, WeightScheme
 from quire.model.sharding import Mode
-from quire_lab.sim.cost import CONTIGUOUS_ATTENTION_FACTOR, CostModel, Exchanges, exchange_mode
-from quire_lab.sim.hardware import CurvePoint, Hardware
+from quire_lab.sim.hardware import (
+    CONTIGUOUS_ATTENTION_FACTOR,
+    CostModel,
+    CurvePoint,
+    Exchanges,
+    Hardware,
+    exchange_mode,
+)
 from quire_lab.sim.models import CONFIGS
 
 OPT_13B = spec_from_config(CONFIGS["OPT-13B"])

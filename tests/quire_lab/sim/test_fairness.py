@@ -3,9 +3,8 @@
 import pytest
 
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from quire_lab.sim.cost import CostModel
 from quire_lab.sim.fairness import HEAVY, LIGHT, ServiceShares, serve
-from quire_lab.sim.hardware import read_hardware
+from quire_lab.sim.hardware import CostModel, read_hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.statistics import jain_index
 

@@ -9,7 +9,7 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.kernels.choice import choose_back_end
-from quire.model.config import spec_from_config
+from quire.model.config import expert_reads, num_layer_weights, num_parameters, spec_from_config
 from quire.model.loader import load_model
 from quire.model.quantization import (
     ONLINE_METHODS,
@@ -21,7 +21,6 @@ from quire.model.quantization import (
     resolve,
 )
 from quire.model.sharding import Mode, Shard
-from quire.model.weight_counts import expert_reads, num_layer_weights, num_parameters
 from quire_lab.sim.footprint import CPU_PACKING, PLAIN_PACKING, weight_bytes
 from support.zero_model import FAMILIES, spec_of, write_zero_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError, ModelError
-from quire.model.weight_counts import num_parameters
+from quire.model.config import num_parameters
 from quire_lab.sim.footprint import kv_bytes_per_token
 from quire_lab.sim.hardware import HARDWARE, CurvePoint, Hardware, read_hardware, write_hardware
 from quire_lab.sim.models import SET_UPS, read_model, set_up

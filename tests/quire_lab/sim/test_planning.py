@@ -11,8 +11,7 @@ from quire.engine.options import EngineOptions
 from quire.execution import device
 from quire.model.quantization import QuantizationOptions
 from quire.model.sharding import check_shardable
-from quire_lab.sim.cost import CostModel
-from quire_lab.sim.hardware import HARDWARE, Hardware
+from quire_lab.sim.hardware import HARDWARE, CostModel, Hardware
 from quire_lab.sim.models import read_draft_model, read_model
 from quire_lab.sim.planning import not_servable_yet, plan_memory, stored_parameters
 from support.zero_model import FAMILIES, write_zero_model

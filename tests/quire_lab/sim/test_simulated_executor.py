@@ -2,9 +2,8 @@
 
 import pytest
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.plan import BlockCopy, MeasuredRates, NewRow, StepPlan
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.execution.step_timer import StepTimer
 from quire_lab.sim.simulation import SimulatedExecutor
 

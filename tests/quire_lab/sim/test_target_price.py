@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.plan import StepPlan
-from quire_lab.sim.target_price import target_prices
+from quire_lab.sim.planning import target_prices
 
 
 def step_s(plan: StepPlan) -> float:

@@ -8,8 +8,7 @@ import pytest
 
 from quire.core.errors import ConfigError
 from quire_lab.sim.datasets import DATA_FOLDER
-from quire_lab.sim.traces import TraceSlice, is_trace, trace_workload
-from quire_lab.sim.workloads import WorkItem
+from quire_lab.sim.workloads import TraceSlice, WorkItem, is_trace, trace_workload
 
 AZURE = "arrival_s,prompt_tokens,output_tokens\n0.0,3,4\n1.5,5,1\n2.0,90,20\n2.0,0,5\n8.5,7,2\n"
 

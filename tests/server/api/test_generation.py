@@ -6,7 +6,7 @@ from quire.core.deltas import FinishReason
 from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.server.api.generation import RequestUsage, fill_record, request_times, total_usage
 from quire.server.apis.completions.openai_response import usage_json
-from quire.server.http.request_log import RequestRecord
+from quire.server.http.application import RequestRecord
 
 Piece = tuple[int, int, FinishReason | None]
 

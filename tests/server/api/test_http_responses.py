@@ -111,7 +111,7 @@ def test_fault_in_a_stream_is_its_last_event(server: OpenAIServer, monkeypatch: 
     def fail(*args: object) -> bytes:
         raise KeyError("a fault of ours")
 
-    monkeypatch.setattr("quire.server.apis.completions.completion_response.CompletionResponseBuilder.chunks", fail)
+    monkeypatch.setattr("quire.server.apis.completions.openai_response.CompletionResponseBuilder.chunks", fail)
     (event,) = server.stream(COMPLETIONS, prompt=["a", "b"], **LONG)
     assert (event["error"]["type"], event["error"]["code"]) == ("server_error", "request_failed")
     assert "KeyError" not in event["error"]["message"]

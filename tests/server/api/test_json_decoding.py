@@ -10,7 +10,7 @@ import pytest
 
 from quire.server.api import json_decoding
 from quire.server.api.json_decoding import JsonError, TooDeepError, TooManyValuesError, decoded
-from quire.server.limits.time_slices import run_at_once
+from quire.server.limits.fair_semaphore import run_at_once
 
 NO_LIMIT = 10**9
 NAMES = ("a", "b", "prompt", 'x"y', "c\\")

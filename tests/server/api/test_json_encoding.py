@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 
-from quire.server.api.json_encoding import JsonStream, array, array_from_values, encode, encode_streamed, joined
+from quire.server.api.http_responses import JsonStream, array, array_from_values, encode, encode_streamed, joined
 
 
 def test_values_stand_where_they_belong_whatever_is_around_them() -> None:

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.http.api_keys import client_id_of
+from quire.server.http.application import client_id_of
 from support.http_app import ask, make_app
 
 KEYS = ("first-key", "sécond-key")

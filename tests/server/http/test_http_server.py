@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.server.http import http_server
 from quire.server.http.http_server import HttpServer, Listener
-from quire.server.http.pacing import MAX_PER_ITERATION
+from quire.server.http.protocol import MAX_PER_ITERATION
 from quire.server.http.sockets import bind
 from support.engine_process import until
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import uvloop
 
-from quire.server.http.pacing import MAX_PER_ITERATION, PacedCalls
+from quire.server.http.protocol import MAX_PER_ITERATION, PacedCalls
 
 
 class Iterations:

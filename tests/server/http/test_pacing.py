@@ -12,7 +12,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from quire.server.http.http_server import HttpServer
-from quire.server.http.pacing import MAX_DIRECT, READS_PER_ITERATION, GatedFlow, ReadGate
+from quire.server.http.protocol import MAX_DIRECT, READS_PER_ITERATION, GatedFlow, ReadGate
 from quire.server.http.sockets import bind
 from support.engine_process import until
 

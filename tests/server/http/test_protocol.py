@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from quire.server.http import lingering_close, protocol
+from quire.server.http import protocol, sockets
 from quire.server.options import DEFAULT_LIMITS
 from support.http_app import (
     SOCKET_LIMIT_S,
@@ -73,7 +73,7 @@ def slow_app() -> FastAPI:
 
 @pytest.fixture(autouse=True)
 def _refused_clients_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lingering_close, "LINGER_S", 3600.0)
+    monkeypatch.setattr(sockets, "LINGER_S", 3600.0)
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_connections_that_were_refused_take_no_place() -> None:
 
 
 def test_refused_connections_that_linger_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lingering_close, "MAX_LINGERING", 2)
+    monkeypatch.setattr(sockets, "MAX_LINGERING", 2)
     with serving(slow_app(), max_connections=1) as port, connect(port) as first, ExitStack() as refused:
         assert status_of(first) == 200
         lingering = [refused.enter_context(connect(port)) for _ in range(5)]

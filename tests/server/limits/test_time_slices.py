@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-from quire.server.limits.time_slices import TimeSlices, run_at_once, run_sliced
+from quire.server.limits.fair_semaphore import TimeSlices, run_at_once, run_sliced
 
 
 def test_one_slice_in_each_turn_and_others_run_in_between() -> None:

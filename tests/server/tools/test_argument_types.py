@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.tools.argument_types import types_of
+from quire.server.tools.literal_arguments import types_of
 
 
 @pytest.mark.parametrize(

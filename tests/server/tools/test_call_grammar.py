@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from quire.server.tools.call_grammar import forcing_grammar
-from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content
+from quire.server.tools.call_reader import Arguments, CallBegan, CallEnded, Content
 from quire.text.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS, find_format
 from quire.text.tool_formats.tool_format import ToolFormat
 from support.fuzz_seeds import fuzz

@@ -13,7 +13,7 @@ from canitoolcall.chunking import DEFAULT_STRATEGIES, ChunkStrategy, split, spli
 from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status
 
-from quire.server.tools.output_events import Content, Reasoning
+from quire.server.tools.call_reader import Content, Reasoning
 from quire.text.tool_formats.table import find_reasoning
 from support.outputs import ended_calls, parse, texts
 

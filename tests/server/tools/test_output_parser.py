@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.tools.call_reader import MAX_KEPT
-from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Reasoning
+from quire.server.tools.call_reader import MAX_KEPT, Arguments, CallBegan, CallEnded, Content, Reasoning
 from quire.server.tools.output_parser import OutputParser
 from quire.text.tool_formats.table import TOOL_FORMATS, find_format, find_reasoning
 from quire.text.tool_formats.tool_format import ToolFormat

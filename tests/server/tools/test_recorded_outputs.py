@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quire.server.tools.output_events import Content, Reasoning
+from quire.server.tools.call_reader import Content, Reasoning
 from quire.text.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS, UNSUPPORTED, find_format
 from quire.text.tool_formats.tool_format import ReasoningFormat
 from support.outputs import ended_calls, parse, texts

@@ -15,9 +15,8 @@ from quire.decoding.grammars.constrained import TokenizerText, read_vocabulary
 from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.server.options import ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer
-from quire.server.tools.output_events import Content, Reasoning
-from quire.server.tools.served_formats import OutputReading, ServedFormats
-from quire.server.tools.tool_use import NO_TOOLS, ToolUse
+from quire.server.tools.call_reader import Content, Reasoning
+from quire.server.tools.served_formats import NO_TOOLS, OutputReading, ServedFormats, ToolUse
 from quire.text.tokenizer import Tokenizer
 from support import small_tokenizers
 from support.calling_model import CLOCK, KNOWING_TEMPLATE, SPECIAL, WEATHER

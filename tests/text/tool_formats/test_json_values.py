@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quire.text.tool_formats.json_values import json_value
+from quire.text.tool_formats.tool_format import json_value
 
 NUMBER, STRING = frozenset({"number"}), frozenset({"string"})
 

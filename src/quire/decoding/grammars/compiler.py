@@ -17,11 +17,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
-from quire.core.structured_outputs import StructuredOutputsParams
-from quire.grammar_writing.grammar_limits import GRAMMAR_LIMITS, NOTHING_FOLLOWS
+from quire.core.structured_outputs import GRAMMAR_LIMITS, NOTHING_FOLLOWS, StructuredOutputsParams
 from quire.grammar_writing.texts import without_forcing
 from quire.grammar_writing.writer import grammar_of
-from quire.kernels.logits import num_words
+from quire.kernels.sampling import num_words
 
 MAX_ENTRIES = 64            # cached grammars that no row uses
 MAX_PENDING = 16            # grammars that wait to be compiled

@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow
-from quire.core.structured_outputs import StructuredOutputsParams
+from quire.core.structured_outputs import NOTHING_FOLLOWS, StructuredOutputsParams
 from quire.decoding.grammars.compiler import (
     CompiledGrammar,
     GrammarCache,
@@ -29,7 +29,6 @@ from quire.decoding.grammars.compiler import (
     reason_of,
 )
 from quire.decoding.row_grammars import RowProgress
-from quire.grammar_writing.grammar_limits import NOTHING_FOLLOWS
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
 MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing them again for each token takes long

@@ -13,7 +13,7 @@ from quire.core.plan import RowDrafts, StepPlan
 from quire.decoding.grammars.compiler import GrammarCache, InvalidGrammarError
 from quire.decoding.grammars.row_state import FAILED, MaskJob, RowState, failure_of
 from quire.decoding.row_grammars import RowProgress, TokenMasks
-from quire.kernels.logits import num_words
+from quire.kernels.sampling import num_words
 
 IDLE_STEPS = 16  # without a sample, after which a row's matcher is dropped: its sequence may have ended
 MAX_THREADS = 8

@@ -18,12 +18,11 @@ from typing import Protocol
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.lora import MAX_ADAPTERS, MAX_SHOWN_NAMES, Adapter, AdapterUse
 from quire.core.sequence import Request
-from quire.engine.adapters.peft_config import CONFIG_FILE
-from quire.engine.adapters.peft_weights import WEIGHTS_FILE, LoadedAdapter, ModelTargets
+from quire.engine.adapters.peft_weights import CONFIG_FILE, WEIGHTS_FILE, LoadedAdapter, ModelTargets
 from quire.engine.options import EngineOptions
-from quire.execution.adapter_rows import AdapterRows
+from quire.execution.batch import AdapterRows
+from quire.kernels.back_end import require
 from quire.kernels.low_rank import AdapterSlots, AdapterWeights
-from quire.kernels.support import require
 from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
 from quire.model.sharding import Shard

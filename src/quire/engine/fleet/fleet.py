@@ -18,9 +18,9 @@ from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
+from quire.core.pooling import PinTask
 from quire.core.sequence import Request
 from quire.core.step_times import chunk_work
-from quire.core.task import PinTask
 from quire.engine.fleet.router import Router, Routing
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped

@@ -15,8 +15,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from quire.core.outputs import KVStats
-from quire.engine.metrics.admission_rate import AdmissionRate
-from quire.engine.metrics.engine_metrics import EngineMetrics, by, counter
+from quire.engine.metrics.engine_metrics import AdmissionRate, EngineMetrics, by, counter
 from quire.engine.options import EngineOptions
 
 

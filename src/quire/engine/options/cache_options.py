@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from functools import partial
 
-from quire.core.config import DEFAULT_BLOCK_SIZE, KERNEL_BLOCK_SIZES, MemoryPolicy, PreemptionMode
+from quire.core.config import DEFAULT_BLOCK_SIZE, KERNEL_BLOCK_SIZES, KVCacheDtype, MemoryPolicy, PreemptionMode
 from quire.core.errors import ConfigError
-from quire.core.kv_dtypes import KVCacheDtype
 from quire.core.options import SIZE, option
 
 _cache = partial(option, panel="Cache")

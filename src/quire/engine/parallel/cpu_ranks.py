@@ -20,7 +20,7 @@ from quire.execution.executor import Executor, LocalExecutor, StepWorker
 from quire.execution.worker import StepCompute, Worker
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.model.decoder import Decoder
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import KVGeometry
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from quire.execution.cuda.cuda_memory import pinned_bytes
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight, graph_setup
 from quire.execution.worker import StepCompute
 from quire.model.decoder import Decoder
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import KVGeometry
 from quire.model.language_model import ForwardBatch
 
 log = logging.getLogger(__name__)

@@ -7,14 +7,13 @@ from typing import Final, Protocol
 import numpy as np
 
 from quire.core.arrays import INT64
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.kernels.tensors import DType, Tensor
+from quire.model.config import num_parameters
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
-from quire.model.ranks import Ranks
-from quire.model.sharding import Cut
-from quire.model.weight_counts import num_parameters
+from quire.model.sharding import Cut, Ranks
 
 FORWARD: Final = 0
 LOGITS: Final = 1

@@ -28,7 +28,7 @@ from quire.engine.parallel import rank_messages
 from quire.engine.parallel.collectives import as_bytes, joined, padded, widest
 from quire.engine.parallel.link import GatheredHead
 from quire.engine.parallel.peer import Peer
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.model.sharding import Cut, Shard
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from quire.execution.worker import StepCompute
 from quire.kernels.cpp.isas import set_threads_of_kernels, usable_isas
 from quire.kernels.low_rank import AdapterSlots
 from quire.model.decoder import Decoder
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import KVGeometry
 from quire.model.resolve import model_digest, resolve_model
 from quire.model.sharding import Shard, check_shardable
 from quire.model.spec import DecoderSpec

@@ -17,7 +17,7 @@ from quire.engine.parallel.rank_messages import MemoryLayout, Report
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_gather import HEADER_BYTES, CppGather, CppSum, JoinedHead
 from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.model.sharding import Cut, Shard
 
 

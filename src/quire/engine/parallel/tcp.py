@@ -31,7 +31,7 @@ from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank_messages import MemoryLayout, Published, Report
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.kernels.torch_arrays import to_array, to_tensor, torch_dtype
 from quire.model.sharding import ADDED_BYTES, Cut, Shard
 

@@ -36,7 +36,7 @@ from quire.engine import messages
 from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.launcher import Start
 from quire.engine.messages import EngineState, Report
-from quire.engine.processes.heartbeat import Heartbeat, LayerCost, StallDetector
+from quire.engine.processes.liveness import Heartbeat, LayerCost, StallDetector
 from quire.kernels.cpp.isas import threads_of_kernels
 from quire.model.resolve import resolve_model, resolve_tokenizer
 

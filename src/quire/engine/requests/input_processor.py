@@ -11,15 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
-from quire.core.beam_search_params import BeamSearchParams
 from quire.core.checks import MAX_INT, check_int, check_text, shown
 from quire.core.errors import InvalidRequestError
+from quire.core.logprob_table import check_num_rows, width_of
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
-from quire.core.prompt_scores import check_num_rows, width_of
-from quire.core.sampling_params import NUM_SEEDS, SamplingParams, arrival_seed
+from quire.core.pooling import GENERATE, BeamTask, PinTask, Scope, Task
+from quire.core.sampling_params import NUM_SEEDS, BeamSearchParams, SamplingParams, arrival_seed
 from quire.core.sequence import Request
-from quire.core.task import GENERATE, BeamTask, PinTask, Scope, Task
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions

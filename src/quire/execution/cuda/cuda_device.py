@@ -22,8 +22,7 @@ from quire.execution.worker import StepCompute
 from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.triton.card import use_early_launch
-from quire.model.kv_cache import KVCache
-from quire.model.kv_geometry import KVGeometry
+from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.language_model import LanguageModel
 
 SWAP_BYTES = 4 << 30  # the contract's default

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.core.plan import BlockCopy, StepPlan
 from quire.execution.step_timer import Rate
 from quire.execution.swapper import Swapper
-from quire.kernels.block_copy import CopyBlocks
+from quire.kernels.kv_cache import CopyBlocks
 from quire.model.kv_cache import KVCache
 
 SWAP_OUT_CHUNK = 64  # blocks; a write to one of them waits for all: 2 ms for those of a model of 8 billion parameters

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import GraphCounts, StepPlan, StepResult
-from quire.decoding.sampler import SampledTokens
-from quire.decoding.sampling_state import LOGPROBS
+from quire.decoding.sampler import LOGPROBS, SampledTokens
 from quire.execution.batch import StepInputs
 from quire.execution.cuda.cuda_graphs import (
     NO_SIZES,

@@ -5,8 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.decoding.sampler import NOT_FINITE, SampledTokens, choose
-from quire.decoding.sampling_state import LOGPROBS, SAMPLED, SCALED, SamplingBatch
+from quire.decoding.sampler import LOGPROBS, NOT_FINITE, SAMPLED, SCALED, SampledTokens, SamplingBatch, choose
 from quire.kernels.sampling import SamplingOps, Tokens
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.execution.cuda.cuda_graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_settings
 from quire.execution.cuda.cuda_memory import device_allocator
-from quire.kernels.logits import num_words
 from quire.kernels.low_rank import AdapterSlots
-from quire.kernels.sampling import SETTINGS
+from quire.kernels.sampling import SETTINGS, num_words
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 

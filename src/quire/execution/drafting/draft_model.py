@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.speculation import MAX_PENDING, ScratchBlocks
-from quire.decoding.logits_processors import process_logits
-from quire.decoding.sampling_state import (
+from quire.decoding.sampler import (
     GRAMMAR,
     LOGITS_PROCESSED,
     LOGPROBS,
@@ -30,6 +29,7 @@ from quire.decoding.sampling_state import (
     SAMPLED,
     SCALED,
     SamplingBatch,
+    process_logits,
 )
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows

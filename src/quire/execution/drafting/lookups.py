@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow
-from quire.core.task import Scope
+from quire.core.pooling import Scope
 from quire.execution.batch import IntArray
 
 Tokens = NDArray[np.int32]

@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.formats.gguf.gguf_architectures import with_single_experts
 from quire.formats.gguf.gguf_config import (
     gguf_eos_token_ids,
     permuted_tensors,
     raised_tensors,
     read_gguf_config,
     with_gguf_weights,
+    with_single_experts,
 )
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.formats.gguf.gguf_quantization import gguf_quantization
+from quire.formats.gguf.gguf_weights import gguf_quantization
 from quire.model.config import resolved_dtype, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.spec import DecoderSpec
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.model.weight_formats.weight_format import StoredTensors
+    from quire.model.weight_format import StoredTensors
 
 
 @dataclass(frozen=True, slots=True)

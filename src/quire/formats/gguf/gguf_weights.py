@@ -1,23 +1,253 @@
-"""GGUF weight format: blocks of a file as integers or codes with scales, tensor by tensor of a type of its own.
+"""Weights of a GGUF file: the schemes of its tensors' types, blocks as codes with scales, and plain tensors.
 
 Modules that are fused may be of several types (llama.cpp gives the value projection more bits): their elements become
 8-bit integers in the smallest groups, with the same values, or floats where no such integers stand for the same values.
+
+Activations of integers are rounded to int8 in the groups of their blocks, 16 or 32 inputs, unless bfloat16 is asked
+for; codes are expanded as they are used.
+
+Pages that were read count as this process's memory while they are mapped, so they are dropped every so often.
 """
 
+import math
+import mmap
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from quire.core.arrays import FLOAT16, Array
-from quire.formats.gguf.blocks import BlockedTable, WeightBlocks
-from quire.formats.gguf.gguf_checkpoint import GGUFCheckpoint
+from quire.core.arrays import FLOAT16, FLOAT32, STORED_DTYPES, UINT8, Array, empty
+from quire.core.errors import ConfigError, ModelError
+from quire.formats.gguf.blocks import (
+    KINDS,
+    BlockedTable,
+    WeightBlocks,
+    copy_blocks,
+    empty_blocks,
+    read_blocks,
+    read_values,
+)
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.formats.gguf.gguf_quantization import GGUFQuantization
+from quire.kernels.conversion import converted
 from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight, Table
 from quire.model.checkpoints.tensor_reader import TensorReader, require_tensor
-from quire.model.quantization import Activations, Quantization, activation_group_size
-from quire.model.weight_formats.float_formats import DenseFormat, read_floats, tensors_of_floats
-from quire.model.weight_formats.weight_format import ModuleRows, StoredTensors
+from quire.model.quantization import (
+    Activations,
+    Quantization,
+    QuantizationOptions,
+    TableBlocks,
+    WeightScheme,
+    activation_group_size,
+    resolve,
+)
+from quire.model.spec import DecoderSpec
+from quire.model.weight_format import DenseFormat, ModuleRows, StoredTensors, read_floats, tensors_of_floats
+
+GGUF = "gguf"
+SCHEMES = {
+    "Q4_0": WeightScheme("int4", 32),
+    "Q4_1": WeightScheme("int4", 32, correction="minimums"),
+    "Q5_0": WeightScheme("int8", 32),
+    "Q5_1": WeightScheme("int8", 32, correction="minimums"),
+    "Q8_0": WeightScheme("int8", 32),
+    "Q4_K": WeightScheme("int4", 32, correction="minimums"),
+    "Q5_K": WeightScheme("int8", 32, correction="minimums"),
+    "Q6_K": WeightScheme("int8", 16),
+    "IQ4_NL": WeightScheme("codebook4", 32),
+    "IQ4_XS": WeightScheme("codebook4", 32),
+    "MXFP4": WeightScheme("codebook4", 32),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFQuantization(Quantization):
+    """A `Quantization` with a scheme for each module that a file has."""
+
+    modules: Mapping[str, WeightScheme]
+    activations: Activations | None = None  # asked for; None: the default for each module
+
+    def scheme(self, modules: Sequence[str]) -> WeightScheme:
+        """Return the scheme of the layer that modules are fused to."""
+        schemes = {self.modules.get(module, WeightScheme()) for module in modules}
+        return schemes.pop() if len(schemes) == 1 else _fused(schemes, self.activations)
+
+
+def gguf_quantization(file: GGUFFile, spec: DecoderSpec, asked: QuantizationOptions) -> Quantization:
+    """Return the quantization of a file: of layers the scheme with most elements, and of the head its own.
+
+    A file of floats may be quantized while it is loaded. Raises ConfigError for options that contradict the file.
+    """
+    names = spec.weights
+    head = f"{names.head}.weight" if f"{names.head}.weight" in file.tensors else f"{names.embedding}.weight"
+    counts: Counter[str] = Counter()
+    for name, entry in file.tensors.items():
+        if len(entry.shape) > 1 and name != head and name.split(".")[0] not in (names.embedding, names.positions):
+            counts[entry.type.name] += math.prod(entry.shape)
+    head_kind = file.tensors[head].type.name
+    found = [kind for kind, _ in counts.most_common() if kind in SCHEMES]
+    if not found and head_kind not in SCHEMES:
+        method = None if asked.method == GGUF else asked.method
+        return resolve(QuantizationOptions(method, asked.group_size, asked.activations), str(file.path))
+    kinds = ", ".join(dict.fromkeys([*found, *([head_kind] if head_kind in SCHEMES else [])]))
+    if asked.method not in (None, GGUF):
+        raise ConfigError(f"quantization {asked.method!r} contradicts {file.path}, which is quantized to {kinds}")
+    layers = block_scheme(counts.most_common(1)[0][0] if counts else "F32", asked.activations)
+    of_head = block_scheme(head_kind, asked.activations)
+    modules = {
+        name.removesuffix(".weight"): block_scheme(entry.type.name, asked.activations)
+        for name, entry in file.tensors.items()
+        if name.endswith(".weight")
+    }
+    table = file.tensors[f"{names.embedding}.weight"].type
+    return GGUFQuantization(
+        f"{GGUF} ({kinds})", layers, of_head, modules=modules, activations=asked.activations,
+        table=TableBlocks(table.block_size, table.block_bytes) if table.name in SCHEMES else None,
+    )  # fmt: skip
+
+
+def block_scheme(kind: str, activations: Activations | None) -> WeightScheme:
+    """Return the scheme of tensors of a type; dense for types of floats."""
+    stored = SCHEMES.get(kind, WeightScheme())
+    if stored.format not in ("int8", "int4"):
+        return stored
+    group = activation_group_size(stored.group_size, activations)
+    return WeightScheme(stored.format, stored.group_size, group, stored.correction)
+
+
+def _fused(schemes: Collection[WeightScheme], activations: Activations | None) -> WeightScheme:
+    """Return the scheme of blocks of several types as one layer: 8-bit integers in the smallest groups, or dense."""
+    if any(scheme.format == "dense" for scheme in schemes):
+        return WeightScheme()
+    group_size = min(scheme.group_size for scheme in schemes)
+    has_minimums = any(scheme.correction == "minimums" for scheme in schemes)
+    correction = "minimums" if has_minimums else "zeros"
+    return WeightScheme("int8", group_size, activation_group_size(group_size, activations), correction)
+
+
+RESIDENT_BYTES = 64 << 20     # read before pages are dropped
+PORTION_BYTES = 16 << 20      # blocks read at a time
+
+_DTYPES = {name: STORED_DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")}
+
+
+class GGUFCheckpoint:
+    """A `Checkpoint` of a file. `permuted`: tensors with permuted heads, and the dimensions of a head of each.
+
+    `raised`: tensors that are stored plus 1. They, and quantized ones, read as float32.
+    """
+
+    def __init__(self, file: GGUFFile, permuted: Mapping[str, int], raised: Collection[str] = ()) -> None:
+        self._file = file
+        self._permuted, self._raised = permuted, frozenset(raised)
+        self._bytes_read = 0
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor's elements or blocks, by ggml's names."""
+        return self._file.tensors[name].type.name
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._file.tensors.keys()
+
+    def location(self, name: str | None = None) -> str:
+        return str(self._file.path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._file.tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of what `read` returns."""
+        return "F32" if name in self._raised or self.is_quantized(name) else self._file.tensors[name].type.name
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a tensor is stored in blocks. ModelError if they are of a type that is not read."""
+        kind = self._file.tensors[name].type.name
+        if kind not in KINDS and kind not in _DTYPES:
+            raise self._file.error(f"tensor {name} has type {kind}, which is not supported; supported are "
+                                   f"{', '.join([*_DTYPES, *KINDS])}")
+        return kind in KINDS
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of a tensor: whole ones that are not quantized in the file's memory."""
+        stored = self._stored(name, start, stop)
+        return converted(stored, FLOAT32) - 1 if name in self._raised else stored
+
+    def _stored(self, name: str, start: int, stop: int) -> Array:
+        entry = self._file.tensors[name]
+        if not self.is_quantized(name):
+            return self._bytes(name, start, stop).view(_DTYPES[entry.type.name]).reshape(-1, *entry.shape[1:])
+        if len(entry.shape) == 1:  # all of it is one row of blocks
+            return read_values(entry.type.name, self._bytes(name, 0, 1)).ravel()[start:stop]
+        portions = self._portions(name, start, stop)
+        found = [read_values(entry.type.name, self._bytes(name, *each)) for each in portions]
+        values = found[0] if len(found) == 1 else np.concatenate(found)
+        return values.reshape(-1, *entry.shape[1:])
+
+    def blocks(self, name: str, start: int, stop: int) -> WeightBlocks:
+        """Return rows [start, stop) of a quantized matrix, at least one, as elements and scales.
+
+        Raises ModelError if a value is NaN or infinite in float32.
+        """
+        entry = self._file.tensors[name]
+        whole = empty_blocks(entry.type.name, stop - start, prod(entry.shape[1:]))
+        for first, last in self._portions(name, start, stop):
+            rows = self._bytes(name, first, last)
+            if not read_blocks(entry.type.name, rows, whole.rows(first - start, last - start)):
+                raise self._not_finite(name)
+        return whole
+
+    def table(self, name: str) -> Array:
+        """Return the bytes of a quantized matrix in memory of their own, uint8 [num_rows, bytes_per_row].
+
+        Raises ModelError if a value is NaN or infinite in float32.
+        """
+        entry = self._file.tensors[name]
+        num_rows = entry.shape[0]
+        whole = empty((num_rows, entry.num_bytes // num_rows), UINT8)
+        for first, last in self._portions(name, 0, num_rows):
+            if not copy_blocks(entry.type.name, self._bytes(name, first, last), whole[first:last]):
+                raise self._not_finite(name)
+        return whole
+
+    def _not_finite(self, name: str) -> ModelError:
+        return self._file.error(f"tensor {name} has values that are NaN or infinite")
+
+    def _portions(self, name: str, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the rows [start, stop) of a matrix in parts whose pages may be dropped in between."""
+        entry = self._file.tensors[name]
+        num_rows = max(PORTION_BYTES * entry.shape[0] // entry.num_bytes, 1)
+        return [(first, min(first + num_rows, stop)) for first in range(start, stop, num_rows)]
+
+    def _bytes(self, name: str, start: int, stop: int) -> Array:
+        """Return the bytes of some rows, uint8 [num_rows, bytes_per_row]."""
+        entry = self._file.tensors[name]
+        num_rows = entry.shape[0] if len(entry.shape) > 1 or not self.is_quantized(name) else 1
+        self._drop_pages(entry.num_bytes // num_rows * (stop - start))
+        rows = np.frombuffer(self._file.map, np.uint8, entry.num_bytes, entry.offset).reshape(num_rows, -1)
+        if name not in self._permuted:
+            return rows[start:stop]
+        return rows[stored_rows(np.arange(start, stop), self._permuted[name])]
+
+    def _drop_pages(self, num_bytes: int) -> None:
+        """Count bytes that are about to be read; let the pages of earlier ones go if they are many."""
+        self._bytes_read += num_bytes
+        if self._bytes_read > RESIDENT_BYTES:
+            self._file.map.madvise(mmap.MADV_DONTNEED)
+            self._bytes_read = num_bytes
+
+
+def stored_rows(rows: Array, head_dim: int) -> Array:
+    """Return where the rows of heads of `head_dim` dimensions are stored, given as Hugging Face counts them.
+
+    llama.cpp stores dimension i of the first half of a head at 2 i, dimension i of the second half at 2 i + 1.
+    """
+    dimension, half = rows % head_dim, head_dim // 2
+    stored: Array = rows - dimension + 2 * (dimension % half) + dimension // half
+    return stored
+
 
 INT8_ZERO_POINT = 128
 

@@ -7,18 +7,20 @@ and anything else is refused. Errors are ModelErrors with the file, the option, 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from quire.formats.quantized.compressed_tensors_config import compressed_tensors_rules
-from quire.formats.quantized.config_options import (
+from quire.formats.quantized.compressed_tensors import compressed_tensors_rules
+from quire.formats.quantized.schemes import (
     HEAD,
     INTEGER_ELEMENTS,
     NOTES,
+    ModuleRule,
+    StoredQuantization,
+    StoredScheme,
     block_of,
     checked_rules,
     group_size,
     matching_rule,
     number_choice,
 )
-from quire.formats.quantized.schemes import ModuleRule, StoredQuantization, StoredScheme
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
 from quire.model.quantization import CONFIG_KEYS
 

@@ -1,29 +1,85 @@
-"""Weight format of folders with quantized weights: each module as its scheme says, fused modules as one weight.
+"""Folders with quantized weights: the model source, the scheme of each module, and fused modules as one weight.
 
 `open_quantized` is for the source of a folder.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.core.arrays import FLOAT8_E4M3, FLOAT32, Array, dtype_name, empty
+from quire.core.errors import ConfigError
 from quire.formats.quantized.compressed_tensors import read_float_codes, read_packed
-from quire.formats.quantized.folder_quantization import FolderQuantization, weight_scheme
-from quire.formats.quantized.packed_weights import read_awq, read_gptq, read_mxfp4
-from quire.formats.quantized.plain_weights import read_plain
-from quire.formats.quantized.schemes import Storage, StoredQuantization, StoredScheme
-from quire.formats.quantized.stored_weights import StoredModule
+from quire.formats.quantized.method_configs import quantization_from_config
+from quire.formats.quantized.schemes import HEAD, Storage, StoredQuantization, StoredScheme
+from quire.formats.quantized.stored_weights import StoredModule, read_awq, read_gptq, read_mxfp4, read_plain
 from quire.kernels.conversion import convert, converted
 from quire.kernels.linear_weight import DENSE, FP8, LinearWeight, Table
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
-from quire.model.quantization import Activations
-from quire.model.weight_formats.float_formats import DenseFormat, read_floats
-from quire.model.weight_formats.weight_format import ModuleRows, StoredTensors
+from quire.model.config import read_config, spec_from_config
+from quire.model.config_reader import CONFIG_FILE
+from quire.model.quantization import (
+    CONFIG_KEYS,
+    WHOLE_ROW,
+    Activations,
+    Quantization,
+    QuantizationOptions,
+    WeightScheme,
+    activation_group_size,
+)
+from quire.model.source import FolderSource
+from quire.model.weight_format import DenseFormat, ModuleRows, StoredTensors, read_floats
+
+if TYPE_CHECKING:
+    from quire.model.weight_format import StoredTensors
+
+FLOAT_ELEMENTS = "fp8", "codebook4"
+MAX_TOKEN_INPUTS = 1 << 16  # inputs that share a scale where checkpoints say one for each token: all, up to these
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderQuantization(Quantization):
+    """A `Quantization` with a scheme for each module."""
+
+    stored: StoredQuantization
+    activations: Activations | None = None  # asked for; None: the default for each module
+
+    def scheme(self, modules: Sequence[str]) -> WeightScheme:
+        """Return the scheme of the layer that modules are fused to: dense where they differ."""
+        return weight_scheme(self.stored.fused_scheme(modules), self.activations)
+
+
+def folder_quantization(asked: QuantizationOptions, stored: StoredQuantization, source: str) -> FolderQuantization:
+    """Return the quantization of a folder. ConfigError for options that contradict it; `source` names its config."""
+    if asked.method not in (None, stored.method):
+        raise ConfigError(
+            f"quantization {asked.method!r} contradicts {source}: {CONFIG_KEYS[0]} says {stored.method!r}"
+        )
+    floats = [scheme.element for scheme in stored.schemes if scheme.element in FLOAT_ELEMENTS]
+    if asked.activations == "int8" and floats:
+        raise ConfigError(
+            f"quantization_activations 'int8' is for integer weights, and {source} has {floats[0]} weights"
+        )
+    layers = weight_scheme(stored.schemes[-1] if stored.schemes else None, asked.activations)
+    head = weight_scheme(stored.scheme(HEAD), asked.activations)
+    return FolderQuantization(stored.method, layers, head, stored=stored, activations=asked.activations)
+
+
+def weight_scheme(scheme: StoredScheme | None, activations: Activations | None) -> WeightScheme:
+    """Return the scheme of a weight as a checkpoint has it; None is dense. activations: as of `QuantizationOptions`."""
+    if scheme is None:
+        return WeightScheme()
+    group_size, correction = scheme.group_size or WHOLE_ROW, "zeros" if scheme.has_zero_points else "constant"
+    activation_groups = 0 if scheme.element in FLOAT_ELEMENTS else activation_group_size(group_size, activations)
+    if scheme.quantizes_activations and activations != "bfloat16":
+        activation_groups = scheme.group_size or MAX_TOKEN_INPUTS
+    return WeightScheme(scheme.element, group_size, activation_groups, correction)
+
 
 log = logging.getLogger(__name__)
 
@@ -152,3 +208,29 @@ def _row_values(part: LinearWeight, elements: Array, rows: slice) -> Array:
         numbers = stored.astype(np.float32) - points
     values: Array = part.scales[rows][:, groups] * numbers
     return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedSource(FolderSource):
+    """A `ModelSource` of a folder with quantized weights."""
+
+    stored: StoredQuantization
+
+    def quantization(self, asked: QuantizationOptions) -> FolderQuantization:
+        """Return the quantization of the folder."""
+        return folder_quantization(asked, self.stored, self.config_place)
+
+    def open_tensors(self, quantization: Quantization) -> "StoredTensors":
+        """Return the tensors of the safetensors files."""
+        from quire.formats.quantized.quantized_weights import open_quantized  # noqa: PLC0415 (for engines alone)
+
+        assert isinstance(quantization, FolderQuantization)
+        return open_quantized(self.path, quantization)
+
+
+def read_quantized(path: Path) -> QuantizedSource:
+    """Read the config of a folder with quantized weights. ModelError for one that is not supported names the option."""
+    config, place = read_config(path), str(path / CONFIG_FILE)
+    stored = quantization_from_config(config, place)
+    assert stored is not None, "the caller has looked"
+    return QuantizedSource(path, config, place, spec_from_config(config, place), stored=stored)

@@ -6,23 +6,19 @@ from typing import Any
 
 def cpp_ops(isa: str) -> dict[str, Any]:
     """Return the ops of a back end by field, in C++ for one instruction set: from now on the whole process's."""
-    from quire.kernels.cache_layout import CacheLayout  # noqa: PLC0415
-    from quire.kernels.cpp import (  # noqa: PLC0415
+    from quire.kernels.cpp import (  # noqa: PLC0415 (the extension is optional)
         _kernels,
         cpp_attention,
-        cpp_block_copy,
-        cpp_cache_layout,
-        cpp_embedding,
         cpp_experts,
-        cpp_kv_cache_write,
+        cpp_kv_cache,
         cpp_linear,
-        cpp_low_rank,
         cpp_norm,
         cpp_packing,
         cpp_sampling,
         dtypes,
         fused_ops,
     )
+    from quire.kernels.kv_cache import CacheLayout  # noqa: PLC0415
     from quire.kernels.tensors import NUMPY_LIBRARY  # noqa: PLC0415
 
     _kernels.use_isa(isa)
@@ -31,16 +27,16 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "library": NUMPY_LIBRARY,
         "linear": partial(cpp_linear.CppLinear, memory=memory),
         "head": partial(cpp_linear.CppHead, memory=memory),
-        "low_rank_up": cpp_low_rank.CppUp,
+        "low_rank_up": cpp_linear.CppUp,
         "experts": cpp_experts.CppExperts,
         "fuse": fused_ops.fuse,
         "cache_layout": CacheLayout(
-            cpp_cache_layout.cache_shapes, dtypes.kernel_dtype, cpp_cache_layout.STORED, NUMPY_LIBRARY.dtype
+            cpp_kv_cache.cache_shapes, dtypes.kernel_dtype, cpp_kv_cache.STORED, NUMPY_LIBRARY.dtype
         ),
         "paged_attention": cpp_attention.paged_attention,
-        "write_kv": cpp_kv_cache_write.write_kv,
-        "copy_blocks": cpp_block_copy.copy_blocks,
+        "write_kv": cpp_kv_cache.write_kv,
+        "copy_blocks": cpp_kv_cache.copy_blocks,
         "norm": cpp_norm.CppNorm,
-        "embed": cpp_embedding.embed,
+        "embed": cpp_linear.embed,
         "sampling": cpp_sampling.OPS,
     }

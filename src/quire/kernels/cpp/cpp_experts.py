@@ -10,8 +10,7 @@ from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import address, pair
 from quire.kernels.experts import Expert, ExpertSplit, Routing
-from quire.kernels.gather import GatherHook, SumHook
-from quire.kernels.linear import Linear
+from quire.kernels.layers import GatherHook, Linear, SumHook
 
 _COMPUTE = pair("experts")
 

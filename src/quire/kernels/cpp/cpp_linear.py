@@ -1,15 +1,17 @@
-"""Linear layers in C++ over weights that are packed once, at load, into huge pages; csrc/linear.cpp has the kernels."""
+"""Linear layers in C++ over weights packed once, at load, into huge pages; embedding lookup, and adapters' B."""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quire.core.arrays import FLOAT32, Array, DType, empty
+from quire.core.arrays import BFLOAT16, FLOAT32, Array, DType, empty
 from quire.core.errors import ConfigError
 from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_packing import PackedMemory, PackedWeight, kernel_format, pack
 from quire.kernels.cpp.dtypes import address, is_in_rows, kernel_dtype, pair, row_stride
-from quire.kernels.linear import GATED, Activation
-from quire.kernels.linear_weight import LinearWeight
+from quire.kernels.layers import GATED, Activation
+from quire.kernels.linear_weight import LinearWeight, Table
+from quire.kernels.tensors import added
 
 _MULTIPLY = pair("linear")
 
@@ -134,3 +136,92 @@ class CppHead(CppLinear):
                 self._logits = empty(2 * size, FLOAT32)
             out = self._logits[:size].reshape(len(x), self._out_features)
         return super().__call__(x, addend, out=out)
+
+
+_KERNELS = pair("embedding")
+
+
+def embed(
+    table: Table, token_ids: NDArray[np.int64], position_table: Array | None = None,
+    positions: NDArray[np.int64] | None = None,
+) -> Array:  # fmt: skip
+    """Return what `reference.embedding.embed` returns; tables without gaps. In float16 no kernel is needed."""
+    if not isinstance(table, np.ndarray) or table.dtype not in _KERNELS:
+        found: Array = _taken(table, token_ids) if isinstance(table, np.ndarray) else table.look_up(token_ids)
+        if position_table is not None:
+            found = added(found, _taken(position_table, positions))
+        return found
+    num_tokens, width = len(token_ids), table.shape[1]
+    assert token_ids.dtype == np.int64
+    assert table.flags.c_contiguous, "a table with gaps"
+    assert token_ids.flags.c_contiguous, "ids with gaps"
+    more = 0, 0, 0
+    if position_table is not None:
+        assert positions is not None
+        assert position_table.dtype == table.dtype
+        assert position_table.shape[1] == width
+        assert positions.dtype == np.int64
+        assert positions.shape == token_ids.shape
+        assert position_table.flags.c_contiguous, "a table with gaps"
+        assert positions.flags.c_contiguous, "positions with gaps"
+        more = address(position_table), len(position_table), address(positions)
+    out = np.empty((num_tokens, width), table.dtype)
+    at = _kernels.address
+    _KERNELS[table.dtype](at(table), len(table), at(token_ids), *more, at(out), num_tokens, width)
+    return out
+
+
+def _taken(table: Array, ids: NDArray[np.int64] | None) -> Array:
+    """Return rows of a table. IndexError for an id that it has not: NumPy counts negative ones from the end."""
+    assert ids is not None
+    if ids.size and ids.min() < 0:
+        raise IndexError(f"id {ids.min()} of a table of {len(table)} rows")
+    return table.take(ids, axis=0)
+
+
+_ADDENDS, _PACK, _PACKED_SIZE = pair("low_rank_product"), pair("pack"), pair("packed_size")
+
+
+class CppUp:
+    """inner B^T for inner [num_rows, rank]; result float32 [num_rows, num_outputs], to the bit what layers add.
+
+    `weight`: B [num_outputs, rank] with its scale. It is packed into `memory` by words, of a float or of a pair of
+    bfloat16, and has no more padding than a zero behind an odd rank.
+    """
+
+    def __init__(self, weight: Array, *, memory: PackedMemory | None = None) -> None:
+        self._num_outputs, self._rank = weight.shape
+        self._dtype = kernel_dtype(weight.dtype)
+        words = np.ascontiguousarray(converted(weight, self._dtype))
+        if self._dtype == BFLOAT16:
+            padded = np.zeros((self._num_outputs, self._rank + self._rank % 2), BFLOAT16)
+            padded[:, : self._rank] = words
+            words = padded.view(FLOAT32)
+        width = words.shape[1]
+        size = _PACKED_SIZE[FLOAT32](self._num_outputs, width)
+        self._packed = (memory or PackedMemory()).take(size, FLOAT32)
+        _PACK[FLOAT32](address(words), width, self._num_outputs, width, address(self._packed), 1)
+        self.num_bytes = self._packed.nbytes
+
+    @property
+    def packed_address(self) -> int:
+        """Where the packed weight begins."""
+        return address(self._packed)
+
+    def __call__(self, inner: Array, /) -> Array:
+        """Multiply all rows in one call; how many there are changes no row."""
+        num_rows, rank = inner.shape
+        assert rank == self._rank, f"{inner.shape} for a rank of {self._rank}"
+        inner = np.ascontiguousarray(converted(inner, self._dtype))
+        out = np.empty((num_rows, self._num_outputs), FLOAT32)
+        _ADDENDS[self._dtype](
+            address(inner),
+            num_rows,
+            rank,
+            rank,
+            self.packed_address,
+            self._num_outputs,
+            address(out),
+            self._num_outputs,
+        )
+        return out

@@ -9,15 +9,18 @@ from numpy.typing import NDArray
 from quire.core.arrays import FLOAT32, Array
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import is_in_rows, row_stride
-from quire.kernels.logits import (
+from quire.kernels.sampling import (
+    SETTINGS,
     Penalties,
+    SamplingOps,
+    TopLogprobs,
     add_bias,
+    empty_logprobs,
     forbid_tokens,
     forbid_while_any_is_left,
     keep_tokens,
     num_words,
 )
-from quire.kernels.sampling import SETTINGS, SamplingOps, TopLogprobs, empty_logprobs
 
 _COLUMNS = {  # SETTINGS as the kernel takes them
     "temperatures": np.float32, "log_min_ps": np.float32, "top_ks": np.int32, "top_ps": np.float64,

@@ -17,14 +17,12 @@ from quire.kernels import program as ops
 from quire.kernels import special_ops
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import attention_parameters, metadata_arguments, paged_attention
-from quire.kernels.cpp.cpp_cache_layout import CacheSizes, layer_cache
 from quire.kernels.cpp.cpp_experts import CppExperts
-from quire.kernels.cpp.cpp_kv_cache_write import rotary_parameters, write_kv
-from quire.kernels.cpp.cpp_linear import CppLinear
-from quire.kernels.cpp.cpp_low_rank import CppUp
+from quire.kernels.cpp.cpp_kv_cache import CacheSizes, layer_cache, rotary_parameters, write_kv
+from quire.kernels.cpp.cpp_linear import CppLinear, CppUp
 from quire.kernels.cpp.cpp_norm import CppNorm
 from quire.kernels.cpp.dtypes import kernel_dtype, pair
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, Up
 from quire.kernels.program import Activations, LayerInputs, Op, Program, live_after
 

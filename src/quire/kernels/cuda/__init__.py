@@ -1,5 +1,5 @@
 """The paper's kernel: PagedAttention in CUDA C++, compiled by NVRTC when a shape first needs it.
 
-`attention.CUDA_ATTENTION` is for --attention-backend cuda. `paged_attention.cu` is the source, `source.py`
-what is defined for a shape, `nvrtc.py` the compiler and `launch.py` the launch.
+`attention.CUDA_ATTENTION` is for --attention-backend cuda. `paged_attention.cu` is the source,
+`cuda_source.py` compiles and launches it.
 """

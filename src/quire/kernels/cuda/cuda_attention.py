@@ -16,13 +16,14 @@ from quire.kernels.cuda.cuda_source import (
     MAX_HEAD_DIM,
     PARTITION,
     VECTOR_BYTES,
+    Module,
+    compile_source,
     count_partitions,
     definitions,
+    library,
     shared_floats,
     source,
 )
-from quire.kernels.cuda.launch import Module
-from quire.kernels.cuda.nvrtc import compile_source, library
 from quire.kernels.paged_attention import AttentionBackEnd, AttentionMetadata, AttentionSpec
 
 NUM_THREADS = 128

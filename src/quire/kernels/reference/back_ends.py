@@ -7,13 +7,9 @@ import torch
 
 from quire.kernels.back_end import BackEnd
 from quire.kernels.reference import paged_attention as attention
-from quire.kernels.reference.block_copy import copy_blocks
-from quire.kernels.reference.cache_layout import PLAIN
-from quire.kernels.reference.embedding import embed
 from quire.kernels.reference.experts import TorchExperts
-from quire.kernels.reference.kv_cache_write import write_kv
-from quire.kernels.reference.linear import make_linear
-from quire.kernels.reference.low_rank import TorchUp
+from quire.kernels.reference.kv_cache import PLAIN, copy_blocks, write_kv
+from quire.kernels.reference.linear import TorchUp, embed, make_linear
 from quire.kernels.reference.norm import TorchNorm
 from quire.kernels.reference.sampling import SAMPLING
 from quire.kernels.torch_arrays import TORCH_LIBRARY

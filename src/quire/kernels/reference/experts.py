@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.experts import Expert, ExpertSplit, Routing
-from quire.kernels.linear import Linear
+from quire.kernels.layers import Linear
 
 
 def route(routing: Routing, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Linear layers: weights packed once, at load; a row's result does not depend on the other rows.
+"""Linear layers; a row's result does not depend on the other rows. Embeddings and low-rank addends.
 
 Matrix libraries choose the order of a row's sum by the shape of the whole product: a row of a batch of 8 may
 differ in its last bits from the same row in a batch of 64. So the product is only ever called with a few row counts,
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.linear import Activation, Linear
-from quire.kernels.linear_weight import DENSE, QUANTIZED_FORMATS, LinearWeight
+from quire.kernels.layers import Activation, Linear
+from quire.kernels.linear_weight import DENSE, QUANTIZED_FORMATS, LinearWeight, Table
 from quire.kernels.quantized import a8_sums, exact_product, expand, in_group_order
 from quire.kernels.reference import activation as activations
 
@@ -205,3 +205,40 @@ def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 def _has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def embed(
+    table: Table, token_ids: Tensor, position_table: Tensor | None = None, positions: Tensor | None = None
+) -> Tensor:
+    """Return table[token_ids], plus position_table[positions] where there is one; [num_tokens, width].
+
+    table and position_table [any, width] of one dtype, which rows of a stored table and the result have; token_ids and
+    positions [num_tokens] int64. An id past its table is an IndexError.
+    """
+    tokens = table.index_select(0, token_ids) if isinstance(table, Tensor) else table.look_up(token_ids)
+    if position_table is None:
+        return tokens
+    assert positions is not None
+    return tokens + position_table.index_select(0, positions)
+
+
+class TorchUp:
+    """B [num_outputs, rank] by PyTorch: the linear layer with float32 outputs."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._linear = make_linear(LinearWeight.dense(weight), dtype=torch.float32)
+        self.num_bytes = self._linear.num_bytes
+
+    def __call__(self, inner: Tensor, /) -> Tensor:
+        found: Tensor = self._linear(inner)
+        return found
+
+
+def low_rank_addend(x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return the addend of one module, float32 [num_rows, out_features]: the meaning of an adapter.
+
+    x [num_rows, in_features]; A `down` [rank, in_features]; B `up` [out_features, rank] in float32, which is scaled
+    and then rounded to x's dtype, as is A x.
+    """
+    inner = (x.float() @ down.float().T).to(x.dtype)
+    return inner.float() @ (up.float() * scale).to(x.dtype).float().T

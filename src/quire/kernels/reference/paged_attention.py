@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
-from quire.kernels.reference.kv_quantization import (
+from quire.kernels.reference.kv_cache import (
     LARGEST,
     as_bytes,
     decode,

@@ -1,25 +1,146 @@
-"""Token sampling: per row the highest logit, or a draw by temperature, min_p, top_k, top_p.
+"""Token sampling: per row the highest logit, or a draw by temperature, min_p, top_k, top_p; edits of logits, ranks.
 
 A row is computed by itself, so its token is the same whatever the batch: softmax in an order that its length alone
 decides (tested), sums in float64 one after the other.
+
+Sorting by float leaves the order of equal logits to the library. Packing the logit and the id into one integer leaves
+nothing open: no two keys of a row are equal.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.philox import uniforms
-from quire.kernels.reference.logits import (
-    add_bias,
-    forbid_tokens,
-    forbid_while_any_is_left,
-    keep_tokens,
-    mask_logits,
-    penalize,
-)
-from quire.kernels.reference.ranking import order_keys, top_logprobs, top_tokens
-from quire.kernels.sampling import SETTINGS, SamplingOps
+from quire.kernels.sampling import SETTINGS, Penalties, SamplingOps, TopLogprobs, empty_logprobs, uniforms
+
+_ID_MASK = 0xFFFFFFFF
+
+
+def order_keys(logits: Tensor) -> Tensor:
+    """Return int64 keys [..., vocab] for float32 `logits` [..., vocab]: tokens rank by descending key.
+
+    The bits of a float32 read as an integer rise with it if it is positive, fall if negative: flipping the latter's
+    lower bits makes them rise everywhere. Adding 0 turns -0.0 into 0.0, which it equals.
+    """
+    bits = (logits + 0.0).view(torch.int32)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return (rising.long() << 32) | (_ID_MASK - ids)
+
+
+def top_tokens(keys: Tensor, count: int) -> Tensor:
+    """Return the ids [count] of the `count` first tokens, in order.
+
+    NumPy sorts integers with vector instructions: 32,000 keys in 0.2 ms, where PyTorch takes 9.
+    """
+    best = keys if count == len(keys) else keys.topk(count, sorted=False).values
+    ranked = np.sort(best.numpy(force=True))[::-1].copy()
+    return _ID_MASK - (torch.from_numpy(ranked).to(keys.device) & _ID_MASK)
+
+
+def rank(keys: Tensor, token: int) -> int:
+    """Return the rank of a token, from 1."""
+    return int((keys > keys[token]).sum()) + 1
+
+
+def top_logprobs(
+    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
+) -> TopLogprobs:
+    """Return the logprobs of `tokens[i]` and of the `counts[i]` most likely tokens in row `rows[i]`.
+
+    logits float32 [num_rows, vocab]; rows, tokens and counts [num]; a count is at most the vocabulary's size.
+    """
+    answer = empty_logprobs(counts)
+    for i, (row, token, count) in enumerate(zip(rows.tolist(), tokens.tolist(), counts.tolist(), strict=True)):
+        keys = order_keys(logits[row])
+        ids = torch.cat([torch.tensor([token], device=keys.device), top_tokens(keys, count)])
+        answer.token_ids[i, : count + 1] = ids.numpy(force=True)
+        answer.logprobs[i, : count + 1] = logits[row].log_softmax(dim=0)[ids].numpy(force=True)
+        answer.ranks[i, : count + 1] = [rank(keys, token), *range(1, count + 1)]
+    return answer
+
+
+def mask_logits(logits: Tensor, rows: NDArray[np.int64], bits: NDArray[np.uint32]) -> None:
+    """Set the logits of forbidden tokens to minus infinity, in place, in some rows of float32 [num_rows, vocab].
+
+    rows int64 [num], no row twice; bits uint32 [num, num_words], at least `num_words(vocab)`: token t of row rows[i]
+    is allowed if bit t % 32 of bits[i, t // 32] is set.
+    """
+    as_bytes = np.ascontiguousarray(bits).astype("<u4", copy=False).view(np.uint8)
+    for row, own in zip(rows.tolist(), as_bytes, strict=True):
+        is_forbidden = np.unpackbits(own, count=logits.shape[1], bitorder="little") == 0
+        logits[row].masked_fill_(torch.from_numpy(is_forbidden).to(logits.device), -torch.inf)
+
+
+def penalize(logits: Tensor, penalties: Penalties) -> None:
+    """Edit some rows of float32 `logits` [num_rows, vocab] in place.
+
+    repetition (Keskar et al. 2019): the logit of a known token is divided by it if positive, multiplied by it
+    otherwise. Then frequency is subtracted for each occurrence of the token in the output, and presence once if it
+    does (OpenAI's definitions).
+    """
+    logit_rows, token_ids, token_rows, num_tokens, num_prompt_tokens, repetition, presence, frequency = penalties
+    for i, row in enumerate(logit_rows.tolist()):
+        known, places = np.unique(token_ids[token_rows[i], : num_tokens[i]], return_inverse=True)
+        counts = np.bincount(places[num_prompt_tokens[i] :], minlength=len(known)).astype(np.float32)
+        where, times = torch.from_numpy(known.astype(np.int64)).to(logits.device), torch.from_numpy(counts).to(logits)
+        values = logits[row, where]
+        values = torch.where(values > 0, values / float(repetition[i]), values * float(repetition[i]))
+        logits[row, where] = values - float(frequency[i]) * times - float(presence[i]) * (times > 0)
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array as a tensor on `device`, without waiting for what the device computes; on the CPU as it is.
+
+    It goes by way of pinned memory, which PyTorch does not reuse before the transfer has ended.
+    """
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)
+
+
+Entries = tuple[Tensor, Tensor]  # row and token of each, both int64 [num], where the logits are
+
+
+def keep_tokens(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    """Set all other logits of these rows to minus infinity."""
+    places = _entries(logits, rows, tokens)
+    kept = logits[places]
+    logits.index_fill_(0, upload(np.unique(rows), logits.device), -torch.inf)
+    logits[places] = kept
+
+
+def forbid_tokens(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    """Set logits to minus infinity."""
+    logits[_entries(logits, rows, tokens)] = -torch.inf
+
+
+def forbid_while_any_is_left(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    """Set logits to minus infinity, except in rows that would have no other left; without waiting for the device."""
+    places = _entries(logits, rows, tokens)
+    before = logits[places]
+    logits[places] = -torch.inf
+    edited = upload(np.unique(rows), logits.device)
+    is_relaxed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    is_relaxed[edited] = logits[edited].amax(dim=1) == -torch.inf
+    logits[places] = torch.where(is_relaxed[places[0]], before, -torch.inf)
+
+
+def add_bias(
+    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], values: NDArray[np.float32]
+) -> None:
+    """Add values to logits."""
+    places = _entries(logits, rows, tokens)
+    logits[places] = logits[places] + upload(values, logits.device)
+
+
+def _entries(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Entries:
+    return upload(rows, logits.device), upload(tokens, logits.device)
 
 
 def unpack_settings(table: Tensor) -> NDArray[np.void]:

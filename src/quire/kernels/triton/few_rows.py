@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.linear import GATED
+from quire.kernels.layers import GATED
 from quire.kernels.linear_weight import DENSE
 from quire.kernels.program import (
     Activations,

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.linear import GATED, Activation
+from quire.kernels.layers import GATED, Activation
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, INT4, LinearWeight
 from quire.kernels.quantized import ACTIVATION_LIMIT, SMALLEST_ABSMAX, WHOLE_NUMBERS, elements_of, in_group_order
 from quire.kernels.triton import card

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.reference.kv_quantization import LARGEST, is_quantized
+from quire.kernels.reference.kv_cache import LARGEST, is_quantized
 
 KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 assert KINDS.keys() == LARGEST.keys()

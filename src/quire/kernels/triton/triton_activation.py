@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.linear import GATED, Activation
+from quire.kernels.layers import GATED, Activation
 from quire.kernels.reference.activation import CLAMPED_SILU_GAIN, CLAMPED_SILU_LIMIT
 
 BLOCK = 1024

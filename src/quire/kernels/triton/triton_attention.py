@@ -29,9 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cache_layout import ONES
+from quire.kernels.kv_cache import ONES
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
-from quire.kernels.reference.kv_quantization import as_bytes
+from quire.kernels.reference.kv_cache import as_bytes
 from quire.kernels.triton import card
 from quire.kernels.triton.card import wait_for_inputs
 from quire.kernels.triton.quantized_cache import float_scales, form_of, places_of, widen

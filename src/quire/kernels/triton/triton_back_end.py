@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from quire.kernels import philox
-from quire.kernels.reference import logits
-from quire.kernels.reference.cache_layout import PLAIN
-from quire.kernels.sampling import SamplingOps
+from quire.kernels.reference import sampling
+from quire.kernels.reference.kv_cache import PLAIN
+from quire.kernels.sampling import SamplingOps, uniforms
 from quire.kernels.triton import (
     few_rows,
     triton_attention,
@@ -39,13 +38,13 @@ def triton_ops(*, is_exact: bool = False) -> dict[str, Any]:
         "norm": triton_norm.TritonNorm,
         "sampling": SamplingOps(
             choose_tokens=triton_sampling.choose_tokens,
-            uniforms=philox.uniforms,
+            uniforms=uniforms,
             top_logprobs=triton_logits.top_logprobs,
             penalize=triton_logits.penalize,
             mask_logits=triton_logits.mask_logits,
-            keep_tokens=logits.keep_tokens,
-            forbid_tokens=logits.forbid_tokens,
-            forbid_while_any_is_left=logits.forbid_while_any_is_left,
-            add_bias=logits.add_bias,
+            keep_tokens=sampling.keep_tokens,
+            forbid_tokens=sampling.forbid_tokens,
+            forbid_while_any_is_left=sampling.forbid_while_any_is_left,
+            add_bias=sampling.add_bias,
         ),
     }

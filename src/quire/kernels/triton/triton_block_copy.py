@@ -13,8 +13,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.block_copy import by_block_bytes
-from quire.kernels.reference import block_copy as plain
+from quire.kernels.kv_cache import by_block_bytes
+from quire.kernels.reference import kv_cache as plain
 
 WORDS = 2048         # words of 8 bytes that a program moves at a time
 COPY_PROGRAMS = 4096  # more would wait for these

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.kv_cache_write import RotarySpec
-from quire.kernels.reference.kv_quantization import as_bytes
+from quire.kernels.paged_attention import RotarySpec
+from quire.kernels.reference.kv_cache import as_bytes
 from quire.kernels.triton import card
 from quire.kernels.triton.card import wait_for_inputs
 from quire.kernels.triton.quantized_cache import (

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.linear import Activation
+from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.triton.products import pack, product
 from quire.kernels.triton.triton_activation import activate

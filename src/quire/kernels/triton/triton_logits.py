@@ -12,10 +12,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.logits import Penalties, num_words
-from quire.kernels.reference.logits import upload
-from quire.kernels.reference.ranking import order_keys
-from quire.kernels.sampling import TopLogprobs, empty_logprobs
+from quire.kernels.reference.sampling import order_keys, upload
+from quire.kernels.sampling import Penalties, TopLogprobs, empty_logprobs, num_words
 
 BLOCK = 4096
 ROWS_AT_ONCE = 32  # 32 x 150,000 tokens x 8 bytes are 38 MB

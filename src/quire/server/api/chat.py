@@ -14,11 +14,10 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.requests.input_processor import CheckedParams, Truncation
 from quire.server.api.preparation import ApiRequest, prepare
 from quire.server.service import Service
-from quire.server.tools.output_events import CallBegan, CallEnded, Event, Reasoning
+from quire.server.tools.call_reader import CallBegan, CallEnded, Event, Reasoning
 from quire.server.tools.served_formats import OutputReading
 from quire.text.conversation import Message
-from quire.text.detokenizer import incremental_detokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, incremental_detokenizer
 from quire.text.tools import Tool
 
 _FIELDS = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))

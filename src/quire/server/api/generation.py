@@ -17,10 +17,9 @@ from quire.engine.requests.output_processor import OutputKind
 from quire.server.api.preparation import ApiRequest, check_deadline
 from quire.server.errors import raise_renamed
 from quire.server.history import PastRequest
-from quire.server.http.request_log import RequestRecord
+from quire.server.http.application import RequestRecord
 from quire.server.limits.memory import LogprobReservation
-from quire.server.limits.queue_reservations import AdmittedCall
-from quire.server.service import Service
+from quire.server.service import AdmittedCall, Service
 
 
 class TokenUsage(NamedTuple):

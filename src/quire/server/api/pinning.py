@@ -9,7 +9,7 @@ from starlette.requests import Request
 from quire.cache.block_table import blocks_for
 from quire.core.outputs import PinnedPrefix
 from quire.engine.requests.input_processor import PreparedRequest, TokenizedPrompt
-from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
+from quire.server.http.application import CLIENT_ID, KEY_NUMBER
 from quire.server.service import Service
 
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from starlette.requests import Request
 
 from quire.core.checks import check_int, refuse
+from quire.core.logprob_table import width_of
 from quire.core.owner_labels import OPERATOR
-from quire.core.prompt_scores import width_of
 from quire.core.sampling_params import MAX_DEADLINE_MS, SamplingParams
 from quire.core.step_times import StepWork, chunk_work
 from quire.engine.processes.forecast import Asked
@@ -25,8 +25,7 @@ from quire.server.api.request_bodies import Milliseconds
 from quire.server.errors import deadline_unmeetable, invalid
 from quire.server.options import Limits
 from quire.server.service import Service
-from quire.server.tools.served_formats import OutputReading
-from quire.server.tools.tool_use import NO_TOOLS, ToolUse
+from quire.server.tools.served_formats import NO_TOOLS, OutputReading, ToolUse
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +45,7 @@ class ApiRequest:
     hides_output: bool = False                  # the client wants no token; the engine generates at least one
     cache_salt: str | None = None
     key_number: int = 0                         # number of the API key, from 1; 0: none
-    client_id: str = ""                         # see quire.server.http.api_keys.client_id_of
+    client_id: str = ""                         # see quire.server.http.application.client_id_of
     tools: ToolUse = NO_TOOLS
     max_reasoning_tokens: int | None = None     # bound per output; then the end of reasoning is forced
     names_tokens_by_id: bool = False            # default for logprobs; a body may say otherwise

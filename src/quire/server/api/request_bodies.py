@@ -27,8 +27,8 @@ from quire.server.api.json_decoding import (
     loads,
 )
 from quire.server.errors import invalid, unsupported
-from quire.server.http.api_keys import CLIENT_ID
-from quire.server.limits.time_slices import run_at_once, run_sliced
+from quire.server.http.application import CLIENT_ID
+from quire.server.limits.fair_semaphore import run_at_once, run_sliced
 from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
 from quire.server.service import Service
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from quire.core.logprob_table import Logprobs, Position
-from quire.server.api.json_encoding import encode
-from quire.text.detokenizer import REPLACEMENT
-from quire.text.tokenizer import Tokenizer
+from quire.server.api.http_responses import encode
+from quire.text.tokenizer import REPLACEMENT, Tokenizer
 
 SLICE_CANDIDATES = 512
 

@@ -14,8 +14,7 @@ from quire.server.api.http_responses import json_response
 from quire.server.api.pinning import pin_prompt
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.completions.completion_bodies import PrefixBody
-from quire.server.http.api_keys import KEY_NUMBER
-from quire.server.http.request_log import record_of
+from quire.server.http.application import KEY_NUMBER, record_of
 from quire.server.service import Service
 
 router = APIRouter(tags=["prefixes"])

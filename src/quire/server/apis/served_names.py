@@ -14,7 +14,7 @@ from quire.server.api.http_responses import json_response
 from quire.server.api.request_bodies import documented_as, read_body, request_body
 from quire.server.apis.completions.completion_bodies import OpenAIBody
 from quire.server.errors import ApiError, invalid
-from quire.server.http.api_keys import KEY_NUMBER
+from quire.server.http.application import KEY_NUMBER
 from quire.server.service import Service
 
 router = APIRouter()

@@ -4,13 +4,12 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import check_token_ids, refuse
 from quire.server.api.chat import rendered
-from quire.server.api.http_responses import json_response
-from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
+from quire.server.api.http_responses import JsonStream, array, encode, encode_streamed, json_response
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.completions.completion_bodies import DetokenizeBody, TokenizeBody
 from quire.server.apis.completions.completion_routes import conversation_of
 from quire.server.errors import invalid
-from quire.server.http.api_keys import CLIENT_ID
+from quire.server.http.application import CLIENT_ID
 from quire.server.service import Service
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import check_tools

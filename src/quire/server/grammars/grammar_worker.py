@@ -14,12 +14,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
-from quire.core.schema_limits import check_json_bytes, check_schema
-from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs_from
-from quire.grammar_writing.grammar_limits import GRAMMAR_LIMITS, has_text
+from quire.core.structured_outputs import (
+    GRAMMAR_LIMITS,
+    StructuredOutputsParams,
+    check_json_bytes,
+    check_schema,
+    has_text,
+    structured_outputs_from,
+)
 from quire.grammar_writing.texts import NO_FORCING, schema_fault
 from quire.grammar_writing.writer import grammar_of, place_of_fault
-from quire.server.grammars.grammar_jobs import (
+from quire.server.grammars.grammar_checker import (
     CHECK_LIMIT_S,
     Checked,
     CheckGrammar,

@@ -1,16 +1,24 @@
-"""ASGI application: a straight way from a request to the function of its route.
+"""ASGI application: keys, body, log line and dispatch of a request to the function of its route.
 
 Each request gets an id, a log line, a check of its API key, of the drain and of the room in the queue, and an answer to
 any error. A route of a fixed path that takes the request alone is called at once; FastAPI documents all routes, and
 serves those with parameters.
 """
 
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
 import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
+import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
@@ -22,12 +30,230 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import EngineError
-from quire.server.errors import ApiError, answer_error, error_response, shutting_down
-from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER, ApiKeys, client_id_of
-from quire.server.http.request_body import RequestBody, release_body_of
-from quire.server.http.request_log import RECORD, RequestRecord, client_id_in, id_of, write_line
+from quire.core.owner_labels import OPERATOR
+from quire.server.errors import ApiError, answer_error, body_memory_full, error_response, shutting_down
+from quire.server.http.logs import requests_log
 from quire.server.limits.active_responses import ClientDisconnectedError
+from quire.server.limits.memory import BodyMemoryFullError, BufferedBody
+from quire.server.options import ServerOptions
 from quire.server.service import Service
+
+# Keys of a scope, which the application sets.
+KEY_NUMBER = "quire.key_number"  # number of the key that a request carries, from 1, or OPERATOR; 0 without keys
+CLIENT_ID = "quire.client_id"    # see `client_id_of`
+
+
+class ApiKeys:
+    """The keys of a server, as digests."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._keys = [(number, _digest(key.encode())) for number, key in enumerate(options.api_key, 1)]
+        if options.operator_api_key is not None:
+            self._keys.append((OPERATOR, _digest(options.operator_api_key.encode())))
+
+    def number_of(self, scope: Scope, *, allows_basic: bool) -> int:
+        """Return the number of the key in the Authorization or X-API-Key header, from 1, or OPERATOR; 0 for none.
+
+        Takes the same time whichever key matches, or nearly matches. A header that is sent twice counts as none.
+        """
+        scheme, _, key = _only(scope, b"authorization").partition(b" ")
+        is_basic = allows_basic and scheme.lower() == b"basic"
+        bearer = self._number_of(_password(key.strip()) if is_basic else key.strip())
+        plain = self._number_of(_only(scope, b"x-api-key").strip())
+        return (bearer if is_basic or scheme.lower() == b"bearer" else 0) or plain
+
+    def _number_of(self, key: bytes) -> int:
+        digest = _digest(key)
+        matches = [number for number, known in self._keys if hmac.compare_digest(digest, known)]
+        return matches[0] if matches else 0
+
+
+def _only(scope: Scope, name: bytes) -> bytes:
+    """Return the value of a header that is sent once; else an empty one, which is no key."""
+    sent = [value for each, value in scope["headers"] if each == name]
+    return sent[0] if len(sent) == 1 else b""
+
+
+def client_id_of(scope: Scope) -> str:
+    """Return the client that a request counts for: its API key, or its connection without one."""
+    if number := scope[KEY_NUMBER]:
+        return "operator" if number == OPERATOR else f"key:{number}"
+    host, port = scope.get("client") or ("", 0)     # none where the connection is a local socket
+    return f"connection:{host}:{port}"
+
+
+def _password(credentials: bytes) -> bytes:
+    """Return the password of HTTP Basic credentials: base64 of user:password."""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+_BODY = "quire.body"              # key of a scope
+IS_RECEIVED = "quire.is_received"  # key of a scope: the protocol has all of the body
+_RECEIVED = "quire.received_s"    # key of a scope: when the body was complete
+
+
+class RequestBody:
+    """Replacement for the `receive` of a POST: the first message is the whole body, or an ApiError is raised."""
+
+    __slots__ = ("_is_read", "_limit_s", "_max_bytes", "_receive", "_scope", "_service")
+
+    def __init__(self, scope: Scope, receive: Receive, service: Service) -> None:
+        self._scope, self._receive, self._service = scope, receive, service
+        self._max_bytes, self._limit_s = service.options.max_body_bytes, service.options.receive_timeout
+        self._is_read = False
+
+    async def __call__(self) -> Message:
+        """Return the next message."""
+        if self._is_read:
+            return await self._receive()
+        self._is_read = True
+        self._check_headers()
+        clock = asyncio.timeout(self._limit_s)
+        bodies = self._service.admission.bodies
+        body = BufferedBody(bodies, self._scope[CLIENT_ID], lambda: clock.reschedule(0))
+        self._scope[_BODY] = body
+        try:
+            if self._scope.get(IS_RECEIVED):
+                return await self._read(body)    # waits for nothing
+            async with clock:
+                return await self._read(body)
+        except BodyMemoryFullError:
+            raise self._memory_full() from None
+        except TimeoutError:
+            if body.is_dropped:
+                raise self._memory_full() from None
+            message = f"the body took more than {self._limit_s:g} s (receive_timeout)"
+            raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+        finally:
+            if not body.is_complete:
+                body.release()
+
+    def _check_headers(self) -> None:
+        """Check the announced type and length. A body without a content type is JSON, as in OpenAI's API."""
+        headers = dict(self._scope["headers"])
+        content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            message = f"the body must be application/json, not {content_type[:100]!r}"
+            raise ApiError(415, message, code="unsupported_media_type")
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.strip().lower() != "identity":
+            message = f"the body must not be compressed, and its content-encoding is {encoding[:100]!r}"
+            raise ApiError(415, message, code="unsupported_media_type")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large()
+
+    async def _read(self, body: BufferedBody) -> Message:
+        received = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return message
+            piece = message.get("body", b"")
+            if len(received) + len(piece) > self._max_bytes:
+                raise self._too_large()
+            body.grow(len(piece))
+            received += piece
+            if not message.get("more_body", False):
+                body.is_complete = True
+                self._scope[_RECEIVED] = time.monotonic()
+                return {"type": "http.request", "body": bytes(received), "more_body": False}
+
+    def _memory_full(self) -> ApiError:
+        self._service.metrics.refused("server_overloaded")
+        return body_memory_full(self._service.admission.bodies.max_bytes)
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is longer than {self._max_bytes} bytes (max_body_bytes)"
+        return ApiError(413, message, code="request_too_large")
+
+
+def received_s_of(request: Request) -> float:
+    """Return when the body of a request had arrived, on the monotonic clock; without one, now."""
+    received_s: float = request.scope.get(_RECEIVED) or time.monotonic()
+    return received_s
+
+
+def release_request(request: Request) -> None:
+    """Release what a request that waits does not need: its headers, and its body, whose prompts are tokenized."""
+    request.scope["headers"] = []
+    release_body_of(request.scope)
+
+
+def release_body_of(scope: Scope) -> None:
+    """Stop counting the bytes of the body of a scope, if it has one."""
+    body: BufferedBody | None = scope.pop(_BODY, None)
+    if body is not None:
+        body.release()
+
+
+MAX_CLIENT_ID_CHARS = 128
+RECORD = "quire.record"                                        # key of a scope
+_PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/debug/kv"})  # logged at debug only
+
+
+class RequestRecord(msgspec.Struct, omit_defaults=True):
+    """Fields of the log line of one HTTP request, set by the routes. A field that is None is left out."""
+
+    request_id: str | None = None
+    client_request_id: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    num_prompts: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    finish_reasons: list[str] | None = None
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    preemptions: int | None = None
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """Return the record of a request, one that is never read outside of the application."""
+    record: RequestRecord = scope.setdefault(RECORD, RequestRecord())
+    return record
+
+
+def id_of(record: RequestRecord) -> str:
+    """Return the id of a request: that of its route, or a random one."""
+    if record.request_id is None:
+        record.request_id = uuid4().hex
+    return record.request_id
+
+
+def client_id_in(scope: Scope) -> str | None:
+    """Return the X-Request-Id that a client has sent; None for none, and for one that is long or not printable."""
+    sent = ""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            sent = value.decode("latin-1")      # the last of several
+    return sent if 0 < len(sent) <= MAX_CLIENT_ID_CHARS and sent.isascii() and sent.isprintable() else None
+
+
+def write_line(scope: Scope, status: int | None, duration_s: float, record: RequestRecord) -> None:
+    """Log one request, without its texts. `status` None: the client disconnected before a response."""
+    level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+    if not requests_log.isEnabledFor(level):
+        return
+    id_of(record)
+    line: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "duration_s": round(duration_s, 6),
+    }
+    text = msgspec.json.encode(line | msgspec.to_builtins(record)).decode()
+    requests_log.handle(requests_log.makeRecord(requests_log.name, level, "", 0, "%s", (text,), None))
+
 
 log = logging.getLogger(__name__)
 

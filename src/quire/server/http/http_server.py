@@ -11,10 +11,8 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.server.http.lingering_close import LingeringConnections
-from quire.server.http.pacing import PacedCalls, ReadGate
-from quire.server.http.protocol import Protocol
-from quire.server.http.sockets import BACKLOG, listen
+from quire.server.http.protocol import PacedCalls, Protocol, ReadGate
+from quire.server.http.sockets import BACKLOG, LingeringConnections, listen
 from quire.server.options import DEFAULT_LIMITS, Limits
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,11 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import shown
 from quire.core.outputs import Preemption
-from quire.server.api.http_responses import LongResponse, json_response
-from quire.server.api.json_encoding import JsonStream, array, encode, encode_streamed
+from quire.server.api.http_responses import JsonStream, LongResponse, array, encode, encode_streamed, json_response
 from quire.server.errors import ApiError
 from quire.server.history import History, Miss, MissReason, PastRequest
-from quire.server.http.api_keys import KEY_NUMBER
-from quire.server.limits.time_slices import MAX_SLICE_UNITS
+from quire.server.http.application import KEY_NUMBER
+from quire.server.limits.fair_semaphore import MAX_SLICE_UNITS
 from quire.server.service import Service
 
 _NEVER_S = math.inf

@@ -10,8 +10,7 @@ never fails for lack of memory.
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from quire.core.logprob_table import CANDIDATE_BYTES
-from quire.core.prompt_scores import width_of
+from quire.core.logprob_table import CANDIDATE_BYTES, width_of
 from quire.core.sequence import Request
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.server.errors import invalid, logprob_memory_full

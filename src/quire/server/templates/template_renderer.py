@@ -29,10 +29,9 @@ from quire.server.templates.template_worker import (
     RenderRefused,
     TemplateProbed,
 )
-from quire.text.chat_template import log_forms
+from quire.text.chat_template import MAX_RENDERED_CHARS, log_forms
 from quire.text.conversation import Message
 from quire.text.template_forms import TemplateForms
-from quire.text.template_program import MAX_RENDERED_CHARS
 from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool, ToolLimits

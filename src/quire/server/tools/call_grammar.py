@@ -15,7 +15,6 @@ from quire.core.structured_outputs import compact_json
 from quire.grammar_writing.schema_shapes import Budget, Document, Shape
 from quire.grammar_writing.schemas import SchemaPart
 from quire.grammar_writing.texts import before_answer, closed_json_text, literal_text
-from quire.server.tools.argument_types import types_of
 from quire.server.tools.grammar_rules import (
     ANY_TEXT,
     GrammarRules,
@@ -25,12 +24,19 @@ from quire.server.tools.grammar_rules import (
     has_regexes,
     text_body,
 )
-from quire.server.tools.literal_grammars import GemmaValues, arguments_text, python_arguments
+from quire.server.tools.literal_arguments import GemmaValues, arguments_text, python_arguments, types_of
 from quire.server.tools.object_grammars import ObjectNotation
-from quire.text.tool_formats.json_values import json_value, misread_texts, reads_json
-from quire.text.tool_formats.syntax import KEY, marker_of, split
 from quire.text.tool_formats.table import FALLBACK
-from quire.text.tool_formats.tool_format import ReasoningFormat, ToolFormat
+from quire.text.tool_formats.tool_format import (
+    KEY,
+    ReasoningFormat,
+    ToolFormat,
+    json_value,
+    marker_of,
+    misread_texts,
+    reads_json,
+    split,
+)
 
 Schema = Mapping[str, Any]
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -1,19 +1,101 @@
-"""Reading of one call of any format, from the end of its marker on."""
+"""Reading of one call of any format, from the end of its marker on, and the events of a parsed output.
+
+One output gives one sequence of events. Texts of consecutive events of one kind (and call) are concatenated; a
+sequence of pieces of any size gives the same concatenation.
+"""
 
 import html
 import json
 import re
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-from quire.server.tools.argument_types import types_of
-from quire.server.tools.literal_reader import GEMMA, PYTHON, Literals
-from quire.server.tools.output_events import CallEvents
-from quire.text.tool_formats.json_values import json_value, string_text
+from quire.server.tools.literal_arguments import GEMMA, PYTHON, Literals, types_of
 from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, kind_of, number_of, sequence
-from quire.text.tool_formats.syntax import NAME, Syntax, split
-from quire.text.tool_formats.tool_format import ToolFormat
+from quire.text.tool_formats.tool_format import NAME, Syntax, ToolFormat, json_value, split, string_text
+
+
+class Content(NamedTuple):
+    """A piece of the answer."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """A piece of the reasoning, without its markers."""
+
+    text: str
+
+
+class CallBegan(NamedTuple):
+    """The start of a tool call: emitted once, as soon as its name is known.
+
+    `index` counts the calls of the output from 0. Calls begin in order, but an output may end inside a call.
+    """
+
+    index: int  # type: ignore[assignment]  # of tuple.index
+    name: str
+
+
+class Arguments(NamedTuple):
+    """A piece of the arguments of call `index`: JSON text, `{}` if the call has none.
+
+    Pieces are emitted as they come. JSON that the model wrote is passed on as it is; other notations are translated.
+    """
+
+    index: int  # type: ignore[assignment]  # of tuple.index
+    text: str
+
+
+class CallEnded(NamedTuple):
+    """The end of call `index`: its arguments are a closed JSON object.
+
+    A call without this event is incomplete: the output was cut, or the arguments are no JSON. Calls of formats that
+    write a list of calls end together, with the list.
+    """
+
+    index: int  # type: ignore[assignment]  # of tuple.index
+
+
+Event = Content | Reasoning | CallBegan | Arguments | CallEnded
+
+
+class CallEvents:
+    """Appends the events of calls; one call is open at a time."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.num_calls = 0
+        self._complete: list[int] = []  # calls with closed arguments, and no end emitted yet
+        self._has_arguments = False
+
+    def begin(self, name: str) -> None:
+        """Begin the next call."""
+        self.events.append(CallBegan(self.num_calls, name))
+        self.num_calls += 1
+        self._has_arguments = False
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the call that began last."""
+        self.events.append(Arguments(self.num_calls - 1, text))
+        self._has_arguments = True
+
+    def complete(self) -> None:
+        """Note that the arguments of the call that began last are closed; none are `{}`."""
+        if not self._has_arguments:
+            self.arguments("{}")
+        self._complete.append(self.num_calls - 1)
+
+    def end(self) -> None:
+        """End the calls with closed arguments."""
+        self.events += [CallEnded(index) for index in self._complete]
+        self._complete.clear()
+
+    def abandon(self) -> None:
+        """Leave the calls that have no end yet without one."""
+        self._complete.clear()
+
 
 MAX_KEPT = 65_536  # characters of a call in front of its name; a longer text is no call
 MAX_VALUE = 1_048_576  # characters of a value that is read whole; a longer one is a string

@@ -10,11 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.server.tools.call_reader import CallOutcome, CallReader
-from quire.server.tools.output_events import CallEvents, Content, Event, Reasoning
+from quire.server.tools.call_reader import CallEvents, CallOutcome, CallReader, Content, Event, Reasoning
 from quire.text.tool_formats.reader import SPACE, Reader, Steps, any_of, atoms, kind_of, number_of, sequence
-from quire.text.tool_formats.syntax import syntax
-from quire.text.tool_formats.tool_format import ReasoningFormat, ToolFormat
+from quire.text.tool_formats.tool_format import ReasoningFormat, ToolFormat, syntax
 
 MAX_HEADER = 1024  # characters; of longer ones only the last are looked at
 

@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from quire.text.fitted_messages import WriteCalls
-from quire.text.tool_formats.syntax import split
 from quire.text.tool_formats.table import find_format
-from quire.text.tool_formats.tool_format import TYPE_NAMES, ToolFormat
+from quire.text.tool_formats.tool_format import TYPE_NAMES, ToolFormat, split
 
 Call = tuple[str, Any]
 

@@ -6,8 +6,8 @@ import pytest
 
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
-from quire.server.apis.completions.body_params import checked_params
 from quire.server.apis.completions.completion_bodies import ChatBody, CompletionBody
+from quire.server.apis.completions.completion_routes import checked_params
 from quire.server.errors import ApiError, as_api_error
 from support.openai_server import OpenAIServer
 

@@ -7,8 +7,7 @@ import pytest
 
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import CompletionOutput, RequestOutput
-from quire.server.apis.completions.completion_response import CompletionResponseBuilder
-from quire.server.apis.completions.openai_response import OpenAIRequest
+from quire.server.apis.completions.openai_response import CompletionResponseBuilder, OpenAIRequest
 from quire.text.tokenizer import Tokenizer
 from support.openai_calls import call_of, events_in
 from support.text_tokenizers import write_folder

@@ -9,7 +9,7 @@ import pytest
 
 from quire.core.logprob_table import LogprobTable, Position
 from quire.server.api import token_logprobs
-from quire.server.api.json_encoding import JsonStream, encode_streamed
+from quire.server.api.http_responses import JsonStream, encode_streamed
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.apis.completions import openai_logprobs as logprobs
 from quire.server.apis.completions.openai_logprobs import (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from openai import OpenAI
 from tokenizers import Tokenizer
 
-from quire.engine.requests.pair_scoring import AFTER, BEFORE, INSTRUCTION, PAIR
+from quire.engine.requests.pooling_inputs import AFTER, BEFORE, INSTRUCTION, PAIR
 from support.embedders import MAX_LEN, NO, WIDTH, YES, expected_embeddings, write_embedder, write_reranker
 from support.server import ServerProcess, running_server
 

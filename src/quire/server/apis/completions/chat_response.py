@@ -6,7 +6,7 @@ from quire.core.deltas import FinishReason
 from quire.core.outputs import CompletionOutput
 from quire.server.api.chat import MessageReader
 from quire.server.api.generation import TokenUsage
-from quire.server.api.json_encoding import JsonStream, encode_streamed
+from quire.server.api.http_responses import JsonStream, encode_streamed
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.apis.completions.openai_logprobs import WholeChatLogprobs, chat_logprobs, prompt_logprobs
 from quire.server.apis.completions.openai_response import (
@@ -17,7 +17,7 @@ from quire.server.apis.completions.openai_response import (
     OpenAIRequest,
     OpenAIResponseBuilder,
 )
-from quire.server.tools.output_events import Arguments, CallBegan, Content, Event, Reasoning
+from quire.server.tools.call_reader import Arguments, CallBegan, Content, Event, Reasoning
 from quire.server.tools.served_formats import OutputReading
 from quire.text.tokenizer import Tokenizer
 

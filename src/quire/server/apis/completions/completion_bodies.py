@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from quire.core.beam_search_params import MAX_LENGTH_PENALTY
 from quire.core.checks import MAX_INT
-from quire.core.prompt_scores import PADDING
+from quire.core.logprob_table import PADDING
 from quire.core.sampling_params import (
+    MAX_LENGTH_PENALTY,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MIN_SEED,

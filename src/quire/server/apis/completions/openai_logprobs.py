@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.logprob_table import Logprobs, Position
-from quire.core.prompt_scores import PADDING
-from quire.server.api.json_encoding import JsonStream, array, encode
+from quire.core.logprob_table import PADDING, Logprobs, Position
+from quire.server.api.http_responses import JsonStream, array, encode
 from quire.server.api.token_logprobs import (
     SLICE_CANDIDATES,
     TokenLogprob,
@@ -20,8 +19,7 @@ from quire.server.api.token_logprobs import (
     token_logprob,
     wide_token_logprob,
 )
-from quire.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import IncrementalDetokenizer, Tokenizer, incremental_detokenizer
 
 
 class PromptLogprob(msgspec.Struct):

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from quire.core.outputs import RequestOutput
-from quire.engine.requests.pair_scoring import Scoring
+from quire.engine.requests.pooling_inputs import Scoring
 from quire.server.api.generation import TokenUsage
-from quire.server.api.json_encoding import JsonStream, array_from_values, encode
-from quire.server.api.json_encoding import encode_streamed as encoded
+from quire.server.api.http_responses import JsonStream, array_from_values, encode
+from quire.server.api.http_responses import encode_streamed as encoded
 from quire.server.api.preparation import ApiRequest
 from quire.server.errors import ApiError
 

@@ -13,8 +13,15 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import check_int, refuse
 from quire.core.pooling import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt, TokenizedPrompt, check_cache_salt
-from quire.engine.requests.pair_scoring import PairOptions, Scoring, check_pairs, pair_options, tokenize_pairs
-from quire.engine.requests.pooling_inputs import CheckedPooling, PoolingInputs
+from quire.engine.requests.pooling_inputs import (
+    CheckedPooling,
+    PairOptions,
+    PoolingInputs,
+    Scoring,
+    check_pairs,
+    pair_options,
+    tokenize_pairs,
+)
 from quire.server.api.chat import ChatPrompt, rendered, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response
@@ -31,8 +38,7 @@ from quire.server.apis.embeddings.embedding_bodies import (
     ScoreBody,
 )
 from quire.server.errors import invalid, renamed_fields
-from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
-from quire.server.http.request_log import record_of
+from quire.server.http.application import CLIENT_ID, KEY_NUMBER, record_of
 from quire.server.options import Limits
 from quire.server.service import Service
 from quire.text.conversation import Message

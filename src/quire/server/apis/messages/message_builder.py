@@ -13,12 +13,12 @@ import msgspec
 from quire.core.outputs import CompletionOutput, RequestOutput
 from quire.server.api.chat import MessageReader
 from quire.server.api.generation import TokenUsage
-from quire.server.api.json_encoding import encode
+from quire.server.api.http_responses import encode
 from quire.server.api.preparation import ApiRequest
 from quire.server.apis.messages.cache_control import CacheUse
 from quire.server.apis.messages.messages_bodies import error_body
 from quire.server.errors import ApiError
-from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
+from quire.server.tools.call_reader import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

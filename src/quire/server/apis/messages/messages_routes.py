@@ -38,12 +38,10 @@ from quire.server.apis.messages.openai_conversion import (
     thinking_effort,
 )
 from quire.server.errors import ApiError, invalid
-from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
-from quire.server.http.request_body import received_s_of
-from quire.server.http.request_log import record_of
+from quire.server.http.application import CLIENT_ID, KEY_NUMBER, received_s_of, record_of
 from quire.server.options import MAX_ELEMENTS
 from quire.server.service import Service
-from quire.server.tools.tool_use import ToolUse, tool_use
+from quire.server.tools.served_formats import ToolUse, tool_use
 
 PATH = "/v1/messages"
 

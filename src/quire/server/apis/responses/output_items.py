@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from quire.core.logprob_table import Logprobs, LogprobTable, Position
-from quire.server.api.json_encoding import JsonStream, array, encode
+from quire.server.api.http_responses import JsonStream, array, encode
 from quire.server.api.token_logprobs import SLICE_CANDIDATES, TokenNames, slices_of, token_logprob
 from quire.server.apis.responses.input_items import CUSTOM_ARGUMENT
 from quire.server.apis.responses.responses_bodies import Tools
-from quire.server.tools.output_events import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
+from quire.server.tools.call_reader import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.server.tools.served_formats import OutputReading
 
 Json = dict[str, Any]

@@ -12,15 +12,14 @@ from quire.core.logprob_table import Position
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.server.api.chat import MessageReader
 from quire.server.api.generation import TokenUsage, request_times
-from quire.server.api.json_encoding import JsonStream, array_from_values, encode, encode_streamed
+from quire.server.api.http_responses import JsonStream, array_from_values, encode, encode_streamed
 from quire.server.api.preparation import ApiRequest
 from quire.server.api.token_logprobs import TokenNames
 from quire.server.apis.responses.output_items import ItemWriter, Json
 from quire.server.apis.responses.responses_bodies import NO_TOOLS, ResponsesBody, Tools
 from quire.server.errors import ApiError
-from quire.server.tools.output_events import Content, Event
-from quire.text.detokenizer import incremental_detokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.server.tools.call_reader import Content, Event
+from quire.text.tokenizer import Tokenizer, incremental_detokenizer
 
 MAX_ECHO_BYTES = 256 << 10      # most bytes of one field; a stream holds them until its end
 _UNIT_CHARS = 16                # as much text, or ids, takes as long to encode as one candidate of logprobs

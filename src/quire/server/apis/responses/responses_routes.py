@@ -34,11 +34,9 @@ from quire.server.apis.responses.responses_bodies import (
 )
 from quire.server.apis.responses.responses_builder import ResponsesBuilder, ResponsesRequest
 from quire.server.errors import renamed_fields
-from quire.server.http.api_keys import CLIENT_ID, KEY_NUMBER
-from quire.server.http.request_body import received_s_of
-from quire.server.http.request_log import record_of
+from quire.server.http.application import CLIENT_ID, KEY_NUMBER, received_s_of, record_of
 from quire.server.service import Service
-from quire.server.tools.tool_use import tool_use
+from quire.server.tools.served_formats import tool_use
 
 router = APIRouter()
 

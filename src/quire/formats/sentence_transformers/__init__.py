@@ -1,1 +1,0 @@
-"""Pooling of folders as sentence-transformers describes it. Loads no torch."""

@@ -1,1 +1,0 @@
-"""Random weights of a config's shapes, for measurements. An optional package; `source` is its entry."""

@@ -1,1 +1,0 @@
-"""Optional encoders: models that give vectors of texts, and no next tokens."""
