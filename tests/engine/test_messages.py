@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOwner
+from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, BlockOverview, BlockOwner
 from quire.core.checks import MAX_INT
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import WAIT_REASONS, Admission, SequenceDelta, TokenLogprobs
@@ -153,8 +153,11 @@ tiers = st.sampled_from(["kv", "swap"])
 owners = st.lists(st.builds(BlockOwner, counts, counts, counts), max_size=2)
 entries = st.builds(BlockEntry, counts, st.sampled_from(["free", "cached", "used"]), tiers, counts, owners)
 holders = st.builds(BlockHolder, counts, st.sampled_from(["sequence", "pin"]), counts, counts, counts, texts)
+spans = st.lists(counts, max_size=3)
+overviews = st.builds(BlockOverview, counts, spans, spans, st.lists(st.none() | counts, max_size=3))
 maps = st.builds(
-    BlockMap, counts, kv_stats, st.lists(entries, max_size=3), st.lists(holders, max_size=3)
+    BlockMap, counts, kv_stats, st.lists(entries, max_size=3), st.lists(holders, max_size=3),
+    overview=overviews,
 )
 pins = st.lists(request_ids, max_size=3).map(tuple)
 waits = st.none() | st.sampled_from(WAIT_REASONS)
