@@ -1,6 +1,6 @@
 """Pooling of a model by its folder: sentence-transformers' modules, and overrides of config.json. Loads no torch.
 
-A folder with modules.json or 1_Pooling is an embedder, or with 1_LogitScore a reranker. Loads no torch.
+A folder with modules.json or 1_Pooling is an embedder, or with 1_LogitScore a reranker.
 """
 
 from collections.abc import Mapping

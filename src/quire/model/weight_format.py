@@ -1,7 +1,6 @@
 """Weight formats: the tensors of a checkpoint that make a `LinearWeight`, and the formats of floats.
 
-`format` is the protocol; `dense` and `rounded` read floats, `quire.formats` has the others. `sizes` counts bytes,
-without torch.
+Here are the formats that read floats, dense or rounded to fewer bits; `quire.formats` has the others. Loads no torch.
 
 One tensor is quantized at a time, and its floats are dropped before the next is read.
 """

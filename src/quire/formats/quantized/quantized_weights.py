@@ -1,7 +1,4 @@
-"""Folders with quantized weights: the model source, the scheme of each module, and fused modules as one weight.
-
-`open_quantized` is for the source of a folder.
-"""
+"""Folders with quantized weights: the model source, the scheme of each module, and fused modules as one weight."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
