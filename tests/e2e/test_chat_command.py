@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.server import ENTRY, SOURCES, running_server
+from support.server import ENTRY, running_server
 
 SMALL = ("--num-kv-blocks", "64", "--max-num-seqs", "8", "--max-model-len", "256")
 TALK = "Write a function parse_header.\nWhat does read_file do?\n"
@@ -17,7 +17,7 @@ def chat(stdin: str, *arguments: str) -> tuple[int, str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
     ran = subprocess.run(
         [sys.executable, "-c", ENTRY, "chat", *arguments],
-        env=environment | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+        env=environment | {"OMP_NUM_THREADS": "1"},
         input=stdin.encode(),
         capture_output=True,
         timeout=120,
