@@ -15,8 +15,7 @@ nothing is held up for it.
 A long prompt is computed in chunks, and a chunk leaves half of the step's budget to requests with little to compute,
 and to hurried ones, as far as they can use it. So a short request waits for a step or two, not for a whole long prompt;
 without such requests, long prompts take the whole budget. That is a number of tokens, and with a target for the time of
-steps no more than fit into it beside the decodes (`quire.scheduling.time_budget`). A model that computes texts as a
-whole has no chunks.
+steps no more than fit into it beside the decodes. A model that computes texts as a whole has no chunks.
 """
 
 import math

@@ -8,7 +8,6 @@ Invariant after every call: each block is in one free chunk, or in the chunk of 
 What the paper compares with (Kwon et al. 2023, section 6.1), with the same interface as paging: a chunk is a run of
 blocks, so a table over it is a table like any other, and scheduler and kernels see no difference. Nothing is shared: a
 fork is a copy of all that is filled, which runs in the next step, because in this one the source may still be filled.
-How much a sequence reserves is the caller's matter (`quire_lab.baselines.buddy_pool`).
 
 `contiguous-max` reserves the longest possible sequence, `contiguous-pow2` the prompt and the next power of two of the
 true output length, `contiguous-oracle` the true lengths. The true output length is the request's max_tokens: an oracle

@@ -5,7 +5,8 @@ A line of the input is an object with `custom_id`, `method` (POST), `url` and `b
 wrong with a line that was not asked. A line without a `custom_id` that can be read is malformed: its output names no
 request.
 
-So the fields, bounds and errors are those of the routes. Lines are asked as room comes free, and answered in order.
+Each line is a request to the server's own application, so fields, bounds and errors are those of its routes. Lines are
+asked as room comes free, and answered in order.
 """
 
 import asyncio
@@ -158,6 +159,8 @@ class BatchLineReader:
 
 
 MAX_INFLIGHT_PER_SEQ = 4
+_RETRY_S = 0.5
+_TOO_MANY = 429
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +213,6 @@ def run_batch(
     batch.check()
     if input_file == output_file != STANDARD_STREAM:
         raise typer.BadParameter("the output would replace the input")
-    from quire.cli.run_batch.run_batch_command import run  # noqa: PLC0415 (loads the HTTP server)
-
     max_inflight = batch.max_inflight or MAX_INFLIGHT_PER_SEQ * engine.resolved_max_num_seqs
     with ExitStack() as files:
         lines = read_lines(_input(input_file, files), batch.max_line_bytes, batch.max_lines)
@@ -282,10 +283,6 @@ async def serving_metrics(listener: socket.socket | None, host: str) -> AsyncIte
         yield server
     finally:
         await http.stop()
-
-
-_RETRY_S = 0.5
-_TOO_MANY = 429
 
 
 @dataclass(slots=True)

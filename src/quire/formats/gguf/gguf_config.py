@@ -58,7 +58,7 @@ _GPT_OSS_WEIGHTS = replace(_EXPERT_WEIGHTS, feed_forward_norm="post_attention_no
 
 
 class Architecture(NamedTuple):
-    """An architecture of GGUF: `to_config` makes config.json's keys; `has_permuted_heads` as of `permuted_tensors`.
+    """An architecture of GGUF: `to_config` makes config.json's keys; `has_permuted_heads` as in `permuted_tensors`.
 
     `reads`: keys that other architectures refuse. `has_raised_norms`: the weights of norms are stored plus 1. `flags`:
     config.json's flags that are true where the file has a tensor.

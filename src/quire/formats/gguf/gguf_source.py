@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quire.formats.gguf.gguf_config import (
     gguf_eos_token_ids,
@@ -15,14 +14,12 @@ from quire.formats.gguf.gguf_config import (
     with_single_experts,
 )
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.formats.gguf.gguf_weights import gguf_quantization
+from quire.formats.gguf.gguf_weights import gguf_quantization, open_gguf
 from quire.model.config import resolved_dtype, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.spec import DecoderSpec
+from quire.model.weight_format import StoredTensors
 from quire.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from quire.model.weight_format import StoredTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +46,8 @@ class GGUFSource:
         """Return the ids that the metadata names, and those of tokens that are known to end an answer."""
         return gguf_eos_token_ids(self.file, self.spec.vocab_size)
 
-    def open_tensors(self, quantization: Quantization) -> "StoredTensors":
+    def open_tensors(self, quantization: Quantization) -> StoredTensors:
         """Return the tensors of the file."""
-        from quire.formats.gguf.gguf_weights import open_gguf  # noqa: PLC0415 (for engines alone)
-
         permuted, raised = permuted_tensors(self.spec, self.file), raised_tensors(self.file)
         return open_gguf(self.file, permuted, raised, self.spec.weights.embedding, quantization)
 

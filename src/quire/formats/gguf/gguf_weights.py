@@ -255,7 +255,7 @@ INT8_ZERO_POINT = 128
 def open_gguf(
     file: GGUFFile, permuted: Mapping[str, int], raised: Collection[str], embedding: str, quantization: Quantization
 ) -> StoredTensors:
-    """Return the tensors of a file; `permuted` and `raised` as of `GGUFCheckpoint`, `embedding` as of `GGUFFormat`."""
+    """Return the tensors of a file; `permuted` and `raised` as in `GGUFCheckpoint`, `embedding` as in `GGUFFormat`."""
     checkpoint = GGUFCheckpoint(file, permuted, raised)
     if not isinstance(quantization, GGUFQuantization):
         return tensors_of_floats(checkpoint, quantization)

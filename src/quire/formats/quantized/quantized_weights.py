@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,9 +30,6 @@ from quire.model.quantization import (
 )
 from quire.model.source import FolderSource
 from quire.model.weight_format import DenseFormat, ModuleRows, StoredTensors, read_floats
-
-if TYPE_CHECKING:
-    from quire.model.weight_format import StoredTensors
 
 FLOAT_ELEMENTS = "fp8", "codebook4"
 MAX_TOKEN_INPUTS = 1 << 16  # inputs that share a scale where checkpoints say one for each token: all, up to these
@@ -68,7 +64,7 @@ def folder_quantization(asked: QuantizationOptions, stored: StoredQuantization, 
 
 
 def weight_scheme(scheme: StoredScheme | None, activations: Activations | None) -> WeightScheme:
-    """Return the scheme of a weight as a checkpoint has it; None is dense. activations: as of `QuantizationOptions`."""
+    """Return the scheme of a weight as a checkpoint has it; None is dense. activations: as in `QuantizationOptions`."""
     if scheme is None:
         return WeightScheme()
     group_size, correction = scheme.group_size or WHOLE_ROW, "zeros" if scheme.has_zero_points else "constant"
@@ -217,10 +213,8 @@ class QuantizedSource(FolderSource):
         """Return the quantization of the folder."""
         return folder_quantization(asked, self.stored, self.config_place)
 
-    def open_tensors(self, quantization: Quantization) -> "StoredTensors":
+    def open_tensors(self, quantization: Quantization) -> StoredTensors:
         """Return the tensors of the safetensors files."""
-        from quire.formats.quantized.quantized_weights import open_quantized  # noqa: PLC0415 (for engines alone)
-
         assert isinstance(quantization, FolderQuantization)
         return open_quantized(self.path, quantization)
 

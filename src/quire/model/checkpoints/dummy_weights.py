@@ -39,7 +39,6 @@ class DummySource(FolderSource):
 
     def open_tensors(self, quantization: Quantization) -> "StoredTensors":
         """Return random tensors of the config's shapes, which are quantized like those of a checkpoint of floats."""
-        from quire.model.checkpoints.dummy_weights import DummyCheckpoint  # noqa: PLC0415 (for engines alone)
         from quire.model.weight_format import tensors_of_floats  # noqa: PLC0415
 
         return tensors_of_floats(DummyCheckpoint(self.spec), quantization)

@@ -35,7 +35,7 @@ PAGE_BYTES, ALIGNMENT = 4096, 64
 MAX_DIMENSIONS = 3
 DTYPES: Mapping[str, DType] = {**MODEL_DTYPES, "uint8": UINT8, "int32": np.dtype(np.int32)}
 
-Fields = dict[str, Any]  # plain values, as of JSON
+Fields = dict[str, Any]  # plain values, as in JSON
 
 
 class PackedFileError(ModelError):
