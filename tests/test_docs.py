@@ -144,7 +144,7 @@ class Reader:
         text = command.text
         typed = next((typed for name, typed in TYPED.items() if text.startswith(name)), "")
         url = {}
-        if text.startswith("quire bench serve") and "--url" not in text:
+        if text.startswith(("quire bench serve", "quire top")) and "--url" not in text:
             url = {"QUIRE_URL": f"http://127.0.0.1:{self._port}"}
         printed = self._finish(where, ["bash", "-c", text.replace(PORT, f":{self._port}")], typed, url)
         if command.output is not None:
