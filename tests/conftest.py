@@ -1,8 +1,10 @@
 """The device that tests run on, and models that tests of several layers share."""
 
+import logging
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,17 @@ def _same_numbers_each_time() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_log_each_time() -> Iterator[None]:
+    """Undo what a server that was run in this process did to its log: the next test may look at what is logged."""
+    levels = {log: log.level for log in (logging.getLogger(), logging.getLogger("quire"))}
+    fields = logging.logThreads, logging.logProcesses, logging.logMultiprocessing
+    yield
+    for log, level in levels.items():
+        log.setLevel(level)
+    logging.logThreads, logging.logProcesses, logging.logMultiprocessing = fields
 
 
 @pytest.fixture(scope="session")

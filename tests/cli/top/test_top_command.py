@@ -41,9 +41,10 @@ def test_json_has_the_same_figures(run: Run, server: OpenAIServer) -> None:
 def test_keys_in_a_terminal(server: OpenAIServer) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 100))
-    before = termios.tcgetattr(theirs)
+    before = termios.tcgetattr(ours)
     command = [sys.executable, "-c", ENTRY, "top", "--url", server.url, "-i", "0.1"]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)  # so that reading ends with the process
     try:
         _read_until(ours, b"q quit")
         os.write(ours, b"p")
@@ -52,11 +53,10 @@ def test_keys_in_a_terminal(server: OpenAIServer) -> None:
         _read_until(ours, b"finished 0")
         os.write(ours, b"xq")
         assert process.wait(60) == 0
-        assert termios.tcgetattr(theirs) == before
+        assert termios.tcgetattr(ours) == before
     finally:
         process.kill()
         os.close(ours)
-        os.close(theirs)
 
 
 def _read_until(terminal: int, wanted: bytes) -> None:
