@@ -36,7 +36,6 @@ from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
 from quire.execution.worker import StepCompute
 from quire.kernels.cpp.isas import usable_isas
-from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError, expert_reads
 from quire.model.decoder import Decoder
@@ -48,6 +47,7 @@ from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.engine.parallel.rank_set import RankSet
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:
@@ -207,7 +207,7 @@ def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -
 def _build(
     options: EngineOptions, loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig,
     grammars: ConstrainedDecoding | None, draft_model: LoadedDraftModel | None, ranks: "RankSet | None",
-    slots: AdapterSlots | None,
+    slots: "TritonSlots | None",
 ) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
     model, device = loaded.model, loaded.device
@@ -238,7 +238,7 @@ def _build(
     return Engine(scheduler, executor, grammars, adapters)
 
 
-def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet | None") -> AdapterSlots | None:
+def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet | None") -> "TritonSlots | None":
     """Return memory for adapters on the model's device; None if they are off, or computed where they are loaded."""
     if not options.enable_lora:
         return None
@@ -248,7 +248,7 @@ def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet
 
 
 def _adapters(
-    options: EngineOptions, model: LanguageModel, ranks: "RankSet | None", slots: AdapterSlots | None
+    options: EngineOptions, model: LanguageModel, ranks: "RankSet | None", slots: "TritonSlots | None"
 ) -> tuple[AdapterStore, AdapterRows] | tuple[None, None]:
     """Return the adapters of an engine and those of its rows; None if they are off."""
     if not options.enable_lora:

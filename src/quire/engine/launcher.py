@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -38,18 +37,6 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     """
 
     options: EngineOptions
-
-
-class Process(Protocol):
-    """A child process, as `subprocess.Popen` has it."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; return the status. TimeoutExpired after `timeout` seconds."""
-
-    def kill(self) -> None:
-        """End it at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +100,7 @@ def spinning_environment() -> dict[str, str]:
     return threads | ({} if "OMP_WAIT_POLICY" in os.environ else SPINS) | os.environ
 
 
-def wait_or_kill(processes: Iterable[Process]) -> None:
+def wait_or_kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """Wait for processes that have been asked to end; kill those that do not within a time for all of them."""
     deadline_s = time.monotonic() + STOP_TIMEOUT_S
     for process in processes:

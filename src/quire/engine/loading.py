@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RankOpener = Callable[[DecoderSpec, int], tuple[Ranks, int]]  # from positions of tables to this rank, and those of all
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -53,13 +51,14 @@ class LoadedModel:
 
 
 def load(
-    options: EngineOptions, folder: Path, open_ranks: RankOpener | None = None,
+    options: EngineOptions, folder: Path, open_ranks: Callable[[DecoderSpec, int], tuple[Ranks, int]] | None = None,
     attention: AttentionBackEnd | None = None, *, must_write: bool = False,
 ) -> LoadedModel:  # fmt: skip
     """Load the model of a folder or file. ModelError and ConfigError name what is not supported.
 
-    `open_ranks`: of tensor parallelism; this rank's part of the model is loaded. `attention`: what `attention_backend`
-    names, in place of Triton's. `must_write`: OSError where packed weights cannot be written.
+    `open_ranks`: of tensor parallelism, from the number of positions of tables to this rank and the number of all;
+    this rank's part of the model is loaded. `attention`: what `attention_backend` names, in place of Triton's.
+    `must_write`: OSError where packed weights cannot be written.
     """
     source = read_source(folder, options.load_format)
     spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(

@@ -7,7 +7,7 @@ with NumPy, without a Python loop over sequences.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,11 @@ from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
 from quire.decoding.grammars.rows import StepMasks
 from quire.decoding.row_pooling import PooledEntry, RowPool
 from quire.decoding.sampler import SamplingState
-from quire.kernels.low_rank import AdapterSlots, AdapterWeights, RowAdapters
+from quire.kernels.low_rank import AdapterWeights, RowAdapters
 from quire.model.language_model import ForwardBatch
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 IntArray = NDArray[np.int64]
 
@@ -191,7 +194,7 @@ def _touched_zeros(num_rows: int, num_columns: int) -> NDArray[np.int32]:
 class AdapterRows:
     """The adapters of the worker's rows. `weights` returns an adapter by its digest; `slots`: of a device with some."""
 
-    def __init__(self, weights: Callable[[str], AdapterWeights], slots: AdapterSlots | None = None) -> None:
+    def __init__(self, weights: Callable[[str], AdapterWeights], slots: "TritonSlots | None" = None) -> None:
         self._weights, self.slots = weights, slots
         self._digests = dict[int, str]()  # digests of rows that have one, or had until their sequence ended
 

@@ -1,15 +1,17 @@
 """Device of a model: its memory, and the executor of steps there. The host here; a GPU in `execution/cuda`."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.core.host_limits import HOST_KV_SHARE, free_memory_bytes
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
 from quire.execution.worker import StepCompute, Worker
 from quire.kernels.back_end import BackEnd
-from quire.kernels.low_rank import AdapterSlots
 from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 
 class StepLimits(NamedTuple):
@@ -35,7 +37,7 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Return the bytes that can be allocated now."""
 
-    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: AdapterSlots | None) -> int:
+    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: "TritonSlots | None") -> int:
         """Return the bytes that are left for the KV cache beside a loaded model, slots of adapters and the steps.
 
         Raises ConfigError if there are none.
@@ -71,7 +73,7 @@ class HostDevice:
         """Return the memory that can be allocated without swapping."""
         return free_memory_bytes()
 
-    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: AdapterSlots | None) -> int:
+    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: "TritonSlots | None") -> int:
         """Return the free memory: `HOST_KV_SHARE` leaves enough for steps."""
         return free_memory_bytes()
 

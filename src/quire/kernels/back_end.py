@@ -5,6 +5,7 @@ An op class that is not listed runs by its own `run` on the CPU, and is refused 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.core.arrays import dtype_name
 from quire.core.config import QUANTIZED
@@ -13,11 +14,14 @@ from quire.kernels.experts import ExpertLayer
 from quire.kernels.kv_cache import CacheLayout, CopyBlocks
 from quire.kernels.layers import Linear, Norm
 from quire.kernels.linear_weight import LinearWeight
-from quire.kernels.low_rank import AdapterSlots, Up
+from quire.kernels.low_rank import Up
 from quire.kernels.paged_attention import Attend, AttentionBackEnd, WriteKV
 from quire.kernels.program import AttentionOp, Op, Program, RotaryWriteOp
 from quire.kernels.sampling import SamplingOps
 from quire.kernels.tensors import DType, Library, Tensor
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class BackEnd:
 
     `linear` makes a layer from a `LinearWeight`, as `make_linear` does; `head` makes one to float32 logits, which
     are defined until its next call; `low_rank_up` makes B of an adapter's module from its weight, as `TorchUp` is
-    one; `adapter_slots` makes `low_rank.AdapterSlots` where adapters are computed on a device of their own memory;
+    one; `adapter_slots` makes `TritonSlots` where adapters are computed on a device of their own memory;
     `experts` makes a mixture of layers, as `TorchExperts` is one; `norm` makes one from its parameters, as
     `TorchNorm` does. `library` makes the tensors that all of them take. `fuse` replaces those stretches of a layer
     program that the back end runs in one call. `attention` is what --attention-backend chose for a GPU in place of
@@ -47,7 +51,7 @@ class BackEnd:
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], Norm]
     embed: Callable[..., Tensor]
     sampling: SamplingOps
-    adapter_slots: Callable[..., AdapterSlots] | None = None
+    adapter_slots: Callable[..., "TritonSlots"] | None = None
     attention: AttentionBackEnd | None = None
 
     @property

@@ -8,12 +8,15 @@ alone. Rows without an adapter get the addend -0, which changes no number.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from quire.kernels.layers import Linear
 from quire.kernels.tensors import Tensor, contiguous, full, take_rows
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 NOTHING = -0.0  # x + -0.0 is x, also where x is -0.0
 
@@ -77,31 +80,12 @@ class FactorSizes(NamedTuple):
     parts: tuple[tuple[int, int], ...]  # the first output of each module that has factors of its own, and how many
 
 
-class AdapterSlots(Protocol):
-    """Adapters on a device that computes all of a step together: memory for some of them, each in a slot.
-
-    `kernels.triton.low_rank.TritonSlots`, which cannot be imported where Triton is not installed.
-    """
-
-    def place(self, adapters: Sequence[AdapterWeights]) -> list[int]:
-        """Return the slots of a step's adapters, at most as many as there are slots; copy those that have none."""
-        ...
-
-    def group(self, of_row: Tensor) -> object:
-        """Return rows by slot, for all layers of a step. of_row: int32 [num_rows]; -1: none."""
-        ...
-
-    def addend(self, name: str, x: Tensor, groups: object) -> Tensor | None:
-        """Return the addend of the linear op `name`, as `RowAdapters`; None if the op can have none."""
-        ...
-
-
 class RowAdapters(NamedTuple):
     """The adapters of a batch's rows."""
 
     adapters: Sequence[AdapterWeights]
     of_row: Tensor                     # int32 [num_rows], indices of `adapters`, or slots; -1: none
-    slots: AdapterSlots | None = None  # None: the device has none
+    slots: "TritonSlots | None" = None  # None: the device has none
     groups: object = None              # rows by slot, as the slots group them
 
     def grouped(self) -> "RowAdapters":

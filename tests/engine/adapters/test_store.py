@@ -4,6 +4,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from quire.core.lora import AdapterUse
 from quire.engine.adapters import store as store_module
 from quire.engine.adapters.store import AdapterStore
 from quire.engine.options import EngineOptions
-from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.reference.back_ends import TORCH
 from quire.model.loader import load_model
 from support.peft_folders import write_adapter
@@ -173,7 +173,7 @@ def test_refusals_name_the_setting(model: Path, adapters: list[LoRARequest]) -> 
 
 
 def test_slots_that_do_not_fit_a_device_are_refused_at_start(model: Path) -> None:
-    def none_left(*sizes: object) -> AdapterSlots:
+    def none_left(*sizes: object) -> NoReturn:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     loaded = load_model(model, back_end=replace(TORCH, adapter_slots=none_left))

@@ -28,9 +28,10 @@ from quire.execution.cuda.cuda_graphs import (
     GraphSizes,
 )
 from quire.execution.cuda.graph_inputs import Draws
-from quire.kernels.low_rank import AdapterSlots, RowAdapters
+from quire.kernels.low_rank import RowAdapters
 from quire.kernels.sampling import SETTINGS
 from quire.kernels.triton import card
+from quire.kernels.triton.triton_low_rank import TritonSlots
 from quire.model.language_model import ForwardBatch
 from support.fake_graphs import FakeGraphs
 
@@ -191,7 +192,7 @@ def test_steps_with_adapters_have_graphs_of_their_own_and_pad_with_rows_without_
         seen.append(batch)
         return batch.token_ids[:, None].float()
 
-    slots, device = cast(AdapterSlots, object()), torch.device("cpu")
+    slots, device = cast(TritonSlots, object()), torch.device("cpu")
     graphs = CudaGraphRunner(forward, MAX_BLOCKS, device, lambda call: call, max_rows=8, slots=slots)
     graphs.capture_all(max_tokens=16)
     of_row = torch.tensor([1, -1, 0], dtype=torch.int32)

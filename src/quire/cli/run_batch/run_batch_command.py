@@ -37,10 +37,10 @@ from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, flag_fiel
 from quire.cli.model_flags import OfflineOptions
 from quire.core.checks import shown
 from quire.core.errors import ConfigError, InvalidRequestError
+from quire.engine.fleet.fleet import Fleet
 from quire.engine.launcher import EngineProcess, spawn_engines
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.engine.processes.base_client import SupervisedClient
 from quire.server.apis import system
 from quire.server.app import create_app
 from quire.server.http.http_server import HttpServer
@@ -324,7 +324,7 @@ async def run(
 
 async def _supervise(service: Service, children: list[EngineProcess]) -> None:
     """Start engines again that die, where there are several."""
-    if isinstance(service.client, SupervisedClient):
+    if isinstance(service.client, Fleet):
         await service.client.supervise(children.__setitem__)
 
 

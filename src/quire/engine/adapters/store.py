@@ -9,11 +9,11 @@ these could keep their adapters in use for ever.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.lora import MAX_ADAPTERS, MAX_SHOWN_NAMES, Adapter, AdapterUse
@@ -22,11 +22,15 @@ from quire.engine.adapters.peft_weights import CONFIG_FILE, WEIGHTS_FILE, Loaded
 from quire.engine.options import EngineOptions
 from quire.execution.batch import AdapterRows
 from quire.kernels.back_end import require
-from quire.kernels.low_rank import AdapterSlots, AdapterWeights
+from quire.kernels.low_rank import AdapterWeights
 from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
 from quire.model.sharding import Shard
 from quire.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from quire.engine.parallel.rank_set import RankSet
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 log = logging.getLogger(__name__)
 
@@ -34,28 +38,18 @@ Signature = tuple[tuple[int, ...], ...]
 WHOLE = Shard(0, 1)
 
 
-class AdapterCopies(Protocol):
-    """Adapters of the other ranks of tensor parallelism: those that are in memory here. Any thread may call it."""
-
-    def load(self, adapter: Adapter) -> Sequence[Future[None]]:
-        """Let the ranks read an adapter, each its part, unless they have it. The futures' errors are EngineErrors."""
-
-    def drop(self, digest: str) -> None:
-        """Let them forget an adapter, if they have it."""
-
-
 def make_store(
-    options: EngineOptions, model: LanguageModel, shard: Shard = WHOLE, copies: AdapterCopies | None = None
+    options: EngineOptions, model: LanguageModel, shard: Shard = WHOLE, ranks: "RankSet | None" = None
 ) -> "AdapterStore":
     """Return the store of a model, or of rank 0. ConfigError names a model or a device that serves no adapters."""
     require(model.back_end.name, ["adapters"])
     if not isinstance(model, Decoder):
         raise ConfigError(f"enable_lora needs a model of Quire's own families, got a {type(model).__name__}")
     limits = options.resolved_max_loras, options.resolved_max_cpu_loras
-    return AdapterStore(_reader(options, model, shard), *limits, copies)
+    return AdapterStore(_reader(options, model, shard), *limits, ranks)
 
 
-def make_slots(options: EngineOptions, model: LanguageModel, shard: Shard = WHOLE) -> AdapterSlots | None:
+def make_slots(options: EngineOptions, model: LanguageModel, shard: Shard = WHOLE) -> "TritonSlots | None":
     """Return memory for `max_loras` adapters on the model's device; None if it computes them where they are loaded.
 
     `shard`: of the model, which is a rank's part. ConfigError if the device has less.
@@ -94,9 +88,9 @@ class AdapterStore:
         read: Callable[[Path], LoadedAdapter],
         max_running: int,
         max_in_memory: int,
-        copies: AdapterCopies | None = None,
+        ranks: "RankSet | None" = None,
     ) -> None:
-        self._copies = copies  # None: there is one rank
+        self._ranks = ranks    # the others have copies of the adapters here; None: there is one rank
         self._read, self._max_running, self._max_in_memory = read, max_running, max_in_memory
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, "adapters")
@@ -145,7 +139,7 @@ class AdapterStore:
 
     def _wait_for_copies(self, adapter: Adapter) -> None:
         """Let the other ranks read an adapter. Raises ModelError with the reason of the first that cannot."""
-        copies = [] if self._copies is None else self._copies.load(adapter)
+        copies = [] if self._ranks is None else self._ranks.load(adapter)
         wait(copies)
         for each in copies:
             each.result()
@@ -230,8 +224,8 @@ class AdapterStore:
         return True
 
     def _drop_copies(self, digest: str) -> None:
-        if self._copies is not None:
-            self._copies.drop(digest)
+        if self._ranks is not None:
+            self._ranks.drop(digest)
 
     def _victim(self) -> str | None:
         """Return the least recently used adapter that nothing needs."""

@@ -28,7 +28,7 @@ from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.options.parallel_options import START_TIMEOUT_S
-from quire.engine.processes.base_client import SupervisedClient
+from quire.engine.processes.base_client import BaseClient
 from quire.engine.processes.client import EngineClient
 from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream
@@ -114,7 +114,7 @@ class _Observer:
             self.fleet.router.forget(request_id)
 
 
-class Fleet(SupervisedClient):
+class Fleet(BaseClient):
     """The engines, from the event loop of another process. Get one from `connect_fleet`, and `close` it."""
 
     def __init__(

@@ -6,12 +6,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from subprocess import Popen
 from typing import TypeVar
 
 from quire.core.errors import EngineError, ModelError, RankLostError, error_of
 from quire.core.lora import Adapter
 from quire.engine.adapters.store import RankAdapters
-from quire.engine.launcher import Process
 from quire.engine.parallel import rank_messages
 from quire.engine.parallel.channel import Channel
 from quire.kernels.low_rank import AdapterWeights
@@ -31,7 +31,7 @@ CommandT = TypeVar(
 class Peer:
     """Another rank: the channel to it, and its process if that is a child of this one. `place`: of the process."""
 
-    def __init__(self, rank: int, channel: Channel, process: Process | None, place: str) -> None:
+    def __init__(self, rank: int, channel: Channel, process: Popen[bytes] | None, place: str) -> None:
         self.rank, self.channel, self.process, self.place = rank, channel, process, place
         self.refusal: EngineError | None = None  # the rank's reason to end
         self._reads = dict[str, Future[None]]()  # reads of adapters, by digests

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, EngineError, RankLostError
@@ -32,12 +32,14 @@ from quire.execution.device import Device, StepLimits
 from quire.execution.executor import Executor
 from quire.execution.worker import StepCompute
 from quire.kernels.cpp.isas import set_threads_of_kernels, usable_isas
-from quire.kernels.low_rank import AdapterSlots
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVGeometry
 from quire.model.resolve import model_digest, resolve_model
 from quire.model.sharding import Shard, check_shardable
 from quire.model.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +167,7 @@ class RankSet:
         weight_bytes = model.weight_bytes + sum(other.weight_bytes for other in others)
         return replace(loaded, model=RankedModel(model, self.link(), weight_bytes))
 
-    def kv_bytes(self, device: Device, limits: StepLimits, slots: AdapterSlots | None) -> int:
+    def kv_bytes(self, device: Device, limits: StepLimits, slots: "TritonSlots | None") -> int:
         """Return the bytes for the KV cache of the rank that has the least. GPUs run the largest step all at once."""
         self.tell(rank_messages.Measure((*limits,)))
         own = device.kv_bytes(self.own_model, limits, slots)
@@ -188,7 +190,7 @@ class RankSet:
         return self._device.link(self)
 
     def load(self, adapter: Adapter) -> Sequence[Future[None]]:
-        """Read an adapter on all other ranks, before a step uses it. Errors as in `Peer.load`."""
+        """Read an adapter on all other ranks, before a step uses it; any thread may. Errors as in `Peer.load`."""
         return [peer.load(adapter) for peer in self.peers]
 
     def drop(self, digest: str) -> None:

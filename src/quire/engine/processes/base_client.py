@@ -3,12 +3,11 @@
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.lora import Adapter
 from quire.core.sequence import Request
-from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready
 from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream, RequestStreams
@@ -169,14 +168,3 @@ class SingleEngine(BaseClient):
     @abstractmethod
     async def wait_dead(self) -> EngineDeadError:
         """Wait until the engine has died or the client was closed; return why."""
-
-
-class SupervisedClient(BaseClient):
-    """A client that starts engines again when they die."""
-
-    @abstractmethod
-    async def supervise(self, on_spawn: Callable[[int, EngineProcess], None]) -> Exception:
-        """Restart each engine whenever it dies; return the last error once none is alive and none can be started.
-
-        `on_spawn` is called with the number and the process of each new engine.
-        """

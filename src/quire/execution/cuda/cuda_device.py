@@ -1,6 +1,7 @@
 """Device CUDA: the memory of one GPU, the swapper to pinned host memory, and the executor with two steps in flight."""
 
 import gc
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,10 +21,12 @@ from quire.execution.cuda.memory_profiling import CudaMemoryMeter, available_kv_
 from quire.execution.device import StepLimits
 from quire.execution.worker import StepCompute
 from quire.kernels.back_end import BackEnd
-from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.triton.card import use_early_launch
 from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 SWAP_BYTES = 4 << 30  # the contract's default
 
@@ -48,7 +51,7 @@ class CudaDevice:
         """Return the bytes of the card that no process holds."""
         return self._meter.free_and_total_bytes()[0]
 
-    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: AdapterSlots | None) -> int:
+    def kv_bytes(self, model: LanguageModel, limits: StepLimits, slots: "TritonSlots | None") -> int:
         """Return the bytes that the utilization leaves beside weights and the largest step, which is run."""
         return available_kv_bytes(model, *limits, self._utilization, self._meter, slots, self._sizes)
 

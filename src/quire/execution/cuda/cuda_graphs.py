@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,12 @@ from torch import Tensor
 from quire.core.plan import GraphCounts
 from quire.execution.batch import StepInputs
 from quire.execution.cuda.graph_inputs import IDLE, Draws, InputLayout
-from quire.kernels.low_rank import AdapterSlots, RowAdapters
+from quire.kernels.low_rank import RowAdapters
 from quire.kernels.triton.card import launches_early, use_early_launch, without_early_launch
 from quire.model.language_model import ForwardBatch
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +144,7 @@ class CudaGraphRunner:
         device: torch.device,
         capture: Capture,
         max_rows: int = SIZES[-1],
-        slots: AdapterSlots | None = None,
+        slots: "TritonSlots | None" = None,
         sizes: GraphSizes = USUAL_SIZES,
         draw: Callable[[ForwardBatch, Draws], Tensor] | None = None,
         idle_row: int = 0,
@@ -260,7 +263,7 @@ class CudaGraphRunner:
 
 
 def dummy_batch(
-    num_rows: int, num_tokens: int, max_blocks: int, device: torch.device, slots: AdapterSlots | None = None
+    num_rows: int, num_tokens: int, max_blocks: int, device: torch.device, slots: "TritonSlots | None" = None
 ) -> ForwardBatch:
     """Return a batch of rows without a sequence: their tokens attend to nothing and write nothing.
 

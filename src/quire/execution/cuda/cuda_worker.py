@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,8 +39,10 @@ from quire.execution.cuda.device_sampling import (
 from quire.execution.cuda.device_tables import DeviceTables, table_edits
 from quire.execution.cuda.graph_inputs import Draws, InputLayout, upload
 from quire.execution.worker import StepCompute
-from quire.kernels.low_rank import AdapterSlots
 from quire.model.language_model import ForwardBatch
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +223,7 @@ class CudaWorker:
 
 def graph_setup(
     compute: StepCompute, sizes: GraphSizes, *, has_second_try: bool = True
-) -> tuple[int, torch.device, Capture, int, AdapterSlots | None, GraphSizes]:
+) -> tuple[int, torch.device, Capture, int, "TritonSlots | None", GraphSizes]:
     """Return the arguments of a `CudaGraphRunner` behind the first, for what a computation's device can capture."""
     capture = CudaGraphCapture(has_second_try=has_second_try)
     model, (num_rows, max_blocks) = compute.model, compute.batch.block_tables.shape

@@ -4,6 +4,8 @@ Measured is this engine's own peak, never the whole card's use: another engine, 
 start or stop meanwhile.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,10 +13,12 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.execution.cuda.cuda_graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_settings
 from quire.execution.cuda.cuda_memory import device_allocator
-from quire.kernels.low_rank import AdapterSlots
 from quire.kernels.sampling import SETTINGS, num_words
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.triton_low_rank import TritonSlots
 
 # Beside what torch's allocator counts: the capturing stream's cuBLAS workspace (32 MiB) and the driver's copies of the
 # graphs, some MiB for each of up to 20 sizes. An estimate, not measured yet; a small card keeps back a smaller part.
@@ -54,7 +58,7 @@ def available_kv_bytes(
     block_size: int,
     utilization: float,
     meter: CudaMemoryMeter,
-    slots: AdapterSlots | None = None,
+    slots: "TritonSlots | None" = None,
     sizes: GraphSizes = USUAL_SIZES,
 ) -> int:
     """Return the bytes that `utilization` of the device leaves after weights and the largest step. ConfigError if none.
@@ -100,7 +104,7 @@ def _draw_as_graphs_do(model: LanguageModel, hidden: Tensor) -> None:
 
 
 def _compile_other_kernels(
-    model: LanguageModel, cache: KVCache, num_seqs: int, num_tokens: int, max_blocks: int, slots: AdapterSlots | None
+    model: LanguageModel, cache: KVCache, num_seqs: int, num_tokens: int, max_blocks: int, slots: "TritonSlots | None"
 ) -> None:
     """Run the steps whose kernels the largest step does not launch: of one row, without adapters, with a token mask.
 

@@ -8,10 +8,8 @@ import numpy as np
 from quire.core.arrays import BFLOAT16, FLOAT32, Array, DType
 from quire.kernels.cpp import _kernels
 
-Kernel = Callable[..., Any]
 
-
-def pair(name: str) -> dict[DType, Kernel]:
+def pair(name: str) -> dict[DType, Callable[..., Any]]:
     """Return the two kernels of an op by the dtype of their arrays."""
     return {BFLOAT16: getattr(_kernels, f"{name}_bf16"), FLOAT32: getattr(_kernels, f"{name}_float")}
 

@@ -46,7 +46,10 @@ class KeptUp:
 
 
 class TritonSlots:
-    """Slots on a device, as `low_rank.AdapterSlots`; `sizes` are those of each linear op's factors."""
+    """Adapters on a device that computes all of a step together: memory for some of them, each in a slot.
+
+    `sizes` are those of each linear op's factors.
+    """
 
     def __init__(
         self, sizes: Mapping[str, FactorSizes], num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device,
@@ -60,7 +63,10 @@ class TritonSlots:
         self._by_use = list(range(num_slots))  # the slot not used for longest first
 
     def place(self, adapters: Sequence[AdapterWeights]) -> list[int]:
-        """Return the slots of a step's adapters; copies run in the order of launches."""
+        """Return the slots of a step's adapters, at most as many as there are slots; copy those that have none.
+
+        Copies run in the order of launches.
+        """
         owners = [None if owner is None else owner() for owner in self._owners]
         places = {id(owner): slot for slot, owner in enumerate(owners) if owner is not None}
         needed = {id(adapter) for adapter in adapters}
@@ -79,14 +85,17 @@ class TritonSlots:
         return slots
 
     def group(self, of_row: Tensor) -> SlotGroups:
-        """Group the rows, in tiles of 16 while there are few for each slot."""
+        """Return rows by slot, for all layers of a step, in tiles of 16 while there are few for each slot.
+
+        of_row: int32 [num_rows]; -1: none.
+        """
         num_slots, parts = len(self._owners), torch.arange(NUM_PARTS, dtype=torch.int32, device=of_row.device)
         height = tile_height(len(of_row) // num_slots, is_exact=self._is_exact)
         of_part = torch.where(of_row[:, None] < 0, -1, of_row[:, None] * NUM_PARTS + parts).flatten()
         return SlotGroups(group_rows(of_row, num_slots, height), group_rows(of_part, num_slots * NUM_PARTS, height))
 
     def addend(self, name: str, x: Tensor, groups: object) -> Tensor | None:
-        """Return the addend of one op."""
+        """Return the addend of the linear op `name`, as `RowAdapters`; None if the op can have none."""
         assert isinstance(groups, SlotGroups), "rows without groups"
         layer = self._layers.get(name)
         return None if layer is None else layer.addend(x, groups)

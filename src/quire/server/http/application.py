@@ -271,8 +271,6 @@ _QUEUED = frozenset({
 # The queued routes that /load counts: all but these, as in vLLM.
 _LOAD = _QUEUED - {b"/v1/messages/count_tokens", b"/v1/prefixes", b"/tokenize", b"/detokenize"}
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 class Application(FastAPI):
     """The routes of a service, which they find as `request.app.state.service`."""
@@ -285,7 +283,7 @@ class Application(FastAPI):
         self._keys = ApiKeys(options) if self._needs_key or options.operator_api_key is not None else None
         self._returns_client_ids = options.enable_request_id_headers
         self._root_path, self._raw_root_path = options.root_path, options.root_path.encode()
-        self._endpoints: dict[tuple[str, str], Endpoint] = {}   # keyed by method and path
+        self._endpoints = dict[tuple[str, str], Callable[[Request], Awaitable[Response]]]()   # keyed by method and path
         self._checked: ASGIApp = self._check_and_dispatch
         if options.allowed_origins:
             self._checked = CORSMiddleware(
