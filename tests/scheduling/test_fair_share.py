@@ -89,6 +89,21 @@ def test_absent_client_has_not_saved_up() -> None:
     assert Counter(order[:10])["b"] in range(4, 7)
 
 
+def test_what_a_client_was_lifted_by_is_not_service() -> None:
+    harness = fair_harness(max_num_seqs=2)
+    harness.add(40, max_tokens=2, ignore_eos=True, client_id="a")
+    harness.run()
+    harness.add(4, max_tokens=9, ignore_eos=True, client_id="a", weight=2.0)
+    harness.add(4, max_tokens=9, ignore_eos=True, client_id="b")
+    harness.step()
+    policy = harness.scheduler.order
+    assert isinstance(policy, FairShare)
+    assert policy.counters["b"] == 44 + 6, "lifted to the client that was admitted last"
+    assert policy.served() == {"a": 44 + 6 / 2, "b": 6}
+    harness.run()
+    assert policy.served() == {}
+
+
 def test_latest_request_of_the_client_with_the_largest_counter_is_preempted() -> None:
     harness = fair_harness(num_blocks=22, max_num_seqs=4, budget=64)
     many = [harness.add(8, max_tokens=40, ignore_eos=True, client_id="many") for _ in range(3)]
@@ -129,6 +144,7 @@ def test_absent_clients_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
             harness.step()
     harness.run()
     assert len(policy.counters) <= 10 + 1
+    assert len(policy.counters._lifted) <= 10 + 1
     assert len(policy._competing._heap) <= 64 + 2
     assert not policy._num_new
 

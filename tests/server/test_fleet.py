@@ -65,6 +65,15 @@ def test_block_map_is_of_the_engine_that_is_asked_for(server: ServerProcess) -> 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "engine")
 
 
+def test_steps_of_all_engines_are_shown_side_by_side(server: ServerProcess) -> None:
+    before = server.get("/debug/top").json()["next"]
+    number = engine_of(server, complete(server, list(range(600, 700))))
+    shown = server.get(f"/debug/top?since={before}").json()
+    assert [each["engine"] for each in shown["engines"]] == [0, 1]
+    assert [bool(each["steps"]["number"]) for each in shown["engines"]] == [each == number for each in range(2)]
+    assert sum(shown["engines"][number]["steps"]["tokens"]) >= 100
+
+
 def test_metrics_have_a_series_for_each_engine(server: ServerProcess) -> None:
     samples = read_metrics(server.url)         # engine "0" is left out of the names
     for name in ('quire:kv_blocks{state="free"}', 'quire:kv_blocks{engine="1",state="free"}'):

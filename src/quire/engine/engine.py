@@ -18,6 +18,7 @@ from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTiming, StepWork, chunk_work
 from quire.engine.messages import EngineState
 from quire.execution.executor import Executor
+from quire.scheduling.fair_share import FairShare
 from quire.scheduling.isolation import PROBE_ID, Isolation
 from quire.scheduling.scheduler import Scheduler
 
@@ -198,7 +199,8 @@ class Engine:
     def state(self, kv: KVStats) -> EngineState:
         """Return the state between two steps; `kv` are statistics of the cache.
 
-        The adapters of requests are counted when blocks by owner are: both take time with the number of requests.
+        The adapters of requests, and the shares of clients, are counted when blocks by owner are: that takes time with
+        the number of requests.
         """
         scheduler, is_count_due = self.scheduler, kv.blocks_by_owner is not None
         return EngineState(
@@ -216,6 +218,7 @@ class Engine:
             num_itl_unmet=scheduler.planner.time.num_unmet,
             graphs=self._executor.graphs,
             adapters=self.adapters.use() if self.adapters is not None and is_count_due else None,
+            shares=scheduler.order.served() if isinstance(scheduler.order, FairShare) and is_count_due else None,
         )
 
     def kv_stats(self, *, by_owner: bool = True) -> KVStats:

@@ -163,6 +163,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     step_times: StepTimes | None = None  # prices of steps; None: nothing was measured yet
     num_itl_unmet: int = 0              # steps whose decodes left no time for a prompt that wanted some
     graphs: GraphCounts = GraphCounts()  # after the last step
+    shares: dict[str, float] | None = None  # as `FairShare.served`; None: not counted with this report
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):

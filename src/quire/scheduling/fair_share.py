@@ -14,13 +14,14 @@ MAX_ABSENT of them only.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import chain, count
+from itertools import chain, count, islice
 
 from quire.core.sequence import QueueKey, Request, Sequence
 from quire.scheduling.waiting_lines import ByPriority, Rank, WaitingLine, queue_key_of
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # the paper's (section 5.1), after the prices of hosted models
 MAX_ABSENT = 4096                   # clients without a request that keep their counters
+MAX_SHOWN = 64                      # clients whose service is told
 
 _ADMITTED = -(1 << 62)  # admitted requests stand before all that never were: see `FairShare.admit`
 
@@ -30,6 +31,7 @@ class TokenCounters:
 
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}
+        self._lifted: dict[str, float] = {}     # what a counter was raised by: no service
         self._turns: dict[str, int] = {}
         self._num_here: dict[str, int] = {}
         self._absent: dict[str, None] = {}      # clients without a request, the longest absent first
@@ -68,6 +70,7 @@ class TokenCounters:
             oldest = next(iter(self._absent))
             del self._absent[oldest], self._counters[oldest]
             self._turns.pop(oldest, None)
+            self._lifted.pop(oldest, None)
 
     def charge(self, request: Request, cost: int) -> None:
         """Add the cost of a request that is here to its client's counter."""
@@ -77,7 +80,16 @@ class TokenCounters:
 
     def lift(self, client: str, least: float) -> None:
         """Raise a client's counter to at least this."""
-        self._counters[client] = max(self._counters[client], least)
+        if least > self._counters[client]:
+            self._lifted[client] = self._lifted.get(client, 0.0) + least - self._counters[client]
+            self._counters[client] = least
+
+    def served(self) -> dict[str, float]:
+        """Return what clients with requests here have been charged: at most MAX_SHOWN, those that came first."""
+        return {
+            client: self._counters[client] - self._lifted.get(client, 0.0)
+            for client in islice(self._num_here, MAX_SHOWN)
+        }
 
 
 class ClientHeap:
@@ -240,6 +252,10 @@ class FairShare(ByPriority):
     def finish(self, request: Request) -> None:
         """Note that a request has ended, admitted or not."""
         self.counters.end_request(request.client_id)
+
+    def served(self) -> dict[str, float]:
+        """Return the service, by weight, of clients that wait or run: MAX_SHOWN at most."""
+        return self.counters.served()
 
     def charge_prompt(self, request: Request) -> None:
         """Charge the prompt tokens that were not found in the cache."""

@@ -458,8 +458,9 @@ class ServerOptions(Limits):
         row="seconds that open requests get after SIGTERM or Ctrl-C; a second signal ends at once",
     )  # fmt: skip
     enable_debug: bool = _server(
-        False, "serve /debug/kv and /debug/blocks: the KV cache, block by block",
-        row="serve `/debug/kv` and `/debug/blocks`: the KV cache, block by block, for every client that has a key",
+        False, "serve /debug/kv and /debug/blocks, the KV cache block by block, and /debug/top, the latest steps",
+        row="serve `/debug/kv` and `/debug/blocks`, the KV cache block by block, for every client that has a key, and "
+        "`/debug/top`, the latest 3,600 steps of each engine, for the operator's alone where there is one",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

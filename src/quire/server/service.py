@@ -248,6 +248,8 @@ class Service:
         self.history = History(self.options.max_history_bytes)
         self.formats = ServedFormats(self.client.tokenizer, self.options, self.templates)
         self.grammars = GrammarChecker(self.options)
+        if self.options.enable_debug:
+            self.metrics.keep_steps()
 
     def check_model(self, name: str | None) -> str:
         """Return the model name of a response: the requested one, or the first. ApiError 404 for an unknown one.

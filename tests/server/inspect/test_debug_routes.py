@@ -31,7 +31,7 @@ def error_of(response: httpx.Response) -> Json:
 # --- readers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("url", ["/debug/kv", *PAGES, "/debug/blocks/replay"])
+@pytest.mark.parametrize("url", ["/debug/kv", "/debug/top", *PAGES, "/debug/blocks/replay"])
 def test_without_the_flag_there_is_nothing(url: str) -> None:
     response = ask(make_app(), "POST" if url.endswith("replay") else "GET", url)
     assert (response.status_code, error_of(response)["code"]) == (404, "unknown_url")
@@ -41,7 +41,7 @@ def basic(password: str, user: str = "me") -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
 
 
-@pytest.mark.parametrize("url", ["/debug/kv", *PAGES])
+@pytest.mark.parametrize("url", ["/debug/kv", "/debug/top", *PAGES])
 def test_every_route_needs_a_key_and_asks_a_browser_for_it(url: str) -> None:
     response = ask(make_app(api_key=("key",), enable_debug=True), "GET", url)
     assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
@@ -193,6 +193,51 @@ def test_map_shows_running_requests_and_what_they_leave(server: OpenAIServer) ->
     after = kv(server)
     assert {entry["state"] for entry in after["blocks"]} == {"cached", "free"}
     assert after["holders"] == []
+
+
+def test_steps_are_shown_with_rates_and_shares(server: OpenAIServer) -> None:
+    body = {"prompt": list(range(5, 45)), "max_tokens": 40, "ignore_eos": True}
+    before = server.http.get("/debug/top").json()["next"]
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    shown = server.http.get("/debug/top", params={"since": before}).json()
+    assert shown.keys() == {"now", "next", "engines"}
+    (engine,) = shown["engines"]
+    steps = engine["steps"]
+    num_steps = shown["next"] - before
+    assert num_steps == 40
+    assert {name: len(values) for name, values in steps.items()} == dict.fromkeys(steps, num_steps)
+    assert steps["number"] == list(range(before, before + num_steps))
+    assert (sum(steps["outputs"]), sum(steps["tokens"]) + sum(steps["hits"])) == (40, 79)
+    assert steps["kind"][-1] == "decode"
+    assert all(start < shown["now"] for start in steps["start"])
+    assert {sum(blocks) for blocks in zip(steps["free"], steps["cached"], steps["used"], strict=True)} == {NUM_BLOCKS}
+    assert sum(engine["blocks"][state] for state in ("free", "cached", "used")) == NUM_BLOCKS
+    assert engine["rates"].keys() == {"1", "10", "60"}
+    assert engine["served"] is None         # without fair shares
+    wrong = server.http.get("/debug/top", params={"since": "-1"})
+    assert (wrong.status_code, error_of(wrong)["param"]) == (400, "since")
+
+
+def test_steps_are_the_operators(demo_model: Path) -> None:
+    engine = EngineOptions(str(demo_model), num_kv_blocks=NUM_BLOCKS, max_model_len=1024, scheduling_policy="fair")
+    with openai_server(engine, enable_debug=True, api_key=("client",), operator_api_key="operator") as server:
+        server.http.headers["Authorization"] = "Bearer client"
+        refused = server.http.get("/debug/top")
+        assert (refused.status_code, error_of(refused)["code"]) == (403, "operator_only")
+        body = {"prompt": list(range(5, 45)), "max_tokens": 900, "ignore_eos": True}
+        operator = {"Authorization": "Bearer operator"}
+        served = list[dict[str, float]]()
+
+        def is_served() -> bool:
+            served.append(server.http.get("/debug/top", headers=operator).json()["engines"][0]["served"])
+            return bool(served[-1])
+
+        asking = threading.Thread(target=lambda: server.http.post("/v1/completions", json=body))
+        asking.start()
+        wait_until(is_served)
+        asking.join()
+    assert served[-1].keys() == {"key-1"}
+    assert served[-1]["key-1"] >= 40
 
 
 def test_map_shows_swapped_requests(server: OpenAIServer) -> None:

@@ -26,6 +26,7 @@ from quire.core.owner_labels import OTHER
 from quire.core.speculation import MAX_DRAFTS
 from quire.core.step_times import StepKind
 from quire.engine.messages import EngineState, Ready, Stepped
+from quire.engine.metrics.step_ring import StepRing
 from quire.engine.options import EngineOptions
 from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
 
@@ -283,6 +284,7 @@ class EngineMetrics:
         self, admissions: AdmissionRate, number: int, model_name: str, options: EngineOptions, kv: KVStats | None
     ) -> None:
         self.num_queued = 0     # requests sent to the engine that have not run yet, for `Metrics.exposition`
+        self.steps: StepRing | None = None                          # None: the latest steps are not kept
         self._admissions, self._number = admissions, number
         self._options = options
         self._model: Labels = {"model_name": model_name} | self._own
@@ -290,8 +292,7 @@ class EngineMetrics:
         self._kv = kv or _NO_STATS
         self._earlier: KVStats | None = None                        # counters of the engines before this one
         self._blocks_by_owner = {OTHER: 0}                          # a label once seen stays, at 0
-        self._weights: Sample = {"dtype": "", "quantization": ""} | self._own, 0
-        self._cache_config: Sample = dict.fromkeys(CACHE_LABELS, ""), 0
+        self._ready: Ready | None = None                            # None: the engine has not started yet
         self._counters = _Counters()
         self._adapters = NO_ADAPTER_USE, 0.0                        # and when they were counted, in seconds since 1970
         self._histograms = RequestHistograms()
@@ -324,11 +325,15 @@ class EngineMetrics:
                 late_ids.add(delta.request_id)
                 self._count_late(delta)
         self._histograms.on_step(step, processed)
+        if self.steps is not None:
+            self.steps.record(step, processed)
 
     def on_idle(self, state: EngineState) -> None:
         """Record that no request waits or runs."""
         self._admissions.rest(self._number)
         self._update_state(state)
+        if self.steps is not None:
+            self.steps.set_state(state)
 
     def on_abort(self, ended: FinishedRequest) -> None:
         """Count a request that was aborted by its client or the server."""
@@ -336,10 +341,8 @@ class EngineMetrics:
         self._count_finished(ended)
 
     def engine_ready(self, ready: Ready) -> None:
-        """Record the format and size of the weights."""
-        method = ready.quantization.partition(":")[0] or "none"
-        self._weights = {"dtype": ready.dtype, "quantization": method} | self._own, ready.weights_bytes
-        self._cache_config = _cache_config(ready, self._options), 1
+        """Record the figures of an engine that has started."""
+        self._ready = ready
 
     def engine_restarted(self) -> None:
         """Count an engine that replaced a dead one."""
@@ -354,6 +357,8 @@ class EngineMetrics:
         self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0)
         used, counted_s = self._adapters
         self._adapters = NO_ADAPTER_USE._replace(max_running=used.max_running), counted_s
+        if self.steps is not None:
+            self.steps.engine_died()
 
     def _update_state(self, state: EngineState) -> None:
         self._state = state
@@ -409,7 +414,8 @@ class EngineMetrics:
         yield counter("quire:swap_seconds_total", "Time spent on moving blocks.", (own, kv.swap_s))
         yield counter("quire:recompute_seconds_total", "Time spent on computing tokens again.", (own, kv.recompute_s))
         yield counter("quire:recovery_saved_seconds_total", "Time that auto has saved.", (own, kv.recovery_saved_s))
-        yield gauge("quire:weights_bytes", "Bytes of the weights in memory.", self._weights)
+        weights = ({"dtype": "", "quantization": ""}, 0) if self._ready is None else _weights(self._ready)
+        yield gauge("quire:weights_bytes", "Bytes of the weights in memory.", (weights[0] | own, weights[1]))
         graphs = {"captured": state.graphs.num_captured, "failed": state.graphs.num_failed}
         yield gauge("quire:cuda_graphs", "CUDA graphs, and captures that failed.", *by("state", graphs, own))
         restarts = own, self._counters.num_restarts
@@ -433,8 +439,9 @@ class EngineMetrics:
         ref_counts = {refs: kv.ref_counts.get(refs, 0) for refs in REFS}
         swapped = {"in": kv.swapped_in_blocks, "out": kv.swapped_out_blocks}
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.", (model, kv.usage))
-        config, number = self._cache_config
-        yield gauge("vllm:cache_config_info", "Sizes of the KV cache, as labels.", (model | config, number))
+        is_known = self._ready is not None
+        config = dict.fromkeys(CACHE_LABELS, "") if self._ready is None else _cache_config(self._ready, self._options)
+        yield gauge("vllm:cache_config_info", "Sizes of the KV cache, as labels.", (model | config, int(is_known)))
         yield gauge("quire:kv_blocks", "Blocks of the KV cache.", *by("state", blocks, own))
         yield gauge("quire:kv_blocks_pinned", "Used blocks of pinned prefixes.", (own, kv.pinned_blocks))
         yield gauge("quire:kv_blocks_shared", "Blocks in use with several owners.", (own, kv.shared_blocks))
@@ -499,6 +506,12 @@ gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMe
 def by(label: str, values: Mapping[str, float], others: Labels | None = None) -> Iterator[Sample]:
     """Yield one sample per value of `label`."""
     return (((others or {}) | {label: name}, value) for name, value in values.items())
+
+
+def _weights(ready: Ready) -> Sample:
+    """Return the bytes of an engine's weights, and their format as labels."""
+    method = ready.quantization.partition(":")[0] or "none"
+    return {"dtype": ready.dtype, "quantization": method}, ready.weights_bytes
 
 
 def _cache_config(ready: Ready, options: EngineOptions) -> Labels:

@@ -8,6 +8,7 @@ prometheus-client's own counters.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from quire.core.outputs import KVStats
 from quire.engine.metrics.engine_metrics import AdmissionRate, EngineMetrics, by, counter
+from quire.engine.metrics.step_ring import StepRing
 from quire.engine.options import EngineOptions
 
 
@@ -102,6 +104,12 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
+
+    def keep_steps(self) -> None:
+        """Keep the latest steps of each engine from now on, for `GET /debug/top`."""
+        numbers = count()
+        for engine in self.engines:
+            engine.steps = StepRing(numbers)
 
     def refused(self, reason: str) -> None:
         """Count a call that was not admitted, for one of REFUSALS."""

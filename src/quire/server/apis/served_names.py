@@ -8,13 +8,12 @@ from fastapi import APIRouter, Request, Response
 from quire.core.checks import check_text
 from quire.core.errors import ModelError
 from quire.core.lora import MAX_NAME_CHARS, MAX_PATH_CHARS
-from quire.core.owner_labels import OPERATOR
 from quire.server.adapter_names import path_below
 from quire.server.api.http_responses import json_response
 from quire.server.api.request_bodies import documented_as, read_body, request_body
 from quire.server.apis.completions.completion_bodies import OpenAIBody
 from quire.server.errors import ApiError, invalid
-from quire.server.http.application import KEY_NUMBER
+from quire.server.http.application import check_operator
 from quire.server.service import Service
 
 router = APIRouter()
@@ -121,9 +120,8 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 def _service(request: Request) -> Service:
     """Return the service. ApiError 403 where there is an operator's key, and the request has another one."""
+    check_operator(request, "adapters are loaded")
     service: Service = request.app.state.service
-    if service.options.operator_api_key is not None and request.scope[KEY_NUMBER] != OPERATOR:
-        raise ApiError(403, "adapters are loaded with the operator's key (operator_api_key)", code="operator_only")
     return service
 
 

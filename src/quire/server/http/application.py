@@ -82,6 +82,13 @@ def client_id_of(scope: Scope) -> str:
     return f"connection:{host}:{port}"
 
 
+def check_operator(request: Request, what: str) -> None:
+    """Raise ApiError 403 where there is an operator's key, and the request has another one. `what` needs that key."""
+    options: ServerOptions = request.app.state.service.options
+    if options.operator_api_key is not None and request.scope[KEY_NUMBER] != OPERATOR:
+        raise ApiError(403, f"{what} with the operator's key (operator_api_key)", code="operator_only")
+
+
 def _password(credentials: bytes) -> bytes:
     """Return the password of HTTP Basic credentials: base64 of user:password."""
     try:
@@ -196,7 +203,8 @@ def release_body_of(scope: Scope) -> None:
 
 MAX_CLIENT_ID_CHARS = 128
 RECORD = "quire.record"                                        # key of a scope
-_PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/debug/kv"})  # logged at debug only
+# Logged at debug only.
+_PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/debug/kv", "/debug/top"})
 
 
 class RequestRecord(msgspec.Struct, omit_defaults=True):

@@ -1,9 +1,10 @@
-"""Debug routes (--enable-debug): the block map as JSON, and pages that draw it.
+"""Debug routes (--enable-debug): the block map and the latest steps as JSON, and pages that draw the map.
 
 The pages contain no data: they call the routes here, with the credentials that opened them.
 """
 
-from typing import Annotated, NoReturn
+import time
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -11,8 +12,11 @@ from fastapi import APIRouter, Query, Request, Response
 from quire.core.block_map import MAX_BLOCKS_SHOWN, Tier
 from quire.core.checks import refuse
 from quire.engine.messages import Ready
+from quire.engine.metrics.step_ring import StepRing
+from quire.engine.processes.base_client import SingleEngine
 from quire.server.api.http_responses import json_response
 from quire.server.errors import engine_unhealthy, invalid
+from quire.server.http.application import check_operator
 from quire.server.inspect.replay import Operation, replay
 from quire.server.pages.page_routes import page
 from quire.server.service import Service
@@ -21,6 +25,7 @@ DEFAULT_COUNT = 1024
 TIERS = "kv, or swap where there is a swap space"
 MAP_LIMIT_S = 10.0  # one step of a long prefill may take seconds
 
+MAX_STEP_NUMBER = (1 << 53) - 1     # of JSON's numbers in a browser
 MAX_REPLAY_BYTES = 64 << 10         # MAX_OPERATIONS take a third of it
 
 router = APIRouter(tags=["debug"])
@@ -55,6 +60,46 @@ async def kv(
     except TimeoutError:
         raise engine_unhealthy(f"the engine has not finished a step within {MAP_LIMIT_S:g} s") from None
     return json_response(block_map)
+
+
+@router.get("/debug/top")
+async def top(
+    request: Request,
+    since: Annotated[str, Query(description="number of the first step; `next` of an answer: those after it")] = "0",
+) -> Response:
+    """Return each engine's state, its rates, and its latest steps."""
+    check_operator(request, "steps are shown")
+    service: Service = request.app.state.service
+    first = _integer("since", since, 0, MAX_STEP_NUMBER)
+    rings = [engine.steps for engine in service.metrics.engines if engine.steps is not None]
+    engines = [
+        {"engine": number} | _engine_json(client, ring, first)
+        for number, (client, ring) in enumerate(zip(service.client.engines, rings, strict=True))
+    ]
+    return json_response({
+        "now": time.monotonic(), "next": max(ring.next for ring in rings), "engines": engines
+    })  # fmt: skip
+
+
+def _engine_json(client: SingleEngine, ring: StepRing, first: int) -> dict[str, Any]:
+    state, kv = ring.state, ring.state.kv
+    return {
+        "is_alive": client.is_alive,
+        "running": state.num_running,
+        "rows": state.num_running_seqs,
+        "waiting": max(state.num_waiting, client.num_queued),  # the engine reports the latest only after a step
+        "swapped": state.num_swapped,
+        "reason": state.waits_for,
+        "blocks": None if kv is None else {
+            "free": kv.free_blocks, "cached": kv.cached_blocks, "used": kv.used_blocks, "pinned": kv.pinned_blocks
+        },
+        "blocks_by_owner": ring.blocks_by_owner,
+        "served": None if ring.shares is None else {
+            name.replace("key:", "key-"): served for name, served in ring.shares.items()
+        },
+        "rates": ring.rates(),
+        "steps": ring.steps(first),
+    }  # fmt: skip
 
 
 @router.post("/debug/blocks/replay")
