@@ -93,6 +93,11 @@ class DeviceFlags:
         return not_servable_yet(model, self.machine, engine, engine.tensor_parallel_size)
 
 
+def memory_plan(engine: EngineOptions) -> MemoryPlan:
+    """Return the plan of a model on this machine. Errors are those of `read_model` and `plan_memory`."""
+    return DeviceFlags().plan(read_model(engine.model, engine.dtype, engine.quantization_options), engine)
+
+
 @with_config_file
 @with_flag_groups
 def plan(

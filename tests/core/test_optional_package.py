@@ -27,7 +27,7 @@ def test_each_entry_point_names_something(group: str) -> None:
 
 
 def test_commands_are_in_the_order_of_the_help() -> None:
-    assert [*entry_points(COMMANDS)][:5] == ["serve", "generate", "chat", "top", "plan"]
+    assert [*entry_points(COMMANDS)][:5] == ["serve", "generate", "chat", "run", "pull"]
 
 
 def test_an_unknown_name_is_refused() -> None:

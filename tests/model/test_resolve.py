@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ModelError
-from quire.model import resolve
-from quire.model.resolve import DEMO_MODEL, _cause, resolve_model, resolve_tokenizer
+from quire.model import hub, resolve
+from quire.model.hub import cause
+from quire.model.resolve import DEMO_MODEL, resolve_model, resolve_tokenizer
 
 
 def test_a_local_folder_is_itself(tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_any_other_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "../no-such-folder", "owner/", "~/no-such-model", ""])
 def test_what_is_neither_folder_nor_hub_id_asks_no_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "_snapshot", None)
+    monkeypatch.setattr(hub, "snapshot", None)
     with pytest.raises(ModelError, match="no such folder, and not a hub id"):
         resolve_model(name)
 
@@ -63,8 +64,8 @@ def test_missing_gguf_file_is_no_hub_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("told", ["Got: ConnectError: no route", "An error happened (Got: ReadTimeout: no route)"])
 def test_cause_of_a_failed_download_names_no_class(told: str) -> None:
-    assert _cause(OSError(told)).endswith("no route")
-    assert "Got" not in _cause(OSError(told))
+    assert cause(OSError(told)).endswith("no route")
+    assert "Got" not in cause(OSError(told))
 
 
 def test_hub_id_without_network_is_found_in_the_cache(offline_hub: Path) -> None:

@@ -10,6 +10,7 @@ from quire.core.errors import ConfigError, NotInstalledError
 
 # Groups of `[project.entry-points]` in pyproject.toml: packages beside `quire`, which it must not import.
 COMMANDS, ARGUMENT_NAMES, SCHEDULERS = "quire.commands", "quire.argument_names", "quire.schedulers"
+PLANS = "quire.plans"
 
 NEEDS_TORCH = "this needs PyTorch: pip install 'quire[torch]'"
 NEEDS_KERNELS = "the C++ kernels were not built; install a wheel, or again where there is a C++ compiler"

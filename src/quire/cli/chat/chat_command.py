@@ -64,13 +64,22 @@ def _back_end(
     sampling.params()  # a value out of range is found before anything is loaded
     if server.url is None:
         _refuse_typed(context, (field.name for field in fields(RemoteFlags)), "needs --url")
-        if _source(context, "max_num_seqs") == "DEFAULT":
-            engine = replace(engine, max_num_seqs=1)  # it also keeps the KV cache to one conversation
-        with load(engine) as llm:
-            yield LocalBackEnd(llm, sampling.params(model_defaults(engine)), engine.model)
+        with local_back_end(context, engine, sampling, engine.model) as back_end:
+            yield back_end
         return
     _refuse_typed(context, _engine_flags(), "is for a local model, not for --url")
     yield RemoteBackEnd(server.url, server.api_key, server.model_name, _given(context, sampling))
+
+
+@contextmanager
+def local_back_end(
+    context: typer.Context, engine: EngineOptions, sampling: ChatSamplingFlags, name: str | None
+) -> Iterator[ChatBackEnd]:
+    """Load a model for one conversation; `name`: what the user calls it."""
+    if _source(context, "max_num_seqs") == "DEFAULT":
+        engine = replace(engine, max_num_seqs=1)  # it also keeps the KV cache to one conversation
+    with load(engine) as llm:
+        yield LocalBackEnd(llm, sampling.params(model_defaults(engine)), name)
 
 
 def _engine_flags() -> list[str]:

@@ -7,8 +7,8 @@ from typing import Literal
 from quire.core.errors import ConfigError
 from quire.core.options import option
 from quire.core.pooling import Runner
+from quire.model.hub import HUB_FILES, TOKENIZER_FILES
 from quire.model.quantization import DEFAULT_GROUP_SIZE, WHOLE_ROW, Activations, Method, QuantizationOptions
-from quire.model.resolve import HUB_FILES, TOKENIZER_FILES
 from quire.text.text_settings import given_chat_template
 
 _model = partial(option, panel="Model")
@@ -23,8 +23,10 @@ class ModelOptions:
     """A model and what is read with it."""
 
     model: str | None = option(
-        None, "folder, GGUF file or hub id", kind="argument", metavar="MODEL", shown_default="the bundled demo model",
-        row="folder in Hugging Face format, GGUF file ([quantization.md](quantization.md#gguf-files)), or hub id; "
+        None, "folder, GGUF file, hub id, owner/name:Q4_K_M for a GGUF file of a hub, or a name of models.toml",
+        kind="argument", metavar="MODEL", shown_default="the bundled demo model",
+        row="folder in Hugging Face format, GGUF file ([quantization.md](quantization.md#gguf-files)), hub id, "
+        "`owner/name:Q4_K_M` for a GGUF file of a hub, or a name of your own ([model-names.md](model-names.md)); "
         "`None` is the bundled demo model",
     )  # fmt: skip
     _: KW_ONLY

@@ -1,0 +1,1 @@
+"""Commands on models by name: pull, list, show, rm and run."""
