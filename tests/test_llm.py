@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -23,8 +23,10 @@ from quire.core.errors import (
     ModelError,
     UnknownPrefixError,
 )
+from quire.core.options import declared_options
 from quire.engine.metrics.page import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
+from quire.engine.options.keywords import EngineSettings
 from quire.engine.requests.output_processor import OutputProcessor
 from quire.engine.requests.pinned_prefixes import PinnedPrefixes
 from quire.model.decoder import Decoder
@@ -49,8 +51,11 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 def test_an_llm_says_what_it_is(demo_model: Path) -> None:
     with LLM(demo_model, num_kv_blocks=64) as llm:
-        assert repr(llm) == f"<LLM {demo_model}: bfloat16 on cpu, 0 of 64 KV blocks of 16 tokens in use>"
+        blocks = "0 of 64 KV blocks of 16 tokens in use"
+        assert repr(llm) == f"<LLM {demo_model}: bfloat16 on cpu, {blocks}, 0 running, 0 waiting>"
+        assert "blocks in use</th><td>0 of 64<" in llm._repr_html_()
     assert repr(llm) == f"<LLM {demo_model}, closed>"
+    assert "closed" in llm._repr_html_()
     assert "LLM" in dir(quire)
     assert "Any" not in dir(quire)
 
@@ -61,6 +66,25 @@ def test_misspelt_settings_are_told_with_the_nearest() -> None:
         with pytest.raises(TypeError) as raised:
             LLM(**{given: 1})
         assert str(raised.value) == f"LLM() got an unexpected keyword argument '{given}'{told}"
+
+
+def test_misspelt_parameters_are_told_with_the_nearest() -> None:
+    for params, given, told in (
+        (SamplingParams, {"temprature": 1.0}, "temperature"), (BeamSearchParams, {"beam_with": 2}, "beam_width"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"got an unexpected keyword argument .*; did you mean {told}"):
+            params(**given)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        BeamSearchParams()  # type: ignore[call-arg]
+    assert [*inspect.signature(SamplingParams).parameters] == [field.name for field in fields(SamplingParams)]
+
+
+def test_keyword_arguments_have_the_types_of_their_options() -> None:
+    own = inspect.signature(LLM.__init__).parameters
+    typed = get_type_hints(EngineSettings)
+    options = {option.name: option.hint for option in declared_options(EngineOptions)}
+    assert typed == {name: hint for name, hint in options.items() if name not in own}
+    assert options.keys() == typed.keys() | own.keys() - {"self", "settings", "structured_outputs_config"}
 
 
 def test_tokenizer_of_an_adapter_is_the_model_s(llm: LLM) -> None:

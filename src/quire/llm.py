@@ -2,16 +2,13 @@
 
 import inspect
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self, cast
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Any, ClassVar, Self, Unpack, cast
 
 from quire.core.checks import nearest, one_each, refuse
+from quire.core.displays import html_of_cache, table
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
 from quire.core.lora import Adapter, LoRARequest
@@ -29,9 +26,11 @@ from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_samp
 from quire.core.structured_outputs import parse_config
 from quire.engine.assembly import AssembledEngine
 from quire.engine.fleet.offline_fleet import BlockingFleet
+from quire.engine.messages import EngineDeadError
 from quire.engine.metrics.page import Metric, Metrics
 from quire.engine.offline_engine import LocalEngine, OfflineEngine
 from quire.engine.options import EngineOptions
+from quire.engine.options.keywords import EngineSettings
 from quire.engine.requests.input_processor import (
     CheckedParams,
     InputProcessor,
@@ -42,6 +41,7 @@ from quire.engine.requests.input_processor import (
 )
 from quire.engine.requests.output_processor import OutputKind
 from quire.engine.requests.pooling_inputs import OfflinePooling
+from quire.progress import TokenProgress, is_watched
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
@@ -74,19 +74,19 @@ class LLM:
         hf_overrides: str | Mapping[str, Any] = "",
         speculative_config: str | Mapping[str, Any] | None = None,
         structured_outputs_config: str | Mapping[str, Any] | None = None,
-        **settings: Any,  # noqa: ANN401
+        **settings: Unpack[EngineSettings],
     ) -> None:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
-        settings["structured_outputs_config"] = structured_outputs_config
-        settings = load(ARGUMENT_NAMES, "keywords")(settings, _SETTINGS)
-        if unknown := [name for name in settings if name not in _SETTINGS]:
+        named = settings | {"structured_outputs_config": structured_outputs_config}
+        others: dict[str, Any] = load(ARGUMENT_NAMES, "keywords")(named, _SETTINGS)
+        if unknown := [name for name in others if name not in _SETTINGS]:
             near = nearest(unknown[0], _SETTINGS)
             raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}{near}")
-        self._grammar_config = parse_config(_as_json(settings.pop("structured_outputs_config", None)))
+        self._grammar_config = parse_config(_as_json(others.pop("structured_outputs_config", None)))
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
-            speculative_config=_as_json(speculative_config), **settings,
+            speculative_config=_as_json(speculative_config), **others,
         )  # fmt: skip
         num_engines, self._name = options.data_parallel_size, found or "quire-demo"
         self._metrics = Metrics(self._name, None, num_engines, options)
@@ -104,13 +104,31 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        """Return the model, its dtype and device, and how full the KV cache is."""
+        """Return the model, its dtype and device, how full the KV cache is, and how many requests there are."""
         if self._open is None:
             return f"<LLM {self._name}, closed>"
-        ready, kv = self._open.ready, self._open.kv_stats()
-        weights = f"{ready.dtype}, {ready.quantization}" if ready.quantization else ready.dtype
+        try:
+            kv = self._open.kv_stats()
+        except EngineDeadError:
+            return f"<LLM {self._name}, whose engines have died>"
         blocks = f"{kv.used_blocks:,} of {kv.total_blocks:,} KV blocks of {kv.block_size} tokens in use"
-        return f"<LLM {self._name}: {weights} on {ready.device}, {blocks}>"
+        return f"<LLM {self._name}: {self._weights(self._open)}, {blocks}, {self._load(self._open)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the same as HTML, as a notebook shows it."""
+        if self._open is None:
+            return table([("model", self._name), ("state", "closed")])
+        about = [("model", self._name), ("weights", self._weights(self._open)), ("load", self._load(self._open))]
+        return table(about) + html_of_cache(self._open.kv_stats())
+
+    def _weights(self, engine: OfflineEngine) -> str:
+        ready = engine.ready
+        kind = f"{ready.dtype}, {ready.quantization}" if ready.quantization else ready.dtype
+        return f"{kind} on {ready.device}"
+
+    def _load(self, engine: OfflineEngine) -> str:
+        running, waiting = engine.observe(self._metrics.num_requests)
+        return f"{running:,} running, {waiting:,} waiting"
 
     def close(self) -> None:
         """Free the weights and the KV cache, and end all requests. Idempotent."""
@@ -170,9 +188,10 @@ class LLM:
 
         A prompt is text, token ids, {"prompt": str} or {"prompt_token_ids": [...]}. `sampling_params` is one for all or
         one per prompt, None the defaults of the model. Every request is checked before any runs: InvalidRequestError
-        (a ValueError) names the field, and no request was started. On a terminal a progress bar runs unless `use_tqdm`
-        is False. Waiting requests with the lowest `priority` (default 0; one for all or one per prompt) are admitted
-        first. `lora_request`: the LoRA adapter of all requests, or one, or None, for each; with `enable_lora`.
+        (a ValueError) names the field, and no request was started. On a terminal and in a notebook a progress bar runs
+        unless `use_tqdm` is False. Waiting requests with the lowest `priority` (default 0; one for all or one per
+        prompt) are admitted first. `lora_request`: the LoRA adapter of all requests, or one, or None, for each; with
+        `enable_lora`.
         """
         tokenized = self._adapted(self._tokenize(prompts, sampling_params), lora_request)
         return self._finish_all(self._prepare(tokenized, sampling_params, priority), use_tqdm)
@@ -403,14 +422,11 @@ class LLM:
 
     def _finish_all(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        console = Console(stderr=True)  # so that a redirected output stays clean
-        is_hidden = not (use_tqdm and sys.stderr.isatty())
-        with older_objects_frozen(), Progress(*columns, console=console, disable=is_hidden) as progress:
-            task = progress.add_task("requests", total=len(requests))
+        progress = TokenProgress(requests, self._metrics.num_tokens, is_shown=use_tqdm and is_watched())
+        with older_objects_frozen(), progress:
             for output in self._run(requests, "final"):
                 finished[output.request_id] = output
-                progress.advance(task)
+                progress.ended(output)
         return [finished[str(prepared.request.request_id)] for prepared in requests]
 
     def _run(self, requests: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:

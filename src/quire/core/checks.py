@@ -4,9 +4,11 @@ Each check returns the value in its final form (a float for a number, a tuple fo
 what it is given. A bool is no integer here, and NaN lies in no range.
 """
 
+import inspect
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn, TypeVar, cast
+from functools import wraps
+from typing import Any, NoReturn, TypeVar, cast
 
 from quire.core.errors import InvalidRequestError
 
@@ -32,6 +34,25 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
     """Return "; did you mean X?" for a name with a similarity of at least `cutoff` to one of `known`, else nothing."""
     near = get_close_matches(name, [*known], 1, cutoff)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def suggest_names(owner: type[T]) -> type[T]:
+    """Decorate a class: the TypeError for a keyword argument that it does not have names the nearest that it has."""
+    construct = owner.__init__
+    known = [*inspect.signature(owner).parameters]
+
+    @wraps(construct)
+    def checked(self: T, *args: Any, **named: Any) -> None:  # noqa: ANN401 (those of `construct`)
+        try:
+            construct(self, *args, **named)
+        except TypeError:
+            for name in named.keys() - known:
+                message = f"{owner.__name__}() got an unexpected keyword argument {name!r}{nearest(name, known)}"
+                raise TypeError(message) from None
+            raise
+
+    owner.__init__ = checked  # type: ignore[assignment]
+    return owner
 
 
 def refuse(field: str, value: object, expected: str) -> NoReturn:

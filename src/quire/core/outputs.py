@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.core.deltas import FinishReason
+from quire.core.displays import html_of_cache, html_of_request
 from quire.core.logprob_table import Logprobs
 
 if TYPE_CHECKING:
@@ -95,6 +96,10 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     packed_prompt_logprobs: Logprobs | None = field(default=None, repr=False)  # one entry per token after the first
     pooled: "array[float] | None" = None  # float32 vector of a request for one
+
+    def _repr_html_(self) -> str:
+        """Return the prompt and the answers as HTML, as a notebook shows them."""
+        return html_of_request(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +202,7 @@ class KVStats:
         """Share of the slots in use that hold no token."""
         slots = self.used_blocks * self.block_size
         return self.tail_waste_slots / slots if slots else 0.0
+
+    def _repr_html_(self) -> str:
+        """Return a bar of the blocks and a table as HTML, as a notebook shows them."""
+        return html_of_cache(self)

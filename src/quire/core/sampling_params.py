@@ -20,6 +20,7 @@ from quire.core.checks import (
     check_token_ids,
     refuse,
     shown,
+    suggest_names,
 )
 from quire.core.errors import InvalidRequestError
 from quire.core.logprob_table import check_token_rows
@@ -185,6 +186,7 @@ _CHECKS: dict[str, _Check] = {
 }
 
 
+@suggest_names
 @dataclass(slots=True)
 class SamplingParams:
     """Parameters of one request. A value out of range raises `InvalidRequestError`, a `ValueError`, that names it.
@@ -296,6 +298,7 @@ _CHECKED = [(field, _DEFAULTS[field], check) for field, check in _CHECKS.items()
 MAX_LENGTH_PENALTY = 10.0  # either sign; any number of tokens to this power is a float, and not 0
 
 
+@suggest_names
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """Parameters of one beam search; a value out of range raises `InvalidRequestError`, a `ValueError`, that names it.

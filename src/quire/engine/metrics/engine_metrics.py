@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -277,6 +277,13 @@ class _Counters:
     num_unmet_before: int = 0  # steps without room for prompts, by the engines before this one
 
 
+class NumTokens(NamedTuple):
+    """Tokens since the start of the engines: of prompts that have begun, and of outputs."""
+
+    prompt: int
+    output: int
+
+
 class EngineMetrics:
     """Counts of an engine: an `Observer` of its client, which feeds the rate of admissions, too."""
 
@@ -301,6 +308,17 @@ class EngineMetrics:
     @property
     def _own(self) -> Labels:
         return {"engine": str(self._number)}
+
+    @property
+    def num_tokens(self) -> NumTokens:
+        """Tokens since start."""
+        return NumTokens(self._counters.num_prompt_tokens, self._counters.num_generation_tokens)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        num_waiting = max(self._state.num_waiting, self.num_queued)  # the engine reports the latest only after a step
+        return self._state.num_running, num_waiting
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -400,8 +418,8 @@ class EngineMetrics:
 
     def _engine_families(self) -> Iterator[Metric]:
         state, kv, model, own = self._state, self._kv, self._model, self._own
-        num_waiting = max(state.num_waiting, self.num_queued)      # the engine reports the latest only after a step
-        yield gauge("vllm:num_requests_running", "Requests that hold blocks.", (model, state.num_running))
+        num_running, num_waiting = self.load
+        yield gauge("vllm:num_requests_running", "Requests that hold blocks.", (model, num_running))
         yield gauge("vllm:num_requests_waiting", "Requests in the queue, also preempted ones.", (model, num_waiting))
         waiting = {"capacity": max(0, num_waiting - state.num_deferred), "deferred": state.num_deferred}
         yield gauge("vllm:num_requests_waiting_by_reason", "Requests in the queue.", *by("reason", waiting, model))

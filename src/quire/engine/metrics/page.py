@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from quire.core.outputs import KVStats
-from quire.engine.metrics.engine_metrics import AdmissionRate, EngineMetrics, by, counter
+from quire.engine.metrics.engine_metrics import AdmissionRate, EngineMetrics, NumTokens, by, counter
 from quire.engine.metrics.step_ring import StepRing
 from quire.engine.options import EngineOptions
 
@@ -131,6 +131,16 @@ class Metrics(Collector):
         place.
         """
         return self._admissions.seconds_to_admit(num_queued, time.monotonic())
+
+    def num_tokens(self) -> NumTokens:
+        """Return the tokens since start, of all engines."""
+        counted = [engine.num_tokens for engine in self.engines]
+        return NumTokens(sum(each.prompt for each in counted), sum(each.output for each in counted))
+
+    def num_requests(self) -> tuple[int, int]:
+        """Return how many requests run and wait, in all engines, as far as they have reported."""
+        loads = [engine.load for engine in self.engines]
+        return sum(running for running, _ in loads), sum(waiting for _, waiting in loads)
 
     def exposition(self, num_queued: Sequence[int] = ()) -> tuple[bytes, str]:
         """Return the page and its content type. `num_queued`: by engine, requests sent to it that have not run yet."""
