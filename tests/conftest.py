@@ -105,13 +105,11 @@ def _same_numbers_each_time() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_log_each_time() -> Iterator[None]:
-    """Undo what a server that was run in this process did to its log: the next test may look at what is logged."""
+    """Undo what a server in this process did to the level of its log: the next test may look at what is logged."""
     levels = {log: log.level for log in (logging.getLogger(), logging.getLogger("quire"))}
-    fields = logging.logThreads, logging.logProcesses, logging.logMultiprocessing
     yield
     for log, level in levels.items():
         log.setLevel(level)
-    logging.logThreads, logging.logProcesses, logging.logMultiprocessing = fields
 
 
 @pytest.fixture(scope="session")
