@@ -41,7 +41,9 @@ _SUPPORTED = (
         values.kv_dtype_name,
     ),
     same(number("max_num_seqs"), "256", values.whole_number),
-    same(number("max_num_batched_tokens"), "2048", values.whole_number),
+    same(
+        number("max_num_batched_tokens"), "2048; 8192 on a GPU of 70 GiB or more that is no A100", values.whole_number
+    ),
     same(number("seed")),
     same(
         number("data_parallel_size", flags=("-dp",)),
@@ -119,8 +121,8 @@ _MODEL = (
     same(
         texts("cudagraph_capture_sizes"),
         "of a GPU; up to 128 sizes from 1 to 8,192, of decodes and, above 8, of steps with chunks of prompts; those "
-        "above `--max-num-batched-tokens` are left out; captured when steps need them, or at start with "
-        "`--capture-graphs` ([gpu.md](gpu.md#graphs-of-steps))",
+        "above `--max-num-batched-tokens` are left out; captured at start, or with `--no-capture-graphs` when "
+        "steps need them ([gpu.md](gpu.md#graphs-of-steps))",
     ),
     same(
         number("max_cudagraph_capture_size"),

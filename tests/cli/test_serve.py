@@ -60,7 +60,7 @@ def test_flags_reach_the_engine_and_the_server(run: Run, started: Started) -> No
     assert ran.code == 0
     ((engine, options),) = started
     assert engine == EngineOptions(
-        model="some/model", max_num_seqs=9, max_num_batched_tokens=2048, max_logprobs=5, stall_limit=7.0,
+        model="some/model", max_num_seqs=9, max_logprobs=5, stall_limit=7.0,
         itl_target_ms="500",
     )  # fmt: skip
     assert options == ServerOptions(

@@ -14,6 +14,8 @@ from quire.core.errors import ConfigError
 from quire.engine import devices
 from quire.engine.devices import open_device
 from quire.engine.options import EngineOptions
+from quire.execution.cuda import cuda_device
+from quire.execution.cuda.cuda_graphs import GraphSizes
 from quire.execution.device import HostDevice
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
@@ -81,7 +83,9 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("quire.execution.cuda.cuda_device.CudaDevice", lambda *args, **how: SimpleNamespace(**how))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(cuda_device, "CudaDevice", lambda *args, **how: SimpleNamespace(**how))
     monkeypatch.delenv("CC", raising=False)
 
 
@@ -91,6 +95,23 @@ def test_early_launch_is_on_unless_it_is_turned_off() -> None:
     assert device.launches_early is True
     device = open_device(EngineOptions(device="cuda", early_launch=False))
     assert device.launches_early is False
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_graphs_are_captured_at_start_unless_that_is_turned_off() -> None:
+    for asked, is_at_start in ((None, True), (True, True), (False, False)):
+        device: Any = open_device(EngineOptions(device="cuda", capture_graphs=asked))
+        assert device.captures_graphs is is_at_start
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_sizes_of_graphs_keep_to_the_budget_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineOptions(device="cuda", cudagraph_capture_sizes=(8, 4096))
+    monkeypatch.setattr(cuda_device, "CudaDevice", lambda utilization, sizes, **how: sizes)
+    for gib, name, sizes in ((79, "NVIDIA H100", (8, 4096)), (79, "NVIDIA A100", (8,)), (47, "NVIDIA L40S", (8,))):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gib=gib: (gib << 30, gib << 30))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert open_device(options) == GraphSizes(sizes, sizes)
 
 
 @pytest.mark.usefixtures("a_gpu")

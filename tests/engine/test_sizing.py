@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from quire.core.config import batched_tokens_of_card
 from quire.core.errors import ConfigError
 from quire.core.host_limits import free_memory_bytes
 from quire.engine.options import EngineOptions
@@ -12,6 +13,23 @@ from quire.engine.sizing import ModelLimits, size_engine, table_positions
 
 GIB = 2**30
 LLAMA_8B = ModelLimits(max_position_embeddings=8192, kv_bytes_per_token=128 * 1024, sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    ("gib", "name", "tokens"),
+    [
+        (24, "NVIDIA GeForce RTX 4090", 2048), (44.4, "NVIDIA L40S", 2048), (79.3, "NVIDIA A100-SXM4-80GB", 2048),
+        (69.9, "a card", 2048), (70, "a card", 8192), (79.1, "NVIDIA H100 80GB HBM3", 8192),
+        (139.8, "NVIDIA H200", 8192), (178.4, "NVIDIA B200", 8192),
+    ],
+)  # fmt: skip
+def test_card_sets_the_token_budget_unless_it_is_set(gib: float, name: str, tokens: int) -> None:
+    default = batched_tokens_of_card(gib * GIB, name)
+    assert default == tokens
+    for asked, found in ((None, tokens), (512, 512)):
+        options = EngineOptions(max_num_batched_tokens=asked)
+        _, scheduler = size_engine(options, LLAMA_8B, 10 * GIB, default_batched_tokens=default)
+        assert scheduler.max_num_batched_tokens == found
 
 
 def test_blocks_take_forty_percent_of_the_free_memory() -> None:

@@ -15,7 +15,7 @@ Run = Callable[..., Any]
 Serve = Callable[[str], tuple[EngineOptions, ServerOptions, list[str]]]
 Started = list[tuple[EngineOptions, ServerOptions]]
 # Values of flags that no line has set, where they differ from those of `EngineOptions`.
-DEFAULTS: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "itl_target_ms": "500"}
+DEFAULTS: dict[str, Any] = {"max_num_seqs": 256, "itl_target_ms": "500"}
 
 
 @pytest.fixture

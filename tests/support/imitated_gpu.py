@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from quire.engine.options.device_options import DeviceOptions
 from quire.engine.parallel import nccl
 from quire.execution.cuda import cuda_device
 from quire.execution.cuda import cuda_worker as worker
@@ -241,6 +242,7 @@ def turn_on(
     FakeGraphs().turn_on(replace_by)
     replace_by(torch.cuda, "is_available", lambda: True)
     replace_by(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    replace_by(torch.cuda, "get_device_name", lambda device=None: "imitated")
     replace_by(torch.cuda, "is_initialized", lambda: True)
     for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):  # below what torch 2.11 and later ones call it
         if hasattr(torch._C, name):
@@ -250,7 +252,7 @@ def turn_on(
     replace_by(torch.cuda, "set_device", set_card)
     replace_by(nccl, "open_group", gloo_group)
     replace_by(torch.cuda, "max_memory_reserved", lambda device: 0)
-    replace_by(torch.cuda, "mem_get_info", lambda device: (CARD_BYTES, CARD_BYTES))
+    replace_by(torch.cuda, "mem_get_info", lambda device=None: (CARD_BYTES, CARD_BYTES))
     replace_by(torch.version, "cuda", "0")
     replace_by(torch.cuda, "Stream", lambda device: FakeStream(cuda))
     replace_by(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(cuda))
@@ -278,6 +280,8 @@ def turn_on(
     replace_by(triton_low_rank, "group_rows", lambda of_row, num_groups, height: of_row)
     replace_by(triton_low_rank, "add_in_order", lambda parts, dtype: parts.sum(dim=1).to(dtype))
     replace_by(worker, "CudaGraphCapture", Graphs)
+    # 84 captures are 3 to 6 seconds of a CPU: for tests that ask for them
+    replace_by(DeviceOptions, "captures_at_start", property(lambda options: options.capture_graphs is True))
     replace_by(cuda_device, "SWAP_BYTES", SWAP_BYTES)
     replace_by(cuda_device, "available_kv_bytes", lambda model, *sizes: available_kv_bytes(model, 2, 4, *sizes[2:]))
     logits, generator = Decoder.logits, torch.Generator().manual_seed(0)

@@ -19,7 +19,17 @@ Batching = Literal["continuous", "static"]             # whether requests join a
 DEFAULT_BLOCK_SIZE = 16                 # tokens
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+LARGE_CARD_BYTES, LARGE_CARD_BATCHED_TOKENS = 70 << 30, 8192
 KERNEL_BLOCK_SIZES = (8, 16, 32, 64, 128)  # tokens; cache and scheduler by themselves take any size from 1 up
+
+
+def batched_tokens_of_card(memory_bytes: float, name: str) -> int:
+    """Return the default token budget of a step on a GPU: 8,192 on one of 70 GiB or more, but an A100, else 2,048.
+
+    The table of vLLM 0.33 for its server (`EngineArgs.get_batch_defaults`), where larger steps were slower on an A100.
+    """
+    is_large = memory_bytes >= LARGE_CARD_BYTES and "a100" not in name.lower()
+    return LARGE_CARD_BATCHED_TOKENS if is_large else DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,11 +159,13 @@ def build_engine(
     limits = loaded.limits if draft_model is None else draft_model.limits(loaded.limits, options.block_size)
     slots, device = _adapter_slots(options, loaded.model, ranks), loaded.device
     step = StepLimits(
-        options.resolved_max_num_seqs, options.resolved_max_num_batched_tokens, limits.max_position_embeddings,
-        options.block_size,
+        options.resolved_max_num_seqs, options.batched_tokens(device.default_batched_tokens),
+        limits.max_position_embeddings, options.block_size,
     )  # fmt: skip
     kv_bytes = device.kv_bytes(loaded.model, step, slots) if ranks is None else ranks.kv_bytes(device, step, slots)
-    cache, scheduling = size_engine(options, limits, kv_bytes, device.kv_share, device.default_swap_bytes())
+    cache, scheduling = size_engine(
+        options, limits, kv_bytes, device.kv_share, device.default_swap_bytes(), device.default_batched_tokens
+    )
     if ranks is not None:
         ranks.allocate(cache, scheduling)
     engine = _build(options, loaded, cache, scheduling, grammars, draft_model, ranks, slots)

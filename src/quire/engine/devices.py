@@ -41,23 +41,25 @@ def _open_gpu(options: EngineOptions) -> Device:
     if missing is not None:
         kind, what = missing
         raise kind(f"device cuda: {what}; use cpu or auto")
-    from quire.execution.cuda.cuda_device import CudaDevice  # noqa: PLC0415 (for the start on a CPU)
+    from quire.execution.cuda.cuda_device import (  # noqa: PLC0415 (for the start on a CPU)
+        CudaDevice,
+        default_batched_tokens,
+    )
 
+    sizes = graph_sizes_of(options, options.batched_tokens(default_batched_tokens()))
     return CudaDevice(
-        options.gpu_memory_utilization, graph_sizes_of(options), captures_graphs=options.capture_graphs,
+        options.gpu_memory_utilization, sizes, captures_graphs=options.captures_at_start,
         launches_early=options.early_launch,
     )  # fmt: skip
 
 
-def graph_sizes_of(options: EngineOptions) -> "GraphSizes":
-    """Return the sizes of CUDA graphs that the options ask for; none with `enforce_eager`."""
+def graph_sizes_of(options: EngineOptions, max_tokens: int) -> "GraphSizes":
+    """Return the sizes of CUDA graphs for steps of up to `max_tokens` tokens; none with `enforce_eager`."""
     from quire.execution.cuda.cuda_graphs import GraphSizes, graph_sizes  # noqa: PLC0415 (for the start on a CPU)
 
     if options.enforce_eager:
         return GraphSizes((), ())
-    return graph_sizes(
-        options.cudagraph_capture_sizes, options.max_cudagraph_capture_size, options.resolved_max_num_batched_tokens
-    )
+    return graph_sizes(options.cudagraph_capture_sizes, options.max_cudagraph_capture_size, max_tokens)
 
 
 def _may_use_gpu(options: EngineOptions) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.core.host_limits import HOST_KV_SHARE
 from quire.core.options import parse_bytes
@@ -60,13 +60,14 @@ def size_engine(
     free_bytes: int,
     share: float = HOST_KV_SHARE,
     default_swap_bytes: int = 0,
+    default_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
 ) -> tuple[CacheConfig, SchedulerConfig]:
     """Return the cache and scheduler configuration. ConfigError names the setting and a value that works.
 
     The KV cache takes `share` of the free bytes by default. A model that keeps no keys and values has none.
     """
     if limits.kv_bytes_per_token == 0:
-        return _without_cache(options, limits)
+        return _without_cache(options, limits, default_batched_tokens)
     num_engines = options.data_parallel_size
     shared_bytes = max(0, free_bytes - num_engines * limits.scratch_bytes)  # each engine has scratch of its own
     free_bytes = max(0, free_bytes - limits.scratch_bytes)
@@ -91,7 +92,7 @@ def size_engine(
         )
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=options.resolved_max_num_batched_tokens,
+        max_num_batched_tokens=options.batched_tokens(default_batched_tokens),
         max_model_len=min(longest, capacity),
         preemption_mode=options.preemption_mode,
         batching=options.batching,
@@ -114,7 +115,9 @@ def size_engine(
     return cache, scheduler
 
 
-def _without_cache(options: EngineOptions, limits: ModelLimits) -> tuple[CacheConfig, SchedulerConfig]:
+def _without_cache(
+    options: EngineOptions, limits: ModelLimits, default_batched_tokens: int
+) -> tuple[CacheConfig, SchedulerConfig]:
     """Return the configuration of an engine without a KV cache: prompts are computed as a whole.
 
     The token budget is at least the longest prompt; one that is set is its limit, unless that is set as well.
@@ -124,7 +127,7 @@ def _without_cache(options: EngineOptions, limits: ModelLimits) -> tuple[CacheCo
             raise ConfigError(f"{name} is set, but the model keeps no keys and values")
     longest, budget = _longest(options, limits), options.max_num_batched_tokens
     if budget is None:
-        budget = max(options.resolved_max_num_batched_tokens, longest)
+        budget = max(default_batched_tokens, longest)
     elif options.max_model_len is None:
         longest = min(longest, budget)
     scheduler = SchedulerConfig(

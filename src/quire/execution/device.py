@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from quire.core.host_limits import HOST_KV_SHARE, free_memory_bytes
 from quire.execution.executor import Executor, LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
@@ -33,6 +34,10 @@ class Device(Protocol):
     @property
     def kv_share(self) -> float:
         """Share of `kv_bytes` that the KV cache takes by default."""
+
+    @property
+    def default_batched_tokens(self) -> int:
+        """Tokens in one step where no setting names them."""
 
     def free_bytes(self) -> int:
         """Return the bytes that can be allocated now."""
@@ -67,7 +72,7 @@ class Device(Protocol):
 class HostDevice:
     """The CPUs of this machine: a step runs when its result is collected."""
 
-    tensor_device, kv_share = "cpu", HOST_KV_SHARE
+    tensor_device, kv_share, default_batched_tokens = "cpu", HOST_KV_SHARE, DEFAULT_MAX_NUM_BATCHED_TOKENS
 
     def free_bytes(self) -> int:
         """Return the memory that can be allocated without swapping."""

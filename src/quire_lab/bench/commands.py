@@ -116,7 +116,7 @@ def calibrate(engine: EngineOptions, run: RunFlags) -> None:
     model = read_model(engine.model, engine.dtype, engine.quantization_options)
     if model.quantization != UNQUANTIZED:
         raise ConfigError(f"a machine is calibrated with unquantized weights, got {model.quantization}")
-    longest = min(engine.resolved_max_num_batched_tokens, (engine.max_model_len or model.spec.default_positions) - 1)
+    longest = min(engine.batched_tokens(), (engine.max_model_len or model.spec.default_positions) - 1)
     sizes, memory_bytes = step_sizes(longest), free_memory_bytes()
     with load(engine) as llm:
         time_steps(llm, sizes, 1, engine.seed)  # warms up

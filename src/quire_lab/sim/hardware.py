@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, batched_tokens_of_card
 from quire.core.errors import ConfigError
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.model.config import num_layer_weights
@@ -68,6 +69,12 @@ class Hardware:
         sizes = [point.num_tokens for point in self.curve]
         if sizes != sorted(set(sizes)) or any(point.s_per_weight <= 0 for point in self.curve):
             raise ConfigError(f"hardware {self.name}: the curve must ascend in num_tokens, with times above 0")
+
+    @property
+    def default_batched_tokens(self) -> int:
+        """Tokens in one step by default."""
+        is_card = self.device == "cuda"
+        return batched_tokens_of_card(self.memory_bytes, self.name) if is_card else DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 
 def read_hardware(name: str, memory_bytes: int | None = None) -> Hardware:

@@ -101,7 +101,9 @@ def plan_memory(
     draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
     token_bytes += draft_token_bytes
     windows = [*spec.windows, *(() if draft is None else draft.spec.windows)]  # both models' layers share the blocks
-    workspaces, num_engines = _workspace_bytes(model, options, num_devices), options.data_parallel_size
+    batched_tokens = hardware.default_batched_tokens
+    workspaces = _workspace_bytes(model, options, options.batched_tokens(batched_tokens), num_devices)
+    num_engines = options.data_parallel_size
     free_bytes = _free_bytes(model, hardware, options, num_devices, weights + draft_bytes, workspaces)
     if hardware.device == "cuda" and options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=free_bytes)
@@ -110,7 +112,7 @@ def plan_memory(
         spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=longest,
         scratch_bytes=scratch_bytes, num_swap_shares=num_devices,
     )  # fmt: skip
-    cache, scheduler = size_engine(options, limits, free_bytes)
+    cache, scheduler = size_engine(options, limits, free_bytes, default_batched_tokens=batched_tokens)
     kv_bytes = cache.num_blocks * cache.block_size * token_bytes * num_engines
     if kv_bytes > free_bytes:
         raise ConfigError(f"KV caches of {num_engines} engines take {kv_bytes} bytes, but {free_bytes} are free")
@@ -150,9 +152,9 @@ def _default_positions(model: Model, options: EngineOptions) -> int:
     return pooler.max_seq_length or model.spec.default_positions
 
 
-def _workspace_bytes(model: Model, options: EngineOptions, num_devices: int) -> int:
-    """Return the bytes of a device for the activations of the largest step and for its logits, in float32."""
-    spec, num_tokens = model.spec, options.resolved_max_num_batched_tokens
+def _workspace_bytes(model: Model, options: EngineOptions, num_tokens: int, num_devices: int) -> int:
+    """Return the bytes of a device for the activations of a step of `num_tokens` and for its logits, in float32."""
+    spec = model.spec
     inner = max(layer.feed_forward.active_size for layer in spec.layers)
     widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
     return num_tokens * widest * DTYPE_BYTES[model.dtype] + options.resolved_max_num_seqs * spec.vocab_size * 4

@@ -278,7 +278,8 @@ def test_every_size_of_an_engine_is_captured_at_start(recorder: Recorder) -> Non
 
 def sizes_of(**settings: Any) -> GraphSizes:  # noqa: ANN401
     """Return the sizes that an engine's settings ask for."""
-    return graph_sizes_of(EngineOptions(**settings))
+    options = EngineOptions(**settings)
+    return graph_sizes_of(options, options.batched_tokens())
 
 
 def test_sizes_that_are_asked_for_are_those_of_decodes_and_of_steps_with_chunks(recorder: Recorder) -> None:

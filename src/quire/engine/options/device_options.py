@@ -51,10 +51,11 @@ class DeviceOptions:
         row="instruction set of the CPU's kernels: `auto` (the best that the CPU has), `amx`, `avx512_bf16`, "
         "`avx512_vnni`, `avx512`, `avx2`, `portable`",
     )  # fmt: skip
-    capture_graphs: bool = _device(
-        False, "capture the CUDA graphs of all steps at start, not as they are needed",
-        row="`True`: on a GPU the graphs of all steps are captured at start ([gpu.md](gpu.md#graphs-of-steps)), which "
-        "takes longer; `False`: each after a few steps that need it, of which one then takes longer. Refused on a CPU",
+    capture_graphs: bool | None = _device(
+        None, "capture the CUDA graphs of all steps at start, not as they are needed", shown_default="on for a GPU",
+        row="`True`, and `None` on a GPU: the graphs of all steps are captured at start "
+        "([gpu.md](gpu.md#graphs-of-steps)), some seconds; `False`: each after a few steps that need it, of which one "
+        "then takes longer. `True` is refused on a CPU",
     )  # fmt: skip
     enforce_eager: bool = _device(
         False, "run steps on a GPU without CUDA graphs",
@@ -85,6 +86,11 @@ class DeviceOptions:
         row="share of a GPU for weights, activations and KV cache, above 0 and at most 1; this engine's own: two with "
         "0.45 each fit side by side",
     )  # fmt: skip
+
+    @property
+    def captures_at_start(self) -> bool:
+        """Whether an engine on a GPU captures all its graphs at start."""
+        return self.capture_graphs is not False
 
     def _check_graphs(self) -> None:
         given, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size

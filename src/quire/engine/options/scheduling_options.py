@@ -4,12 +4,19 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Batching, SchedulingPolicy
+from quire.core.config import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    LARGE_CARD_BATCHED_TOKENS,
+    Batching,
+    SchedulingPolicy,
+)
 from quire.core.options import MS, option, parse_ms
 
 _scheduling = partial(option, panel="Scheduling")
 
 MAX_NUM_SEQS = (1 << 16) - 1  # every row has room for max_model_len tokens; a GPU's grid has no more in y
+_SMALL, _LARGE = DEFAULT_MAX_NUM_BATCHED_TOKENS, LARGE_CARD_BATCHED_TOKENS
 DEFAULT_ITL_TARGET_MS = "500"  # a gap that a reader of a stream hardly notices
 
 
@@ -22,10 +29,10 @@ class SchedulingOptions:
         row=f"sequences in one step, at most {MAX_NUM_SEQS:,}; `None`: {DEFAULT_MAX_NUM_SEQS}",
     )  # fmt: skip
     max_num_batched_tokens: int | None = _scheduling(
-        None, "tokens in one step", low=1, flag_default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        row=f"tokens in one step; `None`: {DEFAULT_MAX_NUM_BATCHED_TOKENS}. A prompt that needs more than half of it "
-        "leaves the other half to other requests as far as they can use it, so short requests do not wait for long "
-        "ones",
+        None, "tokens in one step", low=1, shown_default=f"{_SMALL:,}; {_LARGE:,} on a GPU of 70 GiB or more, but A100",
+        row=f"tokens in one step; `None`: {_SMALL}, and {_LARGE} on a GPU of 70 GiB or more that is no A100. A prompt "
+        "that needs more than half of it leaves the other half to other requests as far as they can use it, so short "
+        "requests do not wait for long ones",
     )  # fmt: skip
     itl_target_ms: float | str | None = _scheduling(
         None, "longest step beside a running stream: prompts have shorter chunks; or none", metavar=MS,
@@ -63,10 +70,9 @@ class SchedulingOptions:
         """Sequences in one step, set or by default."""
         return self.max_num_seqs or DEFAULT_MAX_NUM_SEQS
 
-    @property
-    def resolved_max_num_batched_tokens(self) -> int:
-        """Tokens in one step, set or by default."""
-        return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+    def batched_tokens(self, default: int = DEFAULT_MAX_NUM_BATCHED_TOKENS) -> int:
+        """Return the tokens in one step: as set, or a device's default."""
+        return self.max_num_batched_tokens or default
 
     @property
     def itl_target_s(self) -> float:

@@ -29,7 +29,7 @@ from quire.engine.parallel.link import FORWARD, LOGITS, Link, RankExchange
 from quire.engine.parallel.nccl import InterruptedCollectiveError
 from quire.engine.parallel.peer import Commands
 from quire.engine.parallel.rank_set import RankSet
-from quire.execution.cuda.cuda_graphs import CudaGraphRunner, GraphSize, dummy_batch
+from quire.execution.cuda.cuda_graphs import CudaGraphRunner, GraphSize, GraphSizes, dummy_batch
 from quire.execution.cuda.cuda_memory import pinned_bytes
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight, graph_setup
 from quire.execution.worker import StepCompute
@@ -210,10 +210,10 @@ class GpuRanks:
     def executor(self, ranks: RankSet, compute: StepCompute, max_num_batched_tokens: int) -> AsyncCudaExecutor:
         """Return the executor of all ranks, with steps in flight as on one GPU."""
         own_forward = partial(ranks.own_model.forward, cache=compute.own_cache)  # the computation's is of all ranks
-        setup = graph_setup(compute, graph_sizes_of(self._options), has_second_try=False)
+        setup = graph_setup(compute, graph_sizes_of(self._options, max_num_batched_tokens), has_second_try=False)
         self._graphs = LeadingGraphs(self.link(ranks), own_forward, *setup)
         worker = CudaWorker(compute, graphs=self._graphs)
-        if self._options.capture_graphs:
+        if self._options.captures_at_start:
             worker.capture_graphs(max_num_batched_tokens)
         steps_in_flight = 2 if compute.drafter is None else 1
         return AsyncCudaExecutor(LeadingWorker(worker, ranks), max_steps_in_flight=steps_in_flight)
@@ -231,11 +231,11 @@ class GpuRank:
     """
 
     def __init__(
-        self, channel: Channel, commands: Commands, exchange: RankExchange, compute: StepCompute, options: EngineOptions
+        self, channel: Channel, commands: Commands, exchange: RankExchange, compute: StepCompute, sizes: GraphSizes
     ) -> None:
         assert isinstance(compute.model, Decoder)
         self._channel, self._commands, self._exchange, self._model = channel, commands, exchange, compute.model
-        self._graphs = RankGraphs(compute.forward, *graph_setup(compute, graph_sizes_of(options), has_second_try=False))
+        self._graphs = RankGraphs(compute.forward, *graph_setup(compute, sizes, has_second_try=False))
         self._worker = CudaWorker(compute, graphs=self._graphs)
         self._batch: ForwardBatch | None = None  # the step's inputs, on the device
 

@@ -13,6 +13,7 @@ from msgspec import structs
 from quire.core.errors import ConfigError
 from quire.core.version import __version__
 from quire.engine.adapters.store import rank_adapters
+from quire.engine.devices import graph_sizes_of
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import failed
 from quire.engine.options import EngineOptions
@@ -96,7 +97,8 @@ def bring_up(
     if options.device == "cuda":
         from quire.engine.parallel.gpu_ranks import GpuRank  # noqa: PLC0415 (loads torch)
 
-        run = GpuRank(channel, commands, exchange, compute, options).run
+        graphs = graph_sizes_of(options, limits.max_num_batched_tokens)
+        run = GpuRank(channel, commands, exchange, compute, graphs).run
     else:
         from quire.engine.parallel.cpu_ranks import CpuRank  # noqa: PLC0415 (imports the extension)
 

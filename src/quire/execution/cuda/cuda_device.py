@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quire.core.config import batched_tokens_of_card
 from quire.core.errors import ConfigError
 from quire.core.host_limits import free_memory_bytes
 from quire.execution.cuda.cuda_graphs import GraphSizes
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 SWAP_BYTES = 4 << 30  # the contract's default
 
 
+def default_batched_tokens() -> int:
+    """Return the tokens in one step, by default, on the current GPU."""
+    return batched_tokens_of_card(torch.cuda.mem_get_info()[1], torch.cuda.get_device_name())
+
+
 class CudaDevice:
     """The current GPU: a `Device`. Made before the model is loaded, since it measures the memory taken from then on.
 
@@ -43,6 +49,7 @@ class CudaDevice:
     def __init__(self, utilization: float, sizes: GraphSizes, *, captures_graphs: bool, launches_early: bool) -> None:
         use_exact_products()
         use_early_launch(is_on=launches_early)
+        self.default_batched_tokens = default_batched_tokens()
         self.tensor_device = torch.device("cuda", torch.cuda.current_device())
         self._meter = CudaMemoryMeter(self.tensor_device)
         self._utilization, self._sizes, self._captures_graphs = utilization, sizes, captures_graphs

@@ -81,7 +81,10 @@ class CudaWorker:
     @torch.inference_mode()
     def capture_graphs(self, max_num_batched_tokens: int) -> None:
         """Capture the graphs of all steps now, on a GPU, instead of after some steps that need them."""
+        started_s = time.perf_counter()
         self._graphs.capture_all(max_num_batched_tokens)
+        if num_captured := self.graph_counts.num_captured:
+            log.info("%d CUDA graphs captured in %.1f s", num_captured, time.perf_counter() - started_s)
 
     @property
     def graph_counts(self) -> GraphCounts:
