@@ -34,7 +34,7 @@ class BackEnd:
     `experts` makes a mixture of layers, as `TorchExperts` is one; `norm` makes one from its parameters, as
     `TorchNorm` does. `library` makes the tensors that all of them take. `fuse` replaces those stretches of a layer
     program that the back end runs in one call. `attention` is what --attention-backend chose for a GPU in place of
-    Triton's kernels, if anything.
+    Triton's kernels, if anything. `is_exact`: a row's results have the same bits in every batch.
     """
 
     name: str
@@ -53,6 +53,7 @@ class BackEnd:
     sampling: SamplingOps
     adapter_slots: Callable[..., "TritonSlots"] | None = None
     attention: AttentionBackEnd | None = None
+    is_exact: bool = False
 
     @property
     def is_capturable(self) -> bool:

@@ -55,7 +55,7 @@ def choose_back_end(
         plain = _plain("torch")
         log.warning("heads of %d are not %s: PyTorch's kernels serve, several times slower", head_dim, limit)
         return plain
-    return BackEnd(name="cpp", **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
+    return BackEnd(name="cpp", is_exact=True, **cpp_ops(usable_isas()[0] if isa == "auto" else isa))
 
 
 def _plain(name: str) -> BackEnd:
@@ -84,7 +84,7 @@ def cuda_back_end(
     if head_dim > triton_attention.MAX_HEAD_DIM:
         limit = triton_attention.MAX_HEAD_DIM
         raise ConfigError(f"device cuda serves heads of at most {limit}, the model's have {head_dim}; use cpu")
-    chosen = replace(TORCH, name="cuda", **triton_back_end.triton_ops(is_exact=is_exact))
+    chosen = replace(TORCH, name="cuda", is_exact=is_exact, **triton_back_end.triton_ops(is_exact=is_exact))
     if attention is None:
         return chosen
     if is_exact:

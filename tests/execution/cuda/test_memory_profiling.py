@@ -1,5 +1,6 @@
 """Memory profiling: bytes available to the KV cache after the largest steps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +58,27 @@ def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: py
     kept_back = int(10 * GIB * GRAPHS_SHARE)
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter()) == 9 * GIB // 2 - kept_back
     sizes = [(90, torch.Size([4, 40])), (4, torch.Size([4, 40])), (MIXED_TOKENS[-1], torch.Size([8, 40]))]
-    sizes += [(64, torch.Size([4, 40])), (1, torch.Size([1, 1]))]
+    sizes += [(1, torch.Size([1, 1]))]
     assert steps == sizes, "scratch memory goes by the widest table"
     steps.clear()
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter(), None, GraphSizes((6, 80), (6, 80))) > 0
     assert steps[1:3] == [(6, torch.Size([6, 40])), (80, torch.Size([8, 40]))], "of the sizes that graphs will have"
     steps.clear()
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter(), None, GraphSizes((), ())) > 0
-    assert len(steps) == 3, "no graph"
+    assert len(steps) == 2, "no graph"
+
+
+@pytest.mark.parametrize(("is_exact", "counts"), [(False, [300, 1]), (True, [300, 64, 128, 256, 1])])
+def test_exact_products_are_tried_at_each_doubling(
+    is_exact: bool, counts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(write_random_model(tmp_path), back_end=replace(REFERENCE, is_exact=is_exact))
+    steps, forward = list[int](), Decoder.forward
+    monkeypatch.setattr(
+        Decoder, "forward", lambda self, batch, cache: steps.append(len(batch.token_ids)) or forward(self, batch, cache)
+    )
+    available_kv_bytes(model, 4, 300, 640, 16, 0.9, FakeMeter(), None, GraphSizes((), ()))
+    assert steps == counts
 
 
 @pytest.mark.parametrize(

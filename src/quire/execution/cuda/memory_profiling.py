@@ -108,15 +108,14 @@ def _compile_other_kernels(
 ) -> None:
     """Run the steps whose kernels the largest step does not launch: of one row, without adapters, with a token mask.
 
-    Few rows have tiles, and fused products, of their own; so does attention over a table of one block. Exact products
-    have other tiles for about each doubling of the rows.
+    Few rows have tiles, and fused products, of their own; so does attention over a table of one block. The products
+    of exact back ends have other tiles for about each doubling of the rows.
     """
+    doublings = [64 << i for i in range((num_tokens - 1).bit_length() - 6)] if model.back_end.is_exact else []
     for own in (None,) if slots is None else (None, slots):
-        count = 64
-        while count < num_tokens:
+        for count in doublings:
             rows = min(count, num_seqs)
             model.logits(model.forward(dummy_batch(rows, count, max_blocks, model.device, own), cache)[:rows])
-            count *= 2
         logits = model.logits(model.forward(dummy_batch(1, 1, 1, model.device, own), cache))
     if slots is not None:
         model.forward(dummy_batch(num_seqs, num_tokens, max_blocks, model.device), cache)
