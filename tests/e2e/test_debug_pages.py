@@ -140,6 +140,50 @@ def test_live_map_follows_running_requests(server: ServerProcess) -> None:
     in_browser(visit)
 
 
+def test_charts_show_the_steps_and_the_slider_goes_back_in_time(server: ServerProcess) -> None:
+    body = {"prompt": PREFIX, "max_tokens": 40, "ignore_eos": True}
+    drawn = (
+        "(() => { const chart = document.querySelector('#chart'); const { width, height } = chart; "
+        "return width && chart.getContext('2d').getImageData(0, 0, width, height).data.some((each) => each); })()"
+    )
+    figures = "[...document.querySelectorAll('#moment-figures dd')].map((each) => each.textContent)"
+
+    async def visit(page: Page) -> None:
+        httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=LIMIT_S).raise_for_status()
+        steps = httpx.get(f"{server.url}/debug/top", headers=HEADERS).json()["engines"][0]["steps"]
+        await page.open(f"{server.url}/debug/blocks", password=KEY)
+        await page.until("document.querySelector('#moment-step').textContent.startsWith('step')")
+        await page.press("#pause")
+        assert await page.evaluate(drawn)
+        assert await page.text("#moment-when") == "now"
+        await page.evaluate("document.querySelector('#moment').focus()")
+        for num_back in (1, 2, 3):
+            await page.key("ArrowLeft")
+            assert (await page.text("#moment-step")).startswith(f"step {steps['number'][-num_back]:,}: decode, ")
+        assert "s ago, at" in await page.text("#moment-when")
+        free, cached, used = (steps[name][-3] for name in ("free", "cached", "used"))
+        assert (await page.evaluate(figures))[:3] == [f"{used:,}", f"{cached:,}", f"{free:,}"]
+        told = await page.evaluate("document.querySelector('#moment').getAttribute('aria-valuetext')")
+        assert f"blocks used {used:,}" in told
+        await page.press("#to-now")
+        assert await page.text("#moment-when") == "now"
+
+    in_browser(visit)
+
+
+def test_charts_are_for_the_operator_alone_where_there_is_one(demo_model: Path) -> None:
+    async def visit(page: Page) -> None:
+        await page.open(f"{server.url}/debug/blocks", password=KEY)
+        await page.until("document.querySelector('#charts-hint').textContent.includes('operator')")
+        await page.until("document.querySelector('#status').textContent === 'live'")
+        assert await page.evaluate("document.querySelector('#charts-body').hidden")
+        page.complaints.clear()     # Chromium reports the 403
+
+    chromium()
+    with running_server(str(demo_model), *FLAGS, "--operator-api-key", "operator-key") as server:
+        in_browser(visit)
+
+
 def test_overview_turns_to_another_part_and_follow_comes_back(demo_model: Path) -> None:
     body = {"prompt": PREFIX, "max_tokens": 1900, "ignore_eos": True, "stream": True}
 

@@ -1,12 +1,14 @@
-// The live map: asks for a window of each tier again and again, and draws what has changed.
+// The live map: asks for a window of each tier, and for the latest steps, again and again, and draws what has changed.
 
 import { Grid } from "./blocks.js";
+import { Charts } from "./charts.js";
 import { ask, byId, element, paint, show, tell } from "./dom.js";
 
 const NUM_COLUMNS = 32;
 const NUM_BLOCKS = 1024; // in a window
 const PAUSE_MS = 1000;
 const ENGINE = encodeURIComponent(new URLSearchParams(location.search).get("engine") ?? "0"); // of several
+const charts = new Charts(ENGINE);
 
 let isPaused = false;
 let isFollowing = true; // the window turns to where blocks are in use
@@ -213,6 +215,7 @@ async function refresh() {
     const away = map.stats.swap_total_blocks > 0 ? await swap.ask() : undefined;
     if (number !== numRefreshes) return; // another window is on its way
     showMaps(map, away);
+    await charts.refresh();
     answeredAt = new Date().toLocaleTimeString();
     document.body.classList.remove("stale");
     tell(isPaused ? "paused" : "live");
