@@ -161,6 +161,8 @@ async def close_service(service: Service) -> None:
     await service.templates.close()
     await service.grammars.close()
     await service.client.close()
+    if service.traces is not None:
+        await asyncio.to_thread(service.traces.close)
 
 
 async def connect(

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from quire.core.errors import ConfigError
+from quire.core.optional_package import needs_library
 from quire.core.options import (
     SIZE,
     check_options,
@@ -457,6 +459,11 @@ class ServerOptions(Limits):
         30.0, "seconds that open requests get after SIGTERM", low=0, high=_LONGEST_S, unit="seconds",
         row="seconds that open requests get after SIGTERM or Ctrl-C; a second signal ends at once",
     )  # fmt: skip
+    otlp_traces_endpoint: str | None = _server(
+        None, "URL that traces of requests are sent to, by OTLP/HTTP (quire[otel])", metavar="URL",
+        row="URL that a span of each request and of its stages are sent to, by OTLP/HTTP: "
+        "[traces](metrics.md#traces); needs `quire[otel]`; one without a path gets `/v1/traces`",
+    )  # fmt: skip
     enable_debug: bool = _server(
         False, "serve /debug/kv and /debug/blocks, the KV cache block by block, and /debug/top, the latest steps",
         row="serve `/debug/kv` and `/debug/blocks`, the KV cache block by block, for every client that has a key, and "
@@ -480,6 +487,9 @@ class ServerOptions(Limits):
             raise ConfigError("allow_runtime_lora needs lora_root, the folder of the adapters")
         self._check_paths()
         self._check_tls()
+        if self.traces_url is not None:
+            with needs_library("otlp_traces_endpoint", "opentelemetry", "'quire[otel]'"):
+                import opentelemetry.sdk.version  # noqa: F401, PLC0415 (optional)
         if not (self.api_key or self.allow_unauthenticated or self.uds is not None or _is_loopback(self.host)):
             raise ConfigError(
                 f"host {self.host} can be reached by others: set api_key, or allow_unauthenticated to serve everyone, "
@@ -500,6 +510,26 @@ class ServerOptions(Limits):
     def template_variables(self) -> dict[str, Any]:
         """The default_chat_template_kwargs, parsed. ConfigError if they are no JSON object."""
         return parse_json_object(self.default_chat_template_kwargs, "default_chat_template_kwargs")
+
+    @property
+    def traces_url(self) -> str | None:
+        """The otlp_traces_endpoint with its path. ConfigError for a text that is no URL of OTLP/HTTP."""
+        given = self.otlp_traces_endpoint
+        if given is None:
+            return None
+        try:
+            url = urlsplit(given)
+            is_url = url.scheme in {"http", "https"} and bool(url.hostname) and url.port != 0
+        except ValueError:
+            is_url = False
+        if not is_url or not (given.isascii() and given.isprintable()) or " " in given:
+            raise ConfigError(
+                "otlp_traces_endpoint must be an http or https URL of OTLP/HTTP, such as "
+                f"http://localhost:4318/v1/traces, got {given[:200]!r}"
+            )
+        if "@" in url.netloc:
+            raise ConfigError("otlp_traces_endpoint must have no password; OTEL_EXPORTER_OTLP_HEADERS has headers")
+        return given if url.path.strip("/") else f"{url.scheme}://{url.netloc}/v1/traces"
 
     def with_engine_settings(self, engine: EngineOptions) -> EngineOptions:
         """Return an engine's options with the settings that are flags of a server."""

@@ -40,6 +40,7 @@ from quire.server.limits.memory import BodyMemory, LogprobMemory
 from quire.server.options import Limits, ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer
 from quire.server.tools.served_formats import ServedFormats
+from quire.server.traces import Traces
 
 
 class PendingPins:
@@ -231,6 +232,7 @@ class Service:
     history: History = field(init=False)      # API requests with their tokens and times
     formats: ServedFormats = field(init=False)     # tool calls and reasoning
     grammars: GrammarChecker = field(init=False)
+    traces: Traces | None = field(init=False, default=None)
     threads: PreparationThreads = field(default_factory=PreparationThreads)
     decode_lanes: Lanes = field(default_factory=Lanes)  # for large bodies, decoded in slices on the event loop
     slices: TimeSlices = field(default_factory=TimeSlices)
@@ -250,6 +252,8 @@ class Service:
         self.grammars = GrammarChecker(self.options)
         if self.options.enable_debug:
             self.metrics.keep_steps()
+        if self.options.traces_url is not None:
+            self.traces = Traces(self.options.traces_url, self.metrics.spans_dropped)
 
     def check_model(self, name: str | None) -> str:
         """Return the model name of a response: the requested one, or the first. ApiError 404 for an unknown one.

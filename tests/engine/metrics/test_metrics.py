@@ -85,6 +85,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:swap_seconds_total": [{}],
     "quire:recompute_seconds_total": [{}],
     "quire:recovery_saved_seconds_total": [{}],
+    "quire:trace_spans_dropped_total": [{}],
     "quire:requests_refused_total": [{"reason": reason} for reason in REFUSALS],
     "quire:requests_failed_total": [{"reason": reason} for reason in ("request_failed", "engine_unhealthy")],
     "quire:requests_aborted_total": [{}],

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from threading import Lock
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -101,6 +102,7 @@ class Metrics(Collector):
         self._num_refused = dict.fromkeys(REFUSALS, 0)
         self._num_queue_full = dict.fromkeys(QUEUE_BOUNDS, 0)
         self._num_failed = dict.fromkeys(FAILURES, 0)
+        self._num_spans_dropped, self._counting_spans = 0, Lock()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -123,6 +125,11 @@ class Metrics(Collector):
     def failed(self, reason: str) -> None:
         """Count a call that failed through no fault of its own, for one of FAILURES."""
         self._num_failed[reason] += 1
+
+    def spans_dropped(self, number: int) -> None:
+        """Count spans that were not sent, from any thread."""
+        with self._counting_spans:
+            self._num_spans_dropped += number
 
     def retry_after_s(self, num_queued: int) -> int:
         """Return the seconds after which a refused client may retry, from the rate at which requests leave the queue.
@@ -172,6 +179,8 @@ class Metrics(Collector):
         yield counter("vllm:admission_rejections_total", "Calls refused by a bound of the queue.", *rejected)
         failed = by("reason", self._num_failed, _SERVER)
         yield counter("quire:requests_failed_total", "Calls that failed, by code.", *failed)
+        dropped = _SERVER, self._num_spans_dropped
+        yield counter("quire:trace_spans_dropped_total", "Spans that were not sent.", dropped)
 
 
 def _renamed(family: Family, name: str) -> Family:

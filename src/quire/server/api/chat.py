@@ -1,5 +1,6 @@
 """Chats of all APIs: a conversation to text and to an engine request with a grammar, an output to its events."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -91,6 +92,7 @@ async def prepare_chat(
 ) -> None:
     """Add the engine request for a conversation to a call, and the reading of its outputs."""
     text = await rendered(service, conversation, call.client_id, _forced_tools(call))
+    call.rendered_s = time.monotonic()
     await _add_formats(service, call, text, shows_reasoning=shows_reasoning)
     tokenize = partial(
         service.client.inputs.tokenize_rendered, add_special_tokens=conversation.adds_special_tokens,

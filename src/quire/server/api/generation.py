@@ -131,6 +131,8 @@ class Generation:
         self._logprobs, self._admitted = logprobs, admitted
         admitted.is_kept = True
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
+        if record.trace is not None:
+            record.trace.queued(request, [each.metrics for each in self.usage])
         self._history = service.history
         self._history.add(request.id, self._past)
 

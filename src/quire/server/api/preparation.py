@@ -8,7 +8,7 @@ likely to have; and when it is about to be queued.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,7 +39,11 @@ class ApiRequest:
     model: str
     created: int                                # seconds since 1970
     checked: CheckedParams
-    received_s: float = 0.0                     # when its body had arrived, on the monotonic clock
+    received_s: float = 0.0                     # when its body had arrived, on the monotonic clock; as the next four
+    checked_s: float = field(default_factory=time.monotonic)
+    grammar_s: float | None = None              # when its grammar was ready; None: it has none of its own
+    rendered_s: float | None = None             # when its prompt was text; None: it was so in the body
+    tokenized_s: float | None = None
     stream: bool = False
     cuts_max_tokens: bool = False               # to what fits behind the prompt; otherwise the call is refused
     hides_output: bool = False                  # the client wants no token; the engine generates at least one
@@ -153,10 +157,10 @@ def sampling_params(
     params = SamplingParams(**(defaults | dict(given)))  # type: ignore[arg-type]
     if (longest := sampling.max_output_tokens) is not None and params.max_tokens is not None:
         params = replace(params, max_tokens=min(params.max_tokens, longest), min_tokens=min(params.min_tokens, longest))
-    for field in ("stop", "bad_words"):
-        for text in getattr(params, field) or ():
+    for name in ("stop", "bad_words"):
+        for text in getattr(params, name) or ():
             if len(text) > most:
-                refuse(field, text, f"texts of at most {most} characters (max_stop_chars)")
+                refuse(name, text, f"texts of at most {most} characters (max_stop_chars)")
     return params
 
 
@@ -166,6 +170,7 @@ async def constrain(service: Service, call: ApiRequest, fields: Mapping[str, Any
         return
     name = next(iter(fields))
     params = await service.grammars.check(fields, call.client_id)
+    call.grammar_s = time.monotonic()
     if params is None:
         return
     checked = call.checked
@@ -219,7 +224,7 @@ def _prepare(
         kept = service.formats.kept_token_ids
         reasoning = call.reading.reasoning
         requests = [request._replace(kept_token_ids=kept, reasoning=reasoning) for request in requests]
-    call.requests, call.checked = requests, checked
+    call.requests, call.checked, call.tokenized_s = requests, checked, time.monotonic()
 
 
 def cut_header(asked: int | None, call: ApiRequest) -> dict[str, str]:

@@ -37,6 +37,7 @@ from quire.server.limits.active_responses import ClientDisconnectedError
 from quire.server.limits.memory import BodyMemoryFullError, BufferedBody
 from quire.server.options import ServerOptions
 from quire.server.service import Service
+from quire.server.traces import CallTrace
 
 # Keys of a scope, which the application sets.
 KEY_NUMBER = "quire.key_number"  # number of the key that a request carries, from 1, or OPERATOR; 0 without keys
@@ -222,6 +223,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     queue_s: float | None = None
     ttft_s: float | None = None
     preemptions: int | None = None
+    trace: CallTrace | None = None      # of a call that is traced, until it has ended
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -324,7 +326,9 @@ class Application(FastAPI):
             scope["raw_path"] = scope["raw_path"][len(self._raw_root_path) :]
         record = scope[RECORD] = RequestRecord(client_request_id=client_id_in(scope))
         sender = _Sender(send, record, returns_client_id=self._returns_client_ids)
-        started_s = time.monotonic()
+        started_s, traces = time.monotonic(), self._service.traces
+        if traces is not None and scope["method"] == "POST" and scope["raw_path"] in _LOAD:
+            record.trace = CallTrace.begin(scope["path"], scope["headers"], started_s)
         try:
             await self._checked(scope, receive, sender.send)
         except (ClientDisconnect, ClientDisconnectedError):
@@ -336,7 +340,11 @@ class Application(FastAPI):
             failure = error_response(self._service.to_api_error(error), scope)
             await failure(scope, receive, sender.send)
         finally:
-            write_line(scope, sender.status, time.monotonic() - started_s, record)
+            ended_s = time.monotonic()
+            if traces is not None and record.trace is not None:
+                record.trace.received_s = scope.get(_RECEIVED)
+                traces.end(record, sender.status, ended_s)
+            write_line(scope, sender.status, ended_s - started_s, record)
 
     async def _check_and_dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error. Routes see GET in place of HEAD."""

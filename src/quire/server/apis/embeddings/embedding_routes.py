@@ -144,6 +144,7 @@ async def start_embeddings(
     ):
         if conversation is not None:
             prompts = [await rendered(service, conversation, call.client_id)]
+            call.rendered_s = time.monotonic()
             _check_bytes(_num_bytes(prompts[0]), service.options, param)
         num_chars = sum(map(len, prompts))
         tokenized = await service.threads.run(num_chars, lambda: _limited(tokenize(), service, param), call.client_id)
@@ -281,3 +282,4 @@ def _add_requests(
         )
         for prompt in prompts
     ]  # fmt: skip
+    call.tokenized_s = time.monotonic()

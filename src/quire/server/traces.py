@@ -1,0 +1,517 @@
+"""Traces of API requests, as OpenTelemetry spans over OTLP/HTTP: a span of the call, and one of each of its stages.
+
+Routes and the engine's client record times in any case; a traced call collects them (`CallTrace`). Spans are made after
+the response, in a thread of the server's own, from numbers and names alone: no text, token, key or salt gets there. The
+stages of a call follow one another without gaps, so their durations add up to the call's.
+
+Spans are encoded here, field by field: through the SDK's objects the 8 spans of a call take 0.3 ms of the interpreter
+that serves all streams, so 0.03 ms. The sampler and the attributes of the resource are the SDK's, with its variables of
+the environment. A batch that the endpoint does not take is dropped and counted, and the next one waits for a moment.
+"""
+
+import gzip
+import http.client
+import logging
+import os
+import ssl
+import struct
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from quire.core.outputs import Preemption, RequestMetrics
+from quire.core.version import __version__
+
+if TYPE_CHECKING:
+    from quire.server.api.preparation import ApiRequest
+    from quire.server.http.application import RequestRecord
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_CALLS = 4096        # ended calls without spans; some 2 KB each
+MAX_PROMPTS = 64                # prompts of one call with spans of their own
+CALLS_AT_ONCE = 512             # calls of a batch
+GATHERING_S = 1.0               # from the first call of a batch until it is sent
+FLUSH_LIMIT_S = 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # after a batch that could not be sent
+_TIMEOUT_S = 10.0
+_HEADERS = frozenset((b"traceparent", b"tracestate"))
+_MAX_HEADER_BYTES = 512
+_OPERATIONS = {"chatcmpl": "chat", "msg": "chat", "resp": "chat", "cmpl": "text_completion", "embd": "embeddings"}
+
+
+# --- OTLP's protobuf ------------------------------------------------------------------------------------------------
+# Fields of opentelemetry/proto/trace/v1/trace.proto and common.proto; the first byte is number << 3 | wire type.
+
+_DOUBLE = struct.Struct("<d")
+_IDS = struct.Struct("<2s16s2s8s")
+_TIMES = struct.Struct("<BQBQ")
+_EVENT = struct.Struct("<BQ")
+
+Value = str | int | float | tuple[str, ...]
+Attributes = Mapping[str, Value | None]
+_NONE: Attributes = {}
+
+
+def _varint(number: int) -> bytes:
+    if number < 0x80:
+        return bytes((number,))
+    encoded = bytearray()
+    while number >= 0x80:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _field(tag: int, content: bytes) -> bytes:
+    size = len(content)
+    return bytes((tag, size)) + content if size < 0x80 else bytes((tag,)) + _varint(size) + content
+
+
+@cache
+def _name(tag: int, name: str) -> bytes:
+    """Return a field with one of the few names of spans, events and attributes."""
+    return _field(tag, name.encode())
+
+
+def _value(value: Value) -> bytes:
+    """Return an AnyValue."""
+    if isinstance(value, float):
+        return b"\x21" + _DOUBLE.pack(value)
+    if isinstance(value, int):
+        return b"\x18" + _varint(value)
+    if isinstance(value, str):
+        return _field(0x0A, value.encode(errors="replace"))
+    return _field(0x2A, b"".join([_field(0x0A, _value(each)) for each in value]))
+
+
+def _attributes(tag: int, attributes: Attributes) -> bytes:
+    """Return fields of KeyValue, without those that are None. Integers are not negative."""
+    encoded = b""
+    for name, value in attributes.items():
+        if type(value) is float:
+            encoded += _float_head(tag, name) + _DOUBLE.pack(value)
+        elif value is not None:
+            encoded += _attribute(tag, name, value)
+    return encoded
+
+
+@lru_cache(1 << 12, typed=True)     # most values are those of other calls, too
+def _attribute(tag: int, name: str, value: Value) -> bytes:
+    return _field(tag, _name(0x0A, name) + _field(0x12, _value(value)))
+
+
+@cache
+def _float_head(tag: int, name: str) -> bytes:
+    """Return the beginning of a KeyValue, up to the 8 bytes of its number."""
+    return _attribute(tag, name, 0.0)[:-8]
+
+
+# --- spans of a call ------------------------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """Something that happened within a span. Seconds of the monotonic clock."""
+
+    name: str
+    at_s: float
+    attributes: Attributes = _NONE
+
+
+class Span(NamedTuple):
+    """A stage of a call. Seconds of the monotonic clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    attributes: Attributes = _NONE
+    events: Sequence[Event] = ()
+    children: Sequence["Span"] = ()
+
+
+class TraceContext(NamedTuple):
+    """The trace of a call, and the span of its caller, if there is one."""
+
+    trace_id: bytes
+    parent_id: bytes = b""
+    state: bytes = b""       # the field of its spans
+
+
+@dataclass(slots=True, eq=False)
+class CallTrace:
+    """What is kept of a call until its spans are made. Times in seconds of the monotonic clock; None: not reached."""
+
+    path: str
+    started_s: float
+    headers: dict[str, str]                   # traceparent and tracestate
+    received_s: float | None = None           # when the whole body was there
+    checked_s: float | None = None
+    grammar_s: float | None = None
+    rendered_s: float | None = None
+    tokenized_s: float | None = None
+    ended_s: float = 0.0
+    status: int | None = None                 # None: the client disconnected before a response
+    record: "RequestRecord | None" = None     # of the log line, once the call has ended
+    parameters: Attributes = field(default_factory=dict)
+    prompts: Sequence[tuple[RequestMetrics, int]] = ()  # engine requests, and the tokens of their prompts
+
+    @classmethod
+    def begin(cls, path: str, headers: Iterable[tuple[bytes, bytes]], started_s: float) -> Self:
+        """Return the trace of a call with these headers."""
+        kept = {name.decode(): value.decode("latin-1") for name, value in headers
+                if name in _HEADERS and len(value) <= _MAX_HEADER_BYTES}  # fmt: skip
+        return cls(path, started_s, kept)
+
+    @property
+    def num_spans(self) -> int:
+        """Count the spans that the call would have."""
+        found = 4 + (self.grammar_s is not None) + (self.rendered_s is not None)
+        for metrics, _ in self.prompts[:MAX_PROMPTS]:
+            found += 1 + (metrics.first_scheduled_s is not None) + (metrics.first_token_s is not None)
+            found += len(metrics.preemptions) + (len(self.prompts) > 1)
+        return found if self.prompts else 1
+
+    def queued(self, call: "ApiRequest", metrics: Iterable[RequestMetrics]) -> None:
+        """Copy the times and numbers of a call whose requests have been queued; of its prompts, their lengths."""
+        self.checked_s, self.grammar_s = call.checked_s, call.grammar_s
+        self.rendered_s, self.tokenized_s = call.rendered_s, call.tokenized_s
+        self.prompts = [
+            (each, len(prepared.prompt.token_ids)) for each, prepared in zip(metrics, call.requests, strict=True)
+        ]
+        params = call.checked.params
+        self.parameters = {
+            "gen_ai.request.model": call.model,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": float(params.temperature),
+            "gen_ai.request.top_p": float(params.top_p),
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.choice.count": params.n if params.n > 1 else None,
+        }
+
+    def span(self) -> Span:
+        """Return the span of the call with those of its stages."""
+        children = [*self._stages()] if self.prompts else []
+        attributes = {**self.parameters, **self._results(), **self._latencies()}
+        return Span("llm_request", self.started_s, self.ended_s, attributes, (), children)
+
+    def _stages(self) -> Iterator[Span]:
+        """Yield the stages in order; each begins when the one before it ends."""
+        clock = _Clock(self.started_s, self.ended_s)
+        received = () if self.received_s is None else (Event("received", self.received_s),)
+        yield clock.span("body", self.checked_s, events=received)
+        if self.grammar_s is not None:
+            yield clock.span("grammar", self.grammar_s)
+        if self.rendered_s is not None:
+            yield clock.span("template", self.rendered_s)
+        yield clock.span("tokenize", self.tokenized_s)
+        last_s = max((each.finished_s or self.ended_s for each, _ in self.prompts), default=self.ended_s)
+        if len(self.prompts) == 1:
+            yield from _engine_stages(*self.prompts[0], clock)
+        else:
+            queued_s = clock.now_s
+            for number, (metrics, num_tokens) in enumerate(self.prompts[:MAX_PROMPTS]):
+                own = _Clock(queued_s, metrics.finished_s or self.ended_s)
+                stages = [*_engine_stages(metrics, num_tokens, own)]
+                yield Span("prompt", queued_s, own.end_s, {"quire.prompt.index": number}, (), stages)
+            clock.now_s = min(max(last_s, queued_s), self.ended_s)
+        if clock.now_s < self.ended_s:
+            yield clock.span("detokenize_and_send", self.ended_s)
+
+    def _results(self) -> Attributes:
+        """Return what the log line says, under the names of vLLM and of the semantic conventions."""
+        record, is_gone = self.record, self.status is None
+        assert record is not None, "the call has ended"
+        return {
+            "gen_ai.provider.name": "quire",
+            "gen_ai.operation.name": _OPERATIONS.get((record.request_id or "").partition("-")[0].partition("_")[0]),
+            "gen_ai.request.id": record.request_id,
+            "gen_ai.response.id": record.request_id,
+            "gen_ai.response.model": record.model,
+            "gen_ai.response.finish_reasons": tuple(record.finish_reasons or ()) or None,
+            "gen_ai.usage.prompt_tokens": record.prompt_tokens,
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+            "gen_ai.usage.completion_tokens": record.output_tokens,
+            "gen_ai.usage.output_tokens": record.output_tokens,
+            "http.request.method": "POST",
+            "http.response.status_code": self.status,
+            "url.path": self.path,
+            "error.type": "client_disconnected" if is_gone else str(self.status) if self.has_failed else None,
+            "quire.preemptions": record.preemptions,
+        }
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the server failed to answer."""
+        return self.status is not None and self.status >= 500
+
+    def _latencies(self) -> Attributes:
+        """Return durations in seconds under vLLM's names: of the prompt that is first in each."""
+        found: dict[str, float] = {"gen_ai.latency.e2e": self.ended_s - self.started_s}
+        for metrics, _ in self.prompts[:1]:
+            arrival_s, scheduled_s = metrics.arrival_s, metrics.first_scheduled_s
+            first_s, finished_s = metrics.first_token_s, metrics.finished_s
+            if scheduled_s is not None:
+                found["gen_ai.latency.time_in_queue"] = scheduled_s - arrival_s
+            if first_s is not None:
+                found["gen_ai.latency.time_to_first_token"] = first_s - arrival_s
+            if first_s is not None and finished_s is not None and scheduled_s is not None:
+                found["gen_ai.latency.time_in_model_prefill"] = first_s - scheduled_s
+                found["gen_ai.latency.time_in_model_decode"] = finished_s - first_s
+                found["gen_ai.latency.time_in_model_inference"] = finished_s - scheduled_s
+        return found
+
+
+class _Clock:
+    """The end of the last stage; a stage that was not left lasts until the end."""
+
+    def __init__(self, now_s: float, end_s: float) -> None:
+        self.now_s, self.end_s = now_s, max(now_s, end_s)
+
+    def span(
+        self, name: str, until_s: float | None, attributes: Attributes = _NONE,
+        events: Sequence[Event] = (), preemptions: Iterable[Preemption] = (),
+    ) -> Span:  # fmt: skip
+        """Return the stage from now until then, and go there."""
+        begin_s, end_s = self.now_s, self.end_s
+        if until_s is not None and until_s < end_s:
+            end_s = until_s if until_s > begin_s else begin_s
+        self.now_s = end_s
+        children = [_preempted(each, end_s) for each in preemptions if begin_s <= each.preempted_s < end_s]
+        return Span(name, begin_s, end_s, attributes, events, children)
+
+
+def _engine_stages(metrics: RequestMetrics, num_tokens: int, clock: _Clock) -> Iterator[Span]:
+    """Yield the stages of an engine request, up to its last token."""
+    waits = _waits(metrics.waited_steps, clock.now_s)
+    yield clock.span("queue", metrics.first_scheduled_s or metrics.finished_s, events=waits)
+    if metrics.first_scheduled_s is None:
+        return
+    cached = {"quire.prompt.tokens": num_tokens, "quire.prompt.cached_tokens": metrics.num_cached_tokens}
+    yield clock.span(
+        "prefill", metrics.first_token_s or metrics.finished_s, cached, preemptions=metrics.preemptions
+    )
+    if metrics.first_token_s is None:
+        return
+    drafts = _NONE
+    if metrics.num_draft_tokens:
+        num_accepted = metrics.num_accepted_tokens
+        drafts = {"quire.drafts.tokens": metrics.num_draft_tokens, "quire.drafts.accepted_tokens": num_accepted}
+    yield clock.span("decode", metrics.finished_s, drafts, preemptions=metrics.preemptions)
+
+
+def _waits(waited_steps: Mapping[str, int], at_s: float) -> list[Event]:
+    """Return an event for each reason that a request waited for; they share the time at which it began to wait."""
+    return [
+        Event("wait", at_s, {"quire.wait.reason": reason, "quire.wait.steps": count})
+        for reason, count in waited_steps.items()
+    ]
+
+
+def _preempted(preemption: Preemption, end_s: float) -> Span:
+    mode = "swap" if preemption.num_swapped_blocks else "recompute"
+    attributes: dict[str, Value] = {
+        "quire.preemption.mode": mode,
+        "quire.preemption.recomputed_tokens": preemption.num_recomputed_tokens,
+        "quire.preemption.swapped_blocks": preemption.num_swapped_blocks,
+    }
+    events = _waits(preemption.waited_steps, preemption.preempted_s)
+    if preemption.returned_s is not None:
+        events.append(Event("returned", preemption.returned_s))
+    until_s = end_s if preemption.recovered_s is None else min(preemption.recovered_s, end_s)
+    return Span("preempted", preemption.preempted_s, until_s, attributes, events)
+
+
+_SERVER, _INTERNAL = b"\x30\x02", b"\x30\x01"   # kinds of spans
+_FAILED = b"\x7a\x02\x18\x02"                   # the status of a span
+
+
+class _Encoder:
+    """Encodes the spans of one call as fields of ScopeSpans, with times of the wall clock."""
+
+    def __init__(self, context: TraceContext, epoch_ns: int) -> None:
+        self.num_spans, self._context, self._epoch_ns = 0, context, epoch_ns
+        self._first_id = int.from_bytes(os.urandom(8)) >> 1     # the spans' ids follow one another
+
+    def encode(self, call: CallTrace) -> bytes:
+        """Return the fields of all spans."""
+        parent_id = self._context.parent_id
+        parent = b"\x22\x08" + parent_id if parent_id else b""
+        return self._spans(call.span(), parent, _SERVER + (_FAILED if call.has_failed else b""))
+
+    def _spans(self, span: Span, parent: bytes, more: bytes) -> bytes:
+        self.num_spans += 1
+        context, span_id = self._context, (self._first_id + self.num_spans).to_bytes(8)
+        begin_ns, end_ns = int(span.begin_s * 1e9) + self._epoch_ns, int(span.end_s * 1e9) + self._epoch_ns
+        own = (
+            _IDS.pack(b"\x0a\x10", context.trace_id, b"\x12\x08", span_id) + context.state + parent + more
+            + _name(0x2A, span.name) + _TIMES.pack(0x39, begin_ns, 0x41, end_ns)
+            + _attributes(0x4A, span.attributes)
+        )  # fmt: skip
+        for event in span.events:
+            head = _EVENT.pack(0x09, int(event.at_s * 1e9) + self._epoch_ns) + _name(0x12, event.name)
+            own += _field(0x5A, head + _attributes(0x1A, event.attributes))
+        found = _field(0x12, own)
+        for child in span.children:
+            found += self._spans(child, b"\x22\x08" + span_id, _INTERNAL)
+        return found
+
+
+# --- sending --------------------------------------------------------------------------------------------------------
+
+
+class _Sampling:
+    """The SDK's sampler, and the message around the spans of a batch: by the variables of the environment."""
+
+    def __init__(self) -> None:
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415 (optional)
+        from opentelemetry.sdk.trace.sampling import Decision  # noqa: PLC0415 (optional)
+        from opentelemetry.trace import SpanKind, get_current_span  # noqa: PLC0415 (optional)
+        from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415 (optional)
+            TraceContextTextMapPropagator,
+        )
+
+        provider = TracerProvider(shutdown_on_exit=False)
+        self._sample, self._kind = provider.sampler.should_sample, SpanKind.SERVER
+        self._is_sampled = Decision.RECORD_AND_SAMPLE
+        self._extract, self._span_of = TraceContextTextMapPropagator().extract, get_current_span
+        attributes = dict(provider.resource.attributes)
+        if str(attributes.get("service.name", "")).startswith("unknown_service"):
+            attributes["service.name"] = "quire"
+        texts = {name: value if isinstance(value, int | float) else str(value) for name, value in attributes.items()}
+        self._resource = _field(0x0A, _attributes(0x0A, texts))
+        self._scope = _field(0x0A, _name(0x0A, "quire") + _name(0x12, __version__))
+
+    def context(self, call: CallTrace) -> TraceContext | None:
+        """Return the trace that a call belongs to; None if it is not sampled."""
+        parent = None
+        trace_id, parent_id = os.urandom(16), b""
+        if "traceparent" in call.headers:
+            parent = self._extract(call.headers)
+            caller = self._span_of(parent).get_span_context()
+            if caller.is_valid:
+                trace_id, parent_id = caller.trace_id.to_bytes(16), caller.span_id.to_bytes(8)
+        number = int.from_bytes(trace_id)
+        sampled = self._sample(parent, number, "llm_request", self._kind, {"url.path": call.path})
+        if sampled.decision is not self._is_sampled:
+            return None
+        state = sampled.trace_state.to_header().encode() if sampled.trace_state else b""
+        return TraceContext(trace_id, parent_id, _field(0x1A, state) if state else b"")
+
+    def request(self, spans: bytes) -> bytes:
+        """Return an ExportTraceServiceRequest."""
+        return _field(0x0A, self._resource + _field(0x12, self._scope + spans))
+
+
+class Traces:
+    """Ended calls, and the thread that makes their spans and sends them. `end` is called on the event loop.
+
+    `count_dropped` is called with numbers of spans that will never be sent, by both.
+    """
+
+    def __init__(
+        self, endpoint: str, count_dropped: Callable[[int], None], *, max_waiting: int = MAX_WAITING_CALLS
+    ) -> None:
+        self._endpoint, self._count_dropped, self._max_waiting = endpoint, count_dropped, max_waiting
+        self._sampling, self._sender = _Sampling(), _Sender(endpoint, os.environ)
+        self._calls = deque[CallTrace]()
+        self._has_calls, self._is_closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def end(self, record: "RequestRecord", status: int | None, ended_s: float) -> None:
+        """Take the trace off the record of a call that has ended, and queue it; or drop it if the queue is full."""
+        call, record.trace = record.trace, None
+        assert call is not None, "the call is traced"
+        call.record, call.status, call.ended_s = record, status, ended_s
+        if len(self._calls) >= self._max_waiting:
+            self._count_dropped(call.num_spans)
+            return
+        self._calls.append(call)
+        if not self._has_calls.is_set():
+            self._has_calls.set()
+
+    def close(self) -> None:
+        """Send what waits, for FLUSH_LIMIT_S at most."""
+        self._is_closing.set()
+        self._has_calls.set()
+        self._thread.join(FLUSH_LIMIT_S)
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while self._calls or not self._is_closing.is_set():
+            self._has_calls.wait()
+            self._is_closing.wait(pause_s or GATHERING_S)
+            self._has_calls.clear()
+            pause_s = self._send_waiting(pause_s)
+            if self._calls:
+                self._has_calls.set()
+
+    def _send_waiting(self, pause_s: float) -> float:
+        """Send the calls that wait, in batches; return the pause after a failure, which was `pause_s` before."""
+        while self._calls:
+            batch = [self._calls.popleft() for _ in range(min(len(self._calls), CALLS_AT_ONCE))]
+            spans, num_spans = self._encoded(batch)
+            if not num_spans:
+                continue
+            failure = self._sender.send(self._sampling.request(spans))
+            if failure is not None:
+                self._count_dropped(num_spans)
+                if not pause_s:
+                    log.warning(
+                        "traces cannot be sent to %s: %s; spans are dropped until they can", self._endpoint, failure
+                    )
+                return min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            if pause_s:
+                log.warning("traces are sent to %s again", self._endpoint)
+            pause_s = 0.0
+        return pause_s
+
+    def _encoded(self, calls: Iterable[CallTrace]) -> tuple[bytes, int]:
+        """Return the spans of the calls that are sampled, and their number."""
+        epoch_ns, encoded, num_spans = time.time_ns() - time.monotonic_ns(), [], 0
+        for call in calls:
+            context = self._sampling.context(call)
+            if context is not None:
+                encoder = _Encoder(context, epoch_ns)
+                encoded.append(encoder.encode(call))
+                num_spans += encoder.num_spans
+        return b"".join(encoded), num_spans
+
+
+class _Sender:
+    """Posts batches, with the exporter's variables of the environment: those of traces, then those of all signals."""
+
+    def __init__(self, endpoint: str, environment: Mapping[str, str]) -> None:
+        from opentelemetry.util.re import parse_env_headers  # noqa: PLC0415 (optional)
+
+        def setting(name: str) -> str:
+            own = environment.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}")
+            return own or environment.get(f"OTEL_EXPORTER_OTLP_{name}", "")
+
+        self._endpoint = endpoint
+        self._headers = {"user-agent": f"quire/{__version__}", **parse_env_headers(setting("HEADERS"), liberal=True)}
+        self._headers["content-type"] = "application/x-protobuf"
+        self._timeout_s = float(setting("TIMEOUT") or _TIMEOUT_S)
+        self._is_packed = setting("COMPRESSION") == "gzip"
+        if self._is_packed:
+            self._headers["content-encoding"] = "gzip"
+        authorities = setting("CERTIFICATE") or None
+        self._tls = ssl.create_default_context(cafile=authorities) if endpoint.startswith("https:") else None
+
+    def send(self, message: bytes) -> str | None:
+        """Send a message; return the reason if the endpoint did not take it."""
+        if self._is_packed:
+            message = gzip.compress(message, 1)
+        request = urllib.request.Request(self._endpoint, message, self._headers)  # noqa: S310 (http or https)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s, context=self._tls):  # noqa: S310
+                return None
+        except (OSError, http.client.HTTPException) as error:
+            return str(getattr(error, "reason", None) or error)[:200] or type(error).__name__
