@@ -22,11 +22,15 @@ from quire.server.pages import docs_page, page_routes
 from quire.server.pages.field_descriptions import describe_fields
 from quire.server.service import Service
 
-_NULLABLE_STRING = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
-    "properties": {"message": {"type": "string"}, "type": {"type": "string"}}
-    | dict.fromkeys(("param", "code"), _NULLABLE_STRING),
+    "description": "The error.",
+    "properties": {
+        "message": {"type": "string", "description": "What is wrong, with the value and the limit."},
+        "type": {"type": "string", "description": "Kind of the error, as OpenAI names it."},
+        "param": {"type": ["string", "null"], "description": "Field of the body that is wrong, if it is one."},
+        "code": {"type": ["string", "null"], "description": "Name of the error, for programs."},
+    },
     "required": ["message", "type", "param", "code"],
     "additionalProperties": False,
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema_rs
 
+from quire.server.pages.field_descriptions import nested_fields
 from support.http_app import ask, make_app
 
 AUTH = ("any", "mine")
@@ -24,6 +25,8 @@ def fields() -> Iterator[tuple[str, str, dict[str, Any]]]:
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 for name, field in content["schema"].get("properties", {}).items():
                     yield path, name, field
+                    for parent, own, nested in nested_fields(name, field):
+                        yield path, f"{name} {parent}.{own}", nested
 
 
 def test_page_needs_a_key_which_may_be_a_password() -> None:
@@ -47,6 +50,13 @@ def test_contents_lead_to_the_sections() -> None:
     assert len(set(anchors)) == len(anchors)
     assert sorted(anchors) == sorted(links)
     assert len(links) == sum(map(len, schema()["paths"].values()))
+
+
+def test_nested_fields_are_beside_the_field_that_has_them() -> None:
+    page = ask(make_app(**KEYED), "GET", "/docs", auth=AUTH).text
+    row = next(each for each in re.findall("<tr>.*?</tr>", page) if "<code>tools</code>" in each)
+    names = re.findall("<dt><code>([a-z_]+)</code>", row)
+    assert {"type", "function", "name", "description", "parameters", "strict"} == set(names)
 
 
 def test_every_field_has_a_description_and_an_example_that_is_allowed() -> None:

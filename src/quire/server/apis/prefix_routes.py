@@ -2,9 +2,9 @@
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from quire.core.checks import refuse
 from quire.core.outputs import PinnedPrefix
@@ -57,7 +57,10 @@ async def list_prefixes(request: Request) -> Response:
 
 
 @router.delete("/v1/prefixes/{prefix_id}")
-async def unpin_prefix(request: Request, prefix_id: str) -> Response:
+async def unpin_prefix(
+    request: Request,
+    prefix_id: Annotated[str, Path(description="id of the pinned prefix")],
+) -> Response:
     """Unpin a prefix; requests that use it continue."""
     service: Service = request.app.state.service
     unpinning = service.client.unpin_prefix(prefix_id, _keys_of(request))

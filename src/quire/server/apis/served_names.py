@@ -3,7 +3,7 @@
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from quire.core.checks import check_text
 from quire.core.errors import ModelError
@@ -31,7 +31,10 @@ async def list_models(request: Request) -> Response:
 
 
 @router.get("/v1/models/{model_id:path}")
-async def retrieve_model(request: Request, model_id: str) -> Response:
+async def retrieve_model(
+    request: Request,
+    model_id: Annotated[str, Path(description="name of the model or of an adapter")],
+) -> Response:
     """Describe a model."""
     service: Service = request.app.state.service
     return json_response(_model(service, service.check_model(model_id)))

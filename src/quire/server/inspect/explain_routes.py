@@ -9,9 +9,9 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from quire.core.checks import shown
 from quire.core.outputs import Preemption
@@ -147,7 +147,10 @@ class MissSearch:
 
 
 @router.get("/v1/requests/{request_id}/explain")
-async def explain(request: Request, request_id: str) -> Response:
+async def explain(
+    request: Request,
+    request_id: Annotated[str, Path(description="id of the request, as its answer has it")],
+) -> Response:
     """Explain a running or finished request to clients with the same key."""
     service: Service = request.app.state.service
     history = service.history

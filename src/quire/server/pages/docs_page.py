@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
+from quire.server.pages.field_descriptions import nested_fields
 from quire.server.pages.page_routes import HEADERS
 
 router = APIRouter(tags=["system"])
@@ -119,10 +120,20 @@ def _section(route: Route) -> Iterator[str]:
 def _row(name: str, field: dict[str, Any], *, is_required: bool) -> str:
     example = json.dumps(field["examples"][0]) if "examples" in field else ""
     mark = " <b>required</b>" if is_required else ""
+    meaning = escape(field.get("description", "")) + _nested(name, field)
     return (
-        f"<tr><th scope=row><code>{escape(name)}</code>{mark}<td>{escape(field.get('description', ''))}"
+        f"<tr><th scope=row><code>{escape(name)}</code>{mark}<td>{meaning}"
         f"<td>{escape(_kinds(field))}<td><code>{escape(example)}</code></tr>"
     )
+
+
+def _nested(name: str, field: dict[str, Any]) -> str:
+    """Return the fields of the objects in a field, folded; one that several objects have, once."""
+    meanings = {own: nested["description"] for _, own, nested in nested_fields(name, field) if "description" in nested}
+    if not meanings:
+        return ""
+    rows = "".join(f"<dt><code>{escape(own)}</code><dd>{escape(meaning)}" for own, meaning in meanings.items())
+    return f"<details><summary>its fields</summary><dl>{rows}</dl></details>"
 
 
 def _kinds(field: dict[str, Any]) -> str:

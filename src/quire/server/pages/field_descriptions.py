@@ -1,8 +1,10 @@
 """Descriptions and examples of the fields of request bodies, for /openapi.json and /docs. docs/reference.md says more.
 
-A field means the same in all routes that have it; OTHER_EXAMPLES has those of routes where its form differs.
+A field means the same in all routes that have it; OTHER_EXAMPLES has those of routes where its form differs. NESTED has
+the fields of objects in fields.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 _MESSAGE = {"role": "user", "content": "What is water made of?"}
@@ -165,9 +167,67 @@ OTHER_EXAMPLES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# The same of the fields of objects in fields, by name, or by the names of the object's field and its own. Where the
+# schema lists the values, the example is the first of them.
+NESTED: dict[str, tuple[str, Any]] = {
+    "allowed_tools": ("Tools that may be called.", None),
+    "cache_control": ("Pin the prefix up to the end of this block.", {"type": "ephemeral"}),
+    "clear_at": ("next_user_message: left out once the user has said more.", "next_user_message"),
+    "content": ("Text, or a list of parts with text.", "What is water made of?"),
+    "continuous_usage_stats": ("Send the usage with every event.", True),
+    "description": ("What the function does, for the model.", "Weather of a city."),
+    "disable_parallel_tool_use": ("Allow one call in an answer alone.", True),
+    "effort": ("How much reasoning the answer is worth.", "low"),
+    "format": ("Form of the answer.", {"type": "json_schema", "schema": _CITY}),
+    "function": ("The function of the tool.", {"name": "get_weather"}),
+    "generate_summary": ("Earlier name of summary.", "auto"),
+    "id": ("Id of the call, which its result names.", "call_1"),
+    "include_usage": ("End the stream with an event that has the usage.", True),
+    "input": ("Arguments of the call.", {"city": "Paris"}),
+    "input_schema": ("JSON schema of the arguments.", _CITY),
+    "max_pattern_size": ("Tokens of the longest pattern that is looked for; 0 is off.", 20),
+    "min_count": ("Repetitions in a row that end the answer.", 4),
+    "min_pattern_size": ("Tokens of the shortest pattern that is looked for.", 1),
+    "mode": ("auto, or required: one of them must be called.", None),
+    "name": ("Name of the function.", "get_weather"),
+    "output_config": ("Effort of the answer, from this message on.", {"effort": "low"}),
+    "parameters": ("JSON schema of the arguments.", _CITY),
+    "parameters.type": ("Arguments are always an object.", None),
+    "refusal": ("Text of a refusal, an answer like any other for the template.", "I cannot help with that."),
+    "role": ("Speaker of the message: system, user, assistant or tool.", "user"),
+    "schema": ("JSON schema of the answer.", _CITY),
+    "strict": ("Hold the arguments to their schema by a grammar.", True),
+    "summary": (f"{_NO_EFFECT} Reasoning itself is part of the output.", "auto"),
+    "text": ("Text of the part.", "What is water made of?"),
+    "thinking": ("Text of the reasoning.", "Water is a molecule."),
+    "tool_use_id": ("Id of the call that this is the result of.", "call_1"),
+    "tools": ("Tools that may be called, by name.", [{"type": "function", "function": {"name": "get_weather"}}]),
+    "ttl": ("How long the prefix is kept from its last use on.", None),
+    "type": ("Kind of the object.", None),
+    "verbosity": ("Changes nothing; repeated in the answer.", None),
+}  # fmt: skip
+
+
 def describe_fields(path: str, properties: dict[str, dict[str, Any]]) -> None:
-    """Add to each field of a route's body its description and an example."""
+    """Add to each field of a route's body, and of the objects in it, its description and an example."""
     for name in properties.keys() & FIELDS.keys():
         description, example = FIELDS[name]
         properties[name]["description"] = description
         properties[name]["examples"] = [OTHER_EXAMPLES.get(path, {}).get(name, example)]
+        for parent, own, field in nested_fields(name, properties[name]):
+            description, example = NESTED[f"{parent}.{own}" if f"{parent}.{own}" in NESTED else own]
+            values = [kind["enum"][0] for kind in field.get("anyOf", [field]) if "enum" in kind]
+            example = field["const"] if "const" in field else values[0] if values else example
+            field |= {"description": description, "examples": [example]}
+
+
+def nested_fields(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the fields of the objects in a field, however deep: name of the object's field, own name, own schema.
+
+    Objects in a list have the name of the list.
+    """
+    for own, field in schema.get("properties", {}).items():
+        yield name, own, field
+        yield from nested_fields(own, field)
+    for kind in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
+        yield from nested_fields(name, kind)
