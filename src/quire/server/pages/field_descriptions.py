@@ -167,10 +167,11 @@ OTHER_EXAMPLES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_NAMED_TOOL = {"type": "function", "function": {"name": "get_weather"}}
 # The same of the fields of objects in fields, by name, or by the names of the object's field and its own. Where the
 # schema lists the values, the example is the first of them.
 NESTED: dict[str, tuple[str, Any]] = {
-    "allowed_tools": ("Tools that may be called.", None),
+    "allowed_tools": ("Tools that may be called.", {"mode": "auto", "tools": [_NAMED_TOOL]}),
     "cache_control": ("Pin the prefix up to the end of this block.", {"type": "ephemeral"}),
     "clear_at": ("next_user_message: left out once the user has said more.", "next_user_message"),
     "content": ("Text, or a list of parts with text.", "What is water made of?"),
@@ -201,9 +202,10 @@ NESTED: dict[str, tuple[str, Any]] = {
     "text": ("Text of the part.", "What is water made of?"),
     "thinking": ("Text of the reasoning.", "Water is a molecule."),
     "tool_use_id": ("Id of the call that this is the result of.", "call_1"),
-    "tools": ("Tools that may be called, by name.", [{"type": "function", "function": {"name": "get_weather"}}]),
+    "tools": ("Tools that may be called, by name.", [_NAMED_TOOL]),
     "ttl": ("How long the prefix is kept from its last use on.", None),
-    "type": ("Kind of the object.", None),
+    "type": ("Kind of the object.", "function"),
+    "input.type": ("Kind of the item.", "message"),
     "verbosity": ("Changes nothing; repeated in the answer.", None),
 }  # fmt: skip
 
