@@ -27,7 +27,7 @@ from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.cpp.isas import set_threads_of_kernels
-from quire.kernels.experts import Expert, Routing
+from quire.kernels.layers import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight, Table
 from quire.model.checkpoints.dummy_weights import DummyCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire_lab.bench.machine import machine_facts
+from quire_lab.bench.report import machine_facts
 from quire_lab.sim.statistics import Spread, spread
 from quire_lab.sim.workloads import random_workload
 from side_by_side.workloads import peer_workloads

@@ -35,7 +35,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire_lab.bench.machine import client_facts
+from quire_lab.bench.report import client_facts
 from quire_lab.sim.workloads import WorkItem, token_id_workload
 from side_by_side import roster, table
 from side_by_side.calibration import Calibration

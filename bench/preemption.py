@@ -18,7 +18,7 @@ import numpy as np
 import typer
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire_lab.bench.machine import machine_facts
+from quire_lab.bench.report import machine_facts
 
 ONE_BY_ONE = "one by one"
 MODES = ("recompute", "swap", "auto")

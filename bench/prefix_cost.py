@@ -23,7 +23,7 @@ import typer
 from quire.core.config import CacheConfig
 from quire.engine.engine import Engine
 from quire_lab.bench.control_plane import decoding_engine
-from quire_lab.bench.machine import client_facts
+from quire_lab.bench.report import client_facts
 from without_model import InOrder, engine_without_model, request_of, run_all
 
 PROMPT_LEN, OUTPUT_LEN, BLOCK_SIZE = 128, 128, 16

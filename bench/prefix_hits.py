@@ -34,7 +34,7 @@ import typer
 
 from quire.core.config import CacheConfig
 from quire.core.sequence import Request
-from quire_lab.bench.machine import client_facts
+from quire_lab.bench.report import client_facts
 from quire_lab.sim.datasets import DATA_FOLDER
 from quire_lab.sim.workloads import HASH_SPAN, TraceRow, open_text, read_trace
 from without_model import OUTPUT_TOKEN, Clients, InOrder, engine_without_model, request_of, run_all

@@ -31,7 +31,7 @@ from quire.engine.parallel.tcp import NetworkRanks
 from quire.kernels.cpp.cpp_gather import REGION_BYTES
 from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.model.sharding import Cut, Shard
-from quire_lab.bench.machine import machine_facts
+from quire_lab.bench.report import machine_facts
 
 SIZES = ((1, 896), (1, 4096), (8, 4096), (64, 4096), (512, 4096))  # rows of a decode or a chunk, columns
 Exchange = Callable[[Tensor], Tensor]

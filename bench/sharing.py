@@ -27,7 +27,7 @@ from quire.core.config import CacheConfig
 from quire.core.plan import StepPlan, StepResult
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
-from quire_lab.bench.machine import client_facts
+from quire_lab.bench.report import client_facts
 from quire_lab.paper.plots import Lines, drawn, rendered
 from quire_lab.paper.runs import Meter
 from quire_lab.sim.datasets import DATA_FOLDER, DATASETS

@@ -21,8 +21,8 @@ from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.host_limits import free_memory_bytes
 from quire.core.plan import GraphCounts, StepPlan, StepResult
 from quire.execution.executor import Executor
-from quire_lab.bench.machine import machine_facts
 from quire_lab.bench.passes import time_steps
+from quire_lab.bench.report import machine_facts
 from quire_lab.sim.calibration import StepSize, fit_hardware, step_sizes
 from quire_lab.sim.datasets import DATA_FOLDER, due_times, workload
 from quire_lab.sim.hardware import CONTIGUOUS_ATTENTION_FACTOR, CostModel

@@ -57,7 +57,7 @@ from quire.execution.worker import Worker
 from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels
 from quire.model.resolve import DEMO_MODEL
 from quire.text.tokenizer import Tokenizer
-from quire_lab.bench.machine import machine_facts
+from quire_lab.bench.report import machine_facts
 from random_models import QWEN2_5_0_5B, QWEN2_5_7B, random_draft_model, random_model
 from without_model import engine_without_model
 

@@ -28,8 +28,8 @@ from quire.engine.parallel.rank_set import RankSet
 from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.model.sharding import Mode
 from quire.model.source import read_folder
-from quire_lab.bench.machine import machine_facts
 from quire_lab.bench.passes import latency_pass
+from quire_lab.bench.report import machine_facts
 from quire_lab.sim.hardware import Exchanges
 from quire_lab.sim.workloads import WorkItem
 

@@ -8,8 +8,8 @@ from quire.core.plan import StepPlan, StepResult
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
-from quire.engine.schedulers import make_scheduler
 from quire.execution.executor import LocalExecutor
+from quire.scheduling.scheduler import make_scheduler
 
 OUTPUT_TOKEN = 7  # what every answer consists of
 NO_LIMIT = 1 << 40

@@ -5,7 +5,7 @@ import pytest
 from quire.cache.manager import KVCacheManager
 from quire.core.block_map import MAX_OWNERS_SHOWN, MAX_SPANS, BlockEntry, BlockOverview, BlockOwner
 from quire.core.config import CacheConfig
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 from support.scheduling import Harness, random_run
 
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK, TableUpdate
 from quire.core.config import CacheConfig
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 
 MAX_SEQUENCES = 8

@@ -4,7 +4,7 @@ import pytest
 
 from quire.cache.prefix_tree import EvictionQueue, PrefixTree
 from quire.core.config import CacheConfig
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 from support.counted_calls import CountedCalls
 
 

@@ -9,7 +9,7 @@ from quire.cache.block_table import NULL_BLOCK, TableUpdate, worst_case_blocks
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 
 
 def make(num_blocks: int = 8, block_size: int = 4, sliding_window: int | None = None) -> KVCacheManager:

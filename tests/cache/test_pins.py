@@ -5,7 +5,7 @@ import pytest
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_tree import PrefixMatch
 from quire.core.config import CacheConfig
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 
 PREFIX = list(range(100, 111))  # two full blocks, and three tokens
 OTHER = 9

@@ -7,7 +7,7 @@ from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_tree import Path, PrefixMatch
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 from support.counted_calls import CountedCalls
 
 PROMPT = list(range(100, 116))  # four blocks

@@ -25,7 +25,7 @@ from quire.cache.block_table import NULL_BLOCK
 from quire.cache.prefix_tree import Awaited, PrefixMatch
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 
 MAX_SEQUENCES = 6

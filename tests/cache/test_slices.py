@@ -7,7 +7,7 @@ import pytest
 from quire.cache.block_pool import SLICE, in_slices, run_to_the_end
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 from support.counted_calls import CountedCalls
 
 

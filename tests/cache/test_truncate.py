@@ -9,14 +9,14 @@ import pytest
 
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
-from quire.engine import schedulers
+from quire.scheduling import scheduler
 
 TOKENS = list(range(100, 116))
 SIZE = 4
 
 
 def make_cache(num_blocks: int = 16, window: int | None = None, num_swap_blocks: int = 0) -> KVCacheManager:
-    return schedulers.make_cache(CacheConfig(num_blocks, SIZE, window, True, num_swap_blocks))
+    return scheduler.make_cache(CacheConfig(num_blocks, SIZE, window, True, num_swap_blocks))
 
 
 def compute(cache: KVCacheManager, seq_id: int, token_ids: list[int]) -> list[int]:

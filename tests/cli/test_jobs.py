@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.jobs import Job, read_jobs
+from quire.cli.generate import Job, read_jobs
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
 

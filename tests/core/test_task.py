@@ -7,7 +7,7 @@ import pytest
 from quire.core.config import CacheConfig
 from quire.core.pooling import BeamTask, Generate, PinTask, Scope, Task, beam_params
 from quire.core.sampling_params import BeamSearchParams
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 
 SCOPES = [Scope(salt, adapter) for salt, adapter in product((None, "a", "b"), repeat=2)]
 

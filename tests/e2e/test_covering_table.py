@@ -23,7 +23,7 @@ import torch
 from quire import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes
-from quire.engine.parallel import rank_choice
+from quire.engine.parallel import starters
 from quire.engine.parallel.starters import ForkedRanks
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
@@ -233,7 +233,7 @@ def num_blocks(row: Row, model: Model) -> int:
 def ranks_as(make: type[ForkedRanks]) -> Iterator[None]:
     """Let engines start their ranks like this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_choice, "ForkedRanks", make)
+        patch.setattr(starters, "ForkedRanks", make)
         yield
 
 

@@ -49,9 +49,8 @@ from quire.engine.messages import (
     failed,
 )
 from quire.engine.options import EngineOptions
-from quire.engine.schedulers import make_cache
 from quire.scheduling.limits import AdmissionLimits
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.scheduler import Scheduler, make_cache
 
 counts = st.integers(0, 2**63 - 1)
 request_ids = st.integers(-(2**63), 2**63 - 1)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from quire.core.config import ELEMENT_BYTES, CacheConfig
-from quire.engine.schedulers import make_cache
 from quire.model.sharding import Shard
 from quire.model.spec import DecoderSpec
+from quire.scheduling.scheduler import make_cache
 from quire_lab.sim.datasets import DATA_FOLDER, DATASETS
 from quire_lab.sim.footprint import kv_bytes_per_token
 from quire_lab.sim.models import read_model

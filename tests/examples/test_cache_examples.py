@@ -7,7 +7,7 @@ from quire.cache.block_table import BlockTable
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 
 A, B, C = 0, 1, 2  # sequences
 

@@ -10,7 +10,7 @@ from quire.cache.block_table import TableUpdate
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig
 from quire.core.plan import BlockCopy
-from quire.engine.schedulers import make_cache
+from quire.scheduling.scheduler import make_cache
 
 
 def cache(num_blocks: int) -> KVCacheManager:

@@ -17,7 +17,6 @@ from quire.core.outputs import KVStats
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.engine.engine import Engine
-from quire.engine.schedulers import make_cache
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
 from quire.execution.swapper import Swapper, allocate_swap_space
@@ -28,7 +27,7 @@ from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.scheduler import Scheduler, make_cache
 from support.random_model import VOCAB_SIZE, write_random_model
 from support.zero_model import write_zero_model
 

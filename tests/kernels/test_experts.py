@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import Expert, Routing
+from quire.kernels.layers import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference.experts import TorchExperts, route
 from quire.kernels.reference.linear import make_linear

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from quire.core.arrays import BFLOAT16, FLOAT16, FLOAT32, DType, dtype_name
-from quire.kernels import quantized, rounding
-from quire.kernels.conversion import converted
-from quire.kernels.rounding import round_to_nearest
+from quire.kernels import conversion, quantized
+from quire.kernels.conversion import converted, round_to_nearest
 from quire.kernels.torch_arrays import to_tensor, weight_of_tensors
 
 SIZES = [(40, 896, 128), (40, 896, 32), (7, 1100, 1100), (300, 200, 96), (3, 17_000, 17_000)]
@@ -23,7 +22,7 @@ def test_weight_is_that_of_the_reference(
     values = np.random.default_rng(width).normal(size=(num_rows, width)).astype(np.float32)
     values[0], values[1], values[2, :16] = 0, 1e-31, 0
     weight = converted(values, dtype)
-    monkeypatch.setattr(rounding, "ELEMENTS_AT_ONCE", 100 * width)  # a part at a time
+    monkeypatch.setattr(conversion, "ELEMENTS_AT_ONCE", 100 * width)  # a part at a time
     found = weight_of_tensors(round_to_nearest(weight, weight_format, group_size, activation_group_size=16))
     expected = quantized.round_to_nearest(to_tensor(weight), weight_format, group_size, activation_group_size=16)
     assert torch.equal(found.data[0], expected.data[0])

@@ -222,7 +222,7 @@ def test_tiles_of_exact_products_compile_to_one_instruction_without_spilling(
 )
 def test_experts_compile_without_spilling(weight_format: str, kind: str, capability: int) -> None:
     from kernels.test_quantized import random_weight
-    from quire.kernels.experts import Expert, Routing
+    from quire.kernels.layers import Expert, Routing
     from quire.kernels.triton.triton_experts import TritonExperts
     from quire.kernels.triton.triton_linear import CudaLinear
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.core.arrays import BFLOAT16, FLOAT32, Array
 from quire.core.errors import ConfigError
-from quire.kernels import rounding
+from quire.kernels import conversion
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import round_to_nearest
 from quire.kernels.reference.back_ends import TORCH
@@ -178,6 +178,6 @@ def test_description_names_format_and_arithmetic() -> None:
 
 
 def test_stacked_weights_are_alike() -> None:
-    one, other = (rounding.round_to_nearest(np.ones((4, 32), np.float32), method, 32) for method in ("int8", "int4"))
+    one, other = (conversion.round_to_nearest(np.ones((4, 32), np.float32), method, 32) for method in ("int8", "int4"))
     with pytest.raises(AssertionError, match="zero points"):
         LinearWeight.stack([one, other])

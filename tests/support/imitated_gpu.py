@@ -28,8 +28,7 @@ from quire.execution.cuda import cuda_worker as worker
 from quire.execution.cuda.cuda_graphs import CudaGraphCapture
 from quire.execution.cuda.memory_profiling import available_kv_bytes
 from quire.kernels import choice
-from quire.kernels.experts import Routing
-from quire.kernels.layers import Linear
+from quire.kernels.layers import Linear, Routing
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, RotarySpec
 from quire.kernels.reference import linear

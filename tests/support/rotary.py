@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from quire.kernels import rotary_table
 from quire.kernels.torch_arrays import to_array, to_tensor
+from quire.model.rope import rotary_table
 
 
 def frequencies(rotary_dim: int) -> Tensor:
@@ -14,4 +14,4 @@ def frequencies(rotary_dim: int) -> Tensor:
 
 def table_of(inv_freq: Tensor, num_positions: int) -> Tensor:
     """Return cosines and sines, float32 [num_positions, rotary_dim]."""
-    return to_tensor(rotary_table.rotary_table(to_array(inv_freq), num_positions))
+    return to_tensor(rotary_table(to_array(inv_freq), num_positions))

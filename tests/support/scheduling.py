@@ -16,7 +16,7 @@ from quire.core.pooling import GENERATE, BeamTask, PinTask, Scope
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTimes
-from quire.engine.schedulers import make_scheduler
+from quire.scheduling.scheduler import make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens

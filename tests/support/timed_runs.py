@@ -13,8 +13,8 @@ from quire.core.plan import StepPlan
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepWork, chunk_work
-from quire.engine.schedulers import make_scheduler
 from quire.execution.step_timer import StepTimer
+from quire.scheduling.scheduler import make_scheduler
 from quire.scheduling.time_budget import MOST_STEPS
 from quire.scheduling.waiting_lines import AGEING_STEPS
 from quire_lab.sim.simulation import Answer, SimulatedExecutor, Simulation

@@ -27,7 +27,6 @@ from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import InputProcessor
-from quire.engine.schedulers import make_scheduler
 from quire.engine.sizing import size_engine
 from quire.execution.batch import AdapterRows, PersistentBatch
 from quire.execution.device import Device, StepLimits
@@ -42,6 +41,7 @@ from quire.model.decoder import Decoder
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
+from quire.scheduling.scheduler import make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
 
@@ -105,7 +105,7 @@ def _ranks(options: EngineOptions) -> "RankSet | None":
     """Return the other ranks that the options ask for. Raises ConfigError where they cannot run."""
     if options.tensor_parallel_size == 1:
         return None
-    from quire.engine.parallel.rank_choice import make_rank_set  # noqa: PLC0415 (for the start of one rank)
+    from quire.engine.parallel.starters import make_rank_set  # noqa: PLC0415 (for the start of one rank)
 
     return make_rank_set(options)
 

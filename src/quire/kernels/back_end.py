@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from quire.core.arrays import dtype_name
 from quire.core.config import QUANTIZED
 from quire.core.errors import ConfigError
-from quire.kernels.experts import ExpertLayer
 from quire.kernels.kv_cache import CacheLayout, CopyBlocks
-from quire.kernels.layers import Linear, Norm
+from quire.kernels.layers import ExpertLayer, Linear, Norm
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import Up
 from quire.kernels.paged_attention import Attend, AttentionBackEnd, WriteKV

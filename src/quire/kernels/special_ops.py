@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.kernels.experts import ExpertLayer
-from quire.kernels.layers import GatherHook, Linear, Norm, SumHook
+from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
 from quire.kernels.tensors import Tensor, clipped, multiplied, scaled

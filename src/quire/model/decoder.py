@@ -10,14 +10,13 @@ from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import Table
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
-from quire.kernels.rotary_table import rotary_table
 from quire.kernels.special_ops import SummedLinearOp
 from quire.kernels.tensors import DType, Tensor, added, divided, scaled, take_rows, tanh
 from quire.model.config import num_layer_weights
 from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
 from quire.model.layer_builder import ProgramInputs, build_program, make_norm
-from quire.model.rope import inverse_frequencies
+from quire.model.rope import inverse_frequencies, rotary_table
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.sharding import Ranks
 from quire.model.spec import DecoderSpec, Rotary

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_cache import ONES
-from quire.kernels.layers import Linear, Norm
+from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Norm, Routing
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec
 from quire.kernels.program import INPUT, Op, Program
 from quire.kernels.tensors import DType, Tensor

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from quire.core.arrays import Array
+from quire.kernels.conversion import round_to_nearest
 from quire.kernels.linear_weight import LinearWeight, StoredTable, Table
-from quire.kernels.rounding import round_to_nearest
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 

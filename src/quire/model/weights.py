@@ -14,9 +14,8 @@ from quire.core.errors import ConfigError
 from quire.kernels import tensors
 from quire.kernels.back_end import BackEnd
 from quire.kernels.conversion import converted
-from quire.kernels.experts import Expert, ExpertLayer, ExpertSplit, Routing
 from quire.kernels.kv_cache import KVScales
-from quire.kernels.layers import Linear
+from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Routing
 from quire.kernels.linear_weight import DENSE, LinearWeight, Table
 from quire.kernels.tensors import Tensor
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, with_single_experts

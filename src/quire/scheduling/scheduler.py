@@ -15,9 +15,12 @@ from dataclasses import replace
 from itertools import count
 
 from quire.cache.block_pool import run_to_the_end
-from quire.cache.manager import KVCacheManager
-from quire.core.config import SchedulerConfig, SchedulingPolicy
+from quire.cache.manager import KVCacheManager, UncachedManager
+from quire.cache.prefix_cache import PrefixCache
+from quire.cache.prefixes import Prefixes
+from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from quire.core.deltas import PREPARATION, SequenceDelta
+from quire.core.optional_package import SCHEDULERS, load
 from quire.core.plan import StepPlan, StepResult
 from quire.core.pooling import BeamTask, PinTask
 from quire.core.sampling_params import branch_seed
@@ -337,3 +340,20 @@ def _release_affected(
     for request in swapped_out:
         if request in queues.swapped:                                   # else it was aborted while the step ran
             queues.release_for_recompute(request)
+
+
+def make_scheduler(
+    config: SchedulerConfig, cache_config: CacheConfig,
+    unprepared: Callable[[Request], Lack | None] = lambda request: None,
+) -> Scheduler:  # fmt: skip
+    """Return the scheduler over its cache; one without paging or with static batches is an entry point."""
+    if cache_config.has_blocks and (config.batching == "static" or cache_config.memory_policy != "paged"):
+        return load(SCHEDULERS, "contiguous")(config, cache_config, unprepared)  # type: ignore[no-any-return]
+    return Scheduler(config, make_cache(cache_config), unprepared=unprepared)
+
+
+def make_cache(config: CacheConfig) -> KVCacheManager:
+    """Return a paged cache with the prefix cache that its configuration asks for, or one without blocks."""
+    if not config.has_blocks:
+        return UncachedManager(config)
+    return KVCacheManager(config, PrefixCache(config) if config.enable_prefix_caching else Prefixes(config))

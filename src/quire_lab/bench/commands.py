@@ -27,8 +27,8 @@ from quire_lab.bench.bench_flags import (
     ServerFlags,
     WorkloadFlags,
 )
-from quire_lab.bench.machine import machine_facts
 from quire_lab.bench.passes import latency_pass, throughput_pass, time_steps, watched_pass
+from quire_lab.bench.report import machine_facts
 from quire_lab.sim.calibration import fit_hardware, step_sizes
 from quire_lab.sim.hardware import write_hardware
 from quire_lab.sim.models import read_model

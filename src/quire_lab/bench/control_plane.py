@@ -16,10 +16,9 @@ from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_samp
 from quire.core.sequence import Request
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.engine import Engine
-from quire.engine.schedulers import make_scheduler
 from quire.execution.batch import PersistentBatch
 from quire.execution.executor import LocalExecutor
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire_lab.sim.simulation import SimulatedExecutor
 
 _VOCAB_SIZE = 32_000

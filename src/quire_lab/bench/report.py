@@ -1,6 +1,7 @@
-"""Report of figures: a table for readers, and JSON with the same names for programs."""
+"""Report of figures: a table for readers, JSON with the same names for programs, and facts about the machine."""
 
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+import quire
+from quire.core.host_limits import find_cpus, num_threads
+from quire.kernels.cpp.isas import usable_isas
 from quire_lab.sim.statistics import Distribution, Spread, Timeline, latencies, spread
 from quire_lab.sim.workloads import WorkItem
 
 if TYPE_CHECKING:
     from quire_lab.bench.bench_flags import WorkloadFlags
+
 
 Record = dict[str, Any]
 
@@ -84,3 +89,26 @@ def _short(value: object) -> str:
 
 DISTRIBUTION_COLUMNS = Distribution._fields
 SPREAD_COLUMNS = Spread._fields
+
+
+def machine_facts() -> dict[str, str | int]:
+    """Return the CPU, its best instruction set, the threads and the versions that a figure depends on."""
+    return client_facts() | {"num_threads": num_threads(), "instruction_set": next(iter(usable_isas()), "none")}
+
+
+def client_facts() -> dict[str, str | int]:
+    """Return what matters to a client of a server elsewhere."""
+    return {
+        "cpu": _cpu_model(),
+        "num_cpus": find_cpus().num_usable,
+        "python": platform.python_version(),
+        "quire": quire.__version__,
+    }
+
+
+def _cpu_model() -> str:
+    """Return the processor's name as Linux gives it, else what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -25,8 +25,7 @@ from quire.core.config import (
 )
 from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request, Sequence
-from quire.engine.schedulers import make_scheduler
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire_lab.sim.datasets import DATA_FOLDER, due_times, workload
 from quire_lab.sim.hardware import CONTIGUOUS_ATTENTION_FACTOR, PAGED_ATTENTION_FACTOR
 from quire_lab.sim.models import set_up

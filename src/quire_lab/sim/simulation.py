@@ -22,10 +22,9 @@ from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_samp
 from quire.core.sequence import Request
 from quire.core.token_ids import pack_tokens
 from quire.engine.engine import Engine
-from quire.engine.schedulers import make_scheduler
 from quire.execution.executor import Executor
 from quire.execution.step_timer import StepTimer
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire_lab.sim.hardware import CostModel
 from quire_lab.sim.statistics import Timeline
 from quire_lab.sim.workloads import WorkItem

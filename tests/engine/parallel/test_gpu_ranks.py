@@ -15,7 +15,7 @@ from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError, RankLostError
 from quire.core.plan import GraphCounts
 from quire.engine.options import EngineOptions
-from quire.engine.parallel import gpu_ranks, rank_choice, rank_messages
+from quire.engine.parallel import gpu_ranks, rank_messages, starters
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.gpu_ranks import BLOCKING_WAIT, GpuRanks, HostLink, LeadingGraphs, check_gpu_ranks
 from quire.engine.parallel.nccl import rank_exchange
@@ -240,7 +240,7 @@ def test_waiting_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_more_ranks_than_gpus_are_refused_with_both_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_choice, "uses_gpu", lambda options: True)
+    monkeypatch.setattr(starters, "uses_gpu", lambda options: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     message = "tensor_parallel_size 4 needs 4 GPUs of a machine, one for each rank, but torch sees 3"
     with pytest.raises(ConfigError, match=message):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from quire.engine.parallel.rank_messages import MemoryLayout
 from quire.engine.parallel.shared_memory import SharedRanks
-from quire.kernels.experts import Expert, ExpertSplit, Routing
-from quire.kernels.layers import GATED, Activation
+from quire.kernels.layers import GATED, Activation, Expert, ExpertSplit, Routing
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, INT8, LinearWeight
 from quire.kernels.quantized import round_to_nearest
 from quire.kernels.reference.experts import TorchExperts

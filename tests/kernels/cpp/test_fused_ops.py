@@ -17,8 +17,7 @@ from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_kv_cache import write_kv
 from quire.kernels.cpp.fused_ops import TRANSLATIONS, FusedOps, fuse
-from quire.kernels.experts import Expert, Routing
-from quire.kernels.layers import GATED, Activation
+from quire.kernels.layers import GATED, Activation, Expert, Routing
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec, build_metadata
 from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after

@@ -6,8 +6,7 @@ import torch
 from kernels.test_quantized import random_weight
 from kernels.triton.test_products import on, random
 from quire.core.errors import ConfigError
-from quire.kernels.experts import Expert, Routing
-from quire.kernels.layers import Activation
+from quire.kernels.layers import Activation, Expert, Routing
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference.experts import TorchExperts, route
 from quire.kernels.reference.linear import make_linear

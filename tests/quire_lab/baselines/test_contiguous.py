@@ -8,7 +8,7 @@ from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.plan import BlockCopy
-from quire.engine.schedulers import make_scheduler
+from quire.scheduling.scheduler import make_scheduler
 from quire_lab.baselines.buddy_pool import ContiguousManager
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.config import CacheConfig, MemoryPolicy, SchedulerConfig
 from quire.core.errors import ContextLengthError, InvalidRequestError
-from quire.engine.schedulers import make_scheduler
+from quire.scheduling.scheduler import make_scheduler
 from quire_lab.baselines.buddy_pool import num_reserved_tokens
 from support.scheduling import Harness, random_beams, random_params
 

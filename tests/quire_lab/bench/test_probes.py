@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from quire_lab.bench.bench_flags import ArrivalFlags, SearchFlags
+from quire_lab.bench.bench_serve import Probe, RateFinder
 from quire_lab.bench.diagnosis import LatencyLimits
-from quire_lab.bench.find_rate import Probe, RateFinder
 from quire_lab.bench.http_load import AnswerStream, LoadRun, SentRequest
 from quire_lab.bench.server import MeasuredLoad
 from quire_lab.sim.workloads import Schedule, WorkItem

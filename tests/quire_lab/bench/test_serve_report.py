@@ -2,9 +2,9 @@
 
 import pytest
 
+from quire_lab.bench.bench_serve import request_records, sentence, serve_record
 from quire_lab.bench.diagnosis import LatencyLimits
 from quire_lab.bench.http_load import AnswerStream, Failure, LoadRun, SentRequest
-from quire_lab.bench.serve_report import request_records, sentence, serve_record
 from quire_lab.sim.workloads import Schedule, WorkItem
 
 REFUSED = Failure("429 server_overloaded", "too many")

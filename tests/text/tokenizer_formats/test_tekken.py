@@ -14,7 +14,7 @@ import pytest
 from quire.core.errors import ModelError
 from quire.engine.formats import load_tokenizer
 from quire.text.text_settings import TEKKEN_FILE
-from quire.text.tokenizer_formats.tekken import MAX_TOKEN_BYTES
+from quire.text.tokenizer_formats.folder_tokenizer import MAX_TOKEN_BYTES
 
 NUM_SPECIAL = 30
 PATTERN = r" ?\w+| ?[^\s\w]+|\s+"

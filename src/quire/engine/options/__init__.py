@@ -11,12 +11,10 @@ from quire.core.errors import ConfigError
 from quire.core.options import check_options, parse_bytes
 from quire.engine.options.cache_options import CacheOptions
 from quire.engine.options.device_options import DeviceOptions
-from quire.engine.options.lora_options import LoRAOptions
-from quire.engine.options.model import ModelOptions
+from quire.engine.options.model import LoRAOptions, ModelOptions
 from quire.engine.options.parallel_options import ParallelOptions
 from quire.engine.options.sampling_options import SamplingOptions
-from quire.engine.options.scheduling_options import SchedulingOptions
-from quire.engine.options.speculation_options import SpeculationOptions
+from quire.engine.options.scheduling_options import SchedulingOptions, SpeculationOptions
 from quire.model.sharding import Mode
 
 

@@ -1,16 +1,18 @@
-"""Options of a model: its files, its tokenizer, and the form of its weights."""
+"""Options of a model: its files, its tokenizer, the form of its weights, and LoRA adapters."""
 
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
 
 from quire.core.errors import ConfigError
+from quire.core.lora import DEFAULT_MAX_LORAS, DEFAULT_MAX_RANK, MAX_ADAPTERS, MAX_RANK
 from quire.core.options import option
 from quire.core.pooling import Runner
 from quire.model.hub import HUB_FILES, TOKENIZER_FILES
 from quire.model.quantization import DEFAULT_GROUP_SIZE, WHOLE_ROW, Activations, Method, QuantizationOptions
 from quire.text.text_settings import given_chat_template
 
+_lora = partial(option, panel="LoRA")
 _model = partial(option, panel="Model")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -130,3 +132,43 @@ class ModelOptions:
         if self.packed_weights is not None and self.load_format == "dummy":
             raise ConfigError(f"packed_weights {self.packed_weights!r}: load_format 'dummy' has no files to pack")
         _ = self.quantization_options, self.given_chat_template
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class LoRAOptions:
+    """Adapters that requests may name, and their bounds."""
+
+    enable_lora: bool = _lora(
+        False, "serve LoRA adapters beside the model",
+        row="`True`: requests may name LoRA adapters ([adapters.md](adapters.md)). With `memory_policy` "
+        "`paged` and continuous batching",
+    )  # fmt: skip
+    max_loras: int | None = _lora(
+        None, "adapters of the requests that run at once", low=1, high=MAX_ADAPTERS,
+        shown_default=f"{DEFAULT_MAX_LORAS}, or max_cpu_loras if that is lower",
+        row=f"different adapters of the requests that run at once; others wait; `None`: {DEFAULT_MAX_LORAS}, or "
+        "`max_cpu_loras` if that is lower",
+    )  # fmt: skip
+    max_cpu_loras: int | None = _lora(
+        None, "adapters in memory", low=1, high=MAX_ADAPTERS, shown_default="max_loras",
+        row="adapters in memory, at least `max_loras`; the one not used for longest is dropped, and read again when a "
+        "request names it; `None`: `max_loras`",
+    )  # fmt: skip
+    max_lora_rank: int = _lora(
+        DEFAULT_MAX_RANK, "highest rank of an adapter", low=1, high=MAX_RANK,
+        row="highest rank of an adapter, which bounds its memory",
+    )  # fmt: skip
+
+    @property
+    def resolved_max_loras(self) -> int:
+        """Adapters of running requests, set or by default."""
+        return self.max_loras or min(DEFAULT_MAX_LORAS, self.max_cpu_loras or DEFAULT_MAX_LORAS)
+
+    @property
+    def resolved_max_cpu_loras(self) -> int:
+        """Adapters in memory, set or by default."""
+        return self.max_cpu_loras or self.resolved_max_loras
+
+    def _check_adapters(self) -> None:
+        if self.resolved_max_cpu_loras < self.resolved_max_loras:
+            raise ConfigError(f"max_cpu_loras must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}")

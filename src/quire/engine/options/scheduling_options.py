@@ -1,4 +1,4 @@
-"""Options of scheduling: sizes and times of a step, and the order of admission."""
+"""Options of scheduling: sizes and times of a step, the order of admission, and speculative decoding."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from quire.core.config import (
     SchedulingPolicy,
 )
 from quire.core.options import MS, option, parse_ms
+from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
 
+_speculation = partial(option, panel="Speculation")
 _scheduling = partial(option, panel="Scheduling")
 
 MAX_NUM_SEQS = (1 << 16) - 1  # every row has room for max_model_len tokens; a GPU's grid has no more in y
@@ -83,3 +85,31 @@ class SchedulingOptions:
     def ttft_target_s(self) -> float:
         """The time to a first token for which prompts are hurried, in seconds; infinity without one."""
         return math.inf if self.ttft_target_ms is None else parse_ms(self.ttft_target_ms, "ttft_target_ms") / 1000
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class SpeculationOptions:
+    """Drafts, by one JSON object or by its keys."""
+
+    speculative_config: str = _speculation(
+        "", "speculative decoding, as JSON: method, model, num_speculative_tokens, ...", metavar="JSON",
+        row="speculative decoding: a JSON object (in Python also a dict) with `method` (`ngram`, `suffix` or "
+        f"`draft_model`), `model`, `num_speculative_tokens` (1 to {MAX_DRAFTS}; {DEFAULT_DRAFTS}), `prompt_lookup_min` "
+        "and `prompt_lookup_max`; the same tokens. Not with static batches, nor with a `memory_policy` other than "
+        "`paged`",
+    )  # fmt: skip
+    spec_method: str | None = _speculation(
+        None, "its method: ngram, suffix or draft_model", metavar="METHOD", row="key `method` of `speculative_config`"
+    )
+    spec_model: str | None = _speculation(
+        None, "its draft model: folder, GGUF file or hub id", metavar="MODEL", row="key `model` of `speculative_config`"
+    )
+    spec_tokens: int | None = _speculation(
+        None, "the most tokens of a draft", low=1, high=MAX_DRAFTS, shown_default=str(DEFAULT_DRAFTS),
+        row="key `num_speculative_tokens` of `speculative_config`",
+    )  # fmt: skip
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """The speculative decoding that is asked for, or None. Raises ConfigError for what is not supported."""
+        return parse_speculation(self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens)

@@ -1,9 +1,9 @@
 """Rank 0 of tensor parallelism, in the engine's process: starts the other ranks, sends them plans, and watches them.
 
 A set of ranks is composed of what starts their processes (`starters`, `ray_ranks`), of how they exchange activations
-(`shared_memory`, `tcp`, `nccl`) and of the device on which they compute (`cpu_ranks`, `gpu_ranks`); `choice` has the
-products that are served. A rank that has ended is noticed by its socket, one that is stopped by its heartbeats; from
-then on every step raises RankLostError.
+(`shared_memory`, `tcp`, `nccl`) and of the device on which they compute (`cpu_ranks`, `gpu_ranks`); `starters` has the
+products that are served, too. A rank that has ended is noticed by its socket, one that is stopped by its heartbeats;
+from then on every step raises RankLostError.
 """
 
 import logging

@@ -29,11 +29,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from quire.core.errors import ModelError
 from quire.kernels.back_end import BackEnd
+from quire.kernels.conversion import round_to_nearest
 from quire.kernels.layers import Linear, Norm
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads, RotarySpec
 from quire.kernels.reference import activation
-from quire.kernels.rounding import round_to_nearest
 from quire.kernels.tensors import NUMPY_LIBRARY
 from quire.kernels.torch_arrays import to_array, to_tensor
 from quire.model.kv_cache import KVCache

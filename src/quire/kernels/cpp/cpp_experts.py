@@ -9,8 +9,7 @@ from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import address, pair
-from quire.kernels.experts import Expert, ExpertSplit, Routing
-from quire.kernels.layers import GatherHook, Linear, SumHook
+from quire.kernels.layers import Expert, ExpertSplit, GatherHook, Linear, Routing, SumHook
 
 _COMPUTE = pair("experts")
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import Expert, ExpertSplit, Routing
-from quire.kernels.layers import Linear
+from quire.kernels.layers import Expert, ExpertSplit, Linear, Routing
 
 
 def route(routing: Routing, scores: Tensor) -> tuple[Tensor, Tensor]:

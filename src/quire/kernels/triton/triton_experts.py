@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.experts import Expert, ExpertSplit, Routing
-from quire.kernels.layers import GatherHook, Linear
+from quire.kernels.layers import Expert, ExpertSplit, GatherHook, Linear, Routing
 from quire.kernels.triton.products import product, stack, tile_height
 from quire.kernels.triton.row_groups import RowGroups, add_in_order, group_rows
 from quire.kernels.triton.triton_linear import CudaLinear

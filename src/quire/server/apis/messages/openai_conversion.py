@@ -1,7 +1,7 @@
 """Conversion of the Messages API's conversation to that of all chats: blocks become messages and tool calls.
 
 A message may have results of tools and text: each run of texts becomes one message, each result another, right behind
-its call.
+its call. Blocks of documents and of servers' tools are text to a model that reads text alone, or say nothing to it.
 Turns of one role that follow each other are one turn, as in Anthropic's API: templates demand that roles alternate.
 """
 
@@ -11,17 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.core.checks import check_optional_int, shown
-from quire.server.apis.messages.message_blocks import (
-    CALLS,
-    RESULT,
-    SILENT,
-    block_text,
-    server_result_text,
-    with_definitions,
-)
 from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
 from quire.server.errors import invalid, unsupported
-from quire.text.conversation import paired, part_reasoning
+from quire.text.conversation import paired, part_reasoning, part_text, plain_part
 from quire.text.tools import without_nulls
 
 log = logging.getLogger(__name__)
@@ -37,6 +29,11 @@ _KEEP_ALL = ("all", {"type": "all"})
 _FAILED = "Error:"
 _SEARCH = "tool_search_tool"    # prefix of the types of tools with which Anthropic's servers search for others
 _MAX_NAMES_LOGGED = 8
+_CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")     # the last two: that a server ran
+_RESULT = "tool_result"                                      # a client's result; types of servers' results end with it
+# Marks of Anthropic's servers in turns that they wrote.
+_SILENT = ("fallback", "mcp_tool_listing")
+_SOURCES = {"text": "data", "content": "content"}           # kinds of text documents, and the field of the text
 
 
 def text_blocks(where: str, content: object) -> list[Json]:
@@ -104,7 +101,7 @@ def _turns(where: str, message: InputMessage, definitions: dict[str, str]) -> It
     for index, block in enumerate(content):
         place = f"{where}[{index}]"
         kind = _type(place, block)
-        if kind is not None and kind.endswith(RESULT):
+        if kind is not None and kind.endswith(_RESULT):
             if turn:
                 yield turn
                 turn = {}
@@ -113,9 +110,9 @@ def _turns(where: str, message: InputMessage, definitions: dict[str, str]) -> It
         turn = turn or {"role": message.role, "content": []}
         if message.role == "assistant" and (thought := part_reasoning(block)) is not None:
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
-        elif message.role == "assistant" and kind in CALLS:
+        elif message.role == "assistant" and kind in _CALLS:
             turn.setdefault("tool_calls", []).append(_call(place, block))
-        elif kind not in SILENT:
+        elif kind not in _SILENT:
             turn["content"].append(_text_part(_text(place, block)))
     if turn:
         yield turn
@@ -131,7 +128,7 @@ def _call(where: str, block: Mapping[str, Any]) -> Json:
 def _tool_message(where: str, block: Mapping[str, Any], definitions: dict[str, str]) -> Json:
     """Return the message of a result; that of a call that failed says so first, since templates have no other place."""
     content = with_definitions(block.get("content"), definitions)
-    if block["type"] != RESULT:
+    if block["type"] != _RESULT:
         texts = [_text_part(server_result_text(content))]
     else:
         texts = [] if content is None else text_blocks(f"{where}.content", content)
@@ -297,3 +294,77 @@ def check_context_edits(body: ConversationBody) -> None:
     if left_out:
         names = ", ".join(left_out[:_MAX_NAMES_LOGGED])
         log.warning("%d edits of context_management are left out, all is kept: %s", len(left_out), names)
+
+
+def block_text(block: object) -> str | None:
+    """Return the text that a block is; None for a block of another kind: images, PDFs, files."""
+    if not isinstance(block, dict) or (text := part_text(block)) is not None:
+        return part_text(block)
+    match block.get("type"):
+        case "tool_reference":
+            name = block.get("tool_name")
+            return name if isinstance(name, str) else None
+        case "compaction":
+            return _text_of(block.get("content"))
+        case "search_result":
+            return _joined(block.get("title"), block.get("source"), _content_text(block.get("content")))
+        case "document":
+            source = block.get("source")
+            field = _SOURCES.get(str(source.get("type"))) if isinstance(source, dict) else None
+            text = _content_text(source.get(field)) if isinstance(source, dict) and field is not None else None
+            return _joined(block.get("title"), block.get("context"), text)
+    return None
+
+
+def server_result_text(content: object) -> str:
+    """Return the text of the result of a tool that a server ran: its texts, or its JSON without encrypted parts."""
+    found = content.get("tool_references", content) if isinstance(content, dict) else content
+    text = _content_text(found)
+    return json.dumps(_readable(content), ensure_ascii=False) if text is None else text
+
+
+def with_definitions(value: object, definitions: dict[str, str]) -> object:
+    """Return blocks with the definition of a tool in place of the first reference to it, and remove that definition.
+
+    `definitions` are texts by the names of tools. The tools themselves bound what is added.
+    """
+    if not definitions:
+        return value
+    if isinstance(value, list):
+        return [with_definitions(item, definitions) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get("tool_name") if value.get("type") == "tool_reference" else None
+    if isinstance(name, str) and name in definitions:
+        return plain_part(definitions.pop(name))
+    return {key: with_definitions(item, definitions) for key, item in value.items()}
+
+
+def _readable(value: object) -> object:
+    if isinstance(value, list):
+        return [_readable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _readable(item) for key, item in value.items() if not str(key).startswith("encrypted")}
+    return value
+
+
+def _content_text(content: object) -> str | None:
+    """Return the text of a content that is one text, or blocks that are all text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        return None
+    texts = [block_text(block) for block in content]
+    return None if None in texts else "\n".join(filter(None, texts))
+
+
+def _joined(*lines_and_text: object) -> str | None:
+    """Return lines of a heading, those that are given, and the text below; None without a text."""
+    *heading, text = lines_and_text
+    if not isinstance(text, str):
+        return None
+    return "\n".join([*(line for line in heading if isinstance(line, str) and line), text])
+
+
+def _text_of(value: object) -> str | None:
+    return "" if value is None else value if isinstance(value, str) else None

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import rotary_table as module
 from quire.kernels.cpp.isas import usable_isas
-from quire.kernels.rotary_table import POSITIONS_AT_ONCE, rotary_table
+from quire.model import rope
+from quire.model.rope import POSITIONS_AT_ONCE, rotary_table
 
 FREQUENCIES = (10_000.0 ** (-np.arange(0, 64, 2) / 64)).astype(np.float32)
 
@@ -18,7 +18,7 @@ FREQUENCIES = (10_000.0 ** (-np.arange(0, 64, 2) / 64)).astype(np.float32)
 def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have tables made by the extension, or by NumPy as where there is none."""
     if request.param == "numpy":
-        monkeypatch.setattr(module, "usable_isas", tuple)
+        monkeypatch.setattr(rope, "usable_isas", tuple)
     elif not usable_isas():
         pytest.skip("the C++ kernels were not built")
 
