@@ -130,7 +130,8 @@ def main() -> None:
     from support import imitated_gpu
 
     imitated_gpu.turn_on(num_cards=4, is_noisy=False)
-    node.PROCESS_MODULE, starters.start_module = RANK_MODULE, fork_module  # type: ignore[assignment]  # as `Popen`
+    node.PROCESS_MODULE = RANK_MODULE
+    node.start_module = starters.start_module = fork_module  # type: ignore[assignment]  # what is used of `Popen`
     for case in cases:
         with other_node(case) as other:
             with LLM(case.model, device="cuda", **case.settings) as llm:
