@@ -1,5 +1,6 @@
 """The device that tests run on, and models that tests of several layers share."""
 
+import gc
 import logging
 import os
 import random
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from quire.core.garbage import collections_paused
 from support import cpu_seconds, no_torch, stdlib_guard
 from support.fuzz_seeds import first_seed
 
@@ -69,6 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
     margin.turn_on()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage among the million objects of the tests while they are made, which takes 5 s."""
+    with collections_paused():
+        return (yield)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest files. With --best-isa, deselect the tests of every instruction set but the best."""
     items.sort(key=lambda item: next((n for n, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST)))
@@ -110,6 +119,15 @@ def _same_log_each_time() -> Iterator[None]:
     yield
     for log, level in levels.items():
         log.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _same_collector_each_time() -> Iterator[None]:
+    """Undo what a server that was run in this process did to the collector: frozen objects are counted at each call."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
 
 
 @pytest.fixture(scope="session")
