@@ -312,9 +312,10 @@ _STEPS = (
 _OPERATION = (
     *accepted("nothing is logged periodically: see `/metrics`", switch("disable_log_stats"),
               switch("enable_logging_iteration_details")),
-    *accepted("the log has lines of level INFO and above, on standard error", text("log_level"),
-              text("show_hidden_metrics_for_version")),
-    *refused("the log goes to standard error, in one format", config("logging_config"), text("log_config_file")),
+    same(text("log_level"), "in capitals, too", values.level_name),
+    *accepted("no metric is hidden", text("show_hidden_metrics_for_version")),
+    *refused("the log is set by `--log-level`, `--log-format`, `--log-file` and `--log-requests`",
+             config("logging_config"), text("log_config_file")),
     same(
         text("otlp_traces_endpoint"),
         "by OTLP/HTTP, not gRPC: most collectors have it at port 4318 ([traces](metrics.md#traces))",
@@ -388,8 +389,7 @@ _ENGINE = (
     *refused("devices are CPUs and NVIDIA GPUs", config("override_neuron_config")),
 )
 _SERVER = (
-    *accepted("the log has one JSON line for each request, without prompt and output, and none for probes",
-              switch("disable_log_requests")),
+    renamed(switch("disable_log_requests"), "log_requests", "0", values.share_unless),
     *accepted("the engine has a process of its own", switch("disable_frontend_multiprocessing")),
 )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from quire_vllm import values
 from quire_vllm.values import (
     Row,
     accepted,
@@ -40,10 +41,13 @@ _ROWS = (
     renamed(number("h11_max_incomplete_event_size"), "max_header_bytes", "32 KiB; bodies: `--max-body-bytes`"),
     *accepted("prompts and outputs are never logged", number("max_log_len"), switch("enable_log_deltas")),
     *refused("prompts and outputs are never logged", switch("enable_log_outputs")),
+    renamed(
+        switch("enable_log_requests"), "log_requests",
+        "1, the default: a line for each request, without its texts; `--no-enable-log-requests`: 0", values.share_if,
+    ),
     *accepted(
-        "the log has one JSON line for each request, without prompt and output, and none for probes",
-        switch("enable_log_requests"), text("uvicorn_log_level"), switch("disable_uvicorn_access_log"),
-        text("disable_access_log_for_endpoints"),
+        "there is one line for each request and none for probes: see `--log-requests` and `--log-level`",
+        text("uvicorn_log_level"), switch("disable_uvicorn_access_log"), text("disable_access_log_for_endpoints"),
     ),
     *accepted("errors of the server are always logged with their stack", switch("log_error_stack")),
     *accepted("usage always has prompt_tokens_details", switch("enable_prompt_tokens_details")),

@@ -156,12 +156,32 @@ def grammar_option(name: str) -> Callable[[Any, str], dict[str, bool] | None]:
     """Return the conversion of a switch to the keys that it sets in `structured_outputs_config`."""
 
     def convert(given: object, shown: str) -> dict[str, bool] | None:
-        is_on = _SWITCHES.get(given.lower()) if isinstance(given, str) else given
-        if not isinstance(is_on, bool):
-            raise ConfigError(f"{shown} must be true or false, got {given!r}")
-        return {name: True} if is_on else None
+        return {name: True} if _is_on(given, shown) else None
 
     return convert
+
+
+def _is_on(given: object, shown: str) -> bool:
+    is_on = _SWITCHES.get(given.lower()) if isinstance(given, str) else given
+    if not isinstance(is_on, bool):
+        raise ConfigError(f"{shown} must be true or false, got {given!r}")
+    return is_on
+
+
+def level_name(given: object, _shown: str) -> object:
+    """Return the level of a log, which vLLM's may have in capitals."""
+    name = given.lower() if isinstance(given, str) else given
+    return "warning" if name == "warn" else name
+
+
+def share_if(given: object, shown: str) -> float:
+    """Return the share of requests that are logged by a switch."""
+    return float(_is_on(given, shown))
+
+
+def share_unless(given: object, shown: str) -> float:
+    """Return the share of requests that are logged by a switch which turns that off."""
+    return 1.0 - share_if(given, shown)
 
 
 def graph_options(given: object, shown: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def refusal(run: Run, *arguments: str) -> str:
 
 def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
     engine, options, lines = serve(
-        "MODEL --cudagraph-metrics --trust_remote_code --enable-chunked-prefill --disable-log-requests "
+        "MODEL --cudagraph-metrics --trust_remote_code --enable-chunked-prefill "
         "--tokenizer-mode=auto -pp 1 --disable-log-stats --enable-prompt-tokens-details "
         "--cudagraph-metrics -O3 -O 2 --hf-token --uvicorn-log-level warning --full-cuda-graph"
     )
@@ -56,7 +56,7 @@ def test_flags_without_effect_are_told_once_each(serve: Serve) -> None:
     assert [line.split(" has no effect: ")[0] for line in lines] == [
         f"quire: {flag}"
         for flag in (
-            "--cudagraph-metrics", "--trust-remote-code", "--enable-chunked-prefill", "--disable-log-requests",
+            "--cudagraph-metrics", "--trust-remote-code", "--enable-chunked-prefill",
             "--tokenizer-mode", "-pp", "--disable-log-stats", "--enable-prompt-tokens-details", "-O",
             "--hf-token", "--uvicorn-log-level", "--full-cuda-graph",
         )

@@ -4,6 +4,7 @@ import signal
 from typing import NoReturn
 
 from quire.cli.flag_groups import with_config_file, with_flag_groups
+from quire.core import logs
 from quire.engine.options import EngineOptions
 from quire.engine.parallel.node import run_node
 from quire.server.options import ServerOptions
@@ -19,6 +20,7 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
     if engine.node_rank == 0:
         start(engine, server)
     else:
+        logs.share(server.log_level, server.log_format, server.log_file)
         run_other_node(engine, server.restart_engine)
 
 

@@ -12,19 +12,18 @@ the stacks of all threads.
 """
 
 import asyncio
-import faulthandler
 import gc
 import logging
 import os
 import socket
 import ssl
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
 import uvloop
 
+from quire.core import logs
 from quire.core.errors import ConfigError, EngineError
 from quire.core.owner_labels import OwnerLabels
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
@@ -35,7 +34,6 @@ from quire.engine.processes.base_client import BaseClient
 from quire.engine.processes.client import EngineClient
 from quire.server.app import create_app
 from quire.server.errors import shutting_down
-from quire.server.http import logs
 from quire.server.http.http_server import HttpServer
 from quire.server.http.sockets import remove_path, url_of
 from quire.server.options import ServerOptions
@@ -103,8 +101,7 @@ async def watch_for_stalls(service: Service) -> None:
             if is_stalled and number not in stalled:
                 stalled.add(number)
                 log.error("%s has work and made no progress for %g seconds (stall_limit)", name, limit_s)
-                if sys.stderr is not None:  # None if the process was started without it
-                    faulthandler.dump_traceback()
+                logs.log_stacks(log)
                 engine.log_stacks()
             elif number in stalled and not is_stalled:
                 stalled.remove(number)
@@ -119,7 +116,7 @@ def run(
 
     Ends by os._exit: a normal shutdown would join threads that still tokenize for disconnected clients.
     """
-    logs.set_up()
+    logs.set_up("server")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_run(children, engine, options, listener, tls))
         remove_path(options.uds)
@@ -146,9 +143,12 @@ async def _run(
         has_tokenizer = service.client.tokenizer is not None
         url = url_of(listener, options.host, is_encrypted=tls is not None)
         num_engines = len(service.client.engines)
-        print_banner(
-            service.names[0], url, service.client.ready, has_tokenizer=has_tokenizer, num_engines=num_engines
-        )
+        if options.log_format == "json":
+            log.info("Quire is serving %s on %s", service.names[0], url)
+        else:
+            print_banner(
+                service.names[0], url, service.client.ready, has_tokenizer=has_tokenizer, num_engines=num_engines
+            )
         status = await _serve(service, http, signals, engine)
         await http.stop()
         return status

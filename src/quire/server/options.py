@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.core.errors import ConfigError
+from quire.core.logs import Form, Level
 from quire.core.optional_package import needs_library
 from quire.core.options import (
     SIZE,
@@ -458,6 +459,25 @@ class ServerOptions(Limits):
     shutdown_timeout: float = _recovery(
         30.0, "seconds that open requests get after SIGTERM", low=0, high=_LONGEST_S, unit="seconds",
         row="seconds that open requests get after SIGTERM or Ctrl-C; a second signal ends at once",
+    )  # fmt: skip
+    log_level: Level = _server(
+        "info", "lowest level of lines in the log", row="lowest level of lines in the log, of all processes; `debug` "
+        "has probes, too",
+    )  # fmt: skip
+    log_format: Form = _server(
+        "mixed", "json: all lines are JSON; text: all are text; mixed: those of requests are JSON",
+        row="`json`: every line of the log is a JSON object; `text`: all are text; `mixed`: those of requests are JSON "
+        "([log](#log))",
+    )  # fmt: skip
+    log_file: str | None = _server(
+        None, "file to append the log to, which may be renamed at any time", metavar="PATH",
+        shown_default="standard error",
+        row="file that the log is appended to; created with mode 0600, and opened again where it was renamed",
+    )  # fmt: skip
+    log_requests: float = _server(
+        1.0, "share of the requests with a line in the log; 0: none", low=0, high=1,
+        row="share of the requests that have a line in the log: 1 for all, 0.01 for each hundredth, 0 for none; unless "
+        "it is 0, a request that fails (status 400 and above, or no answer) always has one",
     )  # fmt: skip
     otlp_traces_endpoint: str | None = _server(
         None, "URL that traces of requests are sent to, by OTLP/HTTP (quire[otel])", metavar="URL",

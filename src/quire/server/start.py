@@ -9,6 +9,7 @@ import os
 import signal
 from typing import NoReturn
 
+from quire.core import logs
 from quire.core.errors import ConfigError
 from quire.engine.launcher import spawn_engines
 from quire.engine.options import EngineOptions
@@ -25,6 +26,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     Raises ConfigError, ModelError or EngineDeadError if the server cannot start; no process or socket is left then.
     """
     _ensure_standard_streams()
+    logs.share(options.log_level, options.log_format, options.log_file)
     raise_file_limit(options.max_connections)
     if (options.lora_modules or options.allow_runtime_lora) and not engine.enable_lora:
         raise ConfigError("lora_modules and allow_runtime_lora need enable_lora")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from quire.core import logs
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.engine.messages import failed
 from quire.engine.options import EngineOptions
@@ -25,7 +26,7 @@ from quire.engine.parallel.join import join_run
 
 def main() -> None:
     """Serve the descriptors with the numbers given as arguments."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s rank: %(message)s")
+    logs.set_up("rank", logging.WARNING)  # the engine logs the same
     connection, *inherited = map(int, sys.argv[1:])
     if inherited:
         run_forked(connection, inherited[0])

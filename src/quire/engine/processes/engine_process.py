@@ -9,7 +9,6 @@ it loads and during a step. SIGINT and SIGTERM are blocked from the start (`quir
 them, drains, then closes the socket.
 """
 
-import faulthandler
 import gc
 import logging
 import os
@@ -27,6 +26,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
+from quire.core import logs
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.frames import frame, has_room, read_frame
 from quire.core.lora import Adapter
@@ -261,15 +261,14 @@ def _write_stacks() -> NoReturn:
     """
     while True:
         signal.sigwait({signal.SIGUSR1})
-        if sys.stderr is not None:  # closed, if the server's is
-            faulthandler.dump_traceback()
+        logs.log_stacks(log)
 
 
 def main() -> None:
     """Serve the socket with the number given as the only argument."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # threads inherit the mask
     threading.Thread(target=_write_stacks, name="stacks", daemon=True).start()
-    logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
+    logs.set_up("engine")
     threading.excepthook = _exit_with_thread
     connection, commands = Connection(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[bytes]()
     listener = threading.Thread(target=connection.read_into, args=(commands,), name="commands", daemon=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from quire.core import logs
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.core.structured_outputs import (
@@ -218,5 +219,5 @@ def _refusal(error: InvalidRequestError, names: dict[str, str]) -> ConstraintRef
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(asctime)s %(levelname)s grammars: %(message)s")
+    logs.set_up("grammars", logging.WARNING)  # the server logs the same
     serve_jobs(GrammarJobs().answer, CHECK_LIMIT_S)

@@ -30,9 +30,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import EngineError
+from quire.core.logs import requests_log
 from quire.core.owner_labels import OPERATOR
 from quire.server.errors import ApiError, answer_error, body_memory_full, error_response, shutting_down
-from quire.server.http.logs import requests_log
 from quire.server.limits.active_responses import ClientDisconnectedError
 from quire.server.limits.memory import BodyMemoryFullError, BufferedBody
 from quire.server.options import ServerOptions
@@ -248,21 +248,33 @@ def client_id_in(scope: Scope) -> str | None:
     return sent if 0 < len(sent) <= MAX_CLIENT_ID_CHARS and sent.isascii() and sent.isprintable() else None
 
 
-def write_line(scope: Scope, status: int | None, duration_s: float, record: RequestRecord) -> None:
-    """Log one request, without its texts. `status` None: the client disconnected before a response."""
-    level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
-    if not requests_log.isEnabledFor(level):
-        return
-    id_of(record)
-    line: dict[str, Any] = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "method": scope["method"],
-        "path": scope["path"],
-        "status": status,
-        "duration_s": round(duration_s, 6),
-    }
-    text = msgspec.json.encode(line | msgspec.to_builtins(record)).decode()
-    requests_log.handle(requests_log.makeRecord(requests_log.name, level, "", 0, "%s", (text,), None))
+class RequestLog:
+    """Lines of a share of the requests, and of each that failed unless the share is 0."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._due = 1.0 - share     # above 1 less the share: the next request has a line, and so the first one
+
+    def write(self, scope: Scope, status: int | None, duration_s: float, record: RequestRecord) -> None:
+        """Log one request, without its texts. `status` None: the client disconnected before a response."""
+        level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+        if not self._share or not requests_log.isEnabledFor(level):
+            return
+        self._due += self._share
+        is_due = self._due >= 1.0
+        self._due -= is_due
+        if not is_due and status is not None and status < 400:
+            return
+        id_of(record)
+        line: dict[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "duration_s": round(duration_s, 6),
+        }
+        text = msgspec.json.encode(line | msgspec.to_builtins(record)).decode()
+        requests_log.handle(requests_log.makeRecord(requests_log.name, level, "", 0, "%s", (text,), None))
 
 
 log = logging.getLogger(__name__)
@@ -291,6 +303,7 @@ class Application(FastAPI):
         options = service.options
         self._needs_key = bool(options.api_key)
         self._keys = ApiKeys(options) if self._needs_key or options.operator_api_key is not None else None
+        self._log = RequestLog(options.log_requests)
         self._returns_client_ids = options.enable_request_id_headers
         self._root_path, self._raw_root_path = options.root_path, options.root_path.encode()
         self._endpoints = dict[tuple[str, str], Callable[[Request], Awaitable[Response]]]()   # keyed by method and path
@@ -344,7 +357,7 @@ class Application(FastAPI):
             if traces is not None and record.trace is not None:
                 record.trace.received_s = scope.get(_RECEIVED)
                 traces.end(record, sender.status, ended_s)
-            write_line(scope, sender.status, ended_s - started_s, record)
+            self._log.write(scope, sender.status, ended_s - started_s, record)
 
     async def _check_and_dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error. Routes see GET in place of HEAD."""

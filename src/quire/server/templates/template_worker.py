@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core import logs
 from quire.core.errors import InvalidRequestError
 from quire.core.frames import frame
 from quire.server.limits.sandbox_worker import serve_jobs
@@ -142,5 +143,5 @@ def _refusal(message: str, param: str | None, code: str | None) -> bytes:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(asctime)s %(levelname)s templates: %(message)s")
+    logs.set_up("templates", logging.WARNING)  # the server logs the same
     serve_jobs(TemplateJobs().answer, RENDER_LIMIT_S)
