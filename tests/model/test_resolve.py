@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.core import hub
 from quire.core.errors import ModelError
-from quire.model import hub, resolve
-from quire.model.hub import cause
+from quire.core.hub import cause
+from quire.model import resolve
 from quire.model.resolve import DEMO_MODEL, resolve_model, resolve_tokenizer
 
 

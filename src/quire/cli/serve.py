@@ -17,6 +17,10 @@ from quire.server.start import start
 def serve(engine: EngineOptions, server: ServerOptions) -> None:
     """Serve a model over HTTP, as OpenAI's API does; or, as a node other than 0, compute for such a server."""
     engine = server.with_engine_settings(engine)
+    if server.models_dir is not None:
+        from quire.server.models.start_models import start_models  # noqa: PLC0415 (aiohttp, for several models)
+
+        start_models(engine, server)
     if engine.node_rank == 0:
         start(engine, server)
     else:

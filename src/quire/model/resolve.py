@@ -4,9 +4,9 @@ import hashlib
 from pathlib import Path
 
 from quire.core.errors import ModelError
+from quire.core.hub import HUB_FILES, TOKENIZER_FILES, HubName, from_hub, parse_hub_name, read_aliases
 from quire.core.model_files import is_gguf
 from quire.model.config_reader import CONFIG_FILE
-from quire.model.hub import HUB_FILES, TOKENIZER_FILES, HubName, from_hub, parse_hub_name, read_aliases
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 DIGEST_SUFFIXES = (".json", ".safetensors", ".gguf")
@@ -16,7 +16,7 @@ DIGEST_END_BYTES = 1 << 16
 def resolve_model(model: str | None, files: tuple[str, ...] = HUB_FILES, revision: str | None = None) -> Path:
     """Return the folder of `model`, or its GGUF file; None is the bundled demo model.
 
-    A name that is neither may be an alias of the user's (`read_aliases` of `quire.model.hub`), then a hub id,
+    A name that is neither may be an alias of the user's (`read_aliases` of `quire.core.hub`), then a hub id,
     "owner/name" or "owner/name:Q4_K_M". The `files` of a hub id are downloaded into the hub's cache, or found there
     without network, at a `revision` (a branch, a tag or a commit; None: the default branch), which folders and files do
     not have. Raises ModelError with the sources that were tried.

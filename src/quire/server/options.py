@@ -308,6 +308,21 @@ class ServerOptions(Limits):
         None, "ciphers up to TLS 1.2, as OpenSSL names them", metavar="NAMES",
         row="ciphers up to TLS 1.2, as OpenSSL names them; by default those of Python",
     )  # fmt: skip
+    models_dir: str | None = _server(
+        None, "folder of models, in place of MODEL: each is loaded when a request names it", metavar="DIR",
+        row="folder of models, in place of MODEL, or the hub's cache: each is loaded in a process of its own when a "
+        "request names it ([model-names.md](model-names.md#one-server-for-several-models))",
+    )  # fmt: skip
+    models_max: int = _server(
+        1, "of models_dir, models that are loaded at once", low=1, high=64,
+        row="with `--models-dir`: models that are loaded at once; another one waits for a place, in order of arrival",
+    )  # fmt: skip
+    idle_unload: float = _server(
+        300.0, "of models_dir, seconds without a request after which a model is unloaded; 0: never",
+        low=0, high=30 * _LONGEST_S, unit="seconds",
+        row="with `--models-dir`: seconds without a request after which a model is unloaded; 0: never, but for another "
+        "model",
+    )  # fmt: skip
     root_path: str = _server(
         "", "path under which a proxy serves this server", metavar="PATH",
         row="path under which a proxy serves this server, as `/llm`: requests with and without it are answered",
@@ -503,6 +518,7 @@ class ServerOptions(Limits):
         if not all(name and name.isprintable() for name in self.served_model_name):
             raise ConfigError("served_model_name must not be empty or have control characters")
         _ = self.adapters
+        self._check_models_dir()
         if self.allow_runtime_lora and self.lora_root is None:
             raise ConfigError("allow_runtime_lora needs lora_root, the folder of the adapters")
         self._check_paths()
@@ -561,6 +577,13 @@ class ServerOptions(Limits):
     def weight_of(self, key_number: int) -> float:
         """Return the weight of a key, from 1; that of all others is 1."""
         return self.key_weights[key_number - 1] if 0 < key_number <= len(self.key_weights) else 1.0
+
+    def _check_models_dir(self) -> None:
+        if self.models_dir is None:
+            return
+        for name in ("served_model_name", "lora_modules", "allow_runtime_lora"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} is of one model, and models_dir has several")
 
     def _check_tls(self) -> None:
         if self.ssl_certfile is None:

@@ -25,7 +25,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
 
     Raises ConfigError, ModelError or EngineDeadError if the server cannot start; no process or socket is left then.
     """
-    _ensure_standard_streams()
+    ensure_standard_streams()
     logs.share(options.log_level, options.log_format, options.log_file)
     raise_file_limit(options.max_connections)
     if (options.lora_modules or options.allow_runtime_lora) and not engine.enable_lora:
@@ -63,7 +63,7 @@ def _collect_rarely() -> None:
     gc.set_threshold(young, middle, FULL_COLLECTION)
 
 
-def _ensure_standard_streams() -> None:
+def ensure_standard_streams() -> None:
     """Open /dev/null for each closed standard stream: else a socket gets its number, and printed text with it."""
     for number in range(3):
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ModelError
-from quire.model.hub import HUB_FILES, HubName, aliases_file, gguf_tags, parse_hub_name, pick_gguf
+from quire.core.hub import HUB_FILES, HubName, aliases_file, gguf_tags, parse_hub_name, pick_gguf
 from quire.model.resolve import DEMO_MODEL, resolve_model
 from support.command_line import Run
 from support.gguf_files import convert

@@ -13,13 +13,13 @@ import typer
 from quire.cli.flag_groups import with_flag_groups
 from quire.cli.models.pull_command import MODEL, REVISION
 from quire.core.errors import ModelError
+from quire.core.hub import HubName, aliases_file, at, gguf_tags, pick_gguf, read_aliases, whole_in_cache
 from quire.core.optional_package import PLANS
 from quire.core.optional_package import load as load_entry_point
 from quire.engine.formats import read_source
 from quire.engine.options import EngineOptions
 from quire.formats.gguf.gguf_source import GGUFSource
 from quire.model.config import num_parameters, read_config
-from quire.model.hub import HubName, aliases_file, at, gguf_tags, pick_gguf, read_aliases, whole_in_cache
 from quire.model.quantization import UNQUANTIZED, QuantizationOptions
 from quire.model.resolve import locate
 from quire.model.source import ModelSource

@@ -22,10 +22,7 @@ import typer
 from quire.cli.flag_groups import flag, with_flag_groups
 from quire.core.errors import ConfigError, EngineError, ModelError
 from quire.core.host_limits import free_memory_bytes
-from quire.core.optional_package import PLANS
-from quire.core.optional_package import load as load_entry_point
-from quire.engine.options import EngineOptions
-from quire.model.hub import (
+from quire.core.hub import (
     HUB_FILES,
     HubFile,
     HubModel,
@@ -41,6 +38,9 @@ from quire.model.hub import (
     needs_pick,
     snapshot,
 )
+from quire.core.optional_package import PLANS
+from quire.core.optional_package import load as load_entry_point
+from quire.engine.options import EngineOptions
 from quire.model.resolve import locate
 from quire.server.startup_banner import format_bytes
 

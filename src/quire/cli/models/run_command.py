@@ -12,8 +12,8 @@ from quire.cli.chat.screen import Screen
 from quire.cli.chat.session import ChatSession
 from quire.cli.flag_groups import flag, with_config_file, with_flag_groups
 from quire.cli.models.pull_command import fetch
+from quire.core.hub import whole_in_cache
 from quire.engine.options import EngineOptions
-from quire.model.hub import whole_in_cache
 from quire.model.resolve import locate
 
 

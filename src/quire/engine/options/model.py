@@ -5,10 +5,10 @@ from functools import partial
 from typing import Literal
 
 from quire.core.errors import ConfigError
+from quire.core.hub import HUB_FILES, TOKENIZER_FILES
 from quire.core.lora import DEFAULT_MAX_LORAS, DEFAULT_MAX_RANK, MAX_ADAPTERS, MAX_RANK
 from quire.core.options import option
 from quire.core.pooling import Runner
-from quire.model.hub import HUB_FILES, TOKENIZER_FILES
 from quire.model.quantization import DEFAULT_GROUP_SIZE, WHOLE_ROW, Activations, Method, QuantizationOptions
 from quire.text.text_settings import given_chat_template
 

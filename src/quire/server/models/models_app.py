@@ -1,0 +1,295 @@
+"""ASGI application of several models: keys, body, the name in it, and the way to the server of that model and back.
+
+A request is sent on as it came, with its headers, to a server that checks it as any server does; its answer comes back
+piece by piece. A request without a model's name goes to the only model that there is (POST), or to the loaded one that
+was asked last (all others, which load nothing).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from typing import Any
+from urllib.parse import parse_qs
+
+import aiohttp
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from yarl import URL
+
+from quire.core.errors import ModelError
+from quire.core.version import __version__
+from quire.server.apis.messages.messages_bodies import error_body as messages_error_body
+from quire.server.errors import ApiError, as_api_error, body_memory_full, invalid, shutting_down
+from quire.server.http.application import ApiKeys, RequestLog, RequestRecord, client_id_in
+from quire.server.models.model_process import ModelProcess
+from quire.server.models.places import State
+from quire.server.models.supervisor import Supervisor
+from quire.server.options import ServerOptions
+
+log = logging.getLogger(__name__)
+
+_PROBES = frozenset({"/health", "/ping", "/ready"})
+# Headers of one connection, not of the message; and those that each server sets by itself.
+_OF_CONNECTION = frozenset({
+    b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect", b"proxy-connection",
+    b"host", b"date", b"server",
+})  # fmt: skip
+_STREAM = "text/event-stream"
+
+
+class Named(msgspec.Struct):
+    """What is read of a body here."""
+
+    model: str | None = None
+
+
+_decode_named = msgspec.json.Decoder(Named).decode
+
+
+class ModelsApp:
+    """Routes of the models' server, and of those that it is in front of."""
+
+    def __init__(self, supervisor: Supervisor, options: ServerOptions) -> None:
+        self.is_draining = False
+        self._supervisor, self._options = supervisor, options
+        self._keys = ApiKeys(options) if options.api_key else None
+        self._log = RequestLog(options.log_requests)
+        self._num_body_bytes = 0        # of all requests, until they are answered
+        self._created = int(time.time())
+        self._app: ASGIApp = self._answer
+        if options.allowed_origins:
+            self._app = CORSMiddleware(
+                self._app, allow_origins=options.allowed_origins, allow_methods=options.allowed_methods,
+                allow_headers=options.allowed_headers, allow_credentials=options.allow_credentials,
+                expose_headers=("X-Request-Id",),
+            )  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        root = self._options.root_path
+        if root and scope["raw_path"].startswith(root.encode() + b"/"):
+            scope["path"], scope["raw_path"] = scope["path"].removeprefix(root), scope["raw_path"][len(root) :]
+        await self._app(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with what a route returns, or an error in the form of its API; log what no other server logs."""
+        began_s, sender = time.monotonic(), _Sender(send)
+        record = RequestRecord(client_request_id=client_id_in(scope))
+        try:
+            await self._check_and_dispatch(scope, receive, sender, record)
+        except _ClientGoneError:
+            sender.is_forwarded = False
+        except Exception as error:
+            if sender.status is not None:
+                raise       # too late for an error response: uvicorn logs it and closes the connection
+            sender.is_forwarded = False
+            if not isinstance(error, ApiError):
+                log.exception("a request failed")
+            failure = as_api_error(error)
+            await _error_response(failure, scope["path"])(scope, receive, sender.send)
+        finally:
+            if not sender.is_forwarded:
+                self._log.write(scope, sender.status, time.monotonic() - began_s, record)
+
+    async def _check_and_dispatch(
+        self, scope: Scope, receive: Receive, sender: "_Sender", record: RequestRecord
+    ) -> None:
+        method, path = scope["method"], scope["path"]
+        if path not in _PROBES and self._keys is not None and not self._keys.number_of(scope, allows_basic=False):
+            message = "this server needs one of its keys, as a header 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if self.is_draining and path not in _PROBES - {"/ready"}:
+            raise shutting_down()
+        if method != "POST":
+            own = self._own(path)
+            if own is not None and method in ("GET", "HEAD"):
+                await own(scope, receive, sender.send)
+                return
+            name = self._looked_at(scope)
+            await _until_gone(receive, self._forward(scope, b"", sender, name, is_use=False))
+            return
+        body = await self._read_body(scope, receive)
+        try:
+            await _until_gone(receive, self._post(scope, body, sender, record))
+        finally:
+            self._num_body_bytes -= len(body)
+
+    def _own(self, path: str) -> Response | None:
+        """Return the answer to a GET of this server's own; None for a path of the models' servers."""
+        if path in _PROBES:
+            return JSONResponse({})
+        if path == "/version":
+            return JSONResponse({"version": __version__})
+        if path == "/v1/models":
+            data = [self._described(name) for name in self._supervisor.folder.names()]
+            return JSONResponse({"object": "list", "data": data})
+        if path.startswith("/v1/models/"):
+            name = self._served(path.removeprefix("/v1/models/"))
+            return JSONResponse(self._described(name))
+        return None
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """Return the entry of a model, its state as llama.cpp's router names it."""
+        state = self._supervisor.places.state(name)
+        status = {"value": {State.CLOSED: "loaded", State.UNLOADING: "unloaded"}.get(state, str(state))}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "quire", "status": status}
+
+    def _looked_at(self, scope: Scope) -> str:
+        """Return the loaded model that a GET is for: that of ?model=, or the one that was asked last."""
+        asked = parse_qs(scope["query_string"].decode("latin-1")).get("model")
+        loaded = self._supervisor.places.loaded()
+        name = self._served(asked[-1]) if asked else (loaded[0] if loaded else None)
+        if name is None or name not in loaded:
+            told = "no model is loaded" if name is None else f"model {name!r} is not loaded"
+            message = f"{told}, and a {scope['method']} loads none: a request that names a model does"
+            raise ApiError(404, message, code="model_not_loaded")
+        return name
+
+    async def _post(self, scope: Scope, body: bytes, sender: "_Sender", record: RequestRecord) -> None:
+        path = scope["path"]
+        record.model = name = self._named(body)
+        if path in ("/models/load", "/models/unload"):      # llama.cpp's
+            if path == "/models/unload":
+                self._supervisor.unload(name)
+            else:
+                async with self._supervisor.lend(name):
+                    pass
+            await JSONResponse({"success": True})(scope, _no_message, sender.send)
+            return
+        await self._forward(scope, body, sender, name)
+
+    def _named(self, body: bytes) -> str:
+        """Return the model that a body names, or the only one that there is. ApiError 400 or 404."""
+        try:
+            asked = _decode_named(body).model
+        except msgspec.ValidationError as error:
+            invalid(f"the body must be an object, its model a text: {error}", param="model")
+        except msgspec.DecodeError as error:
+            invalid(f"the body is no valid JSON: {error}", code="invalid_json")
+        if asked is not None:
+            return self._served(asked)
+        names = [*self._supervisor.folder.names()]
+        if len(names) != 1:
+            told = f"the body must name a model; there are {', '.join(names[:8]) or 'none'}"
+            invalid(told, param="model", code="model_required")
+        return names[0]
+
+    def _served(self, asked: str) -> str:
+        try:
+            return self._supervisor.folder.served_name(asked)
+        except ModelError as error:
+            raise ApiError(404, str(error), param="model", code="model_not_found") from error
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the whole body, which counts towards the memory of all until its request is answered."""
+        options, received = self._options, bytearray()
+        try:
+            async with asyncio.timeout(options.receive_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientGoneError
+                    piece = message.get("body", b"")
+                    if len(received) + len(piece) > options.max_body_bytes:
+                        told = f"the body is longer than {options.max_body_bytes} bytes (max_body_bytes)"
+                        raise ApiError(413, told, code="request_too_large")
+                    if self._num_body_bytes + len(piece) > options.max_total_body_bytes:
+                        raise body_memory_full(options.max_total_body_bytes)
+                    self._num_body_bytes += len(piece)
+                    received += piece
+                    if not message.get("more_body", False):
+                        return bytes(received)
+        except TimeoutError:
+            self._num_body_bytes -= len(received)
+            told = f"the body took more than {options.receive_timeout:g} s (receive_timeout)"
+            raise ApiError(408, told, code="request_timeout", headers={"Connection": "close"}) from None
+        except BaseException:
+            self._num_body_bytes -= len(received)
+            raise
+
+    async def _forward(self, scope: Scope, body: bytes, sender: "_Sender", name: str, *, is_use: bool = True) -> None:
+        """Send a request to the server of a model, and its answer back. ApiError 502 where that dies before."""
+        async with self._supervisor.lend(name, is_use=is_use) as process:
+            try:
+                await _relay(process, scope, body, sender)
+            except (aiohttp.ClientError, OSError) as error:
+                failure = ApiError(
+                    502, f"the server of model {name!r} has died; the next request loads it again", type="server_error",
+                    code="model_died", headers={"Retry-After": "1"},
+                )  # fmt: skip
+                if sender.status is None:
+                    raise failure from error
+                if not sender.is_stream:
+                    raise           # uvicorn closes the connection: the client sees that the answer is not whole
+                event = b"data: " + msgspec.json.encode(failure.body) + b"\n\n"
+                await sender.send({"type": "http.response.body", "body": event})
+
+
+async def _relay(process: ModelProcess, scope: Scope, body: bytes, sender: "_Sender") -> None:
+    query = scope["query_string"].decode("latin-1")
+    url = URL(f"http://model{scope['raw_path'].decode('latin-1')}{'?' + query if query else ''}", encoded=True)
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+               if name not in _OF_CONNECTION and name != b"content-length"]  # fmt: skip
+    request = process.session.request(scope["method"], url, headers=headers, data=body or None, allow_redirects=False)
+    async with request as response:
+        sender.is_forwarded = True
+        sender.is_stream = response.content_type == _STREAM
+        own = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in _OF_CONNECTION]
+        await sender.send({"type": "http.response.start", "status": response.status, "headers": own})
+        async for piece in response.content.iter_any():
+            await sender.send({"type": "http.response.body", "body": piece, "more_body": True})
+        await sender.send({"type": "http.response.body", "body": b""})
+
+
+class _Sender:
+    """The `send` of one request. `is_forwarded`: a model's server logs it; `is_stream`: it is server-sent events."""
+
+    __slots__ = ("_send", "is_forwarded", "is_stream", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_forwarded = self.is_stream = False
+        self.status: int | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send a message of a response."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
+class _ClientGoneError(Exception):
+    """The client has disconnected: none is left to answer."""
+
+
+async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Do the work of a request whose body was read; cancel it when the client disconnects."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_gone(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _ClientGoneError
+        working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.wait((working, gone))
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _no_message() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _error_response(error: ApiError, path: str) -> Response:
+    """Return the response of an error, in the form of the API that the request is for."""
+    body = messages_error_body(error) if path.startswith("/v1/messages") else error.body
+    return JSONResponse(body, error.status, error.headers)
