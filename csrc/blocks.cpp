@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
-#include <string>
 
 #include "convert.hpp"
+#include "packing.hpp"
 #include "thread_pool.hpp"
 
 namespace quire {
@@ -289,9 +289,7 @@ void read_block_values(BlockType type, const std::uint8_t* rows, long stride, lo
 
 void look_up_blocks(BlockType type, const std::uint8_t* table, long num_rows, long blocks_per_row, const std::int64_t* row_ids,
                     long num_ids, float* values) {
-    for (long i = 0; i < num_ids; i++)
-        if (row_ids[i] < 0 || row_ids[i] >= num_rows)
-            throw std::out_of_range("row " + std::to_string(row_ids[i]) + " of a table of " + std::to_string(num_rows));
+    require_rows(row_ids, num_ids, num_rows);
     with_type(type, [&]<typename Type>() {
         share_rows<Type>(num_ids, blocks_per_row, [&](long begin, long end) {
             for (long i = begin; i < end; i++)

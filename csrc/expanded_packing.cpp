@@ -8,7 +8,8 @@
 namespace quire {
 namespace {
 
-constexpr long BYTES_AT_ONCE = 1 << 20;  // packed weights that a thread takes
+constexpr long BYTES_AT_ONCE = 1 << 20;     // packed weights that a thread takes
+constexpr long ELEMENTS_AT_ONCE = 1 << 14;  // looked up by a thread
 
 // Values [rows, num_groups] as [group][16], zeros for the rows that are missing.
 template <typename Given>
@@ -57,6 +58,34 @@ void pack_expanded(WeightFormat format, Quantization quantization, const std::ui
     };
     share_range(num_strips(out_features), std::max<long>(1, BYTES_AT_ONCE / layout.strip_bytes), [&](long begin, long end) {
         for (long strip = begin; strip < end; strip++) pack_strip(strip);
+    });
+}
+
+void look_up_expanded(WeightFormat format, Quantization quantization, const std::uint8_t* packed, long out_features,
+                      long in_features, const std::int64_t* row_ids, long num_ids, float* values) {
+    const ExpandedLayout layout(format, quantization, in_features);
+    const bool is_half = format == WeightFormat::int4 || format == WeightFormat::codebook4;
+    require_rows(row_ids, num_ids, out_features);
+    const auto look_up_row = [&](const std::uint8_t* strip, long row, float* to) {
+        const float* scales = reinterpret_cast<const float*>(strip) + row;
+        const float* offsets = scales + layout.num_groups * STRIP;
+        const std::uint8_t* elements = strip + layout.header_bytes + row;
+        for (long i = 0; i < in_features; i++) {
+            const long group = (quantization.groups ? quantization.groups[i] : i / quantization.group_size) * STRIP;
+            const int element = is_half ? elements[i / 2 * STRIP] >> i % 2 * 4 & 15 : elements[i * STRIP];
+            if (quantization.codebook)
+                to[i] = quantization.codebook[element] * scales[group];
+            else if (quantization.offsets == Offsets::minimums)
+                to[i] = static_cast<float>(element) * scales[group] - offsets[group];
+            else if (quantization.offsets == Offsets::zero_points)
+                to[i] = (static_cast<float>(element) - offsets[group]) * scales[group];
+            else
+                to[i] = static_cast<float>(element - quantization.zero_point) * scales[group];
+        }
+    };
+    share_range(num_ids, std::max(1l, ELEMENTS_AT_ONCE / in_features), [&](long begin, long end) {
+        for (long i = begin; i < end; i++)
+            look_up_row(packed + row_ids[i] / STRIP * layout.strip_bytes, row_ids[i] % STRIP, values + i * in_features);
     });
 }
 

@@ -39,4 +39,9 @@ void pack_expanded(WeightFormat format, Quantization quantization, const std::ui
                    long out_features, long in_features, const float* scales, const void* offsets, std::uint8_t* packed,
                    long every);
 
+// Write the values of rows of a packed weight of integers or codes, float32 [num_ids, in_features] without gaps. A row outside
+// of the weight is a std::out_of_range. All threads take part.
+void look_up_expanded(WeightFormat format, Quantization quantization, const std::uint8_t* packed, long out_features,
+                      long in_features, const std::int64_t* row_ids, long num_ids, float* values);
+
 }  // namespace quire

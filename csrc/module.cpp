@@ -330,6 +330,10 @@ NB_MODULE(_kernels, module) {
     def_long(module, "pack_quantized", pack_quantized);
     def(module, "expanded_size", expanded_size);
     def_long(module, "pack_expanded", pack_expanded);
+    def(module, "look_up_packed_bf16", look_up_packed<bf16>);
+    def(module, "look_up_packed_float", look_up_packed<float>);
+    def(module, "look_up_quantized", look_up_quantized);
+    def(module, "look_up_expanded", look_up_expanded);
     def_long(module, "read_blocks", read_blocks);
     def_long(module, "copy_blocks", copy_blocks);
     def_long(module, "read_block_values", read_block_values);

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "thread_pool.hpp"
 
@@ -13,6 +15,7 @@ namespace {
 // Bytes that a thread packs at a time: a huge page, for two threads that write to a page that has not been
 // touched would both fill it with zeros.
 constexpr long BYTES_AT_ONCE = 2 << 20;
+constexpr long ELEMENTS_AT_ONCE = 1 << 14;  // looked up by a thread
 
 // A weight is packed by words: one float, or a pair of bfloat16.
 constexpr long WORD_BYTES = 4;
@@ -127,6 +130,56 @@ void pack_linear(const T* weight, long stride, long out_features, long in_featur
     });
 }
 
+void require_rows(const std::int64_t* row_ids, long num_ids, long num_rows) {
+    for (long i = 0; i < num_ids; i++)
+        if (row_ids[i] < 0 || row_ids[i] >= num_rows)
+            throw std::out_of_range("row " + std::to_string(row_ids[i]) + " of a table of " + std::to_string(num_rows));
+}
+
+template <typename T>
+void look_up_packed(const T* packed, long out_features, long in_features, const std::int64_t* row_ids, long num_ids, T* rows) {
+    constexpr long inputs = WORD_BYTES / long(sizeof(T));  // of a word
+    const long strip_elements = packed_size<T>(STRIP, in_features);
+    require_rows(row_ids, num_ids, out_features);
+    share_range(num_ids, std::max(1l, ELEMENTS_AT_ONCE / in_features), [&](long begin, long end) {
+        for (long i = begin; i < end; i++) {
+            const T* words = packed + row_ids[i] / STRIP * strip_elements + row_ids[i] % STRIP * inputs;
+            for (long input = 0; input < in_features; input++)
+                rows[i * in_features + input] = words[input / inputs * inputs * STRIP + input % inputs];
+        }
+    });
+}
+
+void look_up_quantized(WeightFormat format, Quantization quantization, const std::uint8_t* packed, long out_features,
+                       long in_features, const std::int64_t* row_ids, long num_ids, float* values) {
+    const QuantizedLayout layout(format, quantization, in_features);
+    require_rows(row_ids, num_ids, out_features);
+    const auto look_up_group = [&](const std::uint8_t* packed_group, long row, long inputs, float* to) {
+        float scale, minimum = 0;
+        std::int32_t zero_point = static_cast<std::int32_t>(quantization.zero_point);
+        const std::uint8_t* second_header = packed_group + layout.header_bytes / 2 + row * 4;
+        std::memcpy(&scale, packed_group + row * 4, sizeof scale);
+        if (quantization.offsets == Offsets::zero_points) std::memcpy(&zero_point, second_header, sizeof zero_point);
+        if (quantization.offsets == Offsets::minimums) std::memcpy(&minimum, second_header, sizeof minimum);
+        const std::uint8_t* tile = packed_group + layout.header_bytes;
+        for (long i = 0; i < inputs; i++) {
+            const long in_tile = i % layout.tile_inputs, place = (in_tile / 4 * STRIP + row) * 4 + in_tile % 4;
+            const std::uint8_t* own_tile = tile + i / layout.tile_inputs * layout.tile_bytes;
+            const int element = format != WeightFormat::int4_a8 ? own_tile[place]
+                                : place < layout.tile_bytes     ? own_tile[place] & 15
+                                                                : own_tile[place - layout.tile_bytes] >> 4;
+            to[i] = quantization.offsets == Offsets::minimums ? static_cast<float>(element) * scale - minimum
+                                                              : static_cast<float>(element - zero_point) * scale;
+        }
+    };
+    share_range(num_ids, std::max(1l, ELEMENTS_AT_ONCE / in_features), [&](long begin, long end) {
+        for (long i = begin; i < end; i++)
+            for (long group = 0; group < layout.num_groups; group++)
+                look_up_group(packed + row_ids[i] / STRIP * layout.strip_bytes + group * layout.group_bytes, row_ids[i] % STRIP,
+                              layout.num_inputs(group), values + i * in_features + group * layout.group_size);
+    });
+}
+
 // What is not finite has an exponent of nothing but ones. No branch: the compiler compares many values at once.
 template <typename T>
 bool all_finite(const T* values, long count) {
@@ -149,5 +202,7 @@ template bool all_finite(const bf16*, long);
 template bool all_finite(const float*, long);
 template void pack_linear(const bf16*, long, long, long, bf16*, long);
 template void pack_linear(const float*, long, long, long, float*, long);
+template void look_up_packed(const bf16*, long, long, const std::int64_t*, long, bf16*);
+template void look_up_packed(const float*, long, long, const std::int64_t*, long, float*);
 
 }  // namespace quire

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
 #include "kernels.hpp"
 
@@ -55,6 +56,18 @@ struct QuantizedLayout {
 inline long quantized_size(WeightFormat format, Quantization quantization, long out_features, long in_features) {
     return num_strips(out_features) * QuantizedLayout(format, quantization, in_features).strip_bytes;
 }
+
+// Throw std::out_of_range for a row that a table does not have.
+void require_rows(const std::int64_t* row_ids, long num_ids, long num_rows);
+
+// Write rows of a packed weight, as they were before, [num_ids, in_features] without gaps. A row outside of the weight is a
+// std::out_of_range. All threads take part.
+template <typename T>
+void look_up_packed(const T* packed, long out_features, long in_features, const std::int64_t* row_ids, long num_ids, T* rows);
+
+// The same of a quantized weight: the values of its elements, in float32. Its inputs are in the order of x's.
+void look_up_quantized(WeightFormat format, Quantization quantization, const std::uint8_t* packed, long out_features,
+                       long in_features, const std::int64_t* row_ids, long num_ids, float* values);
 
 // Whether none of `count` values is infinite or no number. All threads take part.
 template <typename T>

@@ -12,7 +12,6 @@ from quire.core.config import QUANTIZED
 from quire.core.errors import ConfigError
 from quire.kernels.kv_cache import CacheLayout, CopyBlocks
 from quire.kernels.layers import ExpertLayer, Linear, Norm
-from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.low_rank import Up
 from quire.kernels.paged_attention import Attend, AttentionBackEnd, WriteKV
 from quire.kernels.program import AttentionOp, Op, Program, RotaryWriteOp
@@ -28,18 +27,19 @@ class BackEnd:
     """One implementation of every op; each field has the signature that `reference.back_ends.TORCH` has there.
 
     `linear` makes a layer from a `LinearWeight`, as `make_linear` does; `head` makes one to float32 logits, which
-    are defined until its next call; `low_rank_up` makes B of an adapter's module from its weight, as `TorchUp` is
-    one; `adapter_slots` makes `TritonSlots` where adapters are computed on a device of their own memory;
-    `experts` makes a mixture of layers, as `TorchExperts` is one; `norm` makes one from its parameters, as
-    `TorchNorm` does. `library` makes the tensors that all of them take. `fuse` replaces those stretches of a layer
-    program that the back end runs in one call. `attention` is what --attention-backend chose for a GPU in place of
-    Triton's kernels, if anything. `is_exact`: a row's results have the same bits in every batch.
+    are defined until its next call. Where a back end `has_tables`, it makes heads of `WeightPortions`, too, and they
+    have an embedding `table`, which looks rows up in their weight. `low_rank_up` makes B of an adapter's module from
+    its weight, as `TorchUp` is one; `adapter_slots` makes `TritonSlots` where adapters are computed on a device of
+    their own memory; `experts` makes a mixture of layers, as `TorchExperts` is one; `norm` makes one from its
+    parameters, as `TorchNorm` does. `library` makes the tensors that all of them take. `fuse` replaces those stretches
+    of a layer program that the back end runs in one call. `attention` is what --attention-backend chose for a GPU in
+    place of Triton's kernels, if anything. `is_exact`: a row's results have the same bits in every batch.
     """
 
     name: str
     library: Library
     linear: Callable[..., Linear]
-    head: Callable[[LinearWeight, Tensor | None], Linear]
+    head: Callable[..., Linear]
     low_rank_up: Callable[..., Up]
     experts: Callable[..., ExpertLayer]
     fuse: Callable[[Program], Program]
@@ -53,6 +53,7 @@ class BackEnd:
     adapter_slots: Callable[..., "TritonSlots"] | None = None
     attention: AttentionBackEnd | None = None
     is_exact: bool = False
+    has_tables: bool = False
 
     @property
     def is_capturable(self) -> bool:

@@ -9,7 +9,7 @@ A quantized element is one byte, and its value is, in float32,
 `quire.kernels.quantized` has the two arithmetics of layers with such weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ import numpy as np
 from quire.core.arrays import Array, concatenated, dtype_name
 from quire.core.errors import ConfigError
 
+STRIP_ROWS = 16  # outputs that kernels of a CPU pack together
 DENSE = "dense"  # the format of unquantized weights
 INT8, INT4, FP8, CODEBOOK4 = "int8", "int4", "fp8", "codebook4"
 INTEGER_FORMATS = (INT8, INT4)
@@ -189,6 +190,18 @@ class LinearWeight:
         assert self.format in INTEGER_FORMATS, f"int8 activations with {self.format} weights"
         assert num_inputs == self.in_features or num_inputs % size == 0, f"groups of {size} in groups of {num_inputs}"
         assert min(size, self.in_features) <= MAX_ACTIVATION_GROUP, f"activation groups of {size} inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPortions:
+    """A quantized weight that is read while it is packed, a portion of its rows at a time: it is never whole in memory.
+
+    Portions are alike but for their rows; all but the last have a multiple of 16. One may be in the memory of the one
+    before.
+    """
+
+    out_features: int
+    portions: Iterable[LinearWeight]
 
 
 def _columns(grouped: Array | None, groups: slice) -> Array | None:

@@ -76,7 +76,8 @@ class Decoder:
         self.kv_geometry = KVGeometry.of(local, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
         shapes = DecoderShapes.of(spec)
         self._text_cache = None if spec.is_causal else TextCache(spec, self.dtype, self.back_end)
-        tokens = weights.embedding(shapes.embedding)
+        is_head_whole = spec.has_head and spec.is_head_tied and ranks is None
+        tokens = weights.embedding(shapes.embedding, shapes.head if is_head_whole else None)
         self._embedding = Embedding(spec, shapes, weights, tokens.taken)
         cos_sin = {
             each: weights.taken(_rotary_table(each, max_positions, table_positions)) for each in spec.rotaries
@@ -169,6 +170,8 @@ def _head(
     spec: DecoderSpec, shape: LinearShape, embedding: TokenTable, weights: WeightReader, ranks: Ranks | None
 ) -> Linear:
     """Read the head, of a rank its part of the vocabulary; return that of all ranks."""
+    if embedding.head is not None:
+        return embedding.head
     if ranks is None:
         return weights.head(shape, embedding, is_tied=spec.is_head_tied)
     cut = ranks.shard.cut(spec.vocab_size)

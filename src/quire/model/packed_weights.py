@@ -1,8 +1,8 @@
 """Packed weights: a model's weights out of a packed file that fits, or read from its checkpoint and put into one.
 
 A packed file is a cache. It is used if it was made by this version of Quire, of the same source files, for the same
-dtype and quantization; else it is written anew. Stored embedding tables and scales of a KV cache are not in it: they
-are read from the checkpoint as they are there.
+dtype and quantization; else it is written anew. Stored embedding tables of models whose head is another, and scales of
+a KV cache, are not in it: they are read from the checkpoint as they are there.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from quire.kernels import tensors
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PACKING_VERSION, PackedWeight
 from quire.kernels.layers import GATED, Linear
+from quire.kernels.linear_weight import LinearWeight, WeightPortions
 from quire.model.checkpoints.packed_file import (
     DTYPES,
     SUFFIX,
@@ -153,6 +154,10 @@ class PackedReader(WeightReader):
         assert rows is None, "rows of a rank"
         read = partial(super().head, shape, embedding, is_tied=is_tied)
         return self._layer(f"head {shape.modules[0]}", shape, read, self.back_end.head)
+
+    def _made_head(self, shape: LinearShape, read: Callable[[], LinearWeight | WeightPortions]) -> Linear:
+        make = partial(super()._made_head, shape, read)
+        return self._layer(f"head {shape.modules[0]}", shape, make, self.back_end.head)
 
     def warn_of_unread(self) -> None:
         """Log tensors that are not used, when the checkpoint was read."""

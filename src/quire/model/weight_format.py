@@ -5,14 +5,14 @@ Here are the formats that read floats, dense or rounded to fewer bits; `quire.fo
 One tensor is quantized at a time, and its floats are dropped before the next is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quire.core.arrays import Array
+from quire.core.arrays import FLOAT16, Array
 from quire.kernels.conversion import round_to_nearest
-from quire.kernels.linear_weight import LinearWeight, StoredTable, Table
+from quire.kernels.linear_weight import LinearWeight, StoredTable, Table, WeightPortions
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 
@@ -50,6 +50,14 @@ class WeightFormat(Protocol):
     def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> StoredTable | None:
         """Return the embedding table in the checkpoint's own form; None: it is read as floats."""
 
+    def tied_weight(
+        self, tensors: TensorReader, module: ModuleRows, width: int
+    ) -> Callable[[], LinearWeight | WeightPortions] | None:
+        """Return what reads the embedding table as the weight of a head, from which a kernel looks its rows up.
+
+        None: a tied head has other values than the table, or the checkpoint one of its own.
+        """
+
     def read_head(
         self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
     ) -> LinearWeight:
@@ -78,6 +86,14 @@ class DenseFormat:
 
     def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> None:
         """Return None: tables are read as floats."""
+
+    def tied_weight(
+        self, tensors: TensorReader, module: ModuleRows, width: int
+    ) -> Callable[[], LinearWeight | WeightPortions] | None:
+        """Return what reads the table; in float16 a kernel has a head in float32."""
+        if tensors.dtype == FLOAT16:
+            return None
+        return lambda: LinearWeight.dense(read_floats(tensors, module, width))
 
     def read_head(
         self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None
@@ -112,6 +128,9 @@ class RoundedFormat:
 
     def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> None:
         """Return None: tables are read as floats."""
+
+    def tied_weight(self, tensors: TensorReader, module: ModuleRows, width: int) -> None:
+        """Return None: the head is rounded, and the table is not."""
 
     def read_head(
         self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None

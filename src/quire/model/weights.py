@@ -16,7 +16,7 @@ from quire.kernels.back_end import BackEnd
 from quire.kernels.conversion import converted
 from quire.kernels.kv_cache import KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Routing
-from quire.kernels.linear_weight import DENSE, LinearWeight, Table
+from quire.kernels.linear_weight import DENSE, LinearWeight, Table, WeightPortions
 from quire.kernels.tensors import Tensor
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, with_single_experts
 from quire.model.shapes import LinearShape, NormShape, TableShape, VectorShape
@@ -39,10 +39,14 @@ class ReadTally:
 
 
 class TokenTable(NamedTuple):
-    """The table of token embeddings: as read, and as the back end looks rows up in it, on a CPU in the same memory."""
+    """The table of token embeddings: as read, and as the back end looks rows up in it, on a CPU in the same memory.
+
+    `head`: the layer to logits, if rows are looked up in its weight.
+    """
 
     stored: Table
     taken: Table
+    head: Linear | None = None
 
 
 class WeightReader:
@@ -91,8 +95,16 @@ class WeightReader:
     def _read_table(self, shape: TableShape) -> Array:
         return self._read_kept([f"{self._prefix}{shape.module}.weight"], [(shape.num_rows, shape.width)])
 
-    def embedding(self, shape: TableShape) -> TokenTable:
-        """Return the table of token embeddings [num_rows, width]: of floats, or as the checkpoint stores it."""
+    def embedding(self, shape: TableShape, tied_head: LinearShape | None = None) -> TokenTable:
+        """Return the table of token embeddings [num_rows, width]: of floats, or as the checkpoint stores it.
+
+        `tied_head`: of a head that has the table's values. Where both have the same ones, the table is the head's
+        weight.
+        """
+        head = None if tied_head is None else self._shared_head(shape, tied_head)
+        if head is not None:
+            table = head.table  # type: ignore[attr-defined]
+            return TokenTable(table, table, head)
         module = ModuleRows.whole(f"{self._prefix}{shape.module}", shape.num_rows)
         stored = self._format.read_table(self._tensors, module, shape.width)
         if stored is None:
@@ -101,6 +113,21 @@ class WeightReader:
         self.tally.num_parameters += shape.num_rows * shape.width
         self.tally.weight_bytes += stored.num_bytes
         return TokenTable(stored, self._library.table(stored))
+
+    def _shared_head(self, shape: TableShape, head: LinearShape) -> Linear | None:
+        """Return the layer of a tied head whose weight the table of embeddings is; None: each has its own."""
+        own_tensors = tuple(f"{stem}." for stem in (head.modules[0], *self.names.other_heads))
+        is_table = self.back_end.has_tables and (head.num_rows, head.width) == ((shape.num_rows,), shape.width)
+        if not is_table or head.has_bias or any(name.startswith(own_tensors) for name in self._tensors.names):
+            return None
+        module = ModuleRows.whole(f"{self._prefix}{shape.module}", shape.num_rows)
+        read = self._format.tied_weight(self._tensors, module, shape.width)
+        return None if read is None else self._made_head(head, read)
+
+    def _made_head(self, shape: LinearShape, read: Callable[[], LinearWeight | WeightPortions]) -> Linear:
+        layer = self.back_end.head(read(), None)
+        self._tally_layer(layer, shape.num_rows[0] * shape.width)
+        return layer
 
     def norm(self, shape: NormShape, heads: Range | None = None) -> tuple[Tensor, Tensor | None]:
         """Return a norm's weight, [width] or [num_heads, width], and, if it has one, its bias.

@@ -26,13 +26,14 @@ CACHE_LINE = 64  # bytes
 class Packing:
     """Storage of weights in a back end: rows and inputs of linear ones padded to multiples, dtypes.
 
-    A tied head may be kept twice, and an embedding table in the blocks of its file.
+    A tied head may be packed, and then the table is read from it where both have the same values; else an embedding
+    table may be in the blocks of its file.
     """
 
     row_multiple: int
     input_multiple: int            # bfloat16 weights need inputs of a multiple of this
     kernel_dtypes: frozenset[str]  # everything else is float32, the KV cache too
-    copies_tied_head: bool
+    packs_tied_head: bool
     keeps_table_blocks: bool
 
     def kernel_dtype(self, dtype: str) -> str:
@@ -45,8 +46,8 @@ class Packing:
         return -(-num_rows // self.row_multiple) * self.row_multiple * -(-width // inputs) * inputs
 
 
-CPU_PACKING = Packing(16, 32, frozenset({"float32", "bfloat16"}), copies_tied_head=True, keeps_table_blocks=True)
-PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), copies_tied_head=False, keeps_table_blocks=False)
+CPU_PACKING = Packing(16, 32, frozenset({"float32", "bfloat16"}), packs_tied_head=True, keeps_table_blocks=True)
+PLAIN_PACKING = Packing(1, 1, frozenset(DTYPE_BYTES), packs_tied_head=False, keeps_table_blocks=False)
 
 
 def scheme_bits(scheme: WeightScheme, dtype: str, width: int) -> float:
@@ -106,14 +107,19 @@ def weight_bytes(
     does not use.
     """
     around, prefix = DecoderShapes.of(spec), spec.weights.prefixes[0]
-    is_head_kept = packing.copies_tied_head or not spec.is_head_tied or quantization.head != UNQUANTIZED.head
+    is_head_kept = packing.packs_tied_head or not spec.is_head_tied or quantization.head != UNQUANTIZED.head
     is_head_kept &= spec.has_head
+    is_table_head = packing.packs_tied_head and shard is None and dtype in packing.kernel_dtypes
+    is_table_head &= spec.has_head and spec.is_head_tied and not spec.has_head_bias
+    is_table_head &= quantization.table is not None or quantization.head == UNQUANTIZED.head
 
     def kept(shape: Shape | None, prefix: str) -> int | Fraction:
         scheme = UNQUANTIZED.layers
         if isinstance(shape, LinearShape) and not shape.is_always_dense:
             scheme = quantization.scheme([prefix + module for module in shape.modules])
         num_bytes = _kept_bytes(shape, dtype, packing, scheme)
+        if shape == around.embedding and is_table_head:
+            return 0
         if shape == around.embedding and packing.keeps_table_blocks and quantization.table and dtype != "float16":
             num_bytes = num_elements(shape) // quantization.table.num_elements * quantization.table.num_bytes
         if not of_one_token:

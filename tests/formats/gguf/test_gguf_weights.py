@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.core.arrays import FLOAT32
+from quire.core.arrays import BFLOAT16, FLOAT32, bits
 from quire.core.errors import ConfigError, ModelError
 from quire.engine.formats import read_source
+from quire.formats.gguf import gguf_weights
 from quire.formats.gguf.blocks import KINDS, read_values
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_weights import SCHEMES, GGUFCheckpoint, GGUFFormat, GGUFQuantization, block_scheme
 from quire.kernels.back_end import BackEnd
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.kernels.reference.linear import reference
@@ -330,6 +332,32 @@ def test_layer_with_int8_activations_is_the_reference_to_the_bit(
     assert weight.activation_group_size == weight.group_size
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
     assert torch.equal(linear_of(back_end, weight, x), reference(x, weight))
+
+
+@pytest.mark.skipif(not usable_isas(), reason="the C++ extension was not built")
+@pytest.mark.parametrize("activations", ["int8", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_table_of_a_tied_head_is_packed_by_portions_to_the_same_bytes_and_has_the_rows_of_its_blocks(
+    kind: str, activations: Activations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.kernels.cpp.cpp_linear import CppHead
+
+    monkeypatch.setattr(gguf_weights, "ELEMENTS_AT_ONCE", 40 * 512)  # portions of 32 rows, and one of 6
+    rows, ids = random_rows(kind, 102, 512), np.array([101, 0, 31, 32, 97, 15, 16])
+    file = GGUFFile(write_gguf(tmp_path / "a.gguf", {}, {"token_embd.weight": (kind, (102, 512), rows.tobytes())}))
+    checkpoint, table = GGUFCheckpoint(file, {}), ModuleRows.whole("token_embd", 102)
+    blocks, tensors = GGUFFormat(checkpoint, "token_embd", activations), TensorReader(checkpoint, BFLOAT16)
+    found = blocks.read_table(tensors, table, 512)
+    read = blocks.tied_weight(tensors, table, 512)
+    assert read is not None
+    assert found is not None
+    ours, whole = CppHead(read()), CppHead(blocks.read_head(tensors, ModuleRows.whole("output", 102), 512, found))
+    np.testing.assert_array_equal(ours.packed_weight.packed, whole.packed_weight.packed)
+    assert ours.packed_weight.format[0] == whole.packed_weight.format[0]
+    np.testing.assert_array_equal(bits(ours.table.look_up(ids)), bits(found.look_up(ids)))
+    for token in (-1, 102):
+        with pytest.raises(IndexError):
+            ours.table.look_up(np.array([0, token]))
 
 
 def test_floats_of_a_file_are_quantized_as_those_of_a_folder(

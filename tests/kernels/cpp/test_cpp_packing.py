@@ -3,14 +3,29 @@
 import gc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from quire.core.arrays import UINT8, address
+from quire.core.arrays import BFLOAT16, FLOAT32, UINT8, DType, address, bits, dtype_name
+from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.cpp_linear import CppHead
 from quire.kernels.cpp.cpp_packing import ALIGNMENT, MAPPED_AT_ONCE, PackedMemory
+from quire.kernels.linear_weight import LinearWeight
 
 MAPS = Path("/proc/self/maps")
 pytestmark = pytest.mark.parametrize("isa", _kernels.usable_isas()[:1], indirect=True)  # memory knows none
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=dtype_name)
+@pytest.mark.parametrize("width", [1, 31, 64])
+def test_rows_of_a_table_are_those_that_were_packed(dtype: DType, width: int) -> None:
+    rows = converted(np.random.default_rng(0).standard_normal((50, width), np.float32), dtype)
+    ids = np.array([49, 0, 3, 3, 17, 32])
+    found = CppHead(LinearWeight.dense(rows)).table.look_up(ids)
+    np.testing.assert_array_equal(bits(found), bits(rows[ids]))
+    with pytest.raises(IndexError, match="row 50 of a table of 50"):
+        CppHead(LinearWeight.dense(rows)).table.look_up(np.array([50]))
 
 
 def test_weights_share_pages_and_no_bytes() -> None:

@@ -12,8 +12,9 @@ Pages that were read count as this process's memory while they are mapped, so th
 import math
 import mmap
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -31,7 +32,7 @@ from quire.formats.gguf.blocks import (
 )
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.kernels.conversion import converted
-from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, LinearWeight, Table
+from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, STRIP_ROWS, LinearWeight, Table, WeightPortions
 from quire.model.checkpoints.tensor_reader import TensorReader, require_tensor
 from quire.model.quantization import (
     Activations,
@@ -128,6 +129,7 @@ def _fused(schemes: Collection[WeightScheme], activations: Activations | None) -
 
 RESIDENT_BYTES = 64 << 20     # read before pages are dropped
 PORTION_BYTES = 16 << 20      # blocks read at a time
+ELEMENTS_AT_ONCE = 1 << 23    # read and packed at a time: some for each thread
 
 _DTYPES = {name: STORED_DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")}
 
@@ -198,6 +200,21 @@ class GGUFCheckpoint:
             if not read_blocks(entry.type.name, rows, whole.rows(first - start, last - start)):
                 raise self._not_finite(name)
         return whole
+
+    def portions(self, name: str) -> Iterator[WeightBlocks]:
+        """Yield rows of a quantized matrix, always in the same memory, so that the system need not clear more.
+
+        Raises ModelError if a value is NaN or infinite in float32.
+        """
+        entry = self._file.tensors[name]
+        num_rows, width = entry.shape[0], prod(entry.shape[1:])
+        num_at_once = max(ELEMENTS_AT_ONCE // width // STRIP_ROWS, 1) * STRIP_ROWS
+        memory = empty_blocks(entry.type.name, min(num_at_once, num_rows), width)
+        for first in range(0, num_rows, num_at_once):
+            some = memory.rows(0, min(num_at_once, num_rows - first))
+            if not read_blocks(entry.type.name, self._bytes(name, first, min(first + num_at_once, num_rows)), some):
+                raise self._not_finite(name)
+            yield some
 
     def table(self, name: str) -> Array:
         """Return the bytes of a quantized matrix in memory of their own, uint8 [num_rows, bytes_per_row].
@@ -291,6 +308,23 @@ class GGUFFormat:
         require_tensor(self._checkpoint, name, (module.num_rows, width))
         tensors.names_read.add(name)
         return BlockedTable(self._checkpoint.kind(name), self._checkpoint.table(name), tensors.dtype)
+
+    def tied_weight(
+        self, tensors: TensorReader, module: ModuleRows, width: int
+    ) -> Callable[[], LinearWeight | WeightPortions] | None:
+        """Return what reads the table; of blocks a portion at a time."""
+        if not self._is_quantized(module):
+            return DenseFormat().tied_weight(tensors, module, width)
+        if tensors.dtype == FLOAT16:
+            return None
+        return partial(self._portions, tensors, module, width)
+
+    def _portions(self, tensors: TensorReader, module: ModuleRows, width: int) -> WeightPortions:
+        name = f"{module.module}.weight"
+        require_tensor(self._checkpoint, name, (module.num_rows, width))
+        tensors.names_read.add(name)
+        found = (self._stacked([each], tensors) for each in self._checkpoint.portions(name))
+        return WeightPortions(module.num_rows, found)
 
     def read_head(
         self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None

@@ -14,7 +14,7 @@ from quire.formats.quantized.method_configs import quantization_from_config
 from quire.formats.quantized.schemes import HEAD, Storage, StoredQuantization, StoredScheme
 from quire.formats.quantized.stored_weights import StoredModule, read_awq, read_gptq, read_mxfp4, read_plain
 from quire.kernels.conversion import convert, converted
-from quire.kernels.linear_weight import DENSE, FP8, LinearWeight, Table
+from quire.kernels.linear_weight import DENSE, FP8, LinearWeight, Table, WeightPortions
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import read_config, spec_from_config
@@ -116,6 +116,12 @@ class QuantizedFormat:
 
     def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> None:
         """Return None: tables are read as floats."""
+
+    def tied_weight(
+        self, tensors: TensorReader, module: ModuleRows, width: int
+    ) -> Callable[[], LinearWeight | WeightPortions] | None:
+        """Return what reads the table, of floats."""
+        return DenseFormat().tied_weight(tensors, module, width)
 
     def read_head(
         self, tensors: TensorReader, module: ModuleRows, width: int, embedding: Table | None

@@ -46,6 +46,32 @@ def pack_expanded(
     packed: int,
     every: int,
 ) -> None: ...
+def look_up_packed_bf16(
+    packed: int, out_features: int, in_features: int, row_ids: int, num_ids: int, rows: int
+) -> None: ...
+def look_up_packed_float(
+    packed: int, out_features: int, in_features: int, row_ids: int, num_ids: int, rows: int
+) -> None: ...
+def look_up_quantized(
+    weight_format: int,
+    quantization: Quantization,
+    packed: int,
+    out_features: int,
+    in_features: int,
+    row_ids: int,
+    num_ids: int,
+    values: int,
+) -> None: ...
+def look_up_expanded(
+    weight_format: int,
+    quantization: Quantization,
+    packed: int,
+    out_features: int,
+    in_features: int,
+    row_ids: int,
+    num_ids: int,
+    values: int,
+) -> None: ...
 def convert(values: int, value_type: int, results: int, result_type: int, count: int) -> None: ...
 def digest(memory: int, num_bytes: int) -> int: ...
 def read_file(file: int, offset: int, memory: int, num_bytes: int) -> int: ...

@@ -39,4 +39,5 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "norm": cpp_norm.CppNorm,
         "embed": cpp_linear.embed,
         "sampling": cpp_sampling.OPS,
+        "has_tables": True,
     }

@@ -7,10 +7,10 @@ from quire.core.arrays import BFLOAT16, FLOAT32, Array, DType, empty
 from quire.core.errors import ConfigError
 from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
-from quire.kernels.cpp.cpp_packing import PackedMemory, PackedWeight, kernel_format, pack
+from quire.kernels.cpp.cpp_packing import PackedMemory, PackedTable, PackedWeight, kernel_format, pack, pack_portions
 from quire.kernels.cpp.dtypes import address, is_in_rows, kernel_dtype, pair, row_stride
 from quire.kernels.layers import GATED, Activation
-from quire.kernels.linear_weight import LinearWeight, Table
+from quire.kernels.linear_weight import LinearWeight, Table, WeightPortions
 from quire.kernels.tensors import added
 
 _MULTIPLY = pair("linear")
@@ -123,10 +123,18 @@ class CppHead(CppLinear):
     """
 
     def __init__(
-        self, weight: LinearWeight | PackedWeight, bias: Array | None = None, *, memory: PackedMemory | None = None
-    ) -> None:
+        self, weight: LinearWeight | PackedWeight | WeightPortions, bias: Array | None = None, *,
+        memory: PackedMemory | None = None,
+    ) -> None:  # fmt: skip
+        if isinstance(weight, WeightPortions):
+            weight = pack_portions(weight, memory or PackedMemory())
         super().__init__(weight, bias, dtype=FLOAT32, memory=memory)
         self._logits = np.empty(0, FLOAT32)  # float32, at least the most rows so far x out_features
+
+    @property
+    def table(self) -> PackedTable:
+        """The embedding table of a head that is tied to it."""
+        return PackedTable(self.packed_weight)
 
     def __call__(self, x: Array, addend: Array | None = None, /, out: Array | None = None) -> Array:
         """Multiply all rows as `CppLinear` does; without `out` the result is defined until the next call."""

@@ -5,17 +5,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.core.arrays import FLOAT32, INT32, UINT8, Array, DType, concatenated, empty
+from quire.core.arrays import FLOAT32, INT32, INT64, UINT8, Array, DType, concatenated, empty
 from quire.kernels.conversion import converted
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair, row_stride
-from quire.kernels.linear_weight import CODEBOOK4, DENSE, LinearWeight
+from quire.kernels.linear_weight import CODEBOOK4, DENSE, STRIP_ROWS, LinearWeight, WeightPortions
 
-PACKING_VERSION = 1  # one more whenever a weight is packed, or read before that, into other bytes: files keep them
-STRIP_ROWS = 16
+PACKING_VERSION = 2  # one more whenever a weight is packed, or read before that, into other bytes: files keep them
 ALIGNMENT = 64             # bytes: a cache line
 MAPPED_AT_ONCE = 64 << 20  # bytes; none is used before it is written to
-_PACK, _PACKED_SIZE = pair("pack"), pair("packed_size")
+_PACK, _PACKED_SIZE, _LOOK_UP = pair("pack"), pair("packed_size"), pair("look_up_packed")
 _INT8_ACTIVATIONS = "_a8"  # ends the names of formats that are multiplied with int8 activations
 _OFFSETS = ("zero_point", "zero_points", "minimums")
 
@@ -98,6 +97,33 @@ class PackedWeight:
         return is_of_inputs and bool(((numbers >= 0) & (numbers < limit)).all())
 
 
+class PackedTable:
+    """An embedding table that is the packed weight of a tied head; a `StoredTable`."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        assert weight.order is None, "a table with inputs in another order"
+        self._weight = weight
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.packed.nbytes
+
+    def look_up(self, token_ids: Array) -> Array:
+        """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
+        weight, packed = self._weight, address(self._weight.packed)
+        assert (token_ids.dtype, token_ids.flags.c_contiguous) == (INT64, True), "ids of another form"
+        ids = weight.out_features, weight.in_features, address(token_ids), len(token_ids)
+        dtype = weight.packed.dtype if weight.kernel == DENSE else FLOAT32
+        rows = np.empty((len(token_ids), weight.in_features), dtype)
+        if weight.kernel == DENSE:
+            _LOOK_UP[dtype](packed, *ids, address(rows))
+        elif weight.kernel.endswith(_INT8_ACTIVATIONS):
+            _kernels.look_up_quantized(*weight.format, packed, *ids, address(rows))
+        else:
+            _kernels.look_up_expanded(*weight.format, packed, *ids, address(rows))
+        return converted(rows, weight.value_dtype)
+
+
 def kernel_format(weight: LinearWeight) -> str:
     """Return the name of a weight's format and arithmetic in WEIGHT_FORMATS."""
     return f"{weight.format}{_INT8_ACTIVATIONS}" if weight.activation_group_size else weight.format
@@ -107,9 +133,7 @@ def pack(weight: LinearWeight, dtype: DType, num_layers: int, memory: PackedMemo
     """Return a weight packed into `memory`, a dense one in `dtype`; the strips of two layers alternate."""
     if weight.format == DENSE:
         return _pack_dense(weight, dtype, num_layers, memory)
-    if weight.activation_group_size:
-        return _pack_quantized(weight, num_layers, memory)
-    return _pack_expanded(weight, num_layers, memory)
+    return _pack_quantized(weight, num_layers, memory)
 
 
 def _pack_dense(weight: LinearWeight, dtype: DType, num_layers: int, memory: PackedMemory) -> PackedWeight:
@@ -125,12 +149,78 @@ def _pack_dense(weight: LinearWeight, dtype: DType, num_layers: int, memory: Pac
 
 
 def _pack_quantized(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
-    """Return a weight of integers for int8 activations: its groups are those of the activations."""
-    weight, long_order = in_group_order(weight)
-    order = None if long_order is None else long_order.astype(np.int32)
-    made = replace(_unpacked(weight, weight.activation_group_size), order=order)
-    scales_at = weight.num_groups, min(weight.group_size, weight.in_features)
-    return _pack_strips(weight, made, num_layers, memory, _kernels.pack_quantized, scales_at)
+    form = _packed_form(weight)
+    packed = memory.take(form.made.num_elements(num_layers), UINT8)
+    form.pack(num_layers, packed)
+    return replace(form.made, packed=packed)
+
+
+def pack_portions(weight: WeightPortions, memory: PackedMemory) -> PackedWeight:
+    """Return a weight of one layer packed into `memory`, each portion before the next is read."""
+    made, row = None, 0
+    for portion in weight.portions:
+        form = _packed_form(portion)
+        if made is None:
+            made = replace(form.made, out_features=weight.out_features)
+            made = replace(made, packed=memory.take(made.num_elements(1), UINT8))
+        assert row % STRIP_ROWS == 0, f"a portion from row {row} on"
+        form.pack(1, made.packed[len(made.packed) // num_strips(weight.out_features) * (row // STRIP_ROWS) :])
+        row += portion.out_features
+    assert made is not None, "a weight without rows"
+    assert row == weight.out_features, f"{row} rows of {weight.out_features}"
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedForm:
+    """A quantized weight with its inputs in the order in which they are packed, and what is made of it, without strips.
+
+    `pack_strips` is of the extension, as is `scales_at` for it.
+    """
+
+    weight: LinearWeight
+    made: PackedWeight
+    pack_strips: Callable[..., None]
+    scales_at: tuple[int, ...] = ()
+
+    def pack(self, num_layers: int, packed: Array) -> None:
+        """Pack all rows into the strips that begin at `packed`."""
+        weight, kernel = self.weight, self.made.format
+        scales, offsets = _headers(weight)
+
+        def pack_piece(piece: Array, row: int, place: Array) -> None:
+            rows = address(piece), row_stride(piece), len(piece), weight.in_features
+            headers = address(scales[row:]), address(None if offsets is None else offsets[row:])
+            self.pack_strips(*kernel, *rows, *headers, *self.scales_at, address(place), num_layers)
+
+        strips = num_layers * num_strips(weight.out_features // num_layers)
+        _pack_pieces(weight.data, num_layers, packed, self.made.num_elements(num_layers) // strips, pack_piece)
+
+
+def num_strips(num_rows: int) -> int:
+    """Return the strips of so many outputs."""
+    return -(-num_rows // STRIP_ROWS)
+
+
+def _packed_form(weight: LinearWeight) -> _PackedForm:
+    """Return how a weight is packed.
+
+    For int8 activations its groups are those of the activations; if it is expanded while it is multiplied, its inputs
+    keep their order, and so do sums.
+    """
+    if weight.activation_group_size:
+        weight, long_order = in_group_order(weight)
+        order = None if long_order is None else long_order.astype(np.int32)
+        made = replace(_unpacked(weight, weight.activation_group_size), order=order)
+        scales_at = weight.num_groups, min(weight.group_size, weight.in_features)
+        return _PackedForm(weight, made, _kernels.pack_quantized, scales_at)
+    groups = None if weight.group_index is None else np.ascontiguousarray(weight.group_index)
+    assert groups is None or 0 <= groups.min() <= groups.max() < weight.num_groups, "an input of no group"
+    codebook = weight.codebook
+    if codebook is not None:
+        codebook = np.where(np.isnan(codebook), np.float32(np.nan), codebook)
+    made = replace(_unpacked(weight, weight.group_size), groups=groups, codebook=codebook)
+    return _PackedForm(weight, made, _kernels.pack_expanded)
 
 
 def in_group_order(weight: LinearWeight) -> tuple[LinearWeight, Array | None]:
@@ -145,40 +235,6 @@ def in_group_order(weight: LinearWeight) -> tuple[LinearWeight, Array | None]:
     consecutive = np.arange(weight.in_features) // weight.group_size
     assert np.array_equal(weight.group_index[order], consecutive), "groups of other sizes than consecutive ones"
     return replace(weight, data=tuple(part[:, order] for part in weight.data), group_index=None), order
-
-
-def _pack_expanded(weight: LinearWeight, num_layers: int, memory: PackedMemory) -> PackedWeight:
-    """Return a weight that is expanded while it is multiplied: its inputs keep their order, and so do sums."""
-    groups = None if weight.group_index is None else np.ascontiguousarray(weight.group_index)
-    assert groups is None or 0 <= groups.min() <= groups.max() < weight.num_groups, "an input of no group"
-    codebook = weight.codebook
-    if codebook is not None:
-        codebook = np.where(np.isnan(codebook), np.float32(np.nan), codebook)
-    made = replace(_unpacked(weight, weight.group_size), groups=groups, codebook=codebook)
-    return _pack_strips(weight, made, num_layers, memory, _kernels.pack_expanded)
-
-
-def _pack_strips(
-    weight: LinearWeight,
-    made: PackedWeight,
-    num_layers: int,
-    memory: PackedMemory,
-    pack: Callable[..., None],
-    scales_at: tuple[int, ...] = (),
-) -> PackedWeight:
-    """Return `made` with the strips of a quantized weight. `pack` is of the extension, as is `scales_at` for it."""
-    scales, offsets = _headers(weight)
-    width, kernel, num_elements = weight.in_features, made.format, made.num_elements(num_layers)
-    packed = memory.take(num_elements, UINT8)
-
-    def pack_piece(piece: Array, row: int, place: Array) -> None:
-        rows = address(piece), row_stride(piece), len(piece), width
-        headers = address(scales[row:]), address(None if offsets is None else offsets[row:])
-        pack(*kernel, *rows, *headers, *scales_at, address(place), num_layers)
-
-    num_strips = num_layers * -(-(weight.out_features // num_layers) // STRIP_ROWS)
-    _pack_pieces(weight.data, num_layers, packed, num_elements // num_strips, pack_piece)
-    return replace(made, packed=packed)
 
 
 def _headers(weight: LinearWeight) -> tuple[Array, Array | None]:
