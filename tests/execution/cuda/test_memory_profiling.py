@@ -22,6 +22,7 @@ from support.random_model import write_random_model
 from support.triton_compiler import specialized_launches
 
 GIB = 1 << 30
+FEW_ROWS = [16, 32, 64]  # of tiles of their own
 
 
 class FakeMeter(CudaMemoryMeter):
@@ -58,18 +59,18 @@ def test_share_of_the_card_less_the_peak_is_left(model: Decoder, monkeypatch: py
     kept_back = int(10 * GIB * GRAPHS_SHARE)
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter()) == 9 * GIB // 2 - kept_back
     sizes = [(90, torch.Size([4, 40])), (4, torch.Size([4, 40])), (MIXED_TOKENS[-1], torch.Size([8, 40]))]
-    sizes += [(1, torch.Size([1, 1]))]
+    sizes += [(count, torch.Size([4, 40])) for count in FEW_ROWS] + [(1, torch.Size([1, 1]))]
     assert steps == sizes, "scratch memory goes by the widest table"
     steps.clear()
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter(), None, GraphSizes((6, 80), (6, 80))) > 0
     assert steps[1:3] == [(6, torch.Size([6, 40])), (80, torch.Size([8, 40]))], "of the sizes that graphs will have"
     steps.clear()
     assert available_kv_bytes(model, 4, 90, 640, 16, 0.9, FakeMeter(), None, GraphSizes((), ())) > 0
-    assert len(steps) == 2, "no graph"
+    assert len(steps) == 2 + len(FEW_ROWS), "no graph"
 
 
-@pytest.mark.parametrize(("is_exact", "counts"), [(False, [300, 1]), (True, [300, 64, 128, 256, 1])])
-def test_exact_products_are_tried_at_each_doubling(
+@pytest.mark.parametrize(("is_exact", "counts"), [(False, [300, *FEW_ROWS, 1]), (True, [300, 64, 128, 256, 1])])
+def test_each_tile_of_products_is_tried(
     is_exact: bool, counts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(write_random_model(tmp_path), back_end=replace(REFERENCE, is_exact=is_exact))
@@ -96,7 +97,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
         available_kv_bytes(model, 4, 90, 640, block_size, 0.9, FakeMeter(), slots)
         tried = kernels.copy()
         cache = KVCache.allocate(model.kv_geometry, 40, block_size, model.back_end)
-        for num_seqs, num_tokens in ((1, 1), (3, 3), (2, 50)):
+        for num_seqs, num_tokens in ((1, 1), (3, 3), (4, 12), (4, 20), (2, 50)):
             for own in {None, slots}:
                 hidden = model.forward(dummy_batch(num_seqs, num_tokens, 5, model.device, own), cache)
             logits = model.logits(hidden[:num_seqs])

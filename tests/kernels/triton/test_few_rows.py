@@ -17,7 +17,7 @@ from quire.kernels.paged_attention import Heads, RotarySpec
 from quire.kernels.program import LayerInputs, RotaryWriteOp
 from quire.kernels.reference.linear import make_linear
 from quire.kernels.reference.norm import TorchNorm
-from quire.kernels.triton.few_rows import MAX_ROWS, SummedProducts, few_rows_product, projected_query, serves
+from quire.kernels.triton.few_rows import MAX_ROWS, TILES, SummedProducts, few_rows_product, projected_query, serves
 from quire.kernels.triton.triton_kv_cache_write import write_kv
 from quire.kernels.triton.triton_linear import CudaLinear
 from quire.kernels.triton.triton_norm import TritonNorm
@@ -43,7 +43,7 @@ def layers(
     return own, make_linear(LinearWeight.dense(weight), bias, activation=activation)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", [0, 1, 12, 20, MAX_ROWS])
 @pytest.mark.parametrize("activation", ["none", "silu_and_mul", "gelu_tanh"])
 @pytest.mark.parametrize("offset", [None, 1.0])
 def test_norm_layer_and_residual_are_those_of_single_ops(
@@ -65,11 +65,22 @@ def test_norm_layer_and_residual_are_those_of_single_ops(
     torch.testing.assert_close(found, expected(x), rtol=1e-2, atol=2e-2)  # type: ignore[operator]
 
 
-def test_row_has_the_same_bits_beside_others(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", [8, 17, MAX_ROWS])
+def test_programs_that_share_inputs_add_up_their_sums(num_rows: int, device: torch.device) -> None:
+    """Again and again: the counters are 0 behind a launch."""
+    layer, expected = layers(device, 72, has_bias=True)
+    x, residual = random(num_rows, WIDTH, seed=5).to(HALF), random(num_rows, 72, seed=7).to(HALF)
+    found = [few_rows_product(x.to(device), layer, residual=residual.clone().to(device)).cpu() for _ in range(3)]
+    wanted = (expected(x).float() + residual.float()).to(HALF)  # type: ignore[operator]
+    torch.testing.assert_close(found[0], wanted, rtol=1e-2, atol=2e-2)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_row_has_the_same_bits_beside_others_of_its_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     rows_alike(monkeypatch)
     layer, _ = layers(device, 40, "silu_and_mul")
     norm = TritonNorm(random(WIDTH, seed=6).to(HALF).to(device), None, 1e-5, False)
-    x = random(9, WIDTH, seed=5).to(HALF).to(device)
+    x = random(TILES[0].max_rows, WIDTH, seed=5).to(HALF).to(device)
     together = few_rows_product(x, layer, norm=norm)
     assert torch.equal(few_rows_product(x[4:5], layer, norm=norm), together[4:5])
 
@@ -130,7 +141,7 @@ def test_programs_have_the_hidden_states_of_single_ops(
     exact = load_model(folder, back_end=cuda_back_end(is_exact=True))
     assert not any(isinstance(op, SummedProducts) for op in exact._program.ops)
     found, expected = (
-        PagedRunner(each).run("a", [3 * i % 61 for i in range(20)], [17, 3])
+        PagedRunner(each).run("a", [3 * i % 61 for i in range(60)], [34, 17, 9])
         for each in (model, load_model(folder, back_end=plain))
     )
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)

@@ -14,6 +14,7 @@ from quire.core.errors import ConfigError
 from quire.execution.cuda.cuda_graphs import USUAL_SIZES, GraphSizes, dummy_batch, dummy_settings
 from quire.execution.cuda.cuda_memory import device_allocator
 from quire.kernels.sampling import SETTINGS, num_words
+from quire.kernels.triton.few_rows import TILES
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 
@@ -108,12 +109,14 @@ def _compile_other_kernels(
 ) -> None:
     """Run the steps whose kernels the largest step does not launch: of one row, without adapters, with a token mask.
 
-    Few rows have tiles, and fused products, of their own; so does attention over a table of one block. The products
-    of exact back ends have other tiles for about each doubling of the rows.
+    Few rows have fused products, in tiles by their number; so does attention over a table of one block. The products
+    of exact back ends have tiles for about each doubling of the rows.
     """
-    doublings = [64 << i for i in range((num_tokens - 1).bit_length() - 6)] if model.back_end.is_exact else []
+    counts = [tile.max_rows for tile in TILES[1:] if tile.max_rows < num_tokens]
+    if model.back_end.is_exact:
+        counts = [64 << i for i in range((num_tokens - 1).bit_length() - 6)]
     for own in (None,) if slots is None else (None, slots):
-        for count in doublings:
+        for count in counts:
             rows = min(count, num_seqs)
             model.logits(model.forward(dummy_batch(rows, count, max_blocks, model.device, own), cache)[:rows])
         logits = model.logits(model.forward(dummy_batch(1, 1, 1, model.device, own), cache))

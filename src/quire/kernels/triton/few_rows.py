@@ -1,15 +1,20 @@
 """Products of few rows in Triton, for decodes of small batches: with the norm in front, and the residual behind, or the
 rotation of queries and keys and the write of keys and values to the cache.
 
-One program computes 16 outputs of up to 16 rows, of a gated layer their gates and ups in one pass over the inputs,
-which are added in ascending order; so there are enough programs for the memory of a card, and a weight is read once. A
-norm is applied to the inputs as they pass, but for the row's own factor: that multiplies the sums, for all inputs are
-needed to compute it. From sm_90 on the kernel is launched while the one before it ends (programmatic dependent launch):
-it has its first weights brought to the L2 cache, which that kernel does not write, and waits for its results. Nothing
-has been measured on a GPU yet.
+One program computes 16 to 64 outputs of all rows, up to 64, of a gated layer their gates and ups in one pass over the
+inputs, which are added in ascending order; so there are enough programs for the memory of a card, and a weight is read
+once. Each program reads all inputs, from the L2 cache: a tile has about as many outputs as rows, or these reads would
+take longer than those of the weights. Of a layer with a residual two programs then share the inputs, and the one that
+ends last adds up their sums, in order, so the result does not depend on which one that is. A norm is applied to the
+inputs as they pass, but for the row's own factor: that multiplies the sums, for all inputs are needed to compute it.
+From sm_90 on the kernel is launched while the one before it ends (programmatic dependent launch): it has its first
+weights brought to the L2 cache, which that kernel does not write, and waits for its results. Nothing has been measured
+on a GPU yet.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,11 +42,31 @@ from quire.kernels.triton.triton_activation import activated
 from quire.kernels.triton.triton_linear import CudaLinear
 from quire.kernels.triton.triton_norm import TritonNorm
 
-MAX_ROWS = 16  # the least height of a product on matrix units
-COLUMNS = 16   # outputs of a program: 4,096 outputs are shared by 256 programs
-DEPTH = 256    # inputs at a time: 8 KiB of a weight
-AHEAD = 512    # inputs whose weights are fetched before the wait: 8 MiB in 512 programs, 3 us of a card's memory
+MAX_ROWS = 64
+LEAST_COLUMNS, LEAST_PROGRAMS = 16, 96  # narrower tiles are taken until a launch has so many programs
+MAX_SHARED_TILES = 192  # of a launch with parts: with more tiles there are enough programs without
+AHEAD = 8192  # weights that a program fetches before the wait: 8 MiB in 512 programs, 3 us of a card's memory
 SECTOR = tl.constexpr(16)  # elements that the L2 cache fetches at least: 32 bytes
+
+
+class Tile(NamedTuple):
+    """What a program computes for up to `max_rows` rows. A layer with a residual has `num_parts` programs of a tile.
+
+    A program has at most 99 KiB of shared memory, in four stages: a processor of sm_86, 89 and 120 has no more.
+    """
+
+    max_rows: int
+    rows: int  # the height of products on matrix units is at least 16
+    columns: int
+    depths: tuple[int, int, int]  # inputs at a time: of a layer, of one behind a norm, and of a gated one
+    num_parts: int
+    num_warps: int
+
+
+TILES = (
+    Tile(8, 16, 16, (256, 256, 256), 1, 4), Tile(16, 16, 32, (256, 128, 128), 1, 4),
+    Tile(32, 32, 64, (128, 128, 64), 2, 8), Tile(MAX_ROWS, 64, 64, (64, 64, 64), 2, 8),
+)  # fmt: skip
 NO_HEADS = {"NUM_HEADS": 0, "NUM_KV_HEADS": 0, "HEAD_DIM": 0, "HALF": 0, "IS_INTERLEAVED": False}
 DTYPES = (torch.bfloat16,)  # float16 might overflow: the norm's weight is applied before the row's factor
 
@@ -100,15 +125,32 @@ def _launch(
     num_outputs = weight.out_features // (2 if is_gated else 1)
     if not num_rows:
         return
+    tile = next(tile for tile in TILES if tile.max_rows >= num_rows)
+    columns, num_parts = tile.columns, 1
+    if is_gated and tile.max_rows > 32 and not card.has_wide_products(card.capability(x.device)):
+        columns //= 2  # the wider one spills there
+    if residual is not None and norm is None and not is_gated and num_outputs <= MAX_SHARED_TILES * columns:
+        num_parts = tile.num_parts
+    while columns > LEAST_COLUMNS and triton.cdiv(num_outputs, columns) * num_parts < LEAST_PROGRAMS:
+        columns //= 2
+    depth, parts = tile.depths[2 if is_gated else int(norm is not None)], None
+    if num_parts > 1:
+        parts = torch.empty(num_parts, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     is_overlapping = card.launches_early(x.device)
-    _few_rows_kernel[(triton.cdiv(num_outputs, COLUMNS),)](
-        x, weight.elements, layer.bias, None if norm is None else norm.weight, residual, out, *target, num_rows,
-        x.stride(0), num_inputs, num_outputs, 0.0 if norm is None else norm.eps, IS_GATED=is_gated,
-        ACTIVATION=layer.activation, IS_WIDE=norm is not None and norm.offset is not None,
-        OFFSET=(norm.offset if norm is not None else 0.0) or 0.0, OVERLAPS=is_overlapping, ROWS=MAX_ROWS,
-        COLUMNS=COLUMNS, DEPTH=DEPTH, AHEAD=AHEAD, **(heads or NO_HEADS), num_warps=4, num_stages=4,
-        launch_pdl=is_overlapping,
+    _few_rows_kernel[(triton.cdiv(num_outputs, columns), num_parts)](
+        x, weight.elements, layer.bias, None if norm is None else norm.weight, residual, out, parts,
+        None if parts is None else _counters(x.device), *target, num_rows, x.stride(0), num_inputs, num_outputs,
+        0.0 if norm is None else norm.eps, IS_GATED=is_gated, ACTIVATION=layer.activation,
+        IS_WIDE=norm is not None and norm.offset is not None, OFFSET=(norm.offset if norm is not None else 0.0) or 0.0,
+        OVERLAPS=is_overlapping, ROWS=tile.rows, COLUMNS=columns, DEPTH=depth, AHEAD=AHEAD // columns,
+        NUM_PARTS=num_parts, **(heads or NO_HEADS), num_warps=tile.num_warps, num_stages=4, launch_pdl=is_overlapping,
     )  # fmt: skip
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Return the counters of programs that share a tile; launches follow one another, and leave zeros."""
+    return torch.zeros(MAX_SHARED_TILES, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +244,17 @@ def _queries_behind(layer: LinearOp, ops: list[Op]) -> tuple[()] | tuple[SplitHe
 
 @triton.jit(do_not_specialize=("num_rows",))
 def _few_rows_kernel(
-    x, elements, bias, norm_weight, residual, out, key_cache, value_cache, slots, positions, cos_sin,
-    num_rows, x_stride, num_inputs, num_outputs, eps,
+    x, elements, bias, norm_weight, residual, out, parts, counters,
+    key_cache, value_cache, slots, positions, cos_sin, num_rows, x_stride, num_inputs, num_outputs, eps,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr, OFFSET: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """All rows of COLUMNS outputs; with `slots`, of COLUMNS // 2 pairs of dimensions, a pair side by side."""
+    """All rows of COLUMNS outputs, for one of NUM_PARTS parts of the inputs; with `slots`, of COLUMNS // 2 pairs of
+    dimensions, a pair side by side.
+    """
     rows, columns = tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if slots is not None:
         columns += _places_of_pairs(columns, HEAD_DIM, HALF, IS_INTERLEAVED)
@@ -217,15 +262,16 @@ def _few_rows_kernel(
     source = elements + columns[None, :] * num_inputs + depths[:, None]
     sums, ups = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
+    begin, end = _share_of_inputs(num_inputs, DEPTH, NUM_PARTS)
     if OVERLAPS:
         gdc_launch_dependents()
-        sectors = tl.minimum(tl.arange(0, AHEAD // SECTOR) * SECTOR, num_inputs - 1)[None, :]
+        sectors = tl.minimum(begin + tl.arange(0, AHEAD // SECTOR) * SECTOR, num_inputs - 1)[None, :]
         first = tl.minimum(columns, num_outputs - 1)
         _prefetch(elements + first[:, None] * num_inputs + sectors)
         if IS_GATED:
             _prefetch(elements + (first + num_outputs)[:, None] * num_inputs + sectors)
         gdc_wait()
-    for start in range(0, num_inputs, DEPTH):
+    for start in range(begin, end, DEPTH):
         is_input = start + depths < num_inputs
         tile = tl.load(
             x + rows[:, None] * x_stride + start + depths[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0
@@ -240,6 +286,12 @@ def _few_rows_kernel(
         if IS_GATED:
             others = source + (tl.full((), num_outputs, tl.int64) * num_inputs + start)
             ups = tl.dot(tile, tl.load(others, mask=is_there, other=0.0), ups)
+    if NUM_PARTS > 1:
+        sums, is_last = _sum_of_parts(
+            sums, parts, counters, rows[:, None], columns[None, :], is_row[:, None] & is_column[None, :], num_rows,
+            num_outputs, NUM_PARTS,
+        )  # fmt: skip
+        is_row &= is_last
     if norm_weight is not None:
         factor = tl.rsqrt(squares / num_inputs + eps)[:, None]
         sums, ups = sums * factor, ups * factor
@@ -260,6 +312,32 @@ def _few_rows_kernel(
         if residual is not None:  # as a norm adds it: to what the layer alone would have stored
             values = values.to(tl.float32) + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
         tl.store(out + place, values, mask=is_there)
+
+
+@triton.jit
+def _share_of_inputs(num_inputs, DEPTH: tl.constexpr, NUM_PARTS: tl.constexpr):
+    """Return the first input of this program, and the first one behind its last."""
+    if NUM_PARTS == 1:
+        return 0, num_inputs
+    share = tl.cdiv(tl.cdiv(num_inputs, NUM_PARTS), DEPTH) * DEPTH
+    return tl.program_id(1) * share, tl.minimum((tl.program_id(1) + 1) * share, num_inputs)
+
+
+@triton.jit
+def _sum_of_parts(sums, parts, counters, rows, columns, is_there, num_rows, num_outputs, NUM_PARTS: tl.constexpr):
+    """Store a part's sums; return those of all parts, added in order, in the program that ends last, and if it is that.
+
+    Its counter is 0 before a launch and behind it.
+    """
+    place, stride = rows * num_outputs + columns, num_rows.to(tl.int64) * num_outputs
+    tl.store(parts + tl.program_id(1) * stride + place, sums, mask=is_there)
+    tl.debug_barrier()  # all stores of the program are before the count
+    is_last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == NUM_PARTS - 1
+    sums = tl.load(parts + place, mask=is_there & is_last, other=0.0, cache_modifier=".cg")
+    for part in tl.static_range(1, NUM_PARTS):
+        sums += tl.load(parts + part * stride + place, mask=is_there & is_last, other=0.0, cache_modifier=".cg")
+    tl.store(counters + tl.program_id(0), 0, mask=is_last)
+    return sums, is_last
 
 
 @triton.jit
