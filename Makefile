@@ -18,6 +18,10 @@ CODEX    ?= 0.171.0
 OPENCODE ?= 1.18.33
 QWEN     ?= 0.15.10
 
+# Where `make browser` puts axe-core, and its version.
+BROWSER := .cache/browser
+AXE     ?= 4.14.1
+
 MODEL   ?=
 ARGS    ?=
 MINUTES ?= 10
@@ -43,7 +47,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 ORDINARY := not fuzz and not matrix and not ray and not real and not docs and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-without-torch wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 first-card soak fleet-soak hostile-soak \
+.PHONY: help set-up browser screenshots test test-without-torch wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 first-card soak fleet-soak hostile-soak \
         lint serve generate bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -128,6 +132,16 @@ clients: $(CLIENTS)/.set-up ## run the tests of client libraries in an environme
 triton-3.6: $(TRITON)/.set-up ## run the tests of the Triton kernels with the oldest Triton that is served
 	PYTEST_ADDOPTS='-W "ignore:Conversion of an array with ndim:DeprecationWarning"' \
 	  $(TRITON)/bin/python -m pytest -m "$(ORDINARY)" tests/kernels/test_triton.py $(ARGS)
+
+browser: $(STAMP) ## press, read and check the pages in a headless Chromium, with axe-core (3 MB, once, with npm)
+	@for name in chromium chromium-headless-shell chromium-browser google-chrome; do command -v $$name && exit; done; \
+	  echo "No Chromium is here; on Debian: apt-get install chromium-headless-shell"; exit 1
+	@npm install --prefix $(BROWSER) --no-save --no-audit --no-fund --loglevel error axe-core@$(AXE)
+	$(BIN)/python -m pytest tests/e2e/test_accessible_pages.py tests/e2e/test_chat_page.py tests/e2e/test_debug_pages.py $(ARGS)
+
+screenshots: $(STAMP) ## take the pictures of docs/images again, with SmolLM2-135M-Instruct (fetched once) in a headless Chromium
+	@model=$$($(BIN)/python tools/real_files.py smollm2 --folder $(REAL)) && \
+	  PYTHONPATH=tests $(BIN)/python tools/screenshots.py "$$model"
 
 fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed (QUIRE_FUZZ_SEED repeats it)
 	$(BIN)/python -m pytest -m fuzz --timeout 0 $(ARGS)

@@ -27,12 +27,13 @@ def server(demo_model: Path) -> Iterator[ServerProcess]:
 
 
 def in_browser(visit: Callable[[Page], Awaitable[None]]) -> None:
-    """Run a visit in a browser of its own; the page must have nothing to complain about."""
+    """Run a visit in a browser of its own; pages must complain of nothing, and ask nothing of another host."""
 
     async def run() -> None:
         async with browsing() as page:
             await visit(page)
             assert page.complaints == []
+            assert page.asked == page.opened
 
     asyncio.run(run())
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -35,6 +36,8 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
         self.complaints: list[str] = []  # what the page wrote to the console as errors, and what it did not catch
+        self.opened: set[str] = set()    # hosts of the pages that were opened
+        self.asked: set[str] = set()     # hosts that a page has asked for anything
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:  # noqa: ANN401 (JSON)
         """Call a method of the protocol and return its result."""
@@ -52,12 +55,16 @@ class Page:
             self.complaints.append(str(event["params"]["exceptionDetails"]))
         if event.get("method") == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
             self.complaints.append(event["params"]["entry"]["text"])
+        if event.get("method") == "Network.requestWillBeSent":
+            host = urlsplit(event["params"]["request"]["url"]).netloc.rpartition("@")[2]
+            self.asked |= {host} - {""}  # data: has none
 
     async def open(self, url: str, password: str | None = None) -> None:
         """Open a page, with a password if it asks for one, as its dialog would send it; wait until it has loaded."""
+        self.opened.add(urlsplit(url).netloc)
+        await self.call("Network.enable")
         if password is not None:
             credentials = base64.b64encode(f"me:{password}".encode()).decode()
-            await self.call("Network.enable")
             headers = {"Authorization": f"Basic {credentials}"}
             await self.call("Network.setExtraHTTPHeaders", headers=headers)
         await self.call("Runtime.enable")
@@ -95,14 +102,20 @@ class Page:
         """Return what an element says."""
         return await self.evaluate(f"document.querySelector({selector!r}).textContent")  # type: ignore[no-any-return]
 
-    async def screenshot(self, path: Path, scheme: str = "light", size: tuple[int, int] = (1360, 900)) -> None:
-        """Save a picture of the whole page."""
+    async def prefer(self, scheme: str) -> None:
+        """Ask for light or dark colours, as the settings of a system do."""
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    async def screenshot(
+        self, path: Path, scheme: str = "light", size: tuple[int, int] = (1360, 900), *, is_whole: bool = True
+    ) -> None:
+        """Save a picture of the whole page, or of what a window of that size shows of it."""
+        await self.prefer(scheme)
         width, height = size
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
-        taken = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        taken = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)
         path.write_bytes(base64.b64decode(taken["data"]))
 
 

@@ -159,14 +159,17 @@ export class Charts {
       const [base, room] = [PANEL * (row + 1) - 1, PANEL - TITLE - 4];
       const heights = series.map((name) => values[name]);
       const tops = isStacked ? heights.map((_, layer) => heights[layer].map((_, bin) => sum(heights, layer, bin))) : heights;
-      const most = Math.max(1, ...tops.map((top) => Math.max(...top)));
+      const whole = Math.max(1, ...tops.map((top) => Math.max(...top)));
+      // Of a cache that is mostly free, the free blocks above the others are cut off.
+      const most = isStacked ? Math.min(whole, Math.ceil(1.25 * Math.max(50, ...tops.at(-2)))) : whole;
       const order = series.map((_, layer) => (isStacked ? series.length - 1 - layer : layer));
       for (const layer of order) { // those in front last
         to.fillStyle = colour(SERIES[series[layer]].colour);
         to.beginPath();
         tops[layer].forEach((top, bin) => {
           const [left, right] = [(bin * width) / NUM_BINS, ((bin + 1) * width) / NUM_BINS];
-          to.rect(left, base - (top / most) * room, right - left + 0.3, (top / most) * room);
+          const high = Math.min(top / most, 1) * room;
+          to.rect(left, base - high, right - left + 0.3, high);
         });
         to.fill();
       }
@@ -175,7 +178,7 @@ export class Charts {
       to.fillStyle = colour("--soft");
       to.fillText(title, 0, base - room - 7);
       to.textAlign = "right";
-      to.fillText(`top: ${words(most)}`, width, base - room - 7);
+      to.fillText(`top: ${words(most)}${most < whole ? ` of ${words(whole)}` : ""}`, width, base - room - 7);
       to.textAlign = "left";
     });
     to.fillStyle = colour("--ink");
