@@ -92,7 +92,7 @@ class Session:
         """Return the table and, under it, what it depends on."""
         rows = [row for model, _, record in self._contests for row in table.workload_rows(model, record)]
         for model, way, record in self._contests:
-            rows += table.engine_rows(model, record) if way == "in process" else ()
+            rows += table.rows(model, record) if way == "in process" else ()
         return table.markdown(rows) + "\n" + self._conditions() + "\n"
 
     def write(self, output: Path) -> None:

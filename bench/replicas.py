@@ -36,7 +36,7 @@ from quire_lab.sim.datasets import DATA_FOLDER
 from quire_lab.sim.hardware import HARDWARE, CostModel, Hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
-from quire_lab.sim.simulated_fleet import FleetSimulation
+from quire_lab.sim.simulation import FleetSimulation
 from quire_lab.sim.workloads import TraceSlice, WorkItem, open_text, trace_workload
 
 CHATS, TRACE = "sharegpt_sample_turns.csv.gz", "mooncake_conversation.jsonl.gz"

@@ -81,7 +81,7 @@ def workload_rows(model: str, record: ContestRecord) -> Iterator[Row]:
             yield Row(model, workload, figure_title, computed, False, "")
 
 
-def engine_rows(model: str, record: ContestRecord) -> Iterator[Row]:
+def rows(model: str, record: ContestRecord) -> Iterator[Row]:
     """Yield what engines cost beside their work: the start, and memory at its peak."""
     engines = record.engines.items()
     loads = {title: engine.load_s for title, engine in engines}

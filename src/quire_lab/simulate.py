@@ -19,8 +19,7 @@ from quire_lab.sim.hardware import CostModel, Hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import MemoryPlan
 from quire_lab.sim.rate_search import HIGHEST_RATE, Probed, RateSearch, num_needed
-from quire_lab.sim.simulated_fleet import FleetRun, FleetSimulation
-from quire_lab.sim.simulation import SimulatedRun, Simulation, paged_scheduler
+from quire_lab.sim.simulation import FleetRun, FleetSimulation, SimulatedRun, Simulation, paged_scheduler
 from quire_lab.sim.statistics import Timeline, distribution, latencies
 from quire_lab.sim.workloads import WorkItem
 

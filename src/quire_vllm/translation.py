@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from quire.core.errors import ConfigError
-from quire_vllm.engine_rows import ENGINE_ROWS, OLDER_ROWS
-from quire_vllm.server_rows import SERVER_ROWS
+from quire_vllm.argument_rows import ENGINE_ROWS, OLDER_ROWS, SERVER_ROWS
 from quire_vllm.values import Row, parsed
 
 log = logging.getLogger("quire.vllm_arguments")

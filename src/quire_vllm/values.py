@@ -220,15 +220,15 @@ def length(given: object, shown: str) -> Any:  # noqa: ANN401 (as `whole_number`
     return whole_number(given, shown)
 
 
-def dtype_name(given: object, _shown: str) -> str:
+def dtype_of(given: object, _shown: str) -> str:
     """Return the name of a dtype, of torch.dtype too."""
     name = str(given).removeprefix("torch.")
     return _DTYPES.get(name, name)
 
 
-def kv_dtype_name(given: object, shown: str) -> str:
+def kv_dtype_of(given: object, shown: str) -> str:
     """Return the name of a KV cache's dtype."""
-    name = dtype_name(given, shown)
+    name = dtype_of(given, shown)
     return "fp8" if name == "fp8_e4m3" else name
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.core.plan import NewRow
-from quire.decoding.row_grammars import TokenMasks
+from quire.decoding.grammars.row_state import TokenMasks
 from quire.decoding.sampler import SampledTokens, SamplingBatch, SamplingState, sample
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas

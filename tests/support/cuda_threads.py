@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cuda import cuda_attention
-from quire.kernels.cuda.cuda_source import PARTITION, _value, count_partitions, definitions, shared_floats, source
+from quire.kernels.cuda.cuda_attention import PARTITION, _value, count_partitions, definitions, shared_floats, source
 from quire.kernels.paged_attention import AttentionMetadata
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ LIBRARIES = ("torch", "transformers", "peft", "accelerate", "triton", "ray")
 TESTS, SOURCE = Path(__file__).parents[1], "/quire"  # in a checkout, or installed
 MAY_NEED_IT = (
     "kernels/reference/", "kernels/torch_arrays.py", "kernels/quantized.py", "kernels/triton/", "kernels/cuda/",
-    "kernels/flashinfer/", "execution/cuda/", "engine/transformers_model/", "engine/parallel/",
+    "execution/cuda/", "engine/transformers_model/", "engine/parallel/",
 )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from quire.core.deltas import TokenLogprobs
 from quire.core.plan import NewRow
 from quire.core.sampling_params import SamplingParams, num_candidates
 from quire.decoding.bad_words import BadWords
-from quire.decoding.row_grammars import TokenMasks
+from quire.decoding.grammars.row_state import TokenMasks
 from quire.kernels.sampling import SETTINGS, Penalties, SamplingOps, Tokens
 from quire.kernels.tensors import Tensor, floats, take_rows
 

@@ -136,7 +136,7 @@ def _attention(options: EngineOptions) -> AttentionBackEnd | None:
 
         return CUDA_ATTENTION
     if options.attention_backend == "flashinfer":
-        from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION  # noqa: PLC0415 (loads torch)
+        from quire.kernels.cuda.flashinfer_attention import FLASHINFER_ATTENTION  # noqa: PLC0415 (loads torch)
 
         return FLASHINFER_ATTENTION
     return None

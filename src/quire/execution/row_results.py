@@ -9,8 +9,8 @@ from msgspec import structs
 
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import RowResult
+from quire.decoding.grammars.row_state import RowProgress
 from quire.decoding.grammars.rows import StepMasks
-from quire.decoding.row_grammars import RowProgress
 from quire.decoding.sampler import SampledTokens
 from quire.execution.batch import PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, rows_to_draft

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.cli.chat.chat_back_ends import CONTINUATION_MAX_TOKENS, LocalBackEnd, continued_text, postponed_interrupt
 from quire.cli.chat.chat_history import ChatError, Update
-from quire.cli.chat.local import CONTINUATION_MAX_TOKENS, LocalBackEnd, continued_text, postponed_interrupt
 from quire.core.errors import ContextLengthError
 from support.interrupts import interruptible
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from quire.cli.chat.chat_back_ends import RemoteBackEnd, base_url
 from quire.cli.chat.chat_history import ChatError, Update
-from quire.cli.chat.remote import RemoteBackEnd, base_url
 from quire.core.errors import ContextLengthError, EngineError
 from support.chat_server import DONE, ChatServer, Reply, answer, frame, refusal, running, said
 

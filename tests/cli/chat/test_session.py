@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.cli.chat.chat_back_ends import LocalBackEnd
 from quire.cli.chat.chat_history import ChatBackEnd, ChatError, ChatHistory, Exchange, Update
-from quire.cli.chat.local import LocalBackEnd
-from quire.cli.chat.screen import Screen, Tone
-from quire.cli.chat.session import HELP, ChatSession
+from quire.cli.chat.session import HELP, ChatSession, Screen, Tone
 from quire.text.conversation import Message
 from support.interrupts import interruptible
 

@@ -13,8 +13,8 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars import row_state
 from quire.decoding.grammars.compiler import CompiledGrammar, GrammarCache
 from quire.decoding.grammars.constrained import read_vocabulary
+from quire.decoding.grammars.row_state import RowProgress
 from quire.decoding.grammars.rows import IDLE_STEPS, GrammarRows
-from quire.decoding.row_grammars import RowProgress
 from quire.grammar_writing.writer import grammar_of
 from support.grammars import Vocabulary, allowed, begin, new_row, start, tokenizer_text
 

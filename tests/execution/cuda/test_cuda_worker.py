@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan
 from quire.execution.cuda.cuda_graphs import CudaGraphRunner, Graph, GraphSize
-from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight
-from quire.execution.cuda.device_sampling import sample_on_device
+from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker, StepInFlight, sample_on_device
 from quire.execution.device import Device
 from quire.execution.worker import StepCompute
 from quire.kernels.reference.sampling import unpack_settings

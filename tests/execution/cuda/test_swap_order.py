@@ -10,7 +10,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.core.plan import BlockCopy, StepPlan, StepResult
 from quire.execution.batch import PersistentBatch
-from quire.execution.cuda.cuda_swapper import CudaSwapper
+from quire.execution.cuda.cuda_memory import CudaSwapper
 from quire.kernels.reference import kv_cache
 from quire.model.kv_cache import KVCache
 from quire.scheduling.plan_builder import PlanBuilder
@@ -112,7 +112,7 @@ def run_random_steps(cuda: FakeCuda, seed: int) -> int:
 def test_every_touch_of_a_block_is_ordered(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, swap_out_chunk: int, seed: int
 ) -> None:
-    monkeypatch.setattr("quire.execution.cuda.cuda_swapper.SWAP_OUT_CHUNK", swap_out_chunk)
+    monkeypatch.setattr("quire.execution.cuda.cuda_memory.SWAP_OUT_CHUNK", swap_out_chunk)
     assert run_random_steps(cuda, seed) > 20
 
 
@@ -125,7 +125,7 @@ def test_what_nobody_waits_for_is_a_race(cuda: FakeCuda, monkeypatch: pytest.Mon
 
 
 def test_blocks_leave_while_others_are_computed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.execution.cuda.cuda_swapper.SWAP_OUT_CHUNK", 2)
+    monkeypatch.setattr("quire.execution.cuda.cuda_memory.SWAP_OUT_CHUNK", 2)
     cuda.chooser.random = lambda: 1.0  # type: ignore[method-assign] (nothing is over before it has to be)
     device = Device(cuda, 12, 12)
     outs = [BlockCopy(block, block) for block in range(8)]

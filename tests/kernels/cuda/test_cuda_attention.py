@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.cuda import cuda_source
-from quire.kernels.cuda.cuda_source import (
+from quire.kernels.cuda import cuda_attention
+from quire.kernels.cuda.cuda_attention import (
     PARTITION,
     compile_source,
     count_partitions,
@@ -251,9 +251,9 @@ def test_more_memory_than_a_kernel_has_beside_its_own_is_asked_for(
 ) -> None:
     """A program has 48 KiB unasked, those of its own variables among them: else the launch is refused."""
     driver = Driver()
-    monkeypatch.setattr(cuda_source, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_attention, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    cuda_source.Module(b"").launch("attend", (1, 1, 1), 128, shared_bytes, ())
+    cuda_attention.Module(b"").launch("attend", (1, 1, 1), 128, shared_bytes, ())
     asked = [arguments[2] for name, arguments in driver.calls if name == "cuFuncSetAttribute"]
     assert asked == ([shared_bytes] if is_asked else [])
     assert driver.calls[-1][0] == "cuLaunchKernel"
@@ -267,4 +267,4 @@ def test_memory_of_a_kernels_own_is_what_the_launch_leaves_for_it(block_size: in
     ptx = compile_source(source(), options, to_ptx=True).decode()
     own = [int(size) for size in re.findall(r"\.shared .*\.b8 \w+\[(\d+)\]", ptx)]
     assert own
-    assert sum(own) <= (48 << 10) - cuda_source.SHARED_BYTES
+    assert sum(own) <= (48 << 10) - cuda_attention.SHARED_BYTES

@@ -7,8 +7,7 @@ import pytest
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.engine.fleet.router import Routing
 from quire_lab.sim.models import set_up
-from quire_lab.sim.simulated_fleet import FleetRun, FleetSimulation
-from quire_lab.sim.simulation import Simulation, paged_scheduler
+from quire_lab.sim.simulation import FleetRun, FleetSimulation, Simulation, paged_scheduler
 from quire_lab.sim.workloads import WorkItem
 
 COST = set_up("OPT-13B").cost_model()

@@ -7,11 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from quire.cli.chat.chat_back_ends import LocalBackEnd, RemoteBackEnd
 from quire.cli.chat.chat_history import ChatBackEnd, ChatHistory
-from quire.cli.chat.local import LocalBackEnd
-from quire.cli.chat.remote import RemoteBackEnd
-from quire.cli.chat.screen import Screen
-from quire.cli.chat.session import ChatSession
+from quire.cli.chat.session import ChatSession, Screen
 from quire.cli.flag_groups import flag, flag_field, with_config_file, with_flag_groups
 from quire.cli.model_flags import AnswerFlags, load, model_defaults
 from quire.core.options import declared_options

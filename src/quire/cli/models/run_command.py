@@ -8,8 +8,7 @@ import typer
 
 from quire.cli.chat.chat_command import ChatSamplingFlags, local_back_end
 from quire.cli.chat.chat_history import ChatHistory
-from quire.cli.chat.screen import Screen
-from quire.cli.chat.session import ChatSession
+from quire.cli.chat.session import ChatSession, Screen
 from quire.cli.flag_groups import flag, with_config_file, with_flag_groups
 from quire.cli.models.pull_command import fetch
 from quire.core.hub import whole_in_cache

@@ -3,15 +3,16 @@
 It is made, or caught up, where a mask is filled, from the known tokens of the row. So a row that resumes after a
 preemption, or has lost its state, needs nothing but its tokens.
 
-Masks are filled by jobs, in threads. A row has one job at a time, and nothing else touches its matcher meanwhile; a job
-that its step did not wait for is there for the next step of the row.
+Masks are filled by jobs, in threads, while the forward pass runs. A row has one job at a time, and nothing else touches
+its matcher meanwhile. A row with a mask that is not filled when the forward pass is done is late: it is not sampled in
+this step, and the next step of the row finds the mask.
 """
 
 import copy
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher
@@ -28,7 +29,6 @@ from quire.decoding.grammars.compiler import (
     forces_tokens,
     reason_of,
 )
-from quire.decoding.row_grammars import RowProgress
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
 MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing them again for each token takes long
@@ -41,6 +41,38 @@ FIELD = "structured_outputs"
 _LIMIT = re.compile("max is|limit|fuel|too many", re.IGNORECASE)  # texts of the library's errors
 
 Result = TypeVar("Result")
+
+
+class TokenMasks(NamedTuple):
+    """Masks of some samples of a step: samples int64 [num], ascending; bits uint32 [num, num_words], one per token.
+
+    `failures`: samples without masks, which could not be computed, with the reason; theirs allow every token. `late`:
+    samples of late rows, which are not among `samples`; what is drawn for them is dropped. `at_fault`: failures for
+    which the request's grammar is at fault itself.
+    """
+
+    samples: NDArray[np.int64]
+    bits: NDArray[np.uint32]
+    failures: dict[int, str]
+    late: frozenset[int] = frozenset()
+    at_fault: frozenset[int] = frozenset()
+
+    def part(self, start: int, stop: int) -> "TokenMasks":
+        """Return the masks of samples [start, stop), counted from `start`."""
+        within = slice(*np.searchsorted(self.samples, [start, stop]))
+        failures = {sample - start: why for sample, why in self.failures.items() if start <= sample < stop}
+        late = frozenset(sample - start for sample in self.late if start <= sample < stop)
+        return TokenMasks(self.samples[within] - start, self.bits[within], failures, late)
+
+
+class RowProgress(NamedTuple):
+    """What a grammar makes of the tokens that were sampled for its row."""
+
+    num_kept: int                    # tokens kept; fewer than all only if the grammar has ended
+    has_ended: bool = False          # the output is complete, and only an end of sequence could follow
+    forced: tuple[int, ...] = ()     # the next tokens: each is the only one that its mask would allow
+    failure: str | None = None       # why the row cannot continue
+    is_at_fault: bool = False        # the grammar is
 
 
 def failure_of(error: BaseException) -> str:

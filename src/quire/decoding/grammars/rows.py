@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from quire.core.host_limits import find_cpus
 from quire.core.plan import RowDrafts, StepPlan
 from quire.decoding.grammars.compiler import GrammarCache, InvalidGrammarError
-from quire.decoding.grammars.row_state import FAILED, MaskJob, RowState, failure_of
-from quire.decoding.row_grammars import RowProgress, TokenMasks
+from quire.decoding.grammars.row_state import FAILED, MaskJob, RowProgress, RowState, TokenMasks, failure_of
 from quire.kernels.sampling import num_words
 
 IDLE_STEPS = 16  # without a sample, after which a row's matcher is dropped: its sequence may have ended

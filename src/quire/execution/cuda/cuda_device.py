@@ -10,13 +10,13 @@ from quire.core.errors import ConfigError
 from quire.core.host_limits import free_memory_bytes
 from quire.execution.cuda.cuda_graphs import GraphSizes
 from quire.execution.cuda.cuda_memory import (
+    CudaSwapper,
     PinnedMemory,
     device_allocator,
     empty_host_cache,
     pinned_bytes,
     use_exact_products,
 )
-from quire.execution.cuda.cuda_swapper import CudaSwapper
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
 from quire.execution.cuda.memory_profiling import CudaMemoryMeter, available_kv_bytes
 from quire.execution.device import StepLimits

@@ -3,6 +3,9 @@
 The token that a step samples stays on the device until the step is completed. A placeholder takes its position in the
 batch's row: a negative number that names the row. A later step that computes the token reads it from `_last_tokens` on
 the device.
+
+Block tables of all rows are on the device, too: plans change entries of them, and a step gathers its own rows there.
+Else each step would send the table of every row, as wide as the widest: 8 MB for 256 rows beside one of 131,072 tokens.
 """
 
 import logging
@@ -18,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import GraphCounts, StepPlan, StepResult
-from quire.decoding.sampler import LOGPROBS, SampledTokens
+from quire.decoding.sampler import LOGPROBS, NOT_FINITE, SAMPLED, SCALED, SampledTokens, SamplingBatch, choose
 from quire.execution.batch import StepInputs
 from quire.execution.cuda.cuda_graphs import (
     NO_SIZES,
@@ -30,21 +33,87 @@ from quire.execution.cuda.cuda_graphs import (
     GraphSize,
     GraphSizes,
 )
-from quire.execution.cuda.device_sampling import (
-    device_settings,
-    sample_async,
-    sample_on_device,
-    to_sampled_tokens,
-)
-from quire.execution.cuda.device_tables import DeviceTables, table_edits
 from quire.execution.cuda.graph_inputs import Draws, InputLayout, upload
 from quire.execution.worker import StepCompute
+from quire.kernels.sampling import SamplingOps, Tokens
 from quire.model.language_model import ForwardBatch
 
 if TYPE_CHECKING:
     from quire.kernels.triton.triton_low_rank import TritonSlots
 
+
 log = logging.getLogger(__name__)
+
+
+def sample_async(samples: SamplingBatch, logits: Tensor, ops: SamplingOps) -> Tensor:
+    """Do what `sample` does without waiting for the device; for samples without logprobs.
+
+    Returns int64 [2, num_samples], where the logits are: the tokens, and whether each has a finite logit.
+    """
+    wanted = samples.wanted
+    assert not wanted & (LOGPROBS | SCALED), "logprobs have to be waited for"
+    return _with_soundness(choose(samples, logits, wanted, ops), logits)
+
+
+def sample_on_device(settings: Tensor, logits: Tensor, ops: SamplingOps) -> Tensor:
+    """Do what `sample_async` does, for samples of `device_settings` that are on the device: also in a CUDA graph."""
+    return _with_soundness(ops.choose_tokens(logits, settings), logits)
+
+
+def device_settings(samples: SamplingBatch, ops: SamplingOps) -> NDArray[np.void] | None:
+    """Return the settings of samples, SETTINGS [num_samples]; None if one needs more than a draw or an argmax."""
+    if samples.wanted & ~SAMPLED:
+        return None
+    return samples.draws(ops)
+
+
+def _with_soundness(choice: Tokens, logits: Tensor) -> Tensor:
+    tokens = choice if isinstance(choice, Tensor) else torch.from_numpy(choice)
+    return torch.stack([tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite()])
+
+
+def to_sampled_tokens(drawn: Tensor) -> SampledTokens:
+    """Return the result of `sample` from that of `sample_async`."""
+    token_ids, is_sound = drawn.tolist()
+    failures = {} if all(is_sound) else {i: NOT_FINITE for i, sound in enumerate(is_sound) if not sound}
+    return SampledTokens(token_ids, None, failures)
+
+
+class TableEdits(NamedTuple):
+    """Entries of tables [num_rows, num_columns]; one that is named twice has the same block both times."""
+
+    places: NDArray[np.int64]  # [num], row * num_columns + column
+    blocks: NDArray[np.int32]  # [num]
+
+
+def table_edits(plan: StepPlan, tables: NDArray[np.int32]) -> TableEdits:
+    """Return the entries that a plan changes, with the blocks that the host's tables have after it."""
+    whole = [(fork.row, len(fork.block_ids)) for fork in plan.row_forks if fork.row != fork.source]
+    whole += [(new.row, len(new.block_ids)) for new in plan.new_rows]
+    num_columns = tables.shape[1]
+    parts = [np.arange(count, dtype=np.int64) + row * num_columns for row, count in whole]
+    parts.append(np.array(plan.table_rows, np.int64) * num_columns + np.array(plan.table_columns, np.int64))
+    places = np.concatenate(parts)
+    return TableEdits(places, tables.reshape(-1)[places])
+
+
+class DeviceTables:
+    """The tables, int32 [num_rows, num_columns]."""
+
+    @torch.inference_mode()  # as the steps that view them
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self._entries = torch.zeros(shape[0] * shape[1], dtype=torch.int32, device=device)
+        self._tables = self._entries.view(shape)
+
+    def edit(self, places: Tensor, blocks: Tensor) -> None:
+        """Write `TableEdits` that are on the device, behind all steps launched so far."""
+        if len(places):
+            self._entries.index_copy_(0, places, blocks)
+
+    def gather(self, rows: Tensor, num_columns: int, whole: Tensor | None = None) -> Tensor:
+        """Return the first columns of some rows, [len(rows), num_columns]; they become those of `whole`, if given."""
+        out = None if whole is None else whole[:, :num_columns]
+        return torch.index_select(self._tables[:, :num_columns], 0, rows, out=out)
 
 
 class StepInFlight(NamedTuple):

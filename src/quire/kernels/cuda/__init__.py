@@ -1,5 +1,4 @@
-"""The paper's kernel: PagedAttention in CUDA C++, compiled by NVRTC when a shape first needs it.
+"""Attention that --attention-backend chooses on a GPU in place of Triton's: FlashInfer's, and the paper's kernel.
 
-`attention.CUDA_ATTENTION` is for --attention-backend cuda. `paged_attention.cu` is the source,
-`cuda_source.py` compiles and launches it.
+The paper's is PagedAttention in CUDA C++, `paged_attention.cu`, compiled by NVRTC when a shape first needs it.
 """

@@ -1,4 +1,4 @@
-"""Rows of the engine's arguments, as in `EngineArgs` of vLLM 0.33, and those of older versions."""
+"""Rows of vLLM's arguments: those of servers alone, those of `EngineArgs` of vLLM 0.33, and those of older versions."""
 
 from dataclasses import replace
 
@@ -17,11 +17,83 @@ from quire_vllm.values import (
     texts,
 )
 
+_SERVERS = (
+    same(text("host"), "127.0.0.1 by default; another one needs a key or `--allow-unauthenticated`"),
+    same(number("port")),
+    same(texts("api_key"), "repeatable, too"),
+    same(text("uds"), "a file that a server left there is replaced"),
+    same(text("root_path"), "requests with and without it are answered"),
+    same(config("allowed_origins"), "none by default: else any web page could call a server on its reader's machine"),
+    same(config("allowed_methods"), "repeatable, too"),
+    same(config("allowed_headers"), "repeatable, too"),
+    same(switch("allow_credentials"), "needs origins by name"),
+    same(switch("enable_tokenizer_info_endpoint")),
+    same(switch("enable_request_id_headers"), "without it `X-Request-Id` is the server's own"),
+    same(text("config")),
+    same(
+        text("tool_call_parser"),
+        "`auto`, the default, too: by the chat template ([tools](tools.md)); names of formats that have no parser here "
+        "end the start with a list of those that have",
+    ),
+    same(switch("enable_auto_tool_choice"), "no effect: `tool_choice` `auto` is always served"),
+    renamed(number("sse_keep_alive_interval"), "stream_keepalive", "15 seconds"),
+    renamed(number("h11_max_header_count"), "max_headers", "100"),
+    renamed(number("h11_max_incomplete_event_size"), "max_header_bytes", "32 KiB; bodies: `--max-body-bytes`"),
+    *accepted("prompts and outputs are never logged", number("max_log_len"), switch("enable_log_deltas")),
+    *refused("prompts and outputs are never logged", switch("enable_log_outputs")),
+    renamed(
+        switch("enable_log_requests"), "log_requests",
+        "1, the default: a line for each request, without its texts; `--no-enable-log-requests`: 0", values.share_if,
+    ),
+    *accepted(
+        "there is one line for each request and none for probes: see `--log-requests` and `--log-level`",
+        text("uvicorn_log_level"), switch("disable_uvicorn_access_log"), text("disable_access_log_for_endpoints"),
+    ),
+    *accepted("errors of the server are always logged with their stack", switch("log_error_stack")),
+    *accepted("usage always has prompt_tokens_details", switch("enable_prompt_tokens_details")),
+    *accepted("requests are always counted: see `/metrics`", switch("enable_server_load_tracking")),
+    *accepted("one process serves HTTP", number("api_server_count", flags=("-asc",)),
+              number("data_parallel_supervisor_port"), real("dp_supervisor_probe_interval_s"),
+              real("dp_supervisor_probe_timeout_s"), number("dp_supervisor_probe_failure_threshold")),
+    *accepted("there is no chat route of Cohere's", switch("cohere_is_reasoning_model"), text("cohere_format")),
+    *accepted("/docs is a page without scripts, and needs a key where keys are set", switch("disable_fastapi_docs"),
+              switch("enable_offline_docs")),
+    *accepted("requests have no images, audio or video", switch("trust_request_mm_kwargs"),
+              switch("enable_flash_late_interaction")),
+    *refused("the fingerprint is Quire's version", text("fingerprint_mode", "full", "hash"),
+             text("fingerprint_value")),
+    same(texts("lora_modules"), "repeatable, too"),
+    *refused("no code from outside is run", texts("middleware"), text("tool_parser_plugin")),
+    *refused("tools run at clients", text("tool_server")),
+    *refused("set `strict` of each tool", text("tool_strict_level", "auto")),
+    *refused("tools of a request are always given to the chat template", switch("exclude_tools_when_tool_choice_none")),
+    same(config("default_chat_template_kwargs")),
+    same(switch("enable_force_include_usage")),
+    *accepted("a probe of the chat template finds the form of contents", text("chat_template_content_format")),
+    *refused("chat templates of requests are never run", switch("trust_request_chat_template")),
+    *refused("efforts of reasoning are given to the chat template as they are", config("reasoning_effort_map"),
+             text("anthropic_disabled_thinking_effort", "auto")),
+    *refused("answers are the assistant's", text("response_role", "assistant")),
+    same(switch("return_tokens_as_token_ids")),
+    same(switch("enable_per_request_metrics")),
+    same(text("ssl_certfile"), "a file that cannot be used ends the start"),
+    same(text("ssl_keyfile"), "not encrypted"),
+    same(text("ssl_ca_certs")),
+    same(number("ssl_cert_reqs")),
+    same(text("ssl_ciphers")),
+    *refused("start the server again when its certificate has changed", switch("enable_ssl_refresh")),
+    *refused("only HTTP is served", number("grpc_port"), switch("grpc"), switch("headless"),
+             switch("enable_scale_out")),
+)
+
+SERVER_ROWS: tuple[Row, ...] = tuple(replace(row, is_engine=False) for row in _SERVERS)
+
+
 _SUPPORTED = (
     same(text("model"), "without a model, the bundled demo model; `--model M` and `M` are the same"),
     same(text("tokenizer")),
     same(text("chat_template"), "a file, or the template itself", lambda given, _shown: str(given)),
-    same(text("dtype"), "`half` and `float` are `float16` and `float32`", values.dtype_name),
+    same(text("dtype"), "`half` and `float` are `float16` and `float32`", values.dtype_of),
     same(
         number("max_model_len"),
         "the default is cut to what the KV cache holds, where vLLM refuses to start; with dynamic NTK scaling it is "
@@ -38,7 +110,7 @@ _SUPPORTED = (
         text("kv_cache_dtype"),
         "`auto`, `int8_per_token_head`, `fp8_per_token_head`, `fp8` (`fp8_e4m3`); prefix caching stays "
         "on and exact ([quantization.md](quantization.md#kv-cache-in-8-bits))",
-        values.kv_dtype_name,
+        values.kv_dtype_of,
     ),
     same(number("max_num_seqs"), "256", values.whole_number),
     same(

@@ -11,8 +11,8 @@ from quire import LLM
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import cuda_back_end
-from quire.kernels.flashinfer import flashinfer_attention
-from quire.kernels.flashinfer.flashinfer_attention import FLASHINFER_ATTENTION, FlashInferAttention, pages_of
+from quire.kernels.cuda import flashinfer_attention
+from quire.kernels.cuda.flashinfer_attention import FLASHINFER_ATTENTION, FlashInferAttention, pages_of
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.reference.back_ends import REFERENCE, TORCH
 from quire.model.loader import load_model
