@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,9 @@ from quire.core.plan import GraphCounts, StepPlan, StepResult
 from quire.core.sampling_params import BeamSearchParams
 from quire.core.sequence import NO_ROW
 from quire.engine.engine import Engine
+from quire.engine.recording.record import Held, Requeued, RolledBack
 from quire.scheduling.isolation import MAX_FRUITLESS, PROBE_ID
+from support.records import Records, events_of, replayed
 from support.scheduling import Harness, random_beams, random_params
 
 
@@ -122,6 +125,19 @@ def test_many_culprits_fail_and_the_engine_goes_on(poisoned: list[int]) -> None:
     served = Served(harness, holding(harness, poisoned))
     served.run()
     served.assert_failed(poisoned)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_isolation_is_recorded_and_repeated(overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = Records(tmp_path, monkeypatch)
+    harness = crowd(budget=11)
+    served = Served(harness, holding(harness, [5, 11], 9), overlaps=overlaps)
+    served.run()
+    served.assert_failed([5, 11])
+    events = events_of(records.close())
+    assert {Held, Requeued, RolledBack} <= {type(event) for event in events}
+    run = replayed(events)
+    assert run.scheduler.cache.stats() == harness.cache.stats()
 
 
 def test_request_that_runs_alone_and_fails_is_told() -> None:

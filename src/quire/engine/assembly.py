@@ -26,6 +26,7 @@ from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.loading import LoadedModel, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
+from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_recorded_scheduler
 from quire.engine.requests.input_processor import InputProcessor
 from quire.engine.sizing import size_engine
 from quire.execution.batch import AdapterRows, PersistentBatch
@@ -62,9 +63,11 @@ class AssembledEngine:
     ranks: "RankSet | None" = None  # the other ranks of tensor parallelism; None: there are none
 
     def close(self) -> None:
-        """End the processes of the other ranks. Idempotent."""
+        """End the processes of the other ranks, and the record. Idempotent."""
         if self.ranks is not None:
             self.ranks.close()
+        if isinstance(self.engine.scheduler, RecordedScheduler):
+            self.engine.scheduler.sink.close()
 
 
 def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngine:
@@ -234,7 +237,10 @@ def _build(
             return Lack("grammar")
         return None if adapters is None or adapters.is_ready(request) else Lack("adapter", adapters.is_held)
 
-    scheduler = make_scheduler(scheduling, cache, unprepared)
+    if options.record is None:
+        scheduler = make_scheduler(scheduling, cache, unprepared)
+    else:
+        scheduler = make_recorded_scheduler(options, scheduling, cache, unprepared)
     if adapters is not None:
         adapters.watch(scheduler)
     return Engine(scheduler, executor, grammars, adapters)

@@ -53,7 +53,7 @@ class Isolation:
         self._advance()
         if self.is_active:
             tested = {PROBE_ID} if self._accusation is not None else set(self._testing)
-            self._scheduler.queues.hold_all_but(tested)
+            self._scheduler.hold_all_but(tested)
 
     def record_failure(self, suspects: Iterable[int], reason: str, *, is_certain: bool) -> bool:
         """Take a step that has failed and was undone. Return False if the engine has to end.
@@ -135,4 +135,4 @@ class Isolation:
         self.is_active = self._has_culprit = False
         self._num_quiet_steps, self._cleared = 0, frozenset(self._targets)
         self._targets.clear()
-        self._scheduler.queues.release_all()
+        self._scheduler.release_all()

@@ -10,7 +10,7 @@ could not finish alone: every accepted request finishes. `RequestQueues` has the
 Pure Python: no torch, no clock, no I/O.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -283,6 +283,14 @@ class Scheduler:
         """Preempt all running requests by recompute. Only between steps, and with none planned ahead."""
         assert self._ahead is None, "a step is planned ahead"
         _release_affected(self.queues.running.copy(), [], self.queues, self.preemption)
+
+    def hold_all_but(self, request_ids: Collection[int]) -> None:
+        """Keep all requests but these out of steps until the next call, or `release_all`."""
+        self.queues.hold_all_but(request_ids)
+
+    def release_all(self) -> None:
+        """Let all requests take part in steps again."""
+        self.queues.release_all()
 
     # --- invariants -----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from quire.execution.executor import LocalExecutor
 from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire_lab.sim.simulation import SimulatedExecutor
 
+MakeScheduler = Callable[[SchedulerConfig, CacheConfig], Scheduler]
+
 _VOCAB_SIZE = 32_000
 _WARM_UP_STEPS = 32
 _TOKEN = 7
@@ -41,9 +43,14 @@ class _NullWorker:
         return StepResult(token_ids)
 
 
-def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_size: int) -> float:
-    """Return the mean microseconds per sequence of `steps` decode steps of `num_seqs` sequences."""
-    engine = decoding_engine(num_seqs, steps, prompt_len, block_size)
+def us_per_sequence_and_step(
+    num_seqs: int, steps: int, prompt_len: int, block_size: int, make: MakeScheduler = make_scheduler
+) -> float:
+    """Return the mean microseconds per sequence of `steps` decode steps of `num_seqs` sequences.
+
+    `make` returns the scheduler.
+    """
+    engine = decoding_engine(num_seqs, steps, prompt_len, block_size, make=make)
     started_s = time.perf_counter()
     for _ in range(steps):
         engine.step()
@@ -53,7 +60,8 @@ def us_per_sequence_and_step(num_seqs: int, steps: int, prompt_len: int, block_s
 
 
 def decoding_engine(
-    num_seqs: int, steps: int, prompt_len: int, block_size: int, *, enable_prefix_caching: bool = True
+    num_seqs: int, steps: int, prompt_len: int, block_size: int, *, enable_prefix_caching: bool = True,
+    make: MakeScheduler = make_scheduler,
 ) -> Engine:
     """Return a warmed-up engine without a model, with `num_seqs` sequences that decode for `steps` steps."""
     prefill_steps = prompt_len + block_size  # at most: half of the token budget is left for prompts
@@ -63,7 +71,7 @@ def decoding_engine(
     budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, 2 * num_seqs)
     scheduler_config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=longest)
     cache_config = CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
-    scheduler = make_scheduler(scheduler_config, cache_config)
+    scheduler = make(scheduler_config, cache_config)
     batch = PersistentBatch(num_seqs, longest, block_size, _VOCAB_SIZE)
     engine = Engine(scheduler, LocalExecutor(_NullWorker(batch)))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)

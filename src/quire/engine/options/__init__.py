@@ -53,7 +53,10 @@ class EngineOptions(  # the fields of the last class come first
         if self.batching == "static" and self.memory_policy != "contiguous-max":
             raise ConfigError(f"batching 'static' needs memory_policy 'contiguous-max', got {self.memory_policy!r}")
         is_baseline = (self.batching, self.memory_policy) != ("continuous", "paged")
-        asked = {"speculative_config": self.speculation is not None, "enable_lora": self.enable_lora}
+        asked = {
+            "speculative_config": self.speculation is not None, "enable_lora": self.enable_lora,
+            "record": self.record is not None,
+        }  # fmt: skip
         for name, is_asked in asked.items():
             if is_asked and is_baseline:
                 raise ConfigError(

@@ -11,7 +11,7 @@ from quire.core.config import (
     Batching,
     SchedulingPolicy,
 )
-from quire.core.options import MS, option, parse_ms
+from quire.core.options import MS, SIZE, option, parse_ms
 from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
 
 _speculation = partial(option, panel="Speculation")
@@ -60,6 +60,19 @@ class SchedulingOptions:
         True, "append tokens that a grammar forces without sampling them, and compute them as one chunk",
         row="`True`: a token that is the only one that a grammar allows is appended without sampling, and a run of "
         "them is computed as a chunk; the same tokens",
+    )  # fmt: skip
+    record: str | None = _scheduling(
+        None, "folder for a record of all that is scheduled, for quire replay", metavar="FOLDER",
+        row="folder for a record of all that is scheduled, which `quire replay` repeats ([below](#quire-replay)), with "
+        "digests in place of tokens, salts and clients; `None`: none",
+    )  # fmt: skip
+    record_tokens: bool = _scheduling(
+        False, "keep tokens and sampling parameters in the record",
+        row="`True`: the record has the tokens and sampling parameters of requests",
+    )  # fmt: skip
+    record_bytes: int | str = _scheduling(
+        "128MiB", "bound of the record of one engine", metavar=SIZE, low=1,
+        row="bound of the record of one engine: bytes, or text as above",
     )  # fmt: skip
     batching: Batching = option(
         "continuous", "static: whole batches, one after the other; needs contiguous-max", kind="none",

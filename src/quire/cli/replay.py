@@ -1,0 +1,144 @@
+"""`quire replay`: the decisions of a recorded engine, made again and compared, on any machine and without its model."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quire.cli.flag_groups import flag
+from quire.core.deltas import WAIT_REASONS, SequenceDelta
+from quire.core.errors import ConfigError
+from quire.core.sequence import Request
+from quire.engine.recording.record import Added, Event, Planned, RecordError, Start, Updated, read_record, shown
+from quire.engine.recording.replay import DifferenceError, Replay
+
+DIFFERENT, UNREADABLE = 1, 2  # exit codes
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="a record that an engine has written with --record", show_default=False)],
+    until: Annotated[int | None, flag("stop behind this step, and show it", metavar="STEP")] = None,
+    check: Annotated[bool, flag("print nothing unless a plan differs", "--check")] = False,
+    explain: Annotated[int | None, flag("tell what happened to a request, by its number", metavar="ID")] = None,
+) -> None:
+    """Make the decisions of a recorded engine again, and compare each plan with that of the record.
+
+    The first difference is shown with both plans, and the exit code is 1; a file that cannot be read to its end: 2.
+    """
+    if until is not None and until < 1:
+        raise ConfigError(f"until must be at least 1, got {until}")
+    events = read_record(file)
+    life = None if explain is None else Life(explain)
+    began_s = time.monotonic()
+    try:
+        _, start = next(events)
+        assert isinstance(start, Start), "the reader looks at it"
+        run = Replay(start)
+        _replay(run, events, until, life)
+    except DifferenceError as difference:
+        _print_difference(difference)
+        raise typer.Exit(DIFFERENT) from None
+    except RecordError as error:
+        typer.echo(f"quire: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    if life is not None:
+        life.print()
+    if not check:
+        _print_summary(run, time.monotonic() - began_s)
+    if until is not None and not check:
+        _print_step(run)
+
+
+def _replay(run: Replay, events: Iterator[tuple[int, Event]], until: int | None, life: "Life | None") -> None:
+    """Replay events, up to the plan of step `until`."""
+    for _, event in events:
+        run.apply(event)
+        if life is not None:
+            life.see(run, event)
+        if until is not None and run.num_steps >= until and isinstance(event, Planned):
+            return
+
+
+def _print_summary(run: Replay, seconds: float) -> None:
+    rate = run.num_sequence_steps / max(seconds, 1e-9)
+    typer.echo(
+        f"{run.num_steps:,} steps, {run.num_sequence_steps:,} sequences in them, {run.num_requests:,} requests: "
+        f"every plan is that of the record ({seconds:.2f} s, {rate:,.0f} sequences of steps per second)"
+    )
+    if run.end:
+        typer.echo(f"the record ends before the engine: {run.end}")
+
+
+def _print_step(run: Replay) -> None:
+    queues, kv = run.scheduler.queues, run.scheduler.cache.stats()
+    typer.echo(
+        f"step {run.num_steps}: {len(queues.running)} requests run, {len(queues.waiting)} wait "
+        f"({queues.wait_reasons.current or 'for nothing'}), {len(queues.swapped)} are swapped out; blocks: "
+        f"{kv.used_blocks} used, {kv.cached_blocks} cached, {kv.free_blocks} free"
+    )
+    for name, values in shown(run.plan).items():
+        typer.echo(f"  {name}: {values}")
+
+
+def _print_difference(difference: DifferenceError) -> None:
+    typer.echo(f"step {difference.step} differs{f': {difference.why}' if difference.why else ''}", err=True)
+    recorded, planned = shown(difference.recorded), shown(difference.planned)
+    for name in sorted(recorded.keys() | planned.keys()):
+        old, new = recorded.get(name, []), planned.get(name, [])
+        typer.echo(f"  {name}: {old}" if old == new else f"- {name}: {old}\n+ {name}: {new}", err=True)
+
+
+class Life:
+    """What happened to one request, in lines."""
+
+    def __init__(self, request_id: int) -> None:
+        self._id = request_id
+        self._arrived_s: float | None = None
+        self._num_tokens = 0
+        self._lines: list[str] = []
+
+    def see(self, run: Replay, event: Event) -> None:
+        """Look at a replay behind one of its events."""
+        requests, step = run.scheduler.queues.requests, run.scheduler.step
+        if isinstance(event, Added) and self._arrived_s is None and (request := requests.get(self._id)) is not None:
+            self._arrived_s = request.arrived_s
+            num_tokens = len(request.prompt_token_ids)
+            self._tell(run, f"queued: {num_tokens} prompt tokens, n {request.params.n}", event.arrived_s)
+        elif isinstance(event, Planned) and event.now_s is not None:
+            if self._id in step.preempted:
+                self._tell(run, "preempted")
+            for admitted in step.admitted:
+                if admitted.request_id == self._id:
+                    self._tell(run, _admission(admitted))
+        elif isinstance(event, Updated):
+            for delta in run.deltas:
+                if delta.request_id == self._id:
+                    self._see_delta(run, delta)
+
+    def _see_delta(self, run: Replay, delta: SequenceDelta) -> None:
+        if not self._num_tokens and delta.token_ids:
+            self._tell(run, "first token")
+        self._num_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._tell(run, f"branch {delta.index} ends ({delta.finish_reason}); {self._num_tokens} tokens of all")
+
+    def _tell(self, run: Replay, text: str, now_s: float | None = None) -> None:
+        since_s = (run.now_s if now_s is None else now_s) - (self._arrived_s or 0.0)
+        self._lines.append(f"step {run.num_steps:>6}  {since_s:9.3f} s  {text}")
+
+    def print(self) -> None:
+        """Print the lines. ConfigError if the record does not have the request."""
+        if not self._lines:
+            raise ConfigError(f"explain: the record has no request {self._id}")
+        for line in self._lines:
+            typer.echo(line)
+
+
+def _admission(request: Request) -> str:
+    waited = zip(WAIT_REASONS, request.waited, strict=False)
+    reasons = ", ".join(f"{reason} {count}" for reason, count in waited if count)
+    found = request.live[0].num_computed_tokens if request.live else 0
+    times = f", after {request.num_preemptions} preemptions" if request.num_preemptions else ""
+    return f"admitted{times}: {found} tokens found; waited {reasons or 'for nothing'}"

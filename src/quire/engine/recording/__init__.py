@@ -1,0 +1,1 @@
+"""Recording of an engine's scheduling decisions, and their replay."""

@@ -1,0 +1,107 @@
+"""Replay of a record: its calls on a scheduler of its own, which must make the plans of the record."""
+
+from quire.core.deltas import SequenceDelta
+from quire.core.plan import StepPlan, decode_result
+from quire.core.sequence import Request
+from quire.engine.messages import AddRequest, decode_command
+from quire.engine.recording.record import (
+    Added,
+    Closed,
+    Ended,
+    Event,
+    Held,
+    Planned,
+    Requeued,
+    RolledBack,
+    Start,
+    Updated,
+    encode_plan,
+)
+from quire.scheduling.scheduler import make_scheduler
+from quire.scheduling.waiting_lines import Lack
+
+
+class DifferenceError(Exception):
+    """A step that is planned otherwise than in the record. Plans are encoded; None: there was none.
+
+    `why`: the error of the replay, if it is one.
+    """
+
+    def __init__(self, step: int, recorded: bytes | None, planned: bytes | None, why: str = "") -> None:
+        super().__init__(f"step {step}")
+        self.step, self.recorded, self.planned, self.why = step, recorded, planned, why
+
+
+class Replay:
+    """A scheduler that is given the events of a record, one after the other."""
+
+    def __init__(self, start: Start) -> None:
+        self.scheduler = make_scheduler(start.scheduler, start.cache, self._unprepared)
+        self.num_steps = self.num_sequence_steps = 0        # so far; a sequence counts in each step with it
+        self.num_requests = 0
+        self.end: str | None = None                         # why the record ends; None: it does not, yet
+        self.plan: bytes | None = None                      # the last one
+        self.now_s = 0.0                                    # when the last step was planned, by the engine's clock
+        self.deltas: list[SequenceDelta] = []               # of the last step that is over
+        self._lacks: dict[int, Lack] = {}                   # of the step that is planned next
+        self._fault: Exception | None = None                # of the last event: a rollback follows
+
+    def apply(self, event: Event) -> None:
+        """Do what an event tells. DifferenceError if a plan differs, or the scheduler fails where it had not."""
+        if self._fault is not None and not isinstance(event, RolledBack):
+            raise DifferenceError(self.num_steps, None, None, repr(self._fault)) from self._fault
+        scheduler = self.scheduler
+        match event:
+            case Planned():
+                self._plan(event)
+            case Updated(result):
+                self._update(result)
+            case Added(arrived_s, message):
+                added = decode_command(message)
+                assert isinstance(added, AddRequest), f"a request, not {added}"
+                added.request.arrived_s = arrived_s
+                scheduler.add(added.request)
+                self.num_requests += 1
+            case Ended(request_id, index):
+                _ = scheduler.abort(request_id) if index is None else scheduler.finish(request_id, index)
+            case RolledBack():
+                self._fault = None
+                scheduler.roll_back()
+            case Requeued():
+                scheduler.requeue_running()
+            case Held(request_ids):
+                scheduler.release_all() if request_ids is None else scheduler.hold_all_but(set(request_ids))
+            case Closed(reason):
+                self.end = reason
+            case Start():
+                raise AssertionError("a record starts once")
+
+    def _plan(self, event: Planned) -> None:
+        self._lacks = {request_id: Lack(reason, is_for_all) for request_id, reason, is_for_all in event.lacks}
+        plan: StepPlan | None = None
+        try:
+            if event.now_s is None:
+                plan = self.scheduler.schedule_next()
+            else:
+                self.now_s = event.now_s
+                plan = self.scheduler.schedule(event.now_s)
+        except Exception as error:
+            if event.plan is not None or event.now_s is None:
+                raise DifferenceError(self.num_steps + 1, event.plan, None, repr(error)) from error
+            self._fault = error
+            return
+        if event.now_s is not None and plan is not None and plan.rows:
+            self.num_steps += 1
+            self.num_sequence_steps += len(plan.rows)
+        self.plan = planned = None if plan is None else encode_plan(plan)
+        if planned != event.plan:
+            raise DifferenceError(self.num_steps, event.plan, planned)
+
+    def _update(self, result: bytes) -> None:
+        try:
+            self.deltas = self.scheduler.update(self.scheduler.step.plan, decode_result(result))
+        except Exception as error:  # as when it was recorded, if a rollback follows
+            self._fault = error
+
+    def _unprepared(self, request: Request) -> Lack | None:
+        return self._lacks.get(request.request_id)

@@ -1,0 +1,312 @@
+"""Records of random and of real runs: plans are not changed by recording, and are made again by a replay."""
+
+import random
+import re
+import zlib
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.core.config import PreemptionKind
+from quire.core.errors import ConfigError
+from quire.engine.options import EngineOptions
+from quire.engine.recording import record
+from quire.engine.recording.record import (
+    Closed,
+    Planned,
+    RecordError,
+    Start,
+    chunk,
+    encode_event,
+    head,
+    read_record,
+    shown,
+)
+from quire.engine.recording.replay import DifferenceError
+from quire.scheduling.planner import Planner
+from quire.scheduling.preemption import PreemptionPolicy
+from quire.scheduling.waiting_lines import Lack
+from support.openai_server import openai_server
+from support.ragged_executor import RaggedExecutor
+from support.records import Records, events_of, replayed
+from support.scheduling import Harness, random_run
+from support.server import wait_until
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+def kind_of(seed: int) -> dict[str, Any]:
+    """What a random run of this number is like."""
+    executor = {"executor_class": RaggedExecutor} if seed % 5 == 0 else {}
+    return {"crowded": seed % 2 == 0, "windowed": seed % 4 < 2, "late": seed % 3 == 0} | executor
+
+
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_random_runs_are_repeated(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Harness, "check", lambda harness: None)     # other tests do, of the same runs
+    records = Records(tmp_path, monkeypatch)
+    num_steps = num_preempted = 0
+    for seed in range(first, first + 100):
+        harness = random_run(seed, **kind_of(seed))
+        run = replayed(events_of(records.close()))
+        assert run.num_steps >= harness.num_steps
+        assert run.num_requests == len(harness.requests)
+        assert run.scheduler.cache.stats() == harness.cache.stats()
+        assert run.scheduler.preemption.stats == harness.scheduler.preemption.stats
+        num_steps += run.num_steps
+        num_preempted += sum(run.scheduler.preemption.stats.num_preemptions.values())
+    assert num_steps > 5000
+    assert num_preempted > 100
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_recording_changes_no_plan(keeps_tokens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [random_run(seed, **kind_of(seed)).executor.trace for seed in range(20)]
+    records = Records(tmp_path, monkeypatch, keeps_tokens=keeps_tokens)
+    for seed, trace in enumerate(plain):
+        assert random_run(seed, **kind_of(seed)).executor.trace == trace
+        replayed(events_of(records.close()))
+
+
+def record_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int = 14) -> Path:
+    records = Records(tmp_path, monkeypatch)
+    random_run(seed, **kind_of(seed))
+    return records.close()
+
+
+# --- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def other_way_back(policy: PreemptionPolicy, *arguments: Any) -> PreemptionKind:  # noqa: ANN401
+    return "recompute"
+
+
+def test_other_decision_is_found_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that never swaps differs where the first request was swapped out, and not before."""
+    events = events_of(record_of(tmp_path, monkeypatch))
+    steps = [each for each in events if isinstance(each, Planned) and "rows" in shown(each.plan)]
+    first = next(number for number, each in enumerate(steps, 1) if "swap_outs" in shown(each.plan))
+    monkeypatch.setattr(PreemptionPolicy, "choose", other_way_back)
+    with pytest.raises(DifferenceError) as found:
+        replayed(events)
+    assert found.value.step == first
+    assert found.value.recorded == steps[first - 1].plan
+    assert "swap_outs" not in shown(found.value.planned)
+
+
+def test_scheduler_that_fails_is_found_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = events_of(record_of(tmp_path, monkeypatch))
+    plan_running, num_calls = Planner.plan_running, 0
+
+    def failing(planner: Planner, *arguments: Any) -> int:  # noqa: ANN401
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 9:
+            raise KeyError("here")
+        return plan_running(planner, *arguments)
+
+    monkeypatch.setattr(Planner, "plan_running", failing)
+    with pytest.raises(DifferenceError) as found:
+        replayed(events)
+    planned = [each for each in events if isinstance(each, Planned)][:9]
+    assert found.value.step == sum("rows" in shown(each.plan) for each in planned)
+    assert (found.value.recorded, found.value.why) == (planned[-1].plan, "KeyError('here')")
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_cut_file_is_read_to_the_cut_and_then_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = record_of(tmp_path, monkeypatch).read_bytes()
+    path = tmp_path / "cut"
+    for length in {0, 9, 10, 11, *range(0, len(whole), 97), len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        with pytest.raises(RecordError, match=r"offset \d+"):
+            events_of(path)
+
+
+def test_spoilt_byte_is_named_with_its_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = record_of(tmp_path, monkeypatch).read_bytes()
+    path, rng = tmp_path / "spoilt", random.Random(3)
+    for _ in range(200):
+        spoilt = bytearray(whole)
+        spoilt[rng.randrange(len(spoilt))] ^= 1 << rng.randrange(8)
+        path.write_bytes(spoilt)
+        with pytest.raises(RecordError, match=r"offset \d+"):
+            events_of(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"GGUF", "begins with other bytes"),
+        (head()[:-1] + b"\x07", "format 7; this Quire reads format 1"),
+        (head() + chunk([encode_event(Planned(0.0, None))]), "it has no start"),
+        (head() + chunk([b"\x93abc"]), "damaged in the chunk at offset 10"),
+    ],
+    ids=["other file", "other format", "no start", "no events"],
+)  # fmt: skip
+def test_other_files_are_refused(content: bytes, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=told):
+        events_of(path)
+
+
+def test_record_of_another_version_is_refused_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (start, *_) = events_of(record_of(tmp_path, monkeypatch))
+    assert isinstance(start, Start)
+    path = tmp_path / "other"
+    path.write_bytes(head() + chunk([encode_event(msgspec.structs.replace(start, version="0.0.1"))]))
+    with pytest.raises(RecordError, match=rf"Quire 0\.0\.1, and this is Quire {re.escape(start.version)}"):
+        events_of(path)
+
+
+def test_chunk_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "MAX_CHUNK_BYTES", 1000)
+    path = tmp_path / "long"
+    path.write_bytes(head() + chunk([bytes(100_000)]))
+    with pytest.raises(RecordError, match="too long"):
+        events_of(path)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_record_ends_at_its_bound_and_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.engine.recording.recorder._CHUNK_BYTES", 1000)
+    records = Records(tmp_path, monkeypatch, max_bytes=4000)
+    random_run(14, **kind_of(14))
+    assert 4000 <= records.path.stat().st_size < 6000
+    assert "bound of 4000 bytes" in caplog.text
+    assert replayed(events_of(records.path)).num_steps > 0
+
+
+def run_llm(folder: Path, **settings: Any) -> list[str]:  # noqa: ANN401
+    """Generate twice, the second time behind the first answers; return the texts."""
+    prompts = [f"def {name}(first, second):\n" for name in ("add", "sub", "add_all", "add", "mul", "div")]
+    with LLM(num_kv_blocks=24, max_model_len=200, record=str(folder), **settings) as llm:
+        first = llm.generate(prompts, replace_n(GREEDY, 2), use_tqdm=False)
+        longer = [f"{each.prompt}{each.outputs[0].text}\n" for each in first]
+        second = llm.generate(longer, GREEDY, use_tqdm=False)
+    return [output.text for each in (*first, *second) for output in each.outputs]
+
+
+def replace_n(params: SamplingParams, n: int) -> SamplingParams:
+    return replace(params, n=n, temperature=1.0, seed=7)
+
+
+def whole_record(folder: Path) -> list[record.Event]:
+    """Wait for the end of the only record of a folder, whose engine has ended."""
+    found = list[record.Event]()
+
+    def is_whole() -> bool:
+        with suppress(RecordError):         # it is being written
+            found[:] = [event for path in folder.glob("*.quirelog") for event in events_of(path)]
+        return bool(found) and isinstance(found[-1], Closed)
+
+    wait_until(is_whole)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheduling_policy": "fair"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"num_swap_blocks": 40, "preemption_mode": "swap", "record_tokens": True},
+    ],
+    ids=["fair", "speculation", "swaps, with tokens"],
+)
+def test_engine_is_repeated(settings: dict[str, Any], demo_model: Path, tmp_path: Path) -> None:
+    run_llm(tmp_path, **settings)
+    run = replayed(whole_record(tmp_path))
+    assert run.num_requests >= 12
+    assert sum(run.scheduler.preemption.stats.num_preemptions.values()) > 0
+    assert run.scheduler.cache.prefixes.num_found > 0
+
+
+def test_record_of_an_engine_that_is_killed_is_whole(demo_model: Path, tmp_path: Path) -> None:
+    engine = EngineOptions(str(demo_model), num_kv_blocks=64, record=str(tmp_path))
+    with openai_server(engine) as server:
+        body = {"prompt": "import os", "max_tokens": 30, "ignore_eos": True}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        server.child.process.kill()
+        server.wait_until(lambda: not server.service.client.is_alive)
+    run = replayed(whole_record(tmp_path))
+    assert (run.num_requests, run.num_steps) == (1, 30)
+
+
+def test_record_has_no_prompt_no_answer_and_no_salt(demo_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    engine = EngineOptions(str(demo_model), num_kv_blocks=64, record=str(folder))
+    secrets = "a prompt that no record may have, with words enough to be found", "salt-of-mine", "key-of-mine"
+    with openai_server(engine, api_key=(secrets[2],)) as server:
+        server.http.headers["Authorization"] = f"Bearer {secrets[2]}"
+        tokens = server.http.post("/tokenize", json={"prompt": secrets[0]}).json()["tokens"]
+        body = {"prompt": secrets[0], "max_tokens": 20, "cache_salt": secrets[1], "stop": ["never said"], "logprobs": 1}
+        answer = server.http.post("/v1/completions", json=body | {"return_token_ids": True}).json()
+    whole_record(folder)
+    (path,) = folder.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+    content = b"".join(unpacked(path))
+    for text in (*secrets, "words enough", "never said", answer["choices"][0]["text"]):
+        assert text.encode() not in content
+    for ids in (tokens, answer["choices"][0]["token_ids"]):
+        for start in range(len(ids) - 3):
+            some = ids[start : start + 3]
+            assert array("i", some).tobytes() not in content
+            assert msgspec.msgpack.encode(some)[1:] not in content
+
+
+def unpacked(path: Path) -> list[bytes]:
+    """Return the contents of a file's chunks."""
+    content, offset, chunks = path.read_bytes(), 10, []
+    while offset < len(content):
+        length = int.from_bytes(content[offset : offset + 4], "big")
+        chunks.append(zlib.decompress(content[offset + 20 : offset + 20 + length]))
+        offset += 20 + length
+    return chunks
+
+
+def test_folder_that_cannot_be_written_is_an_error(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"record: .*/file/below"):
+        LLM(record=str(tmp_path / "file" / "below"), num_kv_blocks=16)
+
+
+def test_baselines_are_not_recorded() -> None:
+    with pytest.raises(ConfigError, match="record needs batching 'continuous'"):
+        EngineOptions(record="somewhere", memory_policy="contiguous-max")
+
+
+def test_requests_that_lack_something_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread prepares is ready when it is: the record tells when."""
+    records, rng = Records(tmp_path, monkeypatch), random.Random(5)
+    asked: Callable[..., Lack | None] = lambda request: rng.choice([None, Lack("grammar"), Lack("adapter", True)])  # noqa: E731
+    harness = Harness(60, unprepared=asked)
+    for number in range(12):
+        harness.add(5 + number, max_tokens=6, ignore_eos=True)
+    while harness.scheduler.has_requests:
+        harness.step()
+    run = replayed(events_of(records.close()))
+    assert run.num_steps == harness.num_steps
+    assert any(event.lacks for event in events_of(records.path) if isinstance(event, Planned))
+
+
+def test_events_have_the_offsets_of_their_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.recording.recorder._CHUNK_BYTES", 1000)
+    path = record_of(tmp_path, monkeypatch)
+    offsets = sorted({offset for offset, _ in read_record(path)})
+    assert offsets[0] == 10
+    assert len(offsets) > 3

@@ -1,0 +1,63 @@
+"""Records of schedulers that a harness drives, and of engines."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.sequence import Request
+from quire.core.version import __version__
+from quire.engine.recording.record import Event, Start, read_record
+from quire.engine.recording.recorded_scheduler import RecordedScheduler
+from quire.engine.recording.recorder import Recorder
+from quire.engine.recording.replay import Replay
+from quire.scheduling.scheduler import Scheduler, make_cache
+from quire.scheduling.waiting_lines import Lack
+from support import scheduling
+
+MAX_BYTES = 1 << 30
+
+
+class Records:
+    """Records the schedulers of all harnesses that are made from now on, each in a file of its own."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, keeps_tokens: bool = False, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._folder, self._keeps_tokens, self._max_bytes = folder, keeps_tokens, max_bytes
+        self.recorder: Recorder | None = None       # of the latest harness
+        self.path = folder                          # and its file
+        self._num_made = 0
+        monkeypatch.setattr(scheduling, "make_scheduler", self._make)
+
+    def _make(
+        self, config: SchedulerConfig, cache: CacheConfig, unprepared: Callable[[Request], Lack | None]
+    ) -> Scheduler:
+        self._num_made += 1
+        self.path = self._folder / f"{self._num_made}.quirelog"
+        start = Start(__version__, config, cache, self._keeps_tokens)
+        recorder = self.recorder = Recorder(start, self.path, self._max_bytes)
+        return RecordedScheduler(config, make_cache(cache), recorder, unprepared)
+
+    def close(self) -> Path:
+        """End the latest record, which must be whole; return its file."""
+        assert self.recorder is not None, "a harness was made"
+        assert not self.recorder.is_over, "a step was not repeatable"
+        self.recorder.close()
+        return self.path
+
+
+def events_of(path: Path) -> list[Event]:
+    """Return the events of a file."""
+    return [event for _, event in read_record(path)]
+
+
+def replayed(events: list[Event]) -> Replay:
+    """Return the replay of a whole record."""
+    start, *others = events
+    assert isinstance(start, Start)
+    run = Replay(start)
+    for event in others:
+        run.apply(event)
+    return run
