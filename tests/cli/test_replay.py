@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.core.plan import MeasuredRates
+from quire.core.step_times import StepTimes
 from quire.scheduling.preemption import PreemptionPolicy
 from support.command_line import Run
 from support.records import Records
@@ -59,6 +61,37 @@ def test_life_of_a_request_is_told(run: Run, tmp_path: Path, monkeypatch: pytest
         "step 6 2.500 s first token",
         "step 10 4.500 s branch 0 ends (length); 5 tokens of all",
     ]
+
+
+def test_other_policy_is_told_by_client(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client with one short request waits behind eight of another by arrival, and behind one each by fair shares."""
+    records = Records(tmp_path, monkeypatch)
+    times = StepTimes(step_s=0.01, token_s=0.001, attended_s=0, context_s=0, sample_s=0.001)
+    harness = Harness(200, max_num_seqs=2, budget=64, rates=MeasuredRates(step_times=times))
+    for _ in range(8):
+        harness.add(8, max_tokens=20, ignore_eos=True, client_id="key:1")
+    harness.step()
+    harness.now_s = 0.1
+    harness.add(8, max_tokens=5, ignore_eos=True, client_id="key:2")
+    harness.run()
+    lines = run("replay", records.close(), "--policy", "fair").out.splitlines()[2:]
+    rows = {tuple(fields[:3]): fields for line in lines if (fields := line.split())}
+    ttft_s = {key: float(fields[3]) for key, fields in rows.items()}
+    assert ttft_s["key:2", "1", "fair"] < 0.2
+    assert ttft_s["key:2", "1", "priority"] > 0.9
+    assert ("all", "9", "priority") in rows
+    assert ("key:1", "8", "fair") in rows
+
+
+def test_policy_needs_times_of_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = Records(tmp_path / "none", monkeypatch)
+    (tmp_path / "none").mkdir()
+    harness = Harness(20)
+    harness.add(8, max_tokens=2)
+    harness.run()
+    ran = run("replay", records.close(), "--policy", "fair", "--check")
+    assert (ran.code, ran.out) == (1, "")
+    assert "no times of steps" in ran.err
 
 
 def test_damaged_file_is_one_line_with_its_offset(run: Run, path: Path) -> None:

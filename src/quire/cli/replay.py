@@ -1,19 +1,25 @@
 """`quire replay`: the decisions of a recorded engine, made again and compared, on any machine and without its model."""
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from quire.cli.flag_groups import flag
+from quire.core.config import SchedulingPolicy
 from quire.core.deltas import WAIT_REASONS, SequenceDelta
 from quire.core.errors import ConfigError
 from quire.core.sequence import Request
 from quire.engine.recording.record import Added, Event, Planned, RecordError, Start, Updated, read_record, shown
 from quire.engine.recording.replay import DifferenceError, Replay
+from quire.engine.recording.what_if import Asked
 
+MAX_CLIENTS = 10              # rows
 DIFFERENT, UNREADABLE = 1, 2  # exit codes
 
 
@@ -22,6 +28,9 @@ def replay(
     until: Annotated[int | None, flag("stop behind this step, and show it", metavar="STEP")] = None,
     check: Annotated[bool, flag("print nothing unless a plan differs", "--check")] = False,
     explain: Annotated[int | None, flag("tell what happened to a request, by its number", metavar="ID")] = None,
+    policy: Annotated[
+        SchedulingPolicy | None, flag("tell what requests would have had of another order of admission")
+    ] = None,
 ) -> None:
     """Make the decisions of a recorded engine again, and compare each plan with that of the record.
 
@@ -31,12 +40,14 @@ def replay(
         raise ConfigError(f"until must be at least 1, got {until}")
     events = read_record(file)
     life = None if explain is None else Life(explain)
+    asked: Asked | None = None
     began_s = time.monotonic()
     try:
         _, start = next(events)
         assert isinstance(start, Start), "the reader looks at it"
         run = Replay(start)
-        _replay(run, events, until, life)
+        asked = None if policy is None else Asked(start)
+        _replay(run, events, until, [each for each in (life, asked) if each is not None])
     except DifferenceError as difference:
         _print_difference(difference)
         raise typer.Exit(DIFFERENT) from None
@@ -49,14 +60,18 @@ def replay(
         _print_summary(run, time.monotonic() - began_s)
     if until is not None and not check:
         _print_step(run)
+    if asked is not None and policy is not None:
+        _print_policies(asked, policy)
 
 
-def _replay(run: Replay, events: Iterator[tuple[int, Event]], until: int | None, life: "Life | None") -> None:
+def _replay(
+    run: Replay, events: Iterator[tuple[int, Event]], until: int | None, watching: "Sequence[Life | Asked]"
+) -> None:
     """Replay events, up to the plan of step `until`."""
     for _, event in events:
         run.apply(event)
-        if life is not None:
-            life.see(run, event)
+        for each in watching:
+            each.see(run, event)
         if until is not None and run.num_steps >= until and isinstance(event, Planned):
             return
 
@@ -88,6 +103,37 @@ def _print_difference(difference: DifferenceError) -> None:
     for name in sorted(recorded.keys() | planned.keys()):
         old, new = recorded.get(name, []), planned.get(name, [])
         typer.echo(f"  {name}: {old}" if old == new else f"- {name}: {old}\n+ {name}: {new}", err=True)
+
+
+def _print_policies(asked: Asked, policy: SchedulingPolicy) -> None:
+    """Print what clients have of the record's policy, and of another."""
+    recorded = asked.start.scheduler.scheduling_policy
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("client", "requests", "policy", "TTFT p50", "p99", "end p50", "p99", "preempted"):
+        table.add_column(name, justify="left" if name in ("client", "policy") else "right", no_wrap=True)
+    by_policy = {each: asked.run(each) for each in (recorded, policy)}
+    counts = Counter(outcome.client_id for outcome in by_policy[recorded])
+    clients = [client for client, _ in counts.most_common(MAX_CLIENTS)] if len(counts) > 1 else []
+    for client in (None, *clients):
+        for name, outcomes in by_policy.items():
+            own = [each for each in outcomes if client is None or each.client_id == client]
+            ttft_s, ended_s = ([s for s in times if s is not None] for times in zip(*(
+                (each.ttft_s, each.ended_s) for each in own
+            ), strict=True))  # fmt: skip
+            table.add_row(
+                "all" if client is None else client or "-", str(len(own)), name, *_quantiles(ttft_s),
+                *_quantiles(ended_s), str(sum(each.num_preemptions for each in own)),
+            )  # fmt: skip
+    Console(width=120, highlight=False).print(table)
+
+
+def _quantiles(seconds: Sequence[float]) -> tuple[str, str]:
+    """Return the median and the 99th percentile as text."""
+    if not seconds:
+        return "-", "-"
+    ranked = sorted(seconds)
+    p50, p99 = (ranked[min(int(share * len(ranked)), len(ranked) - 1)] for share in (0.5, 0.99))
+    return f"{p50:.3f} s", f"{p99:.3f} s"
 
 
 class Life:
