@@ -41,7 +41,7 @@ def test_first_difference_is_shown_with_both_plans(run: Run, path: Path, monkeyp
 
 def test_replay_stops_behind_a_step_and_shows_it(run: Run, path: Path) -> None:
     lines = run("replay", path, "--until", 7).out.splitlines()
-    assert lines[0].startswith("7 steps, ")
+    assert lines[0].startswith("steps 1 to 7, ")
     assert lines[1].startswith("step 7: ")
     assert any(line.startswith("  rows: [") for line in lines[2:])
 

@@ -27,7 +27,6 @@ class Records:
     ) -> None:
         self._folder, self._keeps_tokens, self._max_bytes = folder, keeps_tokens, max_bytes
         self.recorder: Recorder | None = None       # of the latest harness
-        self.path = folder                          # and its file
         self._num_made = 0
         monkeypatch.setattr(scheduling, "make_scheduler", self._make)
 
@@ -35,10 +34,15 @@ class Records:
         self, config: SchedulerConfig, cache: CacheConfig, unprepared: Callable[[Request], Lack | None]
     ) -> Scheduler:
         self._num_made += 1
-        self.path = self._folder / f"{self._num_made}.quirelog"
         start = Start(__version__, config, cache, self._keeps_tokens)
-        recorder = self.recorder = Recorder(start, self.path, self._max_bytes)
+        recorder = self.recorder = Recorder(start, self._folder, str(self._num_made), self._max_bytes)
         return RecordedScheduler(config, make_cache(cache), recorder, unprepared)
+
+    @property
+    def path(self) -> Path:
+        """The file of the latest record, or the last one of several."""
+        assert self.recorder is not None, "a harness was made"
+        return self.recorder.paths[-1]
 
     def close(self) -> Path:
         """End the latest record, which must be whole; return its file."""

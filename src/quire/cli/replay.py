@@ -79,11 +79,12 @@ def _replay(
 def _print_summary(run: Replay, seconds: float) -> None:
     rate = run.num_sequence_steps / max(seconds, 1e-9)
     typer.echo(
-        f"{run.num_steps:,} steps, {run.num_sequence_steps:,} sequences in them, {run.num_requests:,} requests: "
+        f"steps {run.first_step:,} to {run.num_steps:,}, {run.num_sequence_steps:,} sequences in them, "
+        f"{run.num_requests:,} requests: "
         f"every plan is that of the record ({seconds:.2f} s, {rate:,.0f} sequences of steps per second)"
     )
     if run.end:
-        typer.echo(f"the record ends before the engine: {run.end}")
+        typer.echo(f"the file ends before the engine: {run.end}")
 
 
 def _print_step(run: Replay) -> None:

@@ -1,5 +1,7 @@
 """Records of random and of real runs: plans are not changed by recording, and are made again by a replay."""
 
+import os
+import pickle
 import random
 import re
 import zlib
@@ -7,6 +9,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,12 @@ from quire import LLM, SamplingParams
 from quire.core.config import PreemptionKind
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
-from quire.engine.recording import record
+from quire.engine.recording import record, recorder, snapshot
 from quire.engine.recording.record import (
     Closed,
     Planned,
     RecordError,
+    Resumed,
     Start,
     chunk,
     encode_event,
@@ -32,6 +36,7 @@ from quire.engine.recording.record import (
 from quire.engine.recording.replay import DifferenceError
 from quire.scheduling.planner import Planner
 from quire.scheduling.preemption import PreemptionPolicy
+from quire.scheduling.scheduler import make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from support.openai_server import openai_server
 from support.ragged_executor import RaggedExecutor
@@ -180,15 +185,75 @@ def test_chunk_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_record_ends_at_its_bound_and_is_whole(
+@pytest.mark.parametrize("seed", range(15))
+def test_files_follow_each_other_and_the_latest_two_stay(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each begins with the state of the scheduler at any moment between two steps, and is replayed by itself."""
+    monkeypatch.setattr(Harness, "check", lambda harness: None)
+    monkeypatch.setattr(recorder, "_CHUNK_BYTES", 300)
+    monkeypatch.setattr(recorder, "_MOST_STATE", 1e9)
+    records = Records(tmp_path, monkeypatch, max_bytes=3000)
+    harness = random_run(seed, **kind_of(seed))
+    records.close()
+    assert records.recorder is not None
+    kept = records.recorder.paths
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    assert not any(b"client " in part for path in kept for part in unpacked(path))
+    runs = [replayed(events_of(path)) for path in kept]
+    for earlier, later in pairwise(runs):
+        assert later.first_step == earlier.num_steps + 1
+    runs[-1].scheduler.check()
+    assert runs[-1].num_steps >= harness.num_steps
+    assert runs[-1].scheduler.cache.stats() == harness.cache.stats()
+
+
+def test_record_whose_bound_has_no_room_for_the_state_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("quire.engine.recording.recorder._CHUNK_BYTES", 1000)
+    monkeypatch.setattr(recorder, "_CHUNK_BYTES", 1000)
     records = Records(tmp_path, monkeypatch, max_bytes=4000)
     random_run(14, **kind_of(14))
-    assert 4000 <= records.path.stat().st_size < 6000
-    assert "bound of 4000 bytes" in caplog.text
-    assert replayed(events_of(records.path)).num_steps > 0
+    assert "of 4000 bytes, its bound, the state of the scheduler takes" in caplog.text
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size < 4000
+    run = replayed(events_of(records.path))
+    assert run.num_steps > 0
+    assert "its bound" in (run.end or "")
+
+
+class Hostile:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self._call
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"no pickle", b"", pickle.dumps(1), pickle.dumps(("scheduler", 1, 2.0)),
+        pickle.dumps((Hostile(os.system, "true"), 1, 2.0)),
+        pickle.dumps((Hostile(eval, "1"), 1, 2.0)),
+        pickle.dumps((Hostile(getattr, "", "join"), 1, 2.0)),
+        pickle.dumps((Hostile(snapshot._method, "", "join"), 1, 2.0)),
+        pickle.dumps((Hostile(snapshot._view, b"memory"), 1, 2.0)),
+        pickle.dumps((Hostile(Path, "/"), 1, 2.0)),
+        pickle.dumps((Hostile(make_scheduler), 1, 2.0)),
+        b"cquire.scheduling.scheduler\nScheduler.__init__\n.",
+    ],
+    ids=["none", "empty", "other", "no scheduler", "system", "eval", "getattr", "method", "view", "path", "function",
+         "nested"],
+)  # fmt: skip
+def test_state_that_is_none_of_a_scheduler_is_refused(
+    state: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (start, *_) = events_of(record_of(tmp_path, monkeypatch))
+    with pytest.raises(RecordError, match="the state at the beginning of the record cannot be read"):
+        replayed([start, Resumed(state)])
 
 
 def run_llm(folder: Path, **settings: Any) -> list[str]:  # noqa: ANN401
@@ -305,7 +370,7 @@ def test_requests_that_lack_something_are_repeated(tmp_path: Path, monkeypatch: 
 
 
 def test_events_have_the_offsets_of_their_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.recording.recorder._CHUNK_BYTES", 1000)
+    monkeypatch.setattr(recorder, "_CHUNK_BYTES", 1000)
     path = record_of(tmp_path, monkeypatch)
     offsets = sorted({offset for offset, _ in read_record(path)})
     assert offsets[0] == 10

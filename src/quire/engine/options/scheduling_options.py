@@ -71,8 +71,8 @@ class SchedulingOptions:
         row="`True`: the record has the tokens and sampling parameters of requests",
     )  # fmt: skip
     record_bytes: int | str = _scheduling(
-        "128MiB", "bound of the record of one engine", metavar=SIZE, low=1,
-        row="bound of the record of one engine: bytes, or text as above",
+        "128MiB", "bound of the record of one engine, of which the latest part is kept", metavar=SIZE, low=1,
+        row="bound of the record of one engine, of which the latest part is kept: bytes, or text as above",
     )  # fmt: skip
     batching: Batching = option(
         "continuous", "static: whole batches, one after the other; needs contiguous-max", kind="none",

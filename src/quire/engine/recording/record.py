@@ -23,7 +23,7 @@ from quire.core.plan import NewRow, StepPlan
 from quire.core.version import __version__
 
 MAGIC, FORMAT = b"QUIRELOG", 1
-MAX_CHUNK_BYTES = 64 << 20       # of events, uncompressed; the longest prompt is far below
+MAX_CHUNK_BYTES = 256 << 20      # of events, uncompressed: a snapshot of a million blocks
 _HEAD, _CHUNK = Layout(">8sH"), Layout(">I16s")
 
 
@@ -97,13 +97,19 @@ class Held(Struct, tag="held", array_like=True, frozen=True):
     request_ids: list[int] | None
 
 
+class Resumed(Struct, tag="resumed", array_like=True, frozen=True):
+    """The second event of a file that follows another one: the state at its beginning, as a snapshot."""
+
+    state: bytes
+
+
 class Closed(Struct, tag="closed", array_like=True, frozen=True):
     """The last event: the engine had ended, or the record had for this reason."""
 
     reason: str = ""
 
 
-Event = Start | Added | Ended | Planned | Updated | RolledBack | Requeued | Held | Closed
+Event = Start | Added | Ended | Planned | Updated | RolledBack | Requeued | Held | Resumed | Closed
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

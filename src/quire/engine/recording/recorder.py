@@ -11,6 +11,7 @@ import socket
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -22,6 +23,7 @@ from quire.engine.recording.record import (
     Closed,
     Event,
     Recording,
+    Resumed,
     Start,
     Updated,
     chunk,
@@ -35,20 +37,32 @@ from quire.engine.recording.sealing import Sealer
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 18           # of events, uncompressed
+_KEPT_FILES = 2
+_MOST_STATE = 0.25               # of the bound, what the state of a scheduler may take
 
 
 class Recorder:
-    """Writes the record of one scheduler, until `max_bytes`."""
+    """Writes the record of one scheduler into files of at most half of `max_bytes`, of which the latest two are kept.
 
-    def __init__(self, start: Start, path: Path, max_bytes: int) -> None:
+    Their names are `name` with a number behind it. Each is a record by itself: it begins with the state of then.
+    """
+
+    def __init__(self, start: Start, folder: Path, name: str, max_bytes: int) -> None:
         self._replay = Replay(start)
         self._sealer = Sealer(self._replay.scheduler, keeps_tokens=start.has_tokens)
-        self._max_bytes, self._num_bytes = max_bytes, 0
-        self._file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
-        self._events = [encode_event(start)]
+        self._start, self._max_bytes = start, max_bytes
+        self._folder, self._name = folder, name
+        self._num_files = self._num_bytes = 0
+        self._events = list[bytes]()
         self._num_pending = 0
         self.is_over = False        # nothing more is written
-        self._write(head())
+        self._file = self._open()
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are kept, the one being written last."""
+        numbers = range(max(0, self._num_files - 2), self._num_files)
+        return [self._folder / f"{self._name}-{number}.quirelog" for number in numbers]
 
     def put(self, event: Event) -> None:
         """Take the next event."""
@@ -64,14 +78,14 @@ class Recorder:
             self.close(f"step {difference.step} could not be repeated: {difference.why or 'another plan'}")
         if self._num_pending >= _CHUNK_BYTES:
             self.flush()
+        if self._num_bytes >= self._max_bytes // 2 and self._replay.is_between_steps:
+            self._go_on()
 
     def flush(self) -> None:
         """Write what was taken."""
         if self._events and not self.is_over:
             written, self._events, self._num_pending = chunk(self._events), [], 0
             self._write(written)
-            if self._num_bytes >= self._max_bytes:
-                self.close(f"it has reached its bound of {self._max_bytes} bytes")
 
     def close(self, reason: str = "") -> None:
         """Write what was taken, and end the file. `reason`: why it ends before the engine."""
@@ -80,6 +94,29 @@ class Recorder:
         if reason:
             log.warning("the record ends: %s", reason)
         self.is_over = True
+        self._end_file(reason)
+
+    def _go_on(self) -> None:
+        """End the file, and begin the next one with the state of the scheduler."""
+        state = encode_event(Resumed(self._replay.snapshot()))
+        if len(state) > self._max_bytes * _MOST_STATE:
+            self.close(f"of {self._max_bytes} bytes, its bound, the state of the scheduler takes {len(state)}")
+            return
+        self._end_file("it goes on in the next file")
+        if self._num_files >= _KEPT_FILES:
+            self.paths[0].unlink(missing_ok=True)
+        self._file = self._open(state)
+
+    def _open(self, *state: bytes) -> IO[bytes]:
+        path = self._folder / f"{self._name}-{self._num_files}.quirelog"
+        file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
+        self._num_files += 1
+        self._events, self._num_pending = [encode_event(self._start), *state], 0
+        file.write(head())
+        self._num_bytes = 0
+        return file
+
+    def _end_file(self, reason: str) -> None:
         self._write(chunk([*self._events, encode_event(Closed(reason))]))
         self._file.close()
 
@@ -106,8 +143,8 @@ def main() -> None:
     if (first := read_frame(events)) is None:
         return
     recording = msgspec.msgpack.decode(first, type=Recording)
-    name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}.quirelog"
-    recorder = Recorder(recording.start, Path(recording.folder) / name, recording.max_bytes)
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
+    recorder = Recorder(recording.start, Path(recording.folder), name, recording.max_bytes)
     while not recorder.is_over and (event := read_frame(events)) is not None:
         recorder.put(decode_event(event))
     recorder.close()

@@ -11,13 +11,16 @@ from quire.engine.recording.record import (
     Event,
     Held,
     Planned,
+    RecordError,
     Requeued,
+    Resumed,
     RolledBack,
     Start,
     Updated,
     encode_plan,
 )
-from quire.scheduling.scheduler import make_scheduler
+from quire.engine.recording.snapshot import restore, snapshot
+from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire.scheduling.waiting_lines import Lack
 
 
@@ -39,6 +42,8 @@ class Replay:
         self.scheduler = make_scheduler(start.scheduler, start.cache, self._unprepared)
         self.num_steps = self.num_sequence_steps = 0        # so far; a sequence counts in each step with it
         self.num_requests = 0
+        self.first_step = 1                                 # of the record
+        self._num_open = 0                                  # steps that were planned and are not over
         self.end: str | None = None                         # why the record ends; None: it does not, yet
         self.plan: bytes | None = None                      # the last one
         self.now_s = 0.0                                    # when the last step was planned, by the engine's clock
@@ -65,20 +70,42 @@ class Replay:
             case Ended(request_id, index):
                 _ = scheduler.abort(request_id) if index is None else scheduler.finish(request_id, index)
             case RolledBack():
-                self._fault = None
+                self._fault, self._num_open = None, 0
                 scheduler.roll_back()
             case Requeued():
                 scheduler.requeue_running()
             case Held(request_ids):
                 scheduler.release_all() if request_ids is None else scheduler.hold_all_but(set(request_ids))
+            case Resumed(state):
+                self._resume(state)
             case Closed(reason):
                 self.end = reason
             case Start():
                 raise AssertionError("a record starts once")
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether each step that was planned is over."""
+        return self._num_open == 0 and self._fault is None
+
+    def snapshot(self) -> bytes:
+        """Return the state between two steps, for a `Resumed`."""
+        assert self.is_between_steps, "in a step"
+        return snapshot(self, (self.scheduler, self.num_steps, self.now_s))
+
+    def _resume(self, state: bytes) -> None:
+        """Continue from a snapshot. RecordError if it cannot be read, for whatever reason."""
+        try:
+            self.scheduler, self.num_steps, self.now_s = restore(state, self)
+            assert isinstance(self.scheduler, Scheduler), "another object in place of the scheduler"
+            self.first_step = int(self.num_steps) + 1
+        except Exception as error:
+            raise RecordError(f"the state at the beginning of the record cannot be read: {error!r}") from error
+
     def _plan(self, event: Planned) -> None:
         self._lacks = {request_id: Lack(reason, is_for_all) for request_id, reason, is_for_all in event.lacks}
         plan: StepPlan | None = None
+        is_known = self._num_open > 0 and event.now_s is not None       # it was planned while another ran
         try:
             if event.now_s is None:
                 plan = self.scheduler.schedule_next()
@@ -90,6 +117,7 @@ class Replay:
                 raise DifferenceError(self.num_steps + 1, event.plan, None, repr(error)) from error
             self._fault = error
             return
+        self._num_open += plan is not None and bool(plan.rows) and not is_known
         if event.now_s is not None and plan is not None and plan.rows:
             self.num_steps += 1
             self.num_sequence_steps += len(plan.rows)
@@ -98,6 +126,7 @@ class Replay:
             raise DifferenceError(self.num_steps, event.plan, planned)
 
     def _update(self, result: bytes) -> None:
+        self._num_open -= 1
         try:
             self.deltas = self.scheduler.update(self.scheduler.step.plan, decode_result(result))
         except Exception as error:  # as when it was recorded, if a rollback follows
