@@ -138,6 +138,7 @@ def test_isolation_is_recorded_and_repeated(overlaps: bool, tmp_path: Path, monk
     assert {Held, Requeued, RolledBack} <= {type(event) for event in events}
     run = replayed(events)
     assert run.scheduler.cache.stats() == harness.cache.stats()
+    assert (tmp_path / f"fault-{records.path.name}").samefile(records.path)
 
 
 def test_request_that_runs_alone_and_fails_is_told() -> None:

@@ -24,6 +24,7 @@ from quire.engine.recording.record import (
     Event,
     Recording,
     Resumed,
+    RolledBack,
     Start,
     Updated,
     chunk,
@@ -38,13 +39,15 @@ log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 18           # of events, uncompressed
 _KEPT_FILES = 2
+_MOST_FAULTS = 4                 # files with a failed step that are kept besides
 _MOST_STATE = 0.25               # of the bound, what the state of a scheduler may take
 
 
 class Recorder:
     """Writes the record of one scheduler into files of at most half of `max_bytes`, of which the latest two are kept.
 
-    Their names are `name` with a number behind it. Each is a record by itself: it begins with the state of then.
+    Their names are `name` with a number behind it. Each is a record by itself: it begins with the state of then. The
+    first files in which a step fails, _MOST_FAULTS at most, stay under another name as well.
     """
 
     def __init__(self, start: Start, folder: Path, name: str, max_bytes: int) -> None:
@@ -53,6 +56,7 @@ class Recorder:
         self._start, self._max_bytes = start, max_bytes
         self._folder, self._name = folder, name
         self._num_files = self._num_bytes = 0
+        self._with_faults = set[Path]()     # files in which a step has failed
         self._events = list[bytes]()
         self._num_pending = 0
         self.is_over = False        # nothing more is written
@@ -76,6 +80,8 @@ class Recorder:
             self._replay.apply(sealed)
         except DifferenceError as difference:
             self.close(f"step {difference.step} could not be repeated: {difference.why or 'another plan'}")
+        if isinstance(event, RolledBack):
+            self._keep()
         if self._num_pending >= _CHUNK_BYTES:
             self.flush()
         if self._num_bytes >= self._max_bytes // 2 and self._replay.is_between_steps:
@@ -95,6 +101,13 @@ class Recorder:
             log.warning("the record ends: %s", reason)
         self.is_over = True
         self._end_file(reason)
+
+    def _keep(self) -> None:
+        """Give the file a second name, as a step has failed in it."""
+        path = self.paths[-1]
+        if path not in self._with_faults and len(self._with_faults) < _MOST_FAULTS:
+            self._with_faults.add(path)
+            path.with_name(f"fault-{path.name}").hardlink_to(path)
 
     def _go_on(self) -> None:
         """End the file, and begin the next one with the state of the scheduler."""
