@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.core.plan import MeasuredRates
 from quire.core.step_times import StepTimes
 from quire.scheduling.preemption import PreemptionPolicy
@@ -81,6 +82,36 @@ def test_other_policy_is_told_by_client(run: Run, tmp_path: Path, monkeypatch: p
     assert ttft_s["key:2", "1", "priority"] > 0.9
     assert ("all", "9", "priority") in rows
     assert ("key:1", "8", "fair") in rows
+
+
+@pytest.fixture
+def record_with_tokens(demo_model: Path, tmp_path: Path) -> Path:
+    """Return the record of an engine that has been preempted, with drafts."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    settings = {"num_kv_blocks": 24, "max_model_len": 200, "speculative_config": drafts}
+    with LLM(str(demo_model), record=str(tmp_path), record_tokens=True, **settings) as llm:
+        prompts = ["import os\n" * 6, "def f(x):\n    return", "class A:\n"] * 4
+        llm.generate(prompts, SamplingParams(max_tokens=40, n=2, seed=3, ignore_eos=True), use_tqdm=False)
+    (path,) = tmp_path.iterdir()
+    return path
+
+
+def test_tokens_are_computed_again(run: Run, record_with_tokens: Path) -> None:
+    ran = run("replay", record_with_tokens, "--execute")
+    assert ran.code == 0, ran.err
+    num_tokens = int(ran.out.splitlines()[1].split()[0].replace(",", ""))
+    assert num_tokens >= 12 * 2 * 40 - 24 * 4       # but drafts behind the last token
+
+
+def test_tokens_of_another_model_are_told(run: Run, record_with_tokens: Path) -> None:
+    ran = run("replay", record_with_tokens, "--execute", "--model", Path(__file__).parents[1] / "data" / "demo-draft")
+    assert (ran.code, ran.out) == (1, "")
+    assert re.match(r"step \d+: request \d+, branch \d has \[.+\] in place of \[.+\]", ran.err)
+
+
+def test_steps_are_not_executed_without_tokens(run: Run, path: Path) -> None:
+    ran = run("replay", path, "--execute")
+    assert (ran.code, ran.err) == (1, "quire: execute needs a record with tokens (--record-tokens)\n")
 
 
 def test_policy_needs_times_of_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

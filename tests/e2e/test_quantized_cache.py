@@ -102,7 +102,7 @@ def test_blocks_take_the_bytes_that_the_plan_counts(demo_model: Path) -> None:
         with LLM(demo_model, dtype="bfloat16", kv_cache_dtype=kv_dtype, num_kv_blocks=9) as llm:
             assembled = llm._engine
             sizes[kv_dtype] = assembled.ready.kv_bytes_per_token
-            tensors = assembled.engine._executor.worker.compute.cache.tensors  # type: ignore[attr-defined]
+            tensors = assembled.engine.executor.worker.compute.cache.tensors  # type: ignore[attr-defined]
             assert sum(tensor.nbytes for tensor in tensors) == 9 * 16 * sizes[kv_dtype]
     head_dim = load_model(demo_model, back_end=TORCH).spec.head_dim
     assert sizes["auto"] == 2 * sizes["fp8"]

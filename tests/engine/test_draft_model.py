@@ -434,7 +434,7 @@ def test_scratch_blocks_hold_the_most_tokens_of_a_row(num_drafts: int, block_siz
 def test_dtypes_and_quantization_of_the_target(tmp_path: Path) -> None:
     settings = {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8_per_token_head"}
     with LLM(num_kv_blocks=50, **settings, **speculation()) as llm:  # type: ignore[arg-type]
-        worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
+        worker = llm._engine.engine.executor.worker  # type: ignore[attr-defined]
         draft = worker.compute.drafter._method
     assert draft._model.dtype == np.float32
     assert draft._model.kv_geometry.quantized_dtype == "int8_per_token_head"

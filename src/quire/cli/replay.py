@@ -1,8 +1,9 @@
 """`quire replay`: the decisions of a recorded engine, made again and compared, on any machine and without its model."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +15,20 @@ from quire.cli.flag_groups import flag
 from quire.core.config import SchedulingPolicy
 from quire.core.deltas import WAIT_REASONS, SequenceDelta
 from quire.core.errors import ConfigError
+from quire.core.plan import StepResult, decode_result
 from quire.core.sequence import Request
-from quire.engine.recording.record import Added, Event, Planned, RecordError, Start, Updated, read_record, shown
+from quire.engine.recording.record import (
+    Added,
+    Event,
+    Planned,
+    RecordError,
+    Resumed,
+    RolledBack,
+    Start,
+    Updated,
+    read_record,
+    shown,
+)
 from quire.engine.recording.replay import DifferenceError, Replay
 from quire.engine.recording.what_if import Asked
 
@@ -28,6 +41,10 @@ def replay(
     until: Annotated[int | None, flag("stop behind this step, and show it", metavar="STEP")] = None,
     check: Annotated[bool, flag("print nothing unless a plan differs", "--check")] = False,
     explain: Annotated[int | None, flag("tell what happened to a request, by its number", metavar="ID")] = None,
+    execute: Annotated[
+        bool, flag("compute the steps, too, with the engine's model, and compare the tokens", "--execute")
+    ] = False,
+    model: Annotated[str | None, flag("where that model is now", metavar="MODEL")] = None,
     policy: Annotated[
         SchedulingPolicy | None, flag("tell what requests would have had of another order of admission")
     ] = None,
@@ -41,15 +58,21 @@ def replay(
     events = read_record(file)
     life = None if explain is None else Life(explain)
     asked: Asked | None = None
+    execution: Execution | None = None
     began_s = time.monotonic()
     try:
         _, start = next(events)
         assert isinstance(start, Start), "the reader looks at it"
         run = Replay(start)
         asked = None if policy is None else Asked(start)
-        _replay(run, events, until, [each for each in (life, asked) if each is not None])
+        if execute:
+            execution = Execution(start, model)
+        _replay(run, events, until, [each for each in (execution, life, asked) if each is not None])
     except DifferenceError as difference:
         _print_difference(difference)
+        raise typer.Exit(DIFFERENT) from None
+    except OtherTokensError as difference:
+        typer.echo(str(difference), err=True)
         raise typer.Exit(DIFFERENT) from None
     except RecordError as error:
         typer.echo(f"quire: {error}", err=True)
@@ -58,6 +81,8 @@ def replay(
         life.print()
     if not check:
         _print_summary(run, time.monotonic() - began_s)
+        if execution is not None:
+            typer.echo(f"{execution.num_tokens:,} tokens were computed again, and are those of the record")
     if until is not None and not check:
         _print_step(run)
     if asked is not None and policy is not None:
@@ -65,7 +90,7 @@ def replay(
 
 
 def _replay(
-    run: Replay, events: Iterator[tuple[int, Event]], until: int | None, watching: "Sequence[Life | Asked]"
+    run: Replay, events: Iterator[tuple[int, Event]], until: int | None, watching: "Sequence[Execution | Life | Asked]"
 ) -> None:
     """Replay events, up to the plan of step `until`."""
     for _, event in events:
@@ -135,6 +160,59 @@ def _quantiles(seconds: Sequence[float]) -> tuple[str, str]:
     ranked = sorted(seconds)
     p50, p99 = (ranked[min(int(share * len(ranked)), len(ranked) - 1)] for share in (0.5, 0.99))
     return f"{p50:.3f} s", f"{p99:.3f} s"
+
+
+class OtherTokensError(Exception):
+    """A step that has given other tokens than in the record."""
+
+
+class Execution:
+    """The engine of a record with tokens, which computes its plans again."""
+
+    def __init__(self, start: Start, model: str | None) -> None:
+        if start.settings is None:
+            raise ConfigError("execute needs a record with tokens (--record-tokens)")
+        from quire.engine.assembly import assemble  # noqa: PLC0415 (loads the kernels)
+
+        settings = replace(
+            start.settings, model=model or start.settings.model, record=None, num_kv_blocks=start.cache.num_blocks,
+            num_swap_blocks=start.cache.num_swap_blocks, max_model_len=start.scheduler.max_model_len,
+            data_parallel_size=1,
+        )  # fmt: skip
+        self._engine = assemble(settings, loads_tokenizer=False).engine
+        self._results = deque[StepResult]()     # of steps that are not over in the record
+        self.num_tokens = 0
+
+    def see(self, run: Replay, event: Event) -> None:
+        """Compute the step of a plan, or compare its tokens with those of the record."""
+        step = run.scheduler.step
+        if isinstance(event, Planned) and event.now_s is not None and step.plan.rows:
+            self._engine.executor.submit(step.plan)
+            self._results.append(self._engine.executor.collect())
+        elif isinstance(event, Updated):
+            recorded, computed = decode_result(event.result), self._results.popleft()
+            self._compare(run, recorded, computed)
+        elif isinstance(event, RolledBack):
+            self._results.clear()
+        elif isinstance(event, Resumed):
+            raise ConfigError("execute: the file follows another one, with keys and values that it does not have")
+        elif isinstance(event, Added):
+            request = next(reversed(run.scheduler.queues.requests.values()))
+            if request.params.structured_outputs is not None or request.scope.adapter is not None:
+                raise ConfigError(f"execute: request {request.request_id} has a grammar or an adapter")
+
+    def _compare(self, run: Replay, recorded: StepResult, computed: StepResult) -> None:
+        step = run.scheduler.step
+        for place, (row, (request, sequence)) in enumerate(zip(step.plan.sample_rows, step.sampled, strict=True)):
+            old, new = (
+                each.rows[row].token_ids if row in each.rows else [each.token_ids[place]]
+                for each in (recorded, computed)
+            )
+            if old != new:
+                name = f"request {request.request_id}, branch {sequence.index}"
+                raise OtherTokensError(f"step {run.num_steps}: {name} has {new} in place of {old}")
+            is_draft = place > 0 and step.plan.sample_rows[place - 1] == row   # its row was compared
+            self.num_tokens += 0 if is_draft else len(new)
 
 
 class Life:

@@ -57,7 +57,7 @@ class Engine:
         # The requests that may have made the last step fail, and whether the only one was being planned or recorded.
         self._suspects: tuple[list[int], bool] = [], False
         self._has_warned = False            # once the target of a step's time could not be held
-        self._executor = executor
+        self.executor = executor
         self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs
         self._in_flight = deque[StepPlan]()  # submitted and not collected
 
@@ -103,7 +103,7 @@ class Engine:
             if can_be_ahead and (ahead := self.scheduler.schedule_next()) is not None:
                 self._submit(ahead)
             self._in_flight.popleft()
-            result = self._executor.collect()
+            result = self.executor.collect()
             deltas = self.scheduler.update(plan, result)
         except BaseException:
             self._discard()
@@ -157,7 +157,7 @@ class Engine:
     def _submit(self, plan: StepPlan) -> None:
         if self.on_submit is not None:
             self.on_submit(plan)
-        self._executor.submit(plan)
+        self.executor.submit(plan)
         self._in_flight.append(plan)
 
     def _discard(self) -> None:
@@ -165,7 +165,7 @@ class Engine:
         while self._in_flight:
             self._in_flight.popleft()
             with suppress(Exception):               # no result is wanted: their requests ended, or are recomputed
-                self._executor.collect()
+                self.executor.collect()
 
     def recover(self, error: Exception) -> list[SequenceDelta]:
         """Recover from a step that has just failed: the next steps isolate the request that makes them fail.
@@ -216,7 +216,7 @@ class Engine:
             prompts_left=self._prompts_left,
             step_times=scheduler.planner.time.times,
             num_itl_unmet=scheduler.planner.time.num_unmet,
-            graphs=self._executor.graphs,
+            graphs=self.executor.graphs,
             adapters=self.adapters.use() if self.adapters is not None and is_count_due else None,
             shares=scheduler.order.served() if isinstance(scheduler.order, FairShare) and is_count_due else None,
         )

@@ -21,6 +21,7 @@ from quire.core.deltas import WaitReason
 from quire.core.errors import EngineError
 from quire.core.plan import NewRow, StepPlan
 from quire.core.version import __version__
+from quire.engine.options import EngineOptions
 
 MAGIC, FORMAT = b"QUIRELOG", 1
 MAX_CHUNK_BYTES = 256 << 20      # of events, uncompressed: a snapshot of a million blocks
@@ -35,13 +36,17 @@ class RecordError(EngineError):
 
 
 class Start(Struct, tag="start", array_like=True, frozen=True):
-    """The first event: the scheduler's configuration. `options`: digest of all of the engine's settings."""
+    """The first event: the scheduler's configuration.
+
+    `options`: digest of all of the engine's settings. `settings`: all of them, in a record with tokens.
+    """
 
     version: str
     scheduler: SchedulerConfig
     cache: CacheConfig
     has_tokens: bool
     options: str = ""
+    settings: EngineOptions | None = None
 
 
 class Recording(Struct, array_like=True, frozen=True):

@@ -221,7 +221,8 @@ def make_recorded_scheduler(
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"record: {folder}: no file can be written there")
     digest = blake2b(msgspec.json.encode(options), digest_size=8).hexdigest()
-    start = Start(__version__, config, cache, options.record_tokens, digest)
+    settings = options if options.record_tokens else None
+    start = Start(__version__, config, cache, options.record_tokens, digest, settings)
     process, connection = start_module("quire.engine.recording.recorder")
     max_bytes = parse_bytes(options.record_bytes, "record_bytes")
     connection.sendall(frame(Recording(start, str(folder.resolve()), max_bytes)))
