@@ -71,7 +71,7 @@ class Recorder:
     def put(self, event: Event) -> None:
         """Take the next event."""
         if self.is_over:
-            return
+            return None
         sealed = self._sealed(event)
         encoded = encode_event(sealed)
         self._events.append(encoded)
@@ -79,13 +79,14 @@ class Recorder:
         try:
             self._replay.apply(sealed)
         except DifferenceError as difference:
-            self.close(f"step {difference.step} could not be repeated: {difference.why or 'another plan'}")
+            return self.close(f"step {difference.step} could not be repeated: {difference.why or 'another plan'}")
         if isinstance(event, RolledBack):
             self._keep()
         if self._num_pending >= _CHUNK_BYTES:
             self.flush()
         if self._num_bytes >= self._max_bytes // 2 and self._replay.is_between_steps:
             self._go_on()
+        return None
 
     def flush(self) -> None:
         """Write what was taken."""
