@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import itertools
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -125,8 +127,8 @@ async def browsing() -> AsyncIterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [chromium(), *FLAGS, f"--user-data-dir={folder}", "about:blank"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         try:
             port = await _port(Path(folder) / "DevToolsActivePort", process)
             async with aiohttp.ClientSession() as session:
@@ -136,7 +138,7 @@ async def browsing() -> AsyncIterator[Page]:
                 async with session.ws_connect(url, max_msg_size=0) as socket:
                     yield Page(socket)
         finally:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGKILL)  # the command may be a script that waits for the browser
             process.wait(LIMIT_S)
 
 
