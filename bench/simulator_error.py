@@ -101,7 +101,7 @@ def main(
         max_num_batched_tokens=budget,
         max_model_len=MAX_LEN,
     ) as llm:
-        executor = llm._engine.engine._executor
+        executor = llm._engine.engine.executor
         for number in range(rounds + 1):
             for size, seconds in time_steps(llm, sizes, 1, number, clock).items():
                 times[size] += seconds if number else []

@@ -132,7 +132,7 @@ class Bench:
     """An engine with a drafter, and texts that it writes."""
 
     def __init__(self, engine: Engine, vocab_size: int) -> None:
-        worker = engine._executor.worker  # type: ignore[attr-defined]
+        worker = engine.executor.worker  # type: ignore[attr-defined]
         assert isinstance(worker, Worker)
         assert worker.compute.drafter is not None
         self._engine, self._ids = engine, itertools.count()

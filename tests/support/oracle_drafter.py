@@ -50,7 +50,7 @@ def let_draft(
     llm: LLM, wholes: Iterable[Sequence[int]] | None = None, mistake: int = 3, num_drafts: int = 4
 ) -> CountedDrafter:
     """Make an engine draft in steps of any number of rows; with `wholes`, replace its drafter by an oracle's."""
-    worker = llm._engine.engine._executor.worker  # type: ignore[attr-defined]
+    worker = llm._engine.engine.executor.worker  # type: ignore[attr-defined]
     worker = getattr(worker, "_worker", worker)   # rank 0's own
     assert isinstance(worker, Worker)
     drafter, batch = worker.compute.drafter, worker.compute.batch

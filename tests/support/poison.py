@@ -32,7 +32,7 @@ class Poison:
 
     def __init__(self, llm: LLM) -> None:
         engine = llm._engine.engine
-        executor = engine._executor
+        executor = engine.executor
         assert isinstance(executor, LocalExecutor)
         assert isinstance(executor.worker, Worker)
         self._scheduler, self._worker = engine.scheduler, executor.worker
