@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were 
 PROCESSES = ("server", "engine", "command", "member")
 PHASES = ("joining", "loading", "idle", "prefill", "decode", "leaving")
 SUPERVISORS = ("server", "command")
-FEW = [("server", "prefill", "kill"), ("command", "idle", "stop")]
 
 
 class NodesRun(Run):
@@ -91,7 +90,9 @@ def reach_phase(run: NodesRun, phase: str, process: str) -> Asking | None:
     return None
 
 
-def check_row(process: str, phase: str, fault: str, model: Path, kind: str, folder: Path) -> None:
+def check_row(
+    process: str, phase: str, fault: str, model: Path, kind: str, folder: Path, *, starts_again: bool = True
+) -> None:
     """Run a row: reach the phase, strike the process, watch the end, start again."""
     with machines_of(kind) as machines, ExitStack() as stack:
         port = free_port() if kind == "addresses" else 29501
@@ -109,6 +110,8 @@ def check_row(process: str, phase: str, fault: str, model: Path, kind: str, fold
             check_goes_on(run, pid, phase, asking, waits=phase == "joining")
         else:
             check_end(run, pid, fault, asking)
+        if not starts_again:
+            return
         again = new_run()
         again.start()
         again.server.wait_ready()
@@ -120,15 +123,16 @@ def check_row(process: str, phase: str, fault: str, model: Path, kind: str, fold
         assert not again.pids()
 
 
-@pytest.mark.parametrize(("process", "phase", "fault"), FEW)
-def test_both_nodes_end_and_a_restart_serves(
-    process: str, phase: str, fault: str, demo_model: Path, tmp_path: Path
-) -> None:
-    check_row(process, phase, fault, demo_model, "addresses", tmp_path)
+def test_both_nodes_end_and_a_restart_serves(demo_model: Path, tmp_path: Path) -> None:
+    check_row("server", "prefill", "kill", demo_model, "addresses", tmp_path)
 
 
-def test_nodes_in_namespaces_end_and_a_restart_serves(demo_model: Path, tmp_path: Path) -> None:
-    check_row("engine", "loading", "kill", demo_model, "namespaces", tmp_path)
+def test_run_goes_on_beside_a_command_that_was_stopped(demo_model: Path, tmp_path: Path) -> None:
+    check_row("command", "idle", "stop", demo_model, "addresses", tmp_path, starts_again=False)
+
+
+def test_nodes_in_namespaces_end(demo_model: Path, tmp_path: Path) -> None:
+    check_row("engine", "loading", "kill", demo_model, "namespaces", tmp_path, starts_again=False)
 
 
 @pytest.mark.matrix
