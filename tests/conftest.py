@@ -31,7 +31,7 @@ FIRST = (
     "tests/cluster/", "tests/kernels/test_triton.py", "tests/engine/parallel/", "tests/model/test_families.py",
     "tests/server/test_lifecycle.py", "tests/server/test_machine_faults.py", "tests/server/test_fleet.py",
     "tests/server/test_fleet_soak.py", "tests/server/test_ranked_engines.py", "tests/server/test_stall_watch.py",
-    "tests/cache/", "tests/e2e/",
+    "tests/test_docs.py", "tests/test_hostile_folders.py", "tests/test_no_extension.py", "tests/cache/", "tests/e2e/",
 )  # fmt: skip
 
 
