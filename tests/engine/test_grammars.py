@@ -4,6 +4,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
 from quire.execution.device import HostDevice
 from quire.scheduling.plan_builder import PlanBuilder
-from support.answers import answers_of
+from support.answers import Answer, answers_of
 from support.pairwise import covering
 from support.random_model import write_random_model
 from support.steps_in_flight import compute_with_torch, executor_in_flight
@@ -58,6 +59,9 @@ PLAIN = SamplingParams(max_tokens=30, temperature=0.9, seed=3, ignore_eos=True)
 
 def params(kind: str, **more: Any) -> SamplingParams:  # noqa: ANN401
     return SamplingParams(max_tokens=90, structured_outputs=KINDS[kind], **more)
+
+
+FORKS = [(PROMPTS[1], params("json", seed=5, n=3)), (PROMPTS[3], params("regex", seed=6, n=2))]
 
 
 def all_requests() -> list[tuple[str, SamplingParams]]:
@@ -345,23 +349,32 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
         assert llm.kv_stats().preemptions[mode] > 5
 
 
+@cache
+def answers_at_once(model: Path, *, by_torch: bool) -> list[list[Answer]]:
+    """Return the answers of FORKS; `by_torch`, whose bits are not those of our kernels, after those of all requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        if by_torch:
+            compute_with_torch(patch)
+        with LLM(model, max_model_len=160) as llm:
+            others = [*all_requests(), (PROMPTS[0], PLAIN)] if by_torch else []
+            return [answers_of(each) for each in run(llm, [*others, *FORKS])]
+
+
 @covering({"mode": MODES, "is_async": (False, True), "method": (None, "ngram")})
 def test_bits_are_the_same_where_masks_are_late(
     demo_model: Path, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, mode: str, is_async: bool,
     method: str | None,
 ) -> None:  # fmt: skip
     """Every third mask, by chance, is late: in decodes, behind prompts in chunks, in forks, behind forced tokens."""
-    forks = [(PROMPTS[1], params("json", seed=5, n=3)), (PROMPTS[3], params("regex", seed=6, n=2))]
     room = {"num_kv_blocks": 400} if mode == "none" else {"num_kv_blocks": 36, "preemption_mode": mode}
     if mode == "swap":
         room["num_swap_blocks"] = 200
     settings: dict[str, Any] = {
         "max_model_len": 160, "block_size": 8, "max_num_batched_tokens": 48, "spec_method": method, **room,
     }  # fmt: skip
+    expected = [*map(answers_of, () if is_async else alone), *answers_at_once(demo_model, by_torch=is_async)]
     if is_async:
-        compute_with_torch(monkeypatch)  # whose bits are not those of our kernels
-    with LLM(demo_model, max_model_len=160) as llm:
-        expected = [*(run(llm, [*all_requests(), (PROMPTS[0], PLAIN)]) if is_async else alone), *run(llm, forks)]
+        compute_with_torch(monkeypatch)
     rng, is_ready = random.Random(3), rows._is_ready
     monkeypatch.setattr(rows, "_is_ready", lambda entry: rng.random() < 0.7 and is_ready(entry))
     for name in ("MASKS_WAIT_S", "MASK_WAIT_S"):
@@ -370,8 +383,8 @@ def test_bits_are_the_same_where_masks_are_late(
         monkeypatch.setattr(HostDevice, "executor", executor_in_flight)
     with LLM(demo_model, **settings) as llm:
         for _ in range(2):  # the second time with hits in the cache
-            found = run(llm, [*all_requests(), (PROMPTS[0], PLAIN), *forks])
-            assert [answers_of(each) for each in found] == [answers_of(each) for each in expected]
+            found = run(llm, [*all_requests(), (PROMPTS[0], PLAIN), *FORKS])
+            assert [answers_of(each) for each in found] == expected
         stats, grammars = llm.kv_stats(), llm._engine.engine.grammars
         assert isinstance(grammars, ConstrainedDecoding)
         assert grammars.rows.num_late > 100
