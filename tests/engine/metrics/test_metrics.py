@@ -72,6 +72,10 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:spec_decode_num_accepted_tokens_total": [MODEL],
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": [MODEL | {"position": str(each)} for each in range(16)],
     "vllm:prompt_tokens_total": [MODEL],
+    "vllm:prompt_tokens_by_source_total": [
+        MODEL | {"source": source} for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+    ],
+    "vllm:prompt_tokens_cached_total": [MODEL],
     "vllm:generation_tokens_total": [MODEL],
     "vllm:request_success_total": [
         MODEL | {"finished_reason": reason} for reason in ("stop", "length", "repetition", "abort")
@@ -104,8 +108,10 @@ HISTOGRAMS = (
     "vllm:request_inference_time_seconds",
     "vllm:request_prefill_time_seconds",
     "vllm:request_decode_time_seconds",
+    "vllm:request_time_per_output_token_seconds",
     "vllm:request_num_preemptions",
     "vllm:request_prompt_tokens",
+    "vllm:request_prefill_kv_computed_tokens",
     "vllm:request_generation_tokens",
     "vllm:request_params_n",
     "vllm:request_params_max_tokens",
@@ -315,6 +321,7 @@ def test_run_of_an_engine_is_counted_as_users_saw_it(demo_model: Path) -> None:
     assert page["vllm:time_to_first_token_seconds_count"] == len(answers) + 1
     assert page["vllm:inter_token_latency_seconds_count"] == num_tokens - len(choices) + num_given_up - 1
     assert page["vllm:prompt_tokens_total"] == sum(num_prompt_tokens) + num_prompt_tokens[0]
+    assert sum(page.by("vllm:prompt_tokens_by_source_total", "source").values()) == page["vllm:prompt_tokens_total"]
     # Under older names:
     for name, older in OLDER_NAMES.items():
         samples = [each for each in page.samples if each.name.startswith(name)]
@@ -523,7 +530,7 @@ def buckets(metrics: Metrics, name: str) -> dict[str, float]:
 
 def ended(arrival_s: float, first_scheduled_s: float, first_token_s: float, finished_s: float) -> FinishedRequest:
     times = RequestMetrics(arrival_s, first_scheduled_s, first_token_s, finished_s)
-    times.num_preemptions = 2
+    times.num_preemptions, times.num_cached_tokens = 2, 256
     return FinishedRequest(times, 300, num_output_tokens=7, finish_reasons=["stop", "length"], max_tokens=6)
 
 
@@ -539,12 +546,17 @@ def test_times_of_a_request_lie_between_the_right_moments() -> None:
         "request_decode_time": 10.0,
         "request_inference_time": 12.0,
         "e2e_request_latency": 12.5,
+        "request_time_per_output_token": 10.0 / 6,
     }
     page = Page(metrics)
     assert {name: page[f"vllm:{name}_seconds_sum"] for name in seconds} == seconds
     assert buckets(metrics, "vllm:request_prefill_time_seconds") == {"2.0": 1}     # a bound belongs to its bucket
     assert buckets(metrics, "vllm:e2e_request_latency_seconds") == {"15.0": 1}
     assert buckets(metrics, "vllm:request_prompt_tokens") == {"500.0": 1}
+    assert buckets(metrics, "vllm:request_prefill_kv_computed_tokens") == {"50.0": 1}
+    assert page["vllm:prompt_tokens_cached_total"] == 256
+    by_source = {"local_compute": 44, "local_cache_hit": 256, "external_kv_transfer": 0}
+    assert page.by("vllm:prompt_tokens_by_source_total", "source") == by_source
     assert buckets(metrics, "vllm:request_generation_tokens") == {"10.0": 1}
     assert buckets(metrics, "vllm:request_num_preemptions") == {"2.0": 1}
     assert buckets(metrics, "vllm:request_params_n") == {"2.0": 1}

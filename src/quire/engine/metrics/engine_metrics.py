@@ -60,8 +60,10 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:request_inference_time_seconds": ("First step of the request to its last token.", _LATENCY_BOUNDS_S),
     "vllm:request_prefill_time_seconds": ("First step of the request to its first token.", _LATENCY_BOUNDS_S),
     "vllm:request_decode_time_seconds": ("First token to last token.", _LATENCY_BOUNDS_S),
+    "vllm:request_time_per_output_token_seconds": ("Mean gap between the tokens of a request.", _ITL_BOUNDS_S),
     "vllm:request_num_preemptions": ("Preemptions of a request.", _PREEMPTION_BOUNDS),
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _REQUEST_BOUNDS_TOKENS),
+    "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens not found in the cache.", _REQUEST_BOUNDS_TOKENS),
     "vllm:request_generation_tokens": ("Output tokens of a request, all choices.", _REQUEST_BOUNDS_TOKENS),
     "vllm:request_params_n": ("Choices of a request.", _CHOICE_BOUNDS),
     "vllm:request_params_max_tokens": ("Most output tokens of a choice.", _REQUEST_BOUNDS_TOKENS),
@@ -147,7 +149,11 @@ def _of_end(ended: FinishedRequest) -> dict[str, float]:
     assert scheduled_s is not None, f"ended without having run: {metrics}"
     assert first_token_s is not None, f"ended without a token: {metrics}"
     assert finished_s is not None, f"ended at no time: {metrics}"
-    return {
+    values: dict[str, float] = {}
+    if ended.num_output_tokens > 1:
+        per_token_s = (finished_s - first_token_s) / (ended.num_output_tokens - 1)
+        values["vllm:request_time_per_output_token_seconds"] = per_token_s
+    return values | {
         "vllm:e2e_request_latency_seconds": finished_s - metrics.arrival_s,
         "vllm:request_queue_time_seconds": scheduled_s - metrics.arrival_s,
         "vllm:request_inference_time_seconds": finished_s - scheduled_s,
@@ -155,6 +161,7 @@ def _of_end(ended: FinishedRequest) -> dict[str, float]:
         "vllm:request_decode_time_seconds": finished_s - first_token_s,
         "vllm:request_num_preemptions": metrics.num_preemptions,
         "vllm:request_prompt_tokens": ended.num_prompt_tokens,
+        "vllm:request_prefill_kv_computed_tokens": ended.num_prompt_tokens - metrics.num_cached_tokens,
         "vllm:request_generation_tokens": ended.num_output_tokens,
         "vllm:request_params_n": len(ended.finish_reasons),
         "vllm:request_params_max_tokens": ended.max_tokens,
@@ -266,6 +273,7 @@ class _Counters:
     """Counters since the start of the server."""
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     num_aborted: int = 0
     num_drafts: int = 0
@@ -331,6 +339,8 @@ class EngineMetrics:
             self._admissions.record(num_admitted, step.started_s, self._number)
         self._update_state(step.state)
         self._counters.num_prompt_tokens += processed.num_prompt_tokens
+        for begun in processed.first_tokens:
+            self._counters.num_cached_tokens += begun.num_cached_tokens
         self._counters.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
@@ -479,6 +489,12 @@ class EngineMetrics:
         finished = by("finished_reason", requests.num_finished, model)
         num_prompt_tokens = requests.num_prompt_tokens
         yield counter("vllm:prompt_tokens_total", "Prompt tokens of begun requests.", (model, num_prompt_tokens))
+        num_cached = requests.num_cached_tokens
+        num_computed = num_prompt_tokens - num_cached
+        sources = {"local_compute": num_computed, "local_cache_hit": num_cached, "external_kv_transfer": 0}
+        by_source = by("source", sources, model)
+        yield counter("vllm:prompt_tokens_by_source_total", "Prompt tokens of begun requests.", *by_source)
+        yield counter("vllm:prompt_tokens_cached_total", "Of those, found in the cache.", (model, num_cached))
         yield counter("vllm:generation_tokens_total", "Output tokens.", (model, requests.num_generation_tokens))
         yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
         yield counter("quire:requests_aborted_total", "Requests ended by their client.", (own, requests.num_aborted))
