@@ -161,7 +161,7 @@ class RecordedScheduler(Scheduler):
 # --- the way to the recorder --------------------------------------------------------------------------------------
 
 
-_SENT_BYTES = 8192              # events are sent together
+_SENT_BYTES, _SENT_S = 1 << 16, 0.1  # events are sent together, so many bytes or seconds of them
 _MAX_UNSENT_BYTES = 64 << 20    # of a recorder that does not keep up; then the record ends
 
 
@@ -171,15 +171,17 @@ class Line:
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         connection.setblocking(False)
         self._process, self._connection = process, connection
-        self._is_over = False
+        self._is_over, self._due_s = False, 0.0
         self._unsent = bytearray()
 
     def put(self, event: Event) -> None:
         """Send an event, soon."""
         if not self._is_over:
             self._unsent += frame(event)
-            if len(self._unsent) >= _SENT_BYTES:
+            now_s = event.now_s if isinstance(event, Planned) and event.now_s is not None else 0.0
+            if len(self._unsent) >= _SENT_BYTES or now_s >= self._due_s:
                 self.flush()
+                self._due_s = max(self._due_s, now_s + _SENT_S)
 
     def flush(self) -> None:
         """Send what has been put."""
