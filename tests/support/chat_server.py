@@ -90,7 +90,7 @@ def running(server: ChatServer) -> Iterator[ChatServer]:
     loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
     host, port = runner.addresses[0][:2]
     server.url = f"http://{host}:{port}"
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
         yield server

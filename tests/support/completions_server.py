@@ -80,7 +80,7 @@ class CompletionsServer:
         """Serve until the block ends; yield the URL."""
         loop = asyncio.new_event_loop()
         server = TestServer(self.app)
-        thread = threading.Thread(target=loop.run_forever)
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
         thread.start()
         try:
             asyncio.run_coroutine_threadsafe(server.start_server(), loop).result(10)

@@ -116,7 +116,7 @@ def events_of(text: str) -> list[Json]:
 def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServer]:  # noqa: ANN401 (JSON)
     """Serve a model; nothing is left behind."""
     loop = uvloop.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     ended = asyncio.Event()
     is_ready: asyncio.Future[OpenAIServer] = loop.create_future()

@@ -74,7 +74,7 @@ def recording_proxy(target: str) -> Iterator[RecordingProxy]:
     loop.run_until_complete(runner.setup())
     loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
     proxy.url = "http://{}:{}".format(*runner.addresses[0][:2])
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
         yield proxy
