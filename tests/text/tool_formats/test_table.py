@@ -60,10 +60,9 @@ def test_each_name_is_one_format(rows: tuple[ToolFormat | ReasoningFormat, ...])
     assert {find(name) for name in names} == set(rows)
 
 
-def test_model_type_counts_where_there_is_no_template() -> None:
-    assert find_format("auto", None, "deepseek_v4") is find_format("deepseek_v4")
-    assert find_format("auto", "no tools here", "deepseek_v4") is None
-    assert find_format("auto", None, "opt") is None
+def test_no_format_is_found_without_a_template_that_has_one() -> None:
+    assert find_format("auto") is None
+    assert find_format("auto", "no tools here") is None
     assert find_format("none", "<tool_call></tool_call>") is None
     assert FALLBACK is find_format("hermes")
 

@@ -15,7 +15,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         variants=("\n<function={name}>\n{parameters}</function>",),
         aliases=("qwen3_xml", "mimo", "step3p5", "step5"),
         fingerprints=(("<function=", "<parameter=", "<tool_call>"),),
-        model_types=("qwen3_next", "qwen3_5", "qwen3_5_moe"),
     ),
     ToolFormat(
         "seed_oss",
@@ -24,7 +23,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         parameter="<parameter={key}>{value}</parameter>\n",
         notation="tagged",
         fingerprints=(("<seed:tool_call>",),),
-        model_types=("seed_oss",),
     ),
     ToolFormat(
         "dots",
@@ -85,11 +83,10 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             index_key="tool_call_id",
             drops=(f"<|START_{part}|>", f"<|END_{part}|>"),
             fingerprints=(("<|START_ACTION|>", *others),),
-            model_types=(model_type,),
         )
-        for name, models, part, others, model_type in (
-            ("cohere_command4", "Command A+", "TEXT", ["<|START_TEXT|>"], "cohere2_moe"),
-            ("cohere_command3", "Command A, R7B", "RESPONSE", [], "cohere2"),
+        for name, models, part, others in (
+            ("cohere_command4", "Command A+", "TEXT", ["<|START_TEXT|>"]),
+            ("cohere_command3", "Command A, R7B", "RESPONSE", []),
         )
     ),
     ToolFormat(
@@ -118,7 +115,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         separator="",
         notation="tagged",
         fingerprints=(("<minimax:tool_call>", "<invoke name="),),
-        model_types=("minimax_m2",),
     ),
     ToolFormat(
         "hy_v3",
@@ -150,7 +146,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         skips_space=True,
         aliases=("ling3",),
         fingerprints=(("</arg_key><arg_value>",),),
-        model_types=("glm4_moe_lite", "glm_moe_dsa"),
     ),
     ToolFormat(
         "glm45",
@@ -161,7 +156,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         notation="tagged",
         aliases=("poolside_v1",),
         fingerprints=(("<arg_key>", "<arg_value>"),),
-        model_types=("glm4_moe",),
     ),
     ToolFormat(
         "hermes",
@@ -170,7 +164,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         separator="",
         aliases=("granite4", "ernie45", "qwen3_json"),
         fingerprints=(("<tool_call>", "</tool_call>"),),
-        model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granitemoehybrid"),
     ),
     ToolFormat(
         "hunyuan_a13b",
@@ -179,7 +172,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         separator=", ",
         aliases=("jamba",),
         fingerprints=(("<tool_calls>", "</tool_calls>"),),
-        model_types=("hunyuan_v1_moe", "jamba"),
     ),
     *(
         ToolFormat(
@@ -193,12 +185,11 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             notation="tagged",
             variants=(f'<｜DSML｜{space}invoke name="{{name}}"/>',),
             fingerprints=((f"｜DSML｜{space}{section}",),),
-            model_types=(model_type,),
         )
-        for name, models, section, space, model_type in (
-            ("deepseek_v32", "DeepSeek V3.2", "function_calls", "", "deepseek_v32"),
-            ("deepseek_v41", "DeepSeek V4.1", "calls", " ", "deepseek_v41"),
-            ("deepseek_v4", "DeepSeek V4", "tool_calls", "", "deepseek_v4"),
+        for name, models, section, space in (
+            ("deepseek_v32", "DeepSeek V3.2", "function_calls", ""),
+            ("deepseek_v41", "DeepSeek V4.1", "calls", " "),
+            ("deepseek_v4", "DeepSeek V4", "tool_calls", ""),
         )
     ),
     ToolFormat(
@@ -207,7 +198,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         fingerprints=(("<｜tool▁call▁begin｜>", "```json"),),
-        model_types=("deepseek_v3",),
     ),
     ToolFormat(
         "deepseek_v31",
@@ -224,7 +214,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         separator="",
         fingerprints=(("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),),
-        model_types=("kimi_k2",),
     ),
     ToolFormat(
         "kimi_k3",
@@ -237,7 +226,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         drops=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
         is_escaped=True,
         fingerprints=(("<|open|>", "<|sep|>", "<|close|>"),),
-        model_types=("kimi_k3",),
     ),
     ToolFormat(
         "mistral",
@@ -246,7 +234,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         separator="",
         variants=("[TOOL_CALLS]{name}[CALL_ID]{index}[ARGS]{arguments}", "[TOOL_CALLS] {calls}"),
         fingerprints=(("[TOOL_CALLS]", "[ARGS]"),),
-        model_types=("mistral3", "ministral3"),
     ),
     ToolFormat(
         "mistral_v3",
@@ -255,7 +242,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         separator=", ",
         variants=("[TOOL_CALLS]{name}[ARGS]{arguments}",),
         fingerprints=(("[TOOL_CALLS]",), ("[AVAILABLE_TOOLS]",)),
-        model_types=("mistral", "mixtral"),
     ),
     ToolFormat(
         "gpt_oss",
@@ -265,7 +251,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         has_channels=True,
         aliases=("openai",),
         fingerprints=(("<|channel|>", "<|message|>", "<|start|>"),),
-        model_types=("gpt_oss",),
     ),
     ToolFormat(
         "gemma4",
@@ -275,7 +260,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         notation="gemma",
         variants=("<|tool_call>:{name}{arguments}<tool_call|>",),
         fingerprints=(("<|tool_call>call:",), ("<|tool_call>", "<tool_call|>")),
-        model_types=("gemma4", "gemma4_text"),
     ),
     ToolFormat(
         "granite",
@@ -285,7 +269,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         variants=("<tool_call>{calls}",),
         drops=("<|/tool_call|>",),
         fingerprints=(("<|tool_call|>",),),
-        model_types=("granite", "granitemoe"),
     ),
     ToolFormat(
         "nemotron_json",
@@ -308,7 +291,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         call="<|action_start|><|plugin|>\n{call}<|action_end|>",
         separator="",
         fingerprints=(("<|action_start|><|plugin|>",),),
-        model_types=("internlm2",),
     ),
     ToolFormat(
         "phi4_mini_json",
@@ -324,7 +306,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         separator=", ",
         notation="python",
         fingerprints=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
-        model_types=("lfm2", "lfm2_moe"),
     ),
     ToolFormat(
         "pythonic",
@@ -335,7 +316,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         variants=("<|python_start|>{list}<|python_end|>",),
         aliases=("llama4_pythonic",),
         fingerprints=(("[func_name1(", ")]"),),
-        model_types=("llama4",),
     ),
     ToolFormat(
         "xlam",
@@ -353,7 +333,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         variants=("<|python_tag|>{call}", "<|python_start|>{call}<|python_end|>"),
         aliases=("llama4_json",),
         fingerprints=(('{"name": function name, "parameters":',), ('"parameters": ', "ipython")),
-        model_types=("llama", "mllama"),
     ),
 )
 
@@ -366,14 +345,12 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         has_channels=True,
         aliases=("openai_gptoss",),
         fingerprints=(("<|channel|>", "<|message|>", "<|start|>"),),
-        model_types=("gpt_oss",),
     ),
     ReasoningFormat(
         "gemma4",
         "Gemma 4",
         markers=(("<|channel>thought", "<channel|>"),),
         fingerprints=(("<|channel>", "<channel|>"),),
-        model_types=("gemma4", "gemma4_text"),
     ),
     ReasoningFormat(
         "kimi_k3",
@@ -381,7 +358,6 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         markers=(("<|open|>think<|sep|>", "<|close|>think<|sep|>"),),
         ends=("<|open|>response<|sep|>", "<|open|>tools<|sep|>"),
         fingerprints=(("<|open|>", "<|sep|>", "<|close|>"),),
-        model_types=("kimi_k3",),
     ),
     ReasoningFormat(
         "mistral",
@@ -419,7 +395,6 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         "Seed-OSS",
         markers=(("<seed:think>", "</seed:think>"),),
         fingerprints=(("<seed:think>",),),
-        model_types=("seed_oss",),
     ),
     ReasoningFormat(
         "deepseek_r1",
@@ -438,7 +413,6 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
             "granite_thinking_parser",
         ),
         fingerprints=(("<think>",), ("</think>",)),
-        model_types=("qwen3", "qwen3_moe", "minimax_m2", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
     ),
 )  # fmt: skip
 
@@ -461,22 +435,20 @@ FALLBACK = next(row for row in TOOL_FORMATS if row.name == "hermes")
 Row = TypeVar("Row", bound=ToolFormat | ReasoningFormat)
 
 
-def find_format(name: str, chat_template: str | None = None, model_type: str | None = None) -> ToolFormat | None:
-    """Return the format of this name, or for "auto" the first one with a fingerprint of the template or the model type.
+def find_format(name: str, chat_template: str | None = None) -> ToolFormat | None:
+    """Return the format of this name, or for "auto" the first one with a fingerprint of the template.
 
     Return None for "none", and for "auto" if none fits. Raise ValueError, with the names that exist, for other names.
     """
-    return _find(TOOL_FORMATS, "tool-call-parser", name, chat_template, model_type)
+    return _find(TOOL_FORMATS, "tool-call-parser", name, chat_template)
 
 
-def find_reasoning(
-    name: str, chat_template: str | None = None, model_type: str | None = None
-) -> ReasoningFormat | None:
+def find_reasoning(name: str, chat_template: str | None = None) -> ReasoningFormat | None:
     """Return the reasoning format of this name, or for "auto" the one that fits, as `find_format` does."""
-    return _find(REASONING_FORMATS, "reasoning-parser", name, chat_template, model_type)
+    return _find(REASONING_FORMATS, "reasoning-parser", name, chat_template)
 
 
-def _find(rows: Sequence[Row], option: str, name: str, chat_template: str | None, model_type: str | None) -> Row | None:
+def _find(rows: Sequence[Row], option: str, name: str, chat_template: str | None) -> Row | None:
     if name == "none":
         return None
     if name != "auto":
@@ -487,9 +459,7 @@ def _find(rows: Sequence[Row], option: str, name: str, chat_template: str | None
             raise ValueError(f"{option} {name!r} is not supported: {UNSUPPORTED[name]}")
         names = ", ".join(sorted({known for row in rows for known in (row.name, *row.aliases)}))
         raise ValueError(f"{option} {name!r} is unknown; choose auto, none, {names}")
-    if not chat_template:
-        return next((row for row in rows if model_type in row.model_types), None)
     for row in rows:
-        if any(all(text in chat_template for text in texts) for texts in row.fingerprints):
+        if chat_template and any(all(text in chat_template for text in texts) for texts in row.fingerprints):
             return row
     return None

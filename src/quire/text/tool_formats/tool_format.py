@@ -45,7 +45,6 @@ class ToolFormat:
     has_channels: bool = False  # the output is a sequence of messages with headers, as in Harmony
     aliases: tuple[str, ...] = ()  # names of vLLM's parsers for it
     fingerprints: tuple[tuple[str, ...], ...] = ()  # any of these groups: texts that a chat template has all of
-    model_types: tuple[str, ...] = ()  # `model_type` of config.json, where the chat template says nothing
 
     @property
     def is_bare(self) -> bool:
@@ -75,7 +74,6 @@ class ReasoningFormat:
     has_channels: bool = False
     aliases: tuple[str, ...] = ()
     fingerprints: tuple[tuple[str, ...], ...] = ()
-    model_types: tuple[str, ...] = ()
 
     @property
     def marker_texts(self) -> tuple[str, ...]:

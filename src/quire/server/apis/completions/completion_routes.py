@@ -54,13 +54,10 @@ from quire.text.tools import Tool
 
 DEFAULT_COMPLETION_TOKENS = 16
 
-_SAME_NAMES = frozenset((
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "prompt_logprob_token_ids",
-    "prompt_logprob_start", "logprob_token_ids",
-    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens",
-    "repetition_detection",
-))
+# Parameters that a body gives as they are: all that it and SamplingParams name, but for those that are converted.
+_SAME_NAMES = (GenerationBody.model_fields.keys() & {field.name for field in fields(SamplingParams)}) - {
+    "max_tokens", "logit_bias", "structured_outputs", "ttft_deadline_ms", "deadline_ms"
+}  # fmt: skip
 
 # Fields of SamplingParams that a beam search uses, and those that it may be given without need.
 _USED_BY_BEAMS = ("n", "temperature", "max_tokens", "ignore_eos", "ttft_deadline_ms", "deadline_ms")

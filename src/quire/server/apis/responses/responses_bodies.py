@@ -6,13 +6,21 @@ that a server would run itself are left out.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from quire.core.checks import check_optional_int, refuse, shown
 from quire.core.errors import InvalidRequestError
-from quire.core.sampling_params import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE, MIN_SEED
+from quire.core.sampling_params import (
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MIN_SEED,
+    SamplingParams,
+)
 from quire.server.api.chat import EFFORTS
 from quire.server.api.request_bodies import (
     NULL,
@@ -151,9 +159,10 @@ class ResponsesBody(Body):
     cache_salt: Annotated[str | None, documented_as(TEXT, NULL)] = None
 
 
-_SAME_NAMES = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "stop", "ignore_eos", "logit_bias", "include_stop_str_in_output", "skip_special_tokens",
+# Parameters that a body gives as they are: all that it and SamplingParams name, but for deadlines (`deadlines_of`).
+_SAME_NAMES = tuple(
+    field.name for field in fields(SamplingParams)
+    if field.name in ResponsesBody.model_fields.keys() - {"ttft_deadline_ms", "deadline_ms"}
 )  # fmt: skip
 
 
