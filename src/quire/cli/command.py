@@ -42,7 +42,7 @@ class Command(TyperCommand):
             if text is not None:
                 print(f"quire: warning: {text}", file=sys.stderr)  # noqa: T201
         try:
-            if "--help" not in args:        # which shows defaults
+            if "--help" not in args:        # help shows defaults
                 ctx.default_map = vllm_flags.defaults(os.environ)
             return super().parse_args(ctx, vllm_flags.arguments(args, os.environ))
         except typer.BadParameter as error:

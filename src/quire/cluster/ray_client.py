@@ -91,7 +91,7 @@ class RayClient(SingleEngine):
         self._observer.on_abort(finished)
 
     def _on_close(self, request_id: int) -> None:
-        """Cancel the call of a request whose stream has ended, if the engine still computes."""
+        """Cancel the call of a request after the end of its stream, if the engine still computes."""
         if (follower := self._followers.pop(request_id, None)) is not None:
             follower.cancel()
 

@@ -16,7 +16,7 @@ BlockState = Literal["free", "cached", "used"]
 HolderKind = Literal["sequence", "pin"]
 
 MAX_BLOCKS_SHOWN = 4096   # blocks of one map
-MAX_SPANS = 1024          # of an overview
+MAX_SPANS = 1024          # an overview has at most so many
 MAX_OWNERS_SHOWN = 16     # owners of one block; ref_count counts them all
 
 

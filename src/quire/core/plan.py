@@ -80,7 +80,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
     Order of effects: `row_forks`, `new_rows`, table entries, `drafts`, `swap_outs`, `swap_ins`, `copies`, then one
     forward pass over the entries. So a block that is swapped out may be overwritten in the same step, and one that is
-    swapped in may be copied. A new row replaces the content of its row: a row whose sequence has ended is not computed
+    swapped in may be copied. A new row replaces the content of its row: a row of an ended sequence is not computed
     until it has a new owner.
     Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). The flat batch holds the tokens of
     all entries in order. Sample j is drawn behind token `sample_tokens[j]` of the flat batch and becomes the token at
@@ -172,8 +172,8 @@ class StepResult(Struct, frozen=True, array_like=True):
     """The answer to a plan: one token per sample, in the plan's order.
 
     `rows`: the results of rows that differ from one token per sample; their entries in `token_ids` and `logprobs` are
-    undefined. Each row with drafts has one. `failures`: rows whose tokens or logprobs could not be computed, with the
-    reason; all else of them is undefined. `at_fault`: those of them that a field of the request has made fail.
+    undefined. Each row with drafts has one. `failures`: rows without tokens or logprobs, with
+    the reason; all else of them is undefined. `at_fault`: those of them that a field of the request has made fail.
     """
 
     token_ids: list[int]

@@ -306,7 +306,7 @@ class BeamSearchParams:
     A beam's score is the sum of its logprobs / (generated tokens ** length_penalty). `temperature` divides the logits
     before the logprobs are taken; 0 leaves them as they are. `max_tokens=None` is as many as fit. With
     `structured_outputs` a beam has continuations that its grammar allows alone, with the logprobs that they have among
-    all tokens; a beam whose output is complete ends with an end-of-sequence token.
+    all tokens; a beam with a complete output ends with an end-of-sequence token.
     """
 
     beam_width: int

@@ -77,7 +77,7 @@ class PooledEntry(NamedTuple):
 def pool(
     entries: Sequence[PooledEntry], hidden: Tensor, logits: Callable[[Tensor], Tensor]
 ) -> tuple[dict[int, NDArray[np.float32]], dict[int, str]]:
-    """Return the vectors of the rows whose prompt ends here, and the rows without a finite one, with the reason.
+    """Return the vectors of the rows with prompts that end here, and the rows without a finite one, with the reason.
 
     hidden [num_tokens, width]; logits: from [num_rows, width] to float32 [num_rows, vocab]. Called at most once, for
     the rows that are scored by the logits of some tokens.

@@ -190,8 +190,8 @@ class SamplingBatch(NamedTuple):
 
     features uint32 [num_samples], the flags of `SamplingState` that each uses in this step; rows int64 [num_samples],
     the row of `state` and `token_ids` that each is for; token_ids [max_rows, max_len], the known tokens of every row;
-    num_tokens int64 [num_samples], how many of them each sample has, prompt and output; masks of the samples whose rows
-    have grammars.
+    num_tokens int64 [num_samples], how many of them each sample has, prompt and output; masks of the samples of rows
+    with grammars.
     """
 
     state: SamplingState
@@ -382,7 +382,7 @@ def is_finite(record: TokenLogprobs) -> bool:
 
 
 def _without_distribution(logits: Tensor, chosen: NDArray[np.int64]) -> dict[int, str]:
-    """Return the samples, of logits [num_samples, vocab], whose chosen tokens [num_samples] have no finite logit."""
+    """Return samples with chosen tokens [num_samples] that have no finite logit; logits [num_samples, vocab]."""
     found = logits[np.arange(len(chosen)), chosen]
     is_sound = np.isfinite(found if isinstance(found, np.ndarray) else floats(found))
     return {} if is_sound.all() else dict.fromkeys(np.flatnonzero(~is_sound).tolist(), NOT_FINITE)

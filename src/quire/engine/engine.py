@@ -62,7 +62,7 @@ class Engine:
         self._in_flight = deque[StepPlan]()  # submitted and not collected
 
     def add(self, request: Request, age_s: float = 0.0) -> None:
-        """Queue a request whose client asked `age_s` seconds ago. Raises InvalidRequestError if it could never run."""
+        """Queue a request that was asked `age_s` seconds ago. Raises InvalidRequestError if it could never run."""
         if request.params.structured_outputs is not None and self.grammars is None:
             message = "structured_outputs cannot be used: the model has no tokenizer, or batches are static"
             raise InvalidRequestError(message, param="structured_outputs")

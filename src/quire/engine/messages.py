@@ -153,7 +153,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     num_waiting: int
     num_swapped: int
     kv: KVStats | None = None
-    pins: tuple[int, ...] = ()          # requests whose prompts are pinned
+    pins: tuple[int, ...] = ()          # requests with pinned prompts
     num_pinned_blocks: int = 0          # as in AdmissionLimits
     num_running_seqs: int = 0           # sequences that run
     waits_for: WaitReason | None = None  # reason of the next waiting request
@@ -161,7 +161,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     adapters: AdapterUse | None = None  # None: not counted with this report
     prompts_left: StepWork = StepWork()  # prompt tokens of running requests that are not computed yet
     step_times: StepTimes | None = None  # prices of steps; None: nothing was measured yet
-    num_itl_unmet: int = 0              # steps whose decodes left no time for a prompt that wanted some
+    num_itl_unmet: int = 0              # steps in which decodes left no time for a prompt that wanted some
     graphs: GraphCounts = GraphCounts()  # after the last step
     shares: dict[str, float] | None = None  # as `FairShare.served`; None: not counted with this report
 

@@ -107,7 +107,7 @@ class StepCompute:
         return SamplingBatch.of(batch.sampling, rows, batch.token_ids, inputs.sample_num_tokens[which], masks)
 
     def result(self, inputs: StepInputs, hidden: Tensor, sampled: SampledTokens, swap_s: float) -> StepResult:
-        """Return the result of a step whose samples the batch has recorded. hidden [T, hidden]."""
+        """Return the result of a step; the batch has recorded its samples. hidden [T, hidden]."""
         results, rejected = verified(inputs, sampled) if inputs.drafts else ({}, set())
         failed = dict(sampled.failures)
         if inputs.grammars is not None:

@@ -79,7 +79,7 @@ class SumHook(Protocol):
 
 
 class Expert(NamedTuple):
-    """Feed-forward of one expert: a layer to its inner width, activated, and one back, whose results are float32."""
+    """Feed-forward of one expert: a layer to its inner width, activated, and one back, with float32 results."""
 
     layer_in: Linear
     layer_out: Linear

@@ -1,7 +1,7 @@
 """Packed weights: a model's weights out of a packed file that fits, or read from its checkpoint and put into one.
 
 A packed file is a cache. It is used if it was made by this version of Quire, of the same source files, for the same
-dtype and quantization; else it is written anew. Stored embedding tables of models whose head is another, and scales of
+dtype and quantization; else it is written anew. Stored embedding tables of models with another head, and scales of
 a KV cache, are not in it: they are read from the checkpoint as they are there.
 """
 
@@ -42,14 +42,14 @@ from quire.model.weights import TokenTable, WeightReader
 
 log = logging.getLogger(__name__)
 
-DIGESTED_BYTES = 1 << 20  # of each source file, from its beginning: a whole config or header
+DIGESTED_BYTES = 1 << 20  # from the beginning of each source file: a whole config or header
 _COUNTS = ("num_parameters", "weight_bytes")  # what a layer adds to the tally
-_ARRAYS = ("packed", "order", "groups", "codebook")  # of a `PackedWeight`; its other fields are plain values
+_ARRAYS = ("packed", "order", "groups", "codebook")  # fields of a `PackedWeight`; the others are plain values
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """Where packed weights are: a file whose name ends in .quire, or a folder with a file for each model and setting.
+    """Where packed weights are: a file with the suffix .quire, or a folder with a file for each model and setting.
 
     `must_write`: a file that cannot be written is an error, and another process that writes one is waited for.
     """

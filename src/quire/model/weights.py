@@ -115,7 +115,7 @@ class WeightReader:
         return TokenTable(stored, self._library.table(stored))
 
     def _shared_head(self, shape: TableShape, head: LinearShape) -> Linear | None:
-        """Return the layer of a tied head whose weight the table of embeddings is; None: each has its own."""
+        """Return the layer of a tied head, with the table of embeddings as its weight; None: each has its own."""
         own_tensors = tuple(f"{stem}." for stem in (head.modules[0], *self.names.other_heads))
         is_table = self.back_end.has_tables and (head.num_rows, head.width) == ((shape.num_rows,), shape.width)
         if not is_table or head.has_bias or any(name.startswith(own_tensors) for name in self._tensors.names):

@@ -21,7 +21,7 @@ from quire.scheduling.waiting_lines import ByPriority, Rank, WaitingLine, queue_
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # the paper's (section 5.1), after the prices of hosted models
 MAX_ABSENT = 4096                   # clients without a request that keep their counters
-MAX_SHOWN = 64                      # clients whose service is told
+MAX_SHOWN = 64                      # clients that a report of service names
 
 _ADMITTED = -(1 << 62)  # admitted requests stand before all that never were: see `FairShare.admit`
 

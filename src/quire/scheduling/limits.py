@@ -154,7 +154,7 @@ class Deadlines:
         self.next_s = self._heap[0][0]
 
     def take_passed(self, now_s: float) -> Iterator[Request]:
-        """Yield the requests whose deadlines have passed, once each. The caller ends them."""
+        """Yield the requests past their deadlines, once each. The caller ends them."""
         while self._heap and self._heap[0][0] <= now_s:
             request = self._requests.get(heappop(self._heap)[1])
             if request is None:

@@ -3,7 +3,7 @@
 When blocks run out, the last request in planning order is preempted as a whole, to be recomputed or swapped (Kwon et
 al. 2023, section 4.5); the first is never preempted. Waiting requests are admitted while rows, blocks and budget last.
 A request that starts with a block computed in this step is skipped, its rows reserved: in the next step it finds that
-block in the prefix cache. A request whose grammar is still being compiled, or whose adapter is not there, is set aside
+block in the prefix cache. A request that waits for its grammar to be compiled, or for its adapter, is set aside
 (`quire.scheduling.waiting_lines`), and reserves nothing.
 """
 

@@ -287,7 +287,7 @@ def _late_sequences(step: PlanBuilder, result: StepResult) -> Iterator[Sequence]
 def _sampled_alone(
     step: PlanBuilder, result: StepResult
 ) -> tuple[list[tuple[Request, Sequence]], list[int], list[TokenLogprobs | None] | None]:
-    """Return the owners, tokens and logprobs of the samples whose rows have no result of their own."""
+    """Return the owners, tokens and logprobs of the samples of rows without a result of their own."""
     alone = [row not in result.rows for row in step.plan.sample_rows]
     logprobs = None if result.logprobs is None else list(compress(result.logprobs, alone))
     return list(compress(step.sampled, alone)), list(compress(result.token_ids, alone)), logprobs

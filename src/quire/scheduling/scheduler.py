@@ -136,7 +136,7 @@ class Scheduler:
             self._recorder.deltas.append(SequenceDelta(request_id, 0, [], error=error, param=param))
 
     def _end_late(self, request: Request) -> None:
-        """End a request whose deadline has passed: with what it has, or with an error if that is nothing."""
+        """End a request past its deadline: with what it has, or with an error if that is nothing."""
         if not request.has_begun:
             ends = [late_failure(request)]
         elif isinstance(request.task, BeamTask):
@@ -179,7 +179,7 @@ class Scheduler:
     def schedule(self, now_s: float = 0.0) -> StepPlan:
         """Plan the next step. The plan is empty only if no request runs, and those that wait are being prepared.
 
-        `now_s`: the time by the clock of `Request.arrived_s`. First, requests end whose deadlines have passed.
+        `now_s`: the time by the clock of `Request.arrived_s`. First, requests past their deadlines end.
         Returns the plan of `schedule_next`, which admits no request, if there is one.
         """
         if now_s >= self._deadlines.next_s:

@@ -118,7 +118,7 @@ class TimeBudget:
         return self.times.most_tokens(start, left_s)
 
     def _unmet(self, start: int) -> int:
-        """Return the tokens of a step whose decodes leave no room for one: none, or a chunk in every m-th step."""
+        """Return the tokens of a step in which decodes leave no room for one: none, or a chunk in every m-th step."""
         assert self.times is not None, "a limit without prices"
         self.num_unmet += 1
         self._num_passed += 1

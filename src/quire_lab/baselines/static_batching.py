@@ -34,7 +34,7 @@ class StaticScheduler(Scheduler):
         return super().abort(request_id)
 
     def _end_late(self, request: Request) -> None:
-        """End a request whose deadline has passed; its withheld deltas are returned."""
+        """End a request past its deadline; its withheld deltas are returned."""
         own = [key for key in self._held if key[0] == request.request_id]
         self._recorder.deltas += [self._held.pop(key) for key in own]
         super()._end_late(request)

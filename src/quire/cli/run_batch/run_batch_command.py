@@ -239,7 +239,7 @@ def _options(batch: BatchFlags, max_inflight: int) -> ServerOptions:
 
 
 def _input(path: Path, files: ExitStack) -> BinaryIO:
-    """Return the input: not `sys.stdin.buffer`, whose lock the interpreter's end needs and a waiting reader has."""
+    """Return the input: not `sys.stdin.buffer`: the interpreter's end needs its lock, which a waiting reader has."""
     is_standard = path == STANDARD_STREAM
     buffer = BufferedReader(FileIO(sys.stdin.fileno(), closefd=False) if is_standard else path.open("rb", buffering=0))
     files.callback(_close_below, buffer)
@@ -256,7 +256,7 @@ def _output(path: Path, files: ExitStack) -> TextIO:
 
 
 class MetricsServer:
-    """An application whose / and /metrics are the metrics of a service, an empty page until there is one."""
+    """An application with the metrics of a service at / and /metrics, an empty page until there is one."""
 
     def __init__(self) -> None:
         self.app = Starlette(routes=[Route(path, self._answer) for path in ("/", "/metrics")])

@@ -1,6 +1,6 @@
 """Adapter store: adapters in memory, at most so many, the least recently used first to go.
 
-Adapters are identified by the digest of their files. A request whose adapter is not in memory waits while a thread
+Adapters are identified by the digest of their files. A request with an adapter that is not there waits while a thread
 reads it. An adapter stays in memory while a request that has been admitted uses it, and while the requests of the last
 step waited for it. A load starts only if there is room for the adapter, so that the number in memory and being read is
 never above the limit. Loads and admissions that the limits hold up also hold up later requests with adapters: else
@@ -105,7 +105,7 @@ class AdapterStore:
         self._scheduler: Scheduler | None = None
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Set the scheduler whose admitted requests keep their adapters."""
+        """Set the scheduler: its admitted requests keep their adapters."""
         self._scheduler = scheduler
 
     # --- loading ----------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class AdapterStore:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def start_step(self) -> list[int]:
-        """Begin a step; return the requests whose adapters could not be loaded: they must be ended."""
+        """Begin a step; return the requests with adapters that could not be loaded: they must be ended."""
         self._step += 1
         self._is_held, self._running = False, None
         if not self._failed:

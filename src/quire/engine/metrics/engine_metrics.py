@@ -235,7 +235,7 @@ class TargetCounts:
         self._add(met)
 
     def count_unbegun(self) -> None:
-        """Count a request whose deadline has passed before its first token."""
+        """Count a request past its deadline that has no first token."""
         for target in ("deadline", "all"):
             self.num_with[target] += 1
 
@@ -398,7 +398,7 @@ class EngineMetrics:
                 self._blocks_by_owner = dict.fromkeys(self._blocks_by_owner, 0) | state.kv.blocks_by_owner
 
     def _count_late(self, delta: SequenceDelta) -> None:
-        """Count a request whose deadline has passed, by what it did."""
+        """Count a request past its deadline, by what it did."""
         is_unbegun = delta.error is not None
         self._counters.num_late["prompt" if is_unbegun else "decoding"] += 1
         if is_unbegun:

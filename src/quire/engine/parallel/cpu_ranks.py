@@ -31,7 +31,7 @@ class CpuRanks:
     kind: Literal["cpu", "cuda"] = "cpu"
 
     def link(self, ranks: RankSet) -> Link:
-        """Return a link whose commands travel with the activations."""
+        """Return a link with commands that travel with the activations."""
         return Link(ranks.exchange)
 
     def check_swap_space(self, geometry: KVGeometry, cache: CacheConfig) -> None:

@@ -66,7 +66,7 @@ def check_gpu_ranks(options: EngineOptions, num_gpus: int) -> None:
 
 
 class HostLink(Link):
-    """A `Link` whose commands travel from host to host, and whose rows follow from device to device."""
+    """A `Link` with commands that travel from host to host, and rows that follow from device to device."""
 
     def __init__(self, ranks: RankSet) -> None:
         super().__init__(ranks.exchange)
@@ -194,7 +194,7 @@ class GpuRanks:
         self._graphs: LeadingGraphs | None = None
 
     def link(self, ranks: RankSet) -> HostLink:
-        """Return a link whose commands travel ahead of the rows."""
+        """Return a link with commands that travel ahead of the rows."""
         return HostLink(ranks)
 
     def check_swap_space(self, geometry: KVGeometry, cache: CacheConfig) -> None:

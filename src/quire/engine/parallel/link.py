@@ -21,7 +21,7 @@ END: Final = 2
 
 
 class RankExchange(Ranks, Protocol):
-    """A `Ranks` whose exchanges can be given up and begun again.
+    """A `Ranks` with exchanges that can be given up and begun again.
 
     After `interrupt` the current and all later exchanges of this rank raise InterruptedExchangeError, on GPUs
     InterruptedCollectiveError, after `leave` those of all ranks. When no rank exchanges, rank 0 calls `resume`, lets

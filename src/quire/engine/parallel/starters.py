@@ -82,7 +82,7 @@ class ByHand:
         self._members: Members | None = None
 
     def start(self, port: int, lose: Callable[[EngineError], None]) -> None:
-        """Start the ranks of this machine, whose ends their channels to rank 0 show."""
+        """Start the ranks of this machine. Their channels to rank 0 show when one has ended."""
         own = threads_of(self._options, range(1, self._num_local))
         self._members = Members(self._options, own, self.address.address, port, self.address.key)
 
@@ -162,8 +162,8 @@ def make_rank_set(options: EngineOptions) -> RankSet:
 
     | started | on CPUs | on GPUs |
     | --- | --- | --- |
-    | as children | shared memory | NCCL, whose ranks meet in a file |
-    | by hand, on several machines | gloo over TCP | NCCL, whose ranks meet at a port of rank 0 |
+    | as children | shared memory | NCCL; ranks meet in a file |
+    | by hand, on several machines | gloo over TCP | NCCL; ranks meet at a port of rank 0 |
     | by Ray | gloo over TCP | refused: Ray would have to reserve the very GPU that rank 0 uses, which has no actor |
     """
     if options.node_rank:

@@ -198,7 +198,7 @@ class EngineClient(SingleEngine):
         Raises ConfigError or ModelError if it cannot run with these options, EngineDeadError if the process died, or
         neither computed nor read for `start_timeout_s`. In each case the process has ended. With `requires_tokenizer` a
         model without one is a ModelError, unless the options skip it. `tokenizer`: that of another engine with the same
-        options, which is not read again. `on_close` is called with the number of each request whose stream has ended.
+        options, which is not read again. `on_close` is called with the number of each request at the end of its stream.
         `packs_outputs`: as in `OutputProcessor`. `on_stall`: of an engine that has work and makes no progress for the
         stall limit.
         """

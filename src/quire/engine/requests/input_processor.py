@@ -197,7 +197,7 @@ class InputProcessor:
     def tokenize_rendered(
         self, text: str, *, add_special_tokens: bool = False, truncation: Truncation | None = None
     ) -> TokenizedPrompt:
-        """Return the tokens of a rendered chat, whose text contains its special tokens."""
+        """Return the tokens of a rendered chat; its text contains its special tokens."""
         assert self.tokenizer is not None, "a chat template comes with a tokenizer"
         return self._encode(self.tokenizer, text, truncation, add_special_tokens=add_special_tokens)
 

@@ -194,7 +194,7 @@ _DELTA_UNITS = 16
 
 
 class FinishedRequest(NamedTuple):
-    """Figures of a request whose last branch has ended."""
+    """Figures of a request at the end of its last branch."""
 
     metrics: RequestMetrics
     num_prompt_tokens: int
@@ -212,7 +212,7 @@ class ProcessedStep:
 
     `ready`: requests with new `output`; those of kind "final" only at their end.
     `stopped`: (request_id, index) of branches ended by a stop string that the engine still runs.
-    `first_tokens`: requests whose first token was processed. `itl_s`: inter-token latencies, in seconds.
+    `first_tokens`: requests that got their first token. `itl_s`: inter-token latencies, in seconds.
     `num_output_tokens`: without those after a stop string.
     `failed`: requests whose output could not be made, with the error; they are dropped, and the engine may still run
     them.
@@ -242,7 +242,7 @@ class ProcessedStep:
 
 @dataclass(slots=True, eq=False)
 class _RequestState:
-    """A request whose last output has not been read."""
+    """A request with a last output that has not been read."""
 
     prepared: PreparedRequest
     external_id: str

@@ -85,7 +85,7 @@ class CudaDevice:
         return CudaSwapper(cache, space, back_end.copy_blocks)
 
     def executor(self, compute: StepCompute, max_num_batched_tokens: int) -> AsyncCudaExecutor:
-        """Return an executor that takes the next step while one runs; with a drafter, whose drafts it needs, one."""
+        """Return an executor that takes the next step while one runs; with a drafter, one: it needs the drafts."""
         worker = CudaWorker(compute, self._sizes)
         if self._captures_graphs:
             worker.capture_graphs(max_num_batched_tokens)

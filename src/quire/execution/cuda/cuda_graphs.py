@@ -154,7 +154,7 @@ class CudaGraphRunner:
         self._forward, self._max_blocks, self._device, self._capture = forward, max_blocks, device, capture
         self._slots, self._draw, self._idle_row = slots, draw, idle_row
         self._graphs: dict[GraphSize, Graph | None] = {}  # None: the capture failed
-        self._reasons = dict[GraphSize, str]()  # of captures that failed
+        self._reasons = dict[GraphSize, str]()  # why captures failed
         self._wanted: Counter[GraphSize] = Counter()
         self._tables: Tensor | None = None  # shared by all graphs: for 131,072 tokens each would take 32 KiB a row
 

@@ -198,7 +198,7 @@ class CudaWorker:
         return self._upload(plan, inputs)[0]
 
     def _resolved(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return a batch whose placeholders are replaced by what their rows have sampled last."""
+        """Return a batch with its placeholders replaced by what their rows have sampled last."""
         known = batch.token_ids
         references = (-1 - known).clamp_(min=0)
         return replace(batch, token_ids=torch.where(known < 0, self._last_tokens[references], known))

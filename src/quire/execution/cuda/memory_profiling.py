@@ -107,7 +107,7 @@ def _draw_as_graphs_do(model: LanguageModel, hidden: Tensor) -> None:
 def _compile_other_kernels(
     model: LanguageModel, cache: KVCache, num_seqs: int, num_tokens: int, max_blocks: int, slots: "TritonSlots | None"
 ) -> None:
-    """Run the steps whose kernels the largest step does not launch: of one row, without adapters, with a token mask.
+    """Run steps with kernels that the largest step does not launch: of one row, without adapters, with a token mask.
 
     Few rows have fused products, in tiles by their number; so does attention over a table of one block. The products
     of exact back ends have tiles for about each doubling of the rows.

@@ -233,7 +233,7 @@ class GGUFCheckpoint:
         return self._file.error(f"tensor {name} has values that are NaN or infinite")
 
     def _portions(self, name: str, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the rows [start, stop) of a matrix in parts whose pages may be dropped in between."""
+        """Return the rows [start, stop) of a matrix in parts; their pages may be dropped in between."""
         entry = self._file.tensors[name]
         num_rows = max(PORTION_BYTES * entry.shape[0] // entry.num_bytes, 1)
         return [(first, min(first + num_rows, stop)) for first in range(start, stop, num_rows)]

@@ -51,7 +51,7 @@ class PackedWeight:
     value_dtype: DType            # as `LinearWeight.value_dtype`
     group_size: int = 0
     offsets: str = "zero_point"   # a name of the extension's Offsets
-    zero_point: int = 0           # of all groups
+    zero_point: int = 0           # one for all groups
     order: Array | None = None    # int32 [in_features], the inputs in the weight's order
     groups: Array | None = None   # int32 [in_features], the group of each input
     codebook: Array | None = None  # float32 [16]

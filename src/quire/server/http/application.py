@@ -190,7 +190,7 @@ def received_s_of(request: Request) -> float:
 
 
 def release_request(request: Request) -> None:
-    """Release what a request that waits does not need: its headers, and its body, whose prompts are tokenized."""
+    """Release what a request that waits does not need: its headers, and its body once the prompts are tokenized."""
     request.scope["headers"] = []
     release_body_of(request.scope)
 

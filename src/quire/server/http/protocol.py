@@ -224,7 +224,7 @@ class _HeaderSize:
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
-    # Beside a dict with uvicorn's attributes, whose keys all connections share: with more than 30 they would not.
+    # Beside a dict with uvicorn's attributes: all connections share its keys, which they would not with more than 30.
     __slots__ = (
         "_answering", "_gate", "_header_size", "_is_refused", "_limits", "_num_held_bytes",
         "_paced", "_part", "_pending_error", "_receive_timer", "_refused", "_send_timer",

@@ -25,7 +25,7 @@ DEFAULT_COUNT = 1024
 TIERS = "kv, or swap where there is a swap space"
 MAP_LIMIT_S = 10.0  # one step of a long prefill may take seconds
 
-MAX_STEP_NUMBER = (1 << 53) - 1     # of JSON's numbers in a browser
+MAX_STEP_NUMBER = (1 << 53) - 1     # the largest integer that a browser reads from JSON
 MAX_REPLAY_BYTES = 64 << 10         # MAX_OPERATIONS take a third of it
 
 router = APIRouter(tags=["debug"])

@@ -33,7 +33,7 @@ Hashes = NDArray[np.uint64]
 def piece_merges(
     texts: Sequence[str], scores: Sequence[float], is_result: Sequence[bool] | NDArray[np.bool_]
 ) -> list[tuple[str, str]]:
-    """Return the pairs of pieces whose texts together are the text of a piece that may be the result of a merge.
+    """Return the pairs of pieces with texts that together are that of a piece that may be the result of a merge.
 
     The pair of the piece with the highest score comes first; among equal scores that of the longest piece, then that
     with the shortest first side. At most MAX_PIECES pieces; of equal texts the last piece counts.
