@@ -68,11 +68,6 @@ class StepTimes(NamedTuple):
     sample_s: float
     margin: float = 1.0
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether a worker can have measured this: no price is NaN, infinite or negative."""
-        return all(0 <= price < math.inf for price in self) and self.step_s > 0 and self.margin >= 1
-
     def seconds(self, work: StepWork) -> float:
         """Return the likely seconds of a step."""
         return (

@@ -63,8 +63,10 @@ class TimeBudget:
         return steps_between(self.decode_s, self.target_s)
 
     def record(self, times: StepTimes | None) -> None:
-        """Use these prices from now on; None, or those of a broken worker: those known before."""
-        if times is not None and times.is_possible:
+        """Use these prices from now on; None, or prices that no worker can have measured: those known before."""
+        if times is None or not math.isfinite(sum(times)) or min(times) < 0:
+            return
+        if times.step_s > 0 and times.margin >= 1:
             self.times = times
 
     def start_step(self, decodes: Callable[[], StepWork], now_s: float | None = None) -> None:

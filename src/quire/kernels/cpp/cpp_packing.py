@@ -110,18 +110,18 @@ class PackedTable:
 
     def look_up(self, token_ids: Array) -> Array:
         """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
-        weight, packed = self._weight, address(self._weight.packed)
+        weight, at = self._weight, _kernels.address
         assert (token_ids.dtype, token_ids.flags.c_contiguous) == (INT64, True), "ids of another form"
-        ids = weight.out_features, weight.in_features, address(token_ids), len(token_ids)
         dtype = weight.packed.dtype if weight.kernel == DENSE else FLOAT32
         rows = np.empty((len(token_ids), weight.in_features), dtype)
+        places = at(weight.packed), weight.out_features, weight.in_features, at(token_ids), len(token_ids), at(rows)
         if weight.kernel == DENSE:
-            _LOOK_UP[dtype](packed, *ids, address(rows))
+            _LOOK_UP[dtype](*places)
         elif weight.kernel.endswith(_INT8_ACTIVATIONS):
-            _kernels.look_up_quantized(*weight.format, packed, *ids, address(rows))
+            _kernels.look_up_quantized(*weight.format, *places)
         else:
-            _kernels.look_up_expanded(*weight.format, packed, *ids, address(rows))
-        return converted(rows, weight.value_dtype)
+            _kernels.look_up_expanded(*weight.format, *places)
+        return rows if dtype == weight.value_dtype else converted(rows, weight.value_dtype)
 
 
 def kernel_format(weight: LinearWeight) -> str:
