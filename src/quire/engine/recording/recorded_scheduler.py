@@ -171,7 +171,7 @@ class Line:
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         connection.setblocking(False)
         self._process, self._connection = process, connection
-        self._is_over, self._due_s = False, 0.0
+        self._is_over, self._due_s, self._due_bytes = False, 0.0, _SENT_BYTES   # when to send next
         self._unsent = bytearray()
 
     def put(self, event: Event) -> None:
@@ -179,9 +179,10 @@ class Line:
         if not self._is_over:
             self._unsent += frame(event)
             now_s = event.now_s if isinstance(event, Planned) and event.now_s is not None else 0.0
-            if len(self._unsent) >= _SENT_BYTES or now_s >= self._due_s:
+            if len(self._unsent) >= self._due_bytes or now_s >= self._due_s:
                 self.flush()
                 self._due_s = max(self._due_s, now_s + _SENT_S)
+                self._due_bytes = len(self._unsent) + _SENT_BYTES
 
     def flush(self) -> None:
         """Send what has been put."""

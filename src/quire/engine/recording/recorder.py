@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 18           # of events, uncompressed
 _KEPT_FILES = 2
+_NICENESS = 10                   # the engine has the CPU first
 _MOST_FAULTS = 4                 # files with a failed step that are kept besides
 _MOST_STATE = 0.25               # of the bound, what the state of a scheduler may take
 
@@ -153,6 +154,7 @@ class Recorder:
 def main() -> None:
     """Record what comes from the socket with the number given as the only argument, until it ends."""
     logging.basicConfig(format="%(asctime)s %(levelname)s recorder: %(message)s")
+    os.nice(_NICENESS)
     events = socket.socket(fileno=int(sys.argv[1])).makefile("rb")
     if (first := read_frame(events)) is None:
         return
