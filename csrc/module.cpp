@@ -139,6 +139,8 @@ void def_program(nb::module_& module, const char* name) {
     nb::class_<Program<T>> program(module, name);
     program.def(nb::init<std::vector<ProgramOp>, std::vector<Buffer>>());
     program.def("use_caches", &Program<T>::use_caches);
+    program.def("start_timing", &Program<T>::start_timing);
+    program.def("stop_timing", &Program<T>::stop_timing);
     [&]<std::size_t... i>(std::index_sequence<i...>) {
         program.def("run", [pointers](const Program<T>& self, const Addresses& externals, PassedField<i>... passed) {
             const ProgramStep step{Argument{passed}...};

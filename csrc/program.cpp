@@ -1,5 +1,7 @@
 #include "program.hpp"
 
+#include <chrono>
+
 #include "aligned.hpp"
 #include "thread_pool.hpp"
 
@@ -146,7 +148,17 @@ private:
 template <typename T>
 void Program<T>::run(const ProgramStep& step, const std::vector<T*>& externals, const StepAdapters<T>* adapters) const {
     const Run run(*this, step, externals, adapters);
-    for (const ProgramOp& op : ops_) std::visit(run, op);
+    if (!is_timed_) {
+        for (const ProgramOp& op : ops_) std::visit(run, op);
+        return;
+    }
+    auto begun = std::chrono::steady_clock::now();
+    for (std::size_t i = 0; i < ops_.size(); i++) {
+        std::visit(run, ops_[i]);
+        const auto ended = std::chrono::steady_clock::now();
+        seconds_[i] += std::chrono::duration<double>(ended - begun).count();
+        begun = ended;
+    }
 }
 
 template class Program<bf16>;

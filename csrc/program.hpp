@@ -94,6 +94,13 @@ public:
         caches_ = std::move(caches), block_size_ = block_size;
     }
 
+    // Time each op of the runs to come; the sums in seconds, once that is over. Between two runs, like these.
+    void start_timing() { seconds_.assign(ops_.size(), 0.0), is_timed_ = true; }
+    std::vector<double> stop_timing() {
+        is_timed_ = false;
+        return std::move(seconds_);
+    }
+
     // `externals`: addresses of the external activations, in the order of the buffers.
     void run(const ProgramStep& step, const std::vector<T*>& externals, const StepAdapters<T>* adapters = nullptr) const;
 
@@ -102,6 +109,8 @@ private:
     std::vector<Buffer> buffers_;
     std::vector<LayerCache> caches_;
     long block_size_ = 0;
+    bool is_timed_ = false;
+    mutable std::vector<double> seconds_;
 
     class Run;
 };

@@ -393,7 +393,12 @@ _OPERATION = (
         "by OTLP/HTTP, not gRPC: most collectors have it at port 4318 ([traces](metrics.md#traces))",
     ),
     *accepted("a trace always has a span of each stage of a request", texts("collect_detailed_traces")),
-    *refused("there is no profiler", switch("enable_layerwise_nvtx_tracing"), config("profiler_config")),
+    renamed(
+        config("profiler_config"), "profile_dir",
+        "its `torch_profiler_dir`: Quire's own profiles, of ops and stacks ([reference](reference.md#profiles))",
+        values.profile_dir_of,
+    ),
+    *refused("profiles are those of `/start_profile`", switch("enable_layerwise_nvtx_tracing")),
     *refused("metrics are those of metrics.md", config("custom_histogram_buckets"), switch("enable_mfu_metrics")),
     *refused("a stalled engine is found by `--stall-limit`, which logs all stacks", config("watchdog_config")),
     *accepted("the environment has no settings but those of flags", switch("fail_on_environ_validation")),

@@ -184,6 +184,17 @@ def share_unless(given: object, shown: str) -> float:
     return 1.0 - share_if(given, shown)
 
 
+def profile_dir_of(given: object, shown: str) -> str | None:
+    """Return the folder of profiles of a `profiler_config`. ConfigError for one without a folder."""
+    settings = parsed_json(given, shown) if isinstance(given, str) else given
+    if not settings:
+        return None
+    folder = settings.get("torch_profiler_dir") if isinstance(settings, Mapping) else None
+    if not isinstance(folder, str) or not folder:
+        raise ConfigError(f"{shown} must have torch_profiler_dir, the folder of profiles, got {given!r}")
+    return folder
+
+
 def graph_options(given: object, shown: str) -> dict[str, Any]:
     """Return the options of CUDA graphs that a `compilation_config` has."""
     if not isinstance(given, Mapping):

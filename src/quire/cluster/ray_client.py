@@ -15,7 +15,7 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineError, InvalidRequestError, ModelError, RequestFailedError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
-from quire.engine.messages import EngineDeadError, EngineState, Ready, RequestRefused, Stepped
+from quire.engine.messages import EngineDeadError, EngineState, Profile, Ready, RequestRefused, Stepped
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import SingleEngine
@@ -113,6 +113,14 @@ class RayClient(SingleEngine):
     async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:
         """Raise EngineDeadError: replicas have a map each."""
         raise EngineDeadError("block maps of replicas on Ray are not served")
+
+    async def start_profile(self) -> bool:
+        """Raise EngineDeadError: replicas are engines each."""
+        raise EngineDeadError("profiles of replicas on Ray are not served")
+
+    async def stop_profile(self) -> Profile | None:
+        """Return None: there is no profile."""
+        return None
 
     def log_stacks(self) -> None:
         """Do nothing: Ray shows the stacks of its actors."""

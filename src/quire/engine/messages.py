@@ -79,6 +79,18 @@ class ReadAdapter(msgspec.Struct, tag="read_adapter", array_like=True, frozen=Tr
     folder: str
 
 
+class StartProfile(msgspec.Struct, tag="start_profile", array_like=True, frozen=True):
+    """Start a profile. `number` identifies the command."""
+
+    number: int
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile", array_like=True, frozen=True):
+    """End the profile, and send it. `number` identifies the command."""
+
+    number: int
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Send a report as soon as possible: an idle engine sends its state after every command."""
 
@@ -105,7 +117,7 @@ def add_message(request: Request) -> tuple[str, dict[str, object]]:
     return "add", sent | {"params": params}
 
 
-Command = Start | AddRequest | Abort | Finish | GetBlocks | ReadAdapter | Ping
+Command = Start | AddRequest | Abort | Finish | GetBlocks | ReadAdapter | StartProfile | StopProfile | Ping
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------
@@ -216,7 +228,33 @@ class AdapterReply(msgspec.Struct, tag="adapter_reply", array_like=True, frozen=
     error: str = ""
 
 
-Report = Located | Ready | Failed | Stepped | Idle | Alive | Beat | RequestRefused | BlocksReply | AdapterReply
+class Profile(msgspec.Struct, array_like=True, frozen=True):
+    """What an engine did while it was profiled.
+
+    `ops`: name, kind and seconds of each op of the layers, in their order; empty where they are not timed. `frames`:
+    function, file and line; `stacks`: numbers of frames, outermost first; `threads`: by name, the number of a stack and
+    the seconds for which it was seen, one after the other.
+    """
+
+    seconds: float
+    ops: list[tuple[str, str, float]]
+    frames: list[tuple[str, str, int]]
+    stacks: list[list[int]]
+    threads: dict[str, list[tuple[int, float]]]
+
+
+class ProfileReply(msgspec.Struct, tag="profile_reply", array_like=True, frozen=True):
+    """The answer to a StartProfile or StopProfile. `is_done`: False if a profile ran already, or none did."""
+
+    command: StartProfile | StopProfile
+    is_done: bool
+    profile: Profile | None = None
+
+
+Report = (
+    Located | Ready | Failed | Stepped | Idle | Alive | Beat | RequestRefused | BlocksReply | AdapterReply
+    | ProfileReply
+)
 
 
 _ADD_HEAD = b"\x92" + msgspec.msgpack.encode("add")  # an array of two: the tag, and the request

@@ -8,9 +8,10 @@ memory of an activation belongs to the program: an op may overwrite what it read
 is not to be read again.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,6 +234,59 @@ class Program:
         else:
             self.ops[0].run(activations, inputs)  # all of them, fused
         return activations[self.result]
+
+
+class OpTime(NamedTuple):
+    """Seconds of one op, over all runs that were timed."""
+
+    name: str
+    kind: str
+    seconds: float
+
+
+@runtime_checkable
+class TimedOps(Protocol):
+    """Ops that time themselves: `stop_timing` returns the sums since `start_timing`."""
+
+    def start_timing(self) -> None:
+        """Time the runs to come."""
+
+    def stop_timing(self) -> list[OpTime]:
+        """Return the times of the ops, in their order."""
+
+
+class _Timed:
+    """An op whose runs are timed."""
+
+    def __init__(self, op: Op) -> None:
+        self.name, self.reads, self.writes = op.name, op.reads, op.writes
+        self._op, self._seconds = op, 0.0
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        started_s = time.perf_counter()
+        self._op.run(activations, inputs)
+        self._seconds += time.perf_counter() - started_s
+
+    def start_timing(self) -> None:
+        self._seconds = 0.0
+
+    def stop_timing(self) -> list[OpTime]:
+        return [OpTime(self.name, type(self._op).__name__, self._seconds)]
+
+
+class ProgramTimer:
+    """`timed`, a program with the same ops, which are timed from now on."""
+
+    def __init__(self, program: Program) -> None:
+        self.untimed = program
+        self._ops = [op if isinstance(op, TimedOps) else _Timed(op) for op in program.ops]
+        self.timed = Program(tuple(self._ops), program.result)
+        for op in self._ops:
+            op.start_timing()
+
+    def stop(self) -> list[OpTime]:
+        """Return the times of all ops, in their order."""
+        return [each for op in self._ops for each in op.stop_timing()]
 
 
 def run_ops(

@@ -9,7 +9,7 @@ from quire.kernels.back_end import BackEnd, require, require_attention, require_
 from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import Table
 from quire.kernels.paged_attention import build_metadata
-from quire.kernels.program import LayerInputs
+from quire.kernels.program import LayerInputs, OpTime, ProgramTimer
 from quire.kernels.special_ops import SummedLinearOp
 from quire.kernels.tensors import DType, Tensor, added, divided, scaled, take_rows, tanh
 from quire.model.config import num_layer_weights
@@ -135,6 +135,17 @@ class Decoder:
             batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters
         )
         return self._program.run(self._embedding(batch.token_ids, batch.positions, batch.token_types), inputs)
+
+    def start_timing(self) -> ProgramTimer:
+        """Time each op of the layers, until `stop_timing` gets the result; between two steps, like that one."""
+        timer = ProgramTimer(self._program)
+        self._program = timer.timed
+        return timer
+
+    def stop_timing(self, timer: ProgramTimer) -> list[OpTime]:
+        """Return the seconds of each op since `start_timing`, in their order."""
+        self._program = timer.untimed
+        return timer.stop()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size or labels] of hidden states [num_rows, hidden_size].

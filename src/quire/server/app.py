@@ -7,7 +7,7 @@ from fastapi import APIRouter, FastAPI
 
 from quire.core.version import __version__
 from quire.server.api.request_bodies import MAX_HTTP_SEED
-from quire.server.apis import forwarding, prefix_routes, served_names, system, tokenization
+from quire.server.apis import forwarding, prefix_routes, profile_routes, served_names, system, tokenization
 from quire.server.apis.completions import completion_routes
 from quire.server.apis.embeddings import embedding_routes
 from quire.server.apis.messages import messages_routes
@@ -71,6 +71,8 @@ def _routers(options: ServerOptions) -> Iterator[APIRouter]:
         yield prefix_routes.router
     if options.allow_runtime_lora:
         yield served_names.adapter_router
+    if options.profile_dir is not None:
+        yield profile_routes.router
     if options.enable_debug:
         yield debug_routes.router
 

@@ -499,6 +499,10 @@ class ServerOptions(Limits):
         row="URL that a span of each request and of its stages are sent to, by OTLP/HTTP: "
         "[traces](metrics.md#traces); needs `quire[otel]`; one without a path gets `/v1/traces`",
     )  # fmt: skip
+    profile_dir: str | None = _server(
+        None, "folder for profiles: serve /start_profile and /stop_profile", metavar="FOLDER",
+        row="serve `/start_profile` and `/stop_profile`, which write [profiles](#profiles) to this folder",
+    )  # fmt: skip
     enable_debug: bool = _server(
         False, "serve /debug/kv and /debug/blocks, the KV cache block by block, and /debug/top, the latest steps",
         row="serve `/debug/kv` and `/debug/blocks`, the KV cache block by block, for every client that has a key, and "

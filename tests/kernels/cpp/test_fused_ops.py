@@ -20,7 +20,7 @@ from quire.kernels.cpp.fused_ops import TRANSLATIONS, FusedOps, fuse
 from quire.kernels.layers import GATED, Activation, Expert, Routing
 from quire.kernels.linear_weight import DENSE, LinearWeight
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec, build_metadata
-from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, live_after
+from quire.kernels.program import INPUT, Activations, LayerInputs, Op, Program, ProgramTimer, live_after
 from quire.kernels.quantized import round_to_nearest
 from quire.kernels.tensors import scaled
 from support.cpp_kernels import CppExperts, CppLinear, CppNorm, cache_shapes
@@ -263,6 +263,22 @@ def test_unknown_op_runs_by_itself_between_fused_ones(
     assert [type(op) for op in fused.ops] == [FusedOps, Halve] * 2 + [FusedOps]
     assert f"2 of them: layers.0.{after}.half, layers.1.{after}.half" in caplog.text
     assert first_difference(step) is None
+
+
+def test_timed_ops_have_the_same_bits_and_a_time_each() -> None:
+    step = make(torch.float32, "pre", lambda found: [*found[:-1], Halve("half", "x"), found[-1]])
+    program = fuse(step.program)
+    expected, timer = step.run(program, seed=1), ProgramTimer(program)
+    for _ in range(2):
+        found = step.run(timer.timed, seed=1)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    times = timer.stop()
+    assert [time.name for time in times if time.kind != "SplitHeadsOp"] == [
+        op.name for op in step.program.ops if not isinstance(op, ops.SplitHeadsOp)
+    ]
+    assert all(time.seconds > 0 for time in times if time.kind in {"LinearOp", "Halve"})
+    found = step.run(timer.untimed, seed=1)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @dataclass

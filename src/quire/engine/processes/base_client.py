@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from quire.core.block_map import BlockMap, Tier
 from quire.core.lora import Adapter
 from quire.core.sequence import Request
-from quire.engine.messages import EngineDeadError, EngineState, Ready
+from quire.engine.messages import EngineDeadError, EngineState, Profile, Ready
 from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream, RequestStreams
 from quire.engine.requests.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
@@ -160,6 +160,14 @@ class SingleEngine(BaseClient):
         The engine is asked for one map at a time, however many callers there are. Raises TimeoutError after
         `timeout_s`, EngineDeadError if the engine has died.
         """
+
+    @abstractmethod
+    async def start_profile(self) -> bool:
+        """Start a profile; return False if one runs. EngineDeadError if the engine has died."""
+
+    @abstractmethod
+    async def stop_profile(self) -> Profile | None:
+        """End the profile and return it; None if there is none. EngineDeadError if the engine has died."""
 
     @abstractmethod
     def log_stacks(self) -> None:

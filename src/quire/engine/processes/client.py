@@ -27,7 +27,7 @@ from quire.core.sequence import Request
 from quire.engine import messages
 from quire.engine.formats import TokenizerUse, load_tokenizer
 from quire.engine.launcher import EngineProcess
-from quire.engine.messages import Command, EngineDeadError, EngineState, Report
+from quire.engine.messages import Command, EngineDeadError, EngineState, Profile, Report
 from quire.engine.options import EngineOptions
 from quire.engine.options.parallel_options import START_TIMEOUT_S
 from quire.engine.processes.base_client import SingleEngine
@@ -273,6 +273,16 @@ class EngineClient(SingleEngine):
             raise ModelError(reply.error)
         return reply.adapter
 
+    async def start_profile(self) -> bool:
+        """Start a profile; return False if one runs. EngineDeadError if the engine has died."""
+        self._raise_if_dead()
+        return (await self._pending.profile(messages.StartProfile)).is_done
+
+    async def stop_profile(self) -> Profile | None:
+        """End the profile and return it; None if there is none. EngineDeadError if the engine has died."""
+        self._raise_if_dead()
+        return (await self._pending.profile(messages.StopProfile)).profile
+
     def _on_closed(self, request_id: int) -> None:
         self._forecast.forget(request_id)
         self._on_close(request_id)
@@ -429,7 +439,7 @@ class EngineClient(SingleEngine):
                 self._streams.fail(request_id, InvalidRequestError(message, param=param, code=code))
             case messages.BlocksReply(command, block_map):
                 self._pending.resolve(command, block_map)
-            case messages.AdapterReply(asked):
+            case messages.AdapterReply(asked) | messages.ProfileReply(asked):
                 self._pending.resolve(asked, report)
             case messages.Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")

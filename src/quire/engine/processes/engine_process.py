@@ -37,11 +37,13 @@ from quire.engine.engine import NO_ADAPTERS, Engine
 from quire.engine.launcher import Start
 from quire.engine.messages import EngineState, Report
 from quire.engine.processes.liveness import Heartbeat, LayerCost, StallDetector
+from quire.engine.processes.profiler import Profiler
 from quire.kernels.cpp.isas import threads_of_kernels
 from quire.model.resolve import resolve_model, resolve_tokenizer
 
 if TYPE_CHECKING:
     from quire.engine.assembly import AssembledEngine
+    from quire.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
@@ -96,12 +98,20 @@ class Connection:
         os._exit(self.exit_status)
 
 
+_LEAVES_BLOCKS = (
+    messages.GetBlocks | messages.ReadAdapter | messages.StartProfile | messages.StopProfile | messages.Ping
+)
+
+
 class EngineLoop:
     """Handles commands, runs steps, sends reports. Every change of the queues is followed by a report."""
 
     def __init__(
-        self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], heartbeat: Heartbeat
-    ) -> None:
+        self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], heartbeat: Heartbeat,
+        timed: "Decoder | None" = None,
+    ) -> None:  # fmt: skip
+        self._timed = timed                     # the model of which profiles have the ops
+        self._profiler: Profiler | None = None  # while a profile is taken
         self._engine, self._commands, self._send, self._heartbeat = engine, commands, send, heartbeat
         self._owners_due_s = 0.0
         self._quiet_since_s = time.monotonic()  # the end of the last step
@@ -149,7 +159,7 @@ class EngineLoop:
 
     def _handle_command(self, message: bytes) -> None:
         command = messages.decode_command(message)
-        if not isinstance(command, messages.GetBlocks | messages.ReadAdapter | messages.Ping):
+        if not isinstance(command, _LEAVES_BLOCKS):
             self._checking = None               # restart the check: blocks are about to change
         match command:
             case messages.AddRequest(request):
@@ -168,6 +178,14 @@ class EngineLoop:
                 self._send(messages.BlocksReply(command, self._engine.block_map(first, count, tier)))
             case messages.ReadAdapter(_, folder):
                 self._read_adapter(command, folder)
+            case messages.StartProfile():
+                is_done = self._profiler is None
+                self._profiler = self._profiler or Profiler(self._timed)
+                self._send(messages.ProfileReply(command, is_done))
+            case messages.StopProfile():
+                profiler, self._profiler = self._profiler, None
+                profile = None if profiler is None else profiler.stop()
+                self._send(messages.ProfileReply(command, profile is not None, profile))
             case messages.Ping():
                 pass                                # a report follows every command
             case Start():
@@ -311,9 +329,13 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     connection.send(assembled.ready)
     if assembled.ranks is not None:
         assembled.ranks.on_beat = connection.beat
+    from quire.model.decoder import Decoder  # noqa: PLC0415 (loaded by now)
+
+    model = assembled.model
+    timed = model if isinstance(model, Decoder) and str(model.device) == "cpu" else None   # a GPU's ops run later
     heartbeat = _make_heartbeat(assembled, lambda: connection.send(messages.Alive()))
     heartbeat.start()
-    EngineLoop(assembled.engine, commands, connection.send, heartbeat).run()
+    EngineLoop(assembled.engine, commands, connection.send, heartbeat, timed).run()
 
 
 def end_with(connection: Connection, error: Exception) -> None:

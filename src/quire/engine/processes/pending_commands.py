@@ -6,7 +6,17 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from quire.core.block_map import BlockMap, Tier
-from quire.engine.messages import Abort, AdapterReply, Command, EngineDeadError, GetBlocks, ReadAdapter
+from quire.engine.messages import (
+    Abort,
+    AdapterReply,
+    Command,
+    EngineDeadError,
+    GetBlocks,
+    ProfileReply,
+    ReadAdapter,
+    StartProfile,
+    StopProfile,
+)
 
 
 class PendingCommands:
@@ -16,6 +26,7 @@ class PendingCommands:
         self._send = send
         self.futures: dict[Command, asyncio.Future[Any]] = {}
         self._map_numbers, self._adapter_numbers = itertools.count(), itertools.count()
+        self._profile_numbers = itertools.count()
         self._map_lock = asyncio.Lock()      # the engine is asked for one map at a time: each costs a step some time
 
     def __len__(self) -> int:
@@ -36,6 +47,11 @@ class PendingCommands:
     async def read_adapter(self, folder: str) -> AdapterReply:
         """Have the LoRA adapter of a folder read; return the answer."""
         reply: AdapterReply = await self._request(ReadAdapter(next(self._adapter_numbers), folder))
+        return reply
+
+    async def profile(self, kind: type[StartProfile | StopProfile]) -> ProfileReply:
+        """Start or end a profile; return the answer."""
+        reply: ProfileReply = await self._request(kind(next(self._profile_numbers)))
         return reply
 
     async def _request(self, command: Command) -> Any:  # noqa: ANN401 (whatever the engine answers)

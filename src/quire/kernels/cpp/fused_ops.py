@@ -24,7 +24,7 @@ from quire.kernels.cpp.cpp_norm import CppNorm
 from quire.kernels.cpp.dtypes import kernel_dtype, pair
 from quire.kernels.layers import Linear
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, Up
-from quire.kernels.program import Activations, LayerInputs, Op, Program, live_after
+from quire.kernels.program import Activations, LayerInputs, Op, OpTime, Program, live_after
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,11 @@ class FusedOps:
         self.name = f"{stretch[0].name} to {stretch[-1].name}"
         self._ops, self._dtype = tuple(stretch), dtype
         buffers = Buffers()
-        translated = [record for op in stretch for record in TRANSLATIONS[type(op)].records(op, buffers)]
+        translated, self._translated_ops = list[Any](), list[Op]()
+        for op in stretch:
+            records = [*TRANSLATIONS[type(op)].records(op, buffers)]
+            translated += records
+            self._translated_ops += [op] * len(records)
         self._outputs = buffers.outputs(alive.intersection(name for op in stretch for name in op.writes))
         self.reads, self.writes = tuple(buffers.inputs), tuple(self._outputs)
         self._externals = buffers.externals(self._outputs.values())
@@ -200,6 +204,15 @@ class FusedOps:
             self._program.run_with_adapters(addresses, factors, _kernels.address(of_row), *step)
         for name, view in self._outputs.items():
             activations[name] = view.of(arrays[view.base])
+
+    def start_timing(self) -> None:
+        """Time each op of the runs to come."""
+        self._program.start_timing()
+
+    def stop_timing(self) -> list[OpTime]:
+        """Return the times of the ops; one that is translated to several records has several."""
+        times = zip(self._translated_ops, self._program.stop_timing(), strict=True)
+        return [OpTime(op.name, type(op).__name__, seconds) for op, seconds in times]
 
     def _factors_of(self, adapter: AdapterWeights) -> _kernels.AdapterFactors:
         """Return an adapter's factors of the stretch's linear ops; they stay valid as long as the adapter."""
