@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
-from quire.core.host_limits import free_memory_bytes
+from quire.core.host_limits import format_bytes, free_memory_bytes
 from quire.core.options import SIZE, parse_bytes
 from quire.engine.formats import find_pooler
 from quire.engine.options import EngineOptions
 from quire.model.quantization import CHECKPOINT_METHODS
-from quire.server.startup_banner import format_bytes
 from quire_lab.bench import report
 from quire_lab.sim.hardware import (
     CONTIGUOUS_ATTENTION_FACTOR,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 HOST_KV_SHARE = 0.4  # share of free memory for the KV cache; the contract's default
 _ROOT = Path("/")
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +183,12 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes in the largest unit of which it has at least one."""
+    exponent = 0
+    while num_bytes >= 1024 and exponent < len(_UNITS) - 1:
+        num_bytes /= 1024
+        exponent += 1
+    return f"{num_bytes:.{0 if exponent == 0 else 1}f} {_UNITS[exponent]}"

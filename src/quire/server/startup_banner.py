@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from quire.core.host_limits import Cpus, Memory, find_cpus, find_memory
+from quire.core.host_limits import Cpus, Memory, find_cpus, find_memory, format_bytes
 
 if TYPE_CHECKING:
     from quire.engine.messages import Ready
-
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def print_banner(
@@ -77,12 +75,3 @@ def _blocks(num_blocks: int, ready: "Ready") -> str:
     num_tokens = num_blocks * ready.limits.block_size
     num_bytes = format_bytes(num_tokens * ready.kv_bytes_per_token)
     return f"{num_blocks:,} blocks of {ready.limits.block_size}: {num_tokens:,} tokens, {num_bytes}"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes in the largest unit of which it has at least one."""
-    exponent = 0
-    while num_bytes >= 1024 and exponent < len(_UNITS) - 1:
-        num_bytes /= 1024
-        exponent += 1
-    return f"{num_bytes:.{0 if exponent == 0 else 1}f} {_UNITS[exponent]}"

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 import quire
 from quire.core.host_limits import find_cpus, num_threads
@@ -62,6 +61,9 @@ def write_json(path: Path | None, record: Record) -> None:
 
 def print_tables(title: str, columns: Sequence[str], figures: Mapping[str, Mapping[str, float]], facts: Record) -> None:
     """Print the figures, one row each, and the facts below them."""
+    from rich.console import Console  # noqa: PLC0415 (for tables with borders)
+    from rich.table import Table  # noqa: PLC0415
+
     table = Table("", *columns, title=title, title_justify="left")
     for name, values in figures.items():
         table.add_row(name, *(f"{values[column]:.4g}" for column in columns))
@@ -72,15 +74,15 @@ def print_tables(title: str, columns: Sequence[str], figures: Mapping[str, Mappi
 
 def print_rows(title: str, rows: Mapping[str, object]) -> None:
     """Print names with what is to be said of each."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    print_line(title)
+    width = max(map(len, rows), default=0)
     for name, value in rows.items():
-        table.add_row(name, _short(value))
-    Console().print(table)
+        print_line(f"{name:{width}}  {_short(value)}")
 
 
 def print_line(text: str) -> None:
-    """Print a line without markup."""
-    Console().print(text, highlight=False, markup=False)
+    """Print a line as it is."""
+    typer.echo(text)
 
 
 def _short(value: object) -> str:

@@ -13,6 +13,7 @@ import typer
 from quire.cli.flag_groups import with_flag_groups
 from quire.cli.models.pull_command import MODEL, REVISION
 from quire.core.errors import ModelError
+from quire.core.host_limits import format_bytes
 from quire.core.hub import HubName, aliases_file, at, gguf_tags, pick_gguf, read_aliases, whole_in_cache
 from quire.core.optional_package import PLANS
 from quire.core.optional_package import load as load_entry_point
@@ -23,7 +24,6 @@ from quire.model.config import num_parameters, read_config
 from quire.model.quantization import UNQUANTIZED, QuantizationOptions
 from quire.model.resolve import locate
 from quire.model.source import ModelSource
-from quire.server.startup_banner import format_bytes
 
 
 class CachedModel(NamedTuple):

@@ -21,7 +21,7 @@ import typer
 
 from quire.cli.flag_groups import flag, with_flag_groups
 from quire.core.errors import ConfigError, EngineError, ModelError
-from quire.core.host_limits import free_memory_bytes
+from quire.core.host_limits import format_bytes, free_memory_bytes
 from quire.core.hub import (
     HUB_FILES,
     HubFile,
@@ -42,7 +42,6 @@ from quire.core.optional_package import PLANS
 from quire.core.optional_package import load as load_entry_point
 from quire.engine.options import EngineOptions
 from quire.model.resolve import locate
-from quire.server.startup_banner import format_bytes
 
 MODEL = typer.Argument(
     help="owner/name, owner/name:Q4_K_M for a GGUF file, a folder, or a name of models.toml", metavar="MODEL"
