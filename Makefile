@@ -84,7 +84,7 @@ $(CLIENTS)/.set-up: $(STAMP)
 	  langchain-openai fastuuid h2 python-dotenv importlib-metadata pydantic-settings 'pydantic-ai-slim[openai]' \
 	  docstring-parser mcp griffelib banks cloudpickle dataclasses-json deprecated filetype greenlet json-repair sqlalchemy tinytag
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt --no-deps \
-	  trl litellm instructor openai-agents dspy llama-index-core llama-index-instrumentation llama-index-workflows \
+	  trl litellm instructor ollama openai-agents dspy llama-index-core llama-index-instrumentation llama-index-workflows \
 	  llama-index-llms-openai llama-index-llms-openai-like llama-index-embeddings-openai llama-index-embeddings-openai-like
 	@touch $@
 
@@ -127,7 +127,8 @@ test-quick: $(STAMP) ## run the tests that tests/quick.txt names, some of each p
 
 clients: $(CLIENTS)/.set-up ## run the tests of client libraries in an environment of their own: agents, langchain, llama-index...
 	$(CLIENTS)/bin/python -m pytest tests/e2e/test_clients_agents.py tests/e2e/test_clients_embeddings.py \
-	  tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py tests/e2e/test_clients_structured.py \
+	  tests/e2e/test_clients_langchain.py tests/e2e/test_clients_litellm.py tests/e2e/test_clients_ollama.py \
+	  tests/e2e/test_clients_structured.py \
 	  tests/e2e/test_clients_tools.py tests/text/test_templates_of_models.py $(ARGS)
 
 triton-3.6: $(TRITON)/.set-up ## run the tests of the Triton kernels with the oldest Triton that is served

@@ -25,8 +25,8 @@ WALL_CLOCKS = {
     *("server/http/application.py", "server/apis/completions/completion_routes.py"),
     *("server/apis/messages/messages_routes.py", "server/apis/responses/responses_routes.py"),
     *("server/apis/responses/responses_builder.py", "server/apis/embeddings/embedding_routes.py"),
-    *("server/adapter_names.py", "server/pages/page_routes.py", "cli/top/reading.py",
-    "server/models/models_app.py"),
+    *("server/adapter_names.py", "server/pages/page_routes.py", "cli/top/reading.py"),
+    *("server/models/models_app.py", "server/models/ollama.py", "server/models/ollama_forms.py"),
 }
 
 

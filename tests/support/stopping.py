@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from support.server import wait_until
@@ -19,6 +19,15 @@ def stopped(pid: int) -> Iterator[None]:
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def stopped_children(pid: int) -> Iterator[None]:
+    """Stop the processes that a process has started, as an engine that a server has."""
+    with ExitStack() as held:
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            held.enter_context(stopped(child))
+        yield
 
 
 def _thread_states(pid: int) -> set[str]:

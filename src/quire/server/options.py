@@ -321,7 +321,7 @@ class ServerOptions(Limits):
         300.0, "of models_dir, seconds without a request after which a model is unloaded; 0: never",
         low=0, high=30 * _LONGEST_S, unit="seconds",
         row="with `--models-dir`: seconds without a request after which a model is unloaded; 0: never, but for another "
-        "model",
+        "model. `keep_alive` of a request of Ollama's API comes before it",
     )  # fmt: skip
     root_path: str = _server(
         "", "path under which a proxy serves this server", metavar="PATH",

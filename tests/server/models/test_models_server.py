@@ -18,6 +18,7 @@ from quire.server.models.model_folder import ModelFolder
 from quire.server.options import ServerOptions
 from support.gguf_files import convert
 from support.server import ANSWER_LIMIT_S, ServerProcess, is_running, running_server, wait_until
+from support.stopping import stopped_children
 
 FLAGS = ("--num-kv-blocks", "64", "--max-num-seqs", "8")
 
@@ -127,13 +128,18 @@ def test_open_stream_keeps_its_model_and_is_answered_before_another_is_loaded(se
 
 
 def test_killed_model_is_an_error_for_what_it_had_and_is_loaded_again(server: ServerProcess) -> None:
-    body = {"model": "one", "prompt": "import os", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as stream:
-        lines = stream.iter_lines()
-        assert "choices" in next(lines)
-        os.kill(pid_of(server), signal.SIGKILL)
-        *_, last = [line for line in lines if line]
+    assert server.post("/models/load", {"model": "one"}).status_code == 200
+    body = {"model": "one", "prompt": "import os", "max_tokens": 10, "stream": True}
+    pid, url = pid_of(server), server.url + "/v1/completions"
+    with ThreadPoolExecutor(1) as client, stopped_children(pid):
+        with httpx.stream("POST", url, json=body, timeout=ANSWER_LIMIT_S) as stream:
+            whole = client.submit(complete, server, "one")
+            wait_until(lambda: server.get("/load").json() == {"server_load": 2})
+            os.kill(pid, signal.SIGKILL)
+            (last,) = [line for line in stream.iter_lines() if line]
+        answer = whole.result()
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "model_died"
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "model_died")
     assert complete(server, "one").json()["model"] == "one"
 
 

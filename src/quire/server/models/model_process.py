@@ -65,6 +65,9 @@ class ModelProcess:
             connector=aiohttp.UnixConnector(uds, limit=0), auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None), skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )  # fmt: skip
+        self._num_lent = 0
+        self._is_free = asyncio.Event()
+        self._is_free.set()
 
     async def run(self, on_ready: Callable[[], None]) -> str:
         """Wait until the process has ended, and call back when it answers; return the reason of the end."""
@@ -81,10 +84,25 @@ class ModelProcess:
             pass
         finally:
             writer.close()
-            await self.session.close()
             status = await asyncio.to_thread(self._wait)
             shutil.rmtree(self._folder, ignore_errors=True)
         return reason or (f"it ended by signal {-status}" if status < 0 else f"it ended with status {status}")
+
+    def lend(self) -> None:
+        """Count a request that uses the session."""
+        self._num_lent += 1
+        self._is_free.clear()
+
+    def take_back(self) -> None:
+        """Count the end of such a request."""
+        self._num_lent -= 1
+        if not self._num_lent:
+            self._is_free.set()
+
+    async def close(self) -> None:
+        """Close the session of an ended process once its requests have noticed: aiohttp would not tell them."""
+        await self._is_free.wait()
+        await self.session.close()
 
     def stop(self) -> None:
         """Ask the process to end; `run` returns when it has."""

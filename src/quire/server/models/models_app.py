@@ -25,6 +25,8 @@ from quire.server.apis.messages.messages_bodies import error_body as messages_er
 from quire.server.errors import ApiError, as_api_error, body_memory_full, invalid, shutting_down
 from quire.server.http.application import ApiKeys, RequestLog, RequestRecord, client_id_in
 from quire.server.models.model_process import ModelProcess
+from quire.server.models.ollama import PREFIX, OllamaRoutes
+from quire.server.models.ollama_forms import error_body as ollama_error_body
 from quire.server.models.places import State
 from quire.server.models.supervisor import Supervisor
 from quire.server.options import ServerOptions
@@ -56,6 +58,7 @@ class ModelsApp:
         self.is_draining = False
         self._supervisor, self._options = supervisor, options
         self._keys = ApiKeys(options) if options.api_key else None
+        self._ollama = OllamaRoutes(supervisor)
         self._log = RequestLog(options.log_requests)
         self._num_body_bytes = 0        # of all requests, until they are answered
         self._created = int(time.time())
@@ -129,7 +132,7 @@ class ModelsApp:
         if path.startswith("/v1/models/"):
             name = self._served(path.removeprefix("/v1/models/"))
             return JSONResponse(self._described(name))
-        return None
+        return self._ollama.get(path)
 
     def _described(self, name: str) -> dict[str, Any]:
         """Return the entry of a model, its state as llama.cpp's router names it."""
@@ -150,6 +153,9 @@ class ModelsApp:
 
     async def _post(self, scope: Scope, body: bytes, sender: "_Sender", record: RequestRecord) -> None:
         path = scope["path"]
+        if path.startswith(PREFIX):
+            await self._ollama.post(path, body, scope["headers"], sender.send)
+            return
         record.model = name = self._named(body)
         if path in ("/models/load", "/models/unload"):      # llama.cpp's
             if path == "/models/unload":
@@ -292,4 +298,6 @@ async def _no_message() -> Message:
 def _error_response(error: ApiError, path: str) -> Response:
     """Return the response of an error, in the form of the API that the request is for."""
     body = messages_error_body(error) if path.startswith("/v1/messages") else error.body
+    if path.startswith(PREFIX):
+        body = ollama_error_body(error)
     return JSONResponse(body, error.status, error.headers)

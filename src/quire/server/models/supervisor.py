@@ -52,6 +52,8 @@ class Supervisor:
             yield await admission
         finally:
             del self._admissions[ticket]
+            if admission.done() and not admission.cancelled() and admission.exception() is None:
+                admission.result().take_back()
             self.places.end(ticket, time.monotonic(), is_use=is_use)
             self._act()
 
@@ -97,6 +99,7 @@ class Supervisor:
         if isinstance(result, ApiError):
             admission.set_exception(result)
         else:
+            result.lend()
             admission.set_result(result)
 
     async def _run(self, name: str) -> None:
@@ -116,9 +119,11 @@ class Supervisor:
             reason = str(error)
         if not self._is_closing and self.places.state(name) is not State.UNLOADING:
             log.error("model %s: %s", name, reason)
-        self._processes.pop(name, None)
+        ended = self._processes.pop(name, None)
         self.places.has_ended(name, f"model {name!r} could not be loaded, or has died: {reason}", time.monotonic())
         self._act()
+        if ended is not None:
+            await ended.close()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
