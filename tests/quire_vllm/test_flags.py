@@ -82,6 +82,21 @@ def test_flags_with_other_names_and_forms_set_options(serve: Serve) -> None:
     )  # fmt: skip
 
 
+def test_flags_of_traces_logs_and_profiles_set_options(serve: Serve, run: Run) -> None:
+    _, options, lines = serve(
+        "--otlp-traces-endpoint http://localhost:4318 --collect-detailed-traces model worker --log-level WARNING "
+        "--disable-log-requests --profiler-config.profiler torch --profiler-config.torch_profiler_dir profiles"
+    )
+    assert [line.split()[1] for line in lines] == ["--collect-detailed-traces"]
+    assert options == ServerOptions(
+        otlp_traces_endpoint="http://localhost:4318", log_level="warning", log_requests=0.0, profile_dir="profiles"
+    )
+    assert serve("--enable-log-requests")[1] == serve("--no-disable-log-requests")[1] == ServerOptions()
+    assert serve("--no-enable-log-requests")[1].log_requests == 0
+    refused = refusal(run, "serve", "--profiler-config", '{"profiler": "cuda"}')
+    assert "--profiler-config must have torch_profiler_dir, the folder of profiles" in refused
+
+
 def test_older_switches_of_grammars_are_options_of_their_config(
     serve: Serve, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
