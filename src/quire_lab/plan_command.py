@@ -21,7 +21,7 @@ from quire_lab.sim.hardware import (
     exchange_mode,
     read_hardware,
 )
-from quire_lab.sim.models import Model, read_draft_model, read_model
+from quire_lab.sim.models import FoundModel, read_draft_model, read_model
 from quire_lab.sim.planning import (
     CONTEXT_LEN,
     MemoryPlan,
@@ -59,12 +59,12 @@ class DeviceFlags:
             return Hardware("this machine", memory_bytes or free_memory_bytes(), 1.0, 1.0, device="cpu")
         return read_hardware(self.hardware, memory_bytes)
 
-    def plan(self, model: Model, engine: EngineOptions) -> MemoryPlan:
+    def plan(self, model: FoundModel, engine: EngineOptions) -> MemoryPlan:
         """Return the plan. Raises ConfigError for a model that does not fit."""
         draft = read_draft_model(model, engine)
         return plan_memory(model, self.machine, engine, engine.tensor_parallel_size, draft)
 
-    def cost(self, model: Model, engine: EngineOptions, found: MemoryPlan) -> CostModel:
+    def cost(self, model: FoundModel, engine: EngineOptions, found: MemoryPlan) -> CostModel:
         """Return the time of the model's steps on the device, which must be named."""
         hardware = self.machine
         return CostModel(
@@ -79,7 +79,7 @@ class DeviceFlags:
             exchange_mode(engine.tensor_parallel_mode_on(hardware.device), hardware.device),
         )
 
-    def prices(self, model: Model, engine: EngineOptions, found: MemoryPlan) -> list[TargetPrice]:
+    def prices(self, model: FoundModel, engine: EngineOptions, found: MemoryPlan) -> list[TargetPrice]:
         """Return what the target for the time of steps costs long prompts; nothing without a target or a device."""
         if self.hardware is None or found.scheduler.itl_target_s == math.inf:
             return []
@@ -87,7 +87,7 @@ class DeviceFlags:
         context_len = min(CONTEXT_LEN, found.scheduler.max_model_len)
         return target_prices(self.cost(model, engine, found).step_s, found.scheduler.itl_target_s, nums, context_len)
 
-    def not_servable_yet(self, model: Model, engine: EngineOptions) -> list[str]:
+    def not_servable_yet(self, model: FoundModel, engine: EngineOptions) -> list[str]:
         """Return the reasons for which the engine would refuse to serve this."""
         return not_servable_yet(model, self.machine, engine, engine.tensor_parallel_size)
 
@@ -122,7 +122,7 @@ def plan(
     report.write_json(json, asdict(found) | derived)
 
 
-def _pooling(model: Model, engine: EngineOptions) -> dict[str, str]:
+def _pooling(model: FoundModel, engine: EngineOptions) -> dict[str, str]:
     """Return the row of the pooling of a model that gives vectors."""
     if model.folder is None:
         return {}

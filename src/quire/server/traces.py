@@ -419,7 +419,7 @@ class Traces:
         self, endpoint: str, count_dropped: Callable[[int], None], *, max_waiting: int = MAX_WAITING_CALLS
     ) -> None:
         self._endpoint, self._count_dropped, self._max_waiting = endpoint, count_dropped, max_waiting
-        self._sampling, self._sender = _Sampling(), _Sender(endpoint, os.environ)
+        self._sampling, self._sender = _Sampling(), _SpanSender(endpoint, os.environ)
         self._calls = deque[CallTrace]()
         self._has_calls, self._is_closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -485,7 +485,7 @@ class Traces:
         return b"".join(encoded), num_spans
 
 
-class _Sender:
+class _SpanSender:
     """Posts batches, with the exporter's variables of the environment: those of traces, then those of all signals."""
 
     def __init__(self, endpoint: str, environment: Mapping[str, str]) -> None:

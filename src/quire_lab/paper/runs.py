@@ -79,8 +79,8 @@ class Point:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """Outcome of a point. Shares are of all KV slots, over the steps in which some request waited."""
+class PointOutcome:
+    """PointOutcome of a point. Shares are of all KV slots, over the steps in which some request waited."""
 
     latency_s: float = 0.0                 # normalized: end to end over output length, mean over requests
     batched_requests: float = 0.0
@@ -89,7 +89,7 @@ class Outcome:
     saved: float = 0.0                     # blocks that sharing spares, over those without it
 
 
-def run(point: Point, *, watches: bool = False) -> Outcome:
+def run(point: Point, *, watches: bool = False) -> PointOutcome:
     """Simulate a point; `watches`: look at the memory as well, which takes longer."""
     place = set_up(point.model)
     scheduler = _scheduler(point, place.num_kv_slots)
@@ -100,7 +100,7 @@ def run(point: Point, *, watches: bool = False) -> Outcome:
         scheduler, place.cost_model(point.block_size, factor), *([watch.observe] if watches else [])
     )
     done = simulation.run(items, due_times(items, point.rate, point.seed), n=point.n, beam_width=point.beam_width)
-    return Outcome(
+    return PointOutcome(
         latency_s=done.normalized_latency_s,
         batched_requests=done.mean_batched_requests,
         num_preemptions=done.num_preemptions,
@@ -109,7 +109,7 @@ def run(point: Point, *, watches: bool = False) -> Outcome:
     )
 
 
-def run_all(points: list[Point], *, watches: bool = False) -> list[Outcome]:
+def run_all(points: list[Point], *, watches: bool = False) -> list[PointOutcome]:
     """Simulate points side by side, on all processors."""
     return map_processes(partial(run, watches=watches), points)
 

@@ -76,7 +76,7 @@ SET_UPS = {
 }
 
 
-class Model(NamedTuple):
+class FoundModel(NamedTuple):
     """A model as its config.json says it is."""
 
     name: str
@@ -86,7 +86,7 @@ class Model(NamedTuple):
     quantization: Quantization = UNQUANTIZED
 
 
-def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions | None = None) -> Model:
+def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions | None = None) -> FoundModel:
     """Return a model of this module by its name, or one that `quire serve` takes: of a hub id its JSON files alone.
 
     Raises ModelError for what is none of them, ConfigError for a quantization that contradicts the model's.
@@ -94,13 +94,13 @@ def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions
     asked = asked or QuantizationOptions()
     if name in CONFIGS:
         config, found = CONFIGS[name], resolve(asked, name)
-        return Model(name, spec_from_config(config, name), resolved_dtype(dtype, config, name), None, found)
+        return FoundModel(name, spec_from_config(config, name), resolved_dtype(dtype, config, name), None, found)
     source = read_source(resolve_model(name, files=("*.json",)))
     found = source.quantization(asked)
-    return Model(name or source.path.name, source.spec, source.dtype(dtype), source.path, found)
+    return FoundModel(name or source.path.name, source.spec, source.dtype(dtype), source.path, found)
 
 
-def read_draft_model(target: Model, options: EngineOptions) -> Model | None:
+def read_draft_model(target: FoundModel, options: EngineOptions) -> FoundModel | None:
     """Return the draft model that the options ask for, or None, in the target's dtype and rounded as the target is."""
     config, asked = options.speculation, options.quantization_options
     if config is None or config.model is None:

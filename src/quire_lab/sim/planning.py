@@ -35,7 +35,7 @@ from quire_lab.sim.footprint import (
     weight_bytes,
 )
 from quire_lab.sim.hardware import ExchangeMode, Exchanges, Hardware, exchange_mode
-from quire_lab.sim.models import Model
+from quire_lab.sim.models import FoundModel
 
 MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -79,7 +79,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1, draft: Model | None = None
+    model: FoundModel, hardware: Hardware, options: EngineOptions, num_devices: int = 1, draft: FoundModel | None = None
 ) -> MemoryPlan:
     """Return the plan. Raises ConfigError, with the numbers, for a model that does not fit or sizes that cannot be.
 
@@ -144,7 +144,7 @@ def plan_memory(
     )
 
 
-def _default_positions(model: Model, options: EngineOptions) -> int:
+def _default_positions(model: FoundModel, options: EngineOptions) -> int:
     """Return the default of `max_model_len`: of a model that pools its folder may name a shorter one."""
     if model.folder is None:
         return model.spec.default_positions
@@ -152,7 +152,7 @@ def _default_positions(model: Model, options: EngineOptions) -> int:
     return pooler.max_seq_length or model.spec.default_positions
 
 
-def _workspace_bytes(model: Model, options: EngineOptions, num_tokens: int, num_devices: int) -> int:
+def _workspace_bytes(model: FoundModel, options: EngineOptions, num_tokens: int, num_devices: int) -> int:
     """Return the bytes of a device for the activations of a step of `num_tokens` and for its logits, in float32."""
     spec = model.spec
     inner = max(layer.feed_forward.active_size for layer in spec.layers)
@@ -161,7 +161,7 @@ def _workspace_bytes(model: Model, options: EngineOptions, num_tokens: int, num_
 
 
 def _free_bytes(
-    model: Model, hardware: Hardware, options: EngineOptions, num_devices: int, weights: int, workspaces: int
+    model: FoundModel, hardware: Hardware, options: EngineOptions, num_devices: int, weights: int, workspaces: int
 ) -> int:
     """Return the bytes of a device that its engines leave for KV caches. ConfigError for a model that does not fit."""
     num_engines = options.data_parallel_size
@@ -184,7 +184,7 @@ class _HeldBytes(NamedTuple):
     token_weights: int
 
 
-def _held_bytes(model: Model, packing: Packing, kv_dtype: str, shard: Shard | None = None) -> _HeldBytes:
+def _held_bytes(model: FoundModel, packing: Packing, kv_dtype: str, shard: Shard | None = None) -> _HeldBytes:
     """Return what a device holds; of several GPUs the first has the most. None: all of the model."""
     local = model.spec if shard is None else shard.local_spec(model.spec)
     weights, token_weights = (
@@ -194,7 +194,7 @@ def _held_bytes(model: Model, packing: Packing, kv_dtype: str, shard: Shard | No
     return _HeldBytes(stored_kv_bytes_per_token(local, kv_dtype), weights, token_weights)
 
 
-def _held_by_ranks(model: Model, kv_dtype: str, num_ranks: int, mode: Mode) -> _HeldBytes:
+def _held_by_ranks(model: FoundModel, kv_dtype: str, num_ranks: int, mode: Mode) -> _HeldBytes:
     """Return what all ranks of a CPU hold together; they have as many blocks as the one with the most KV heads."""
     shards = [Shard(rank, num_ranks, mode) for rank in range(num_ranks)]
     ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard) for shard in shards]
@@ -202,7 +202,7 @@ def _held_by_ranks(model: Model, kv_dtype: str, num_ranks: int, mode: Mode) -> _
     return _HeldBytes(num_ranks * max(token_bytes), sum(weights), sum(token_weights))
 
 
-def _exchanges(model: Model, packing: Packing, num_ranks: int, mode: ExchangeMode) -> Exchanges:
+def _exchanges(model: FoundModel, packing: Packing, num_ranks: int, mode: ExchangeMode) -> Exchanges:
     itemsize = DTYPE_BYTES[packing.kernel_dtype(model.dtype)]
     return Exchanges(0, 0) if num_ranks == 1 else Exchanges.of(model.spec, itemsize, num_ranks, mode)
 
@@ -220,7 +220,7 @@ def describe_windows(windows: Sequence[int | None]) -> str:
 
 
 def _draft_bytes(
-    draft: Model | None, packing: Packing, options: EngineOptions, kv_dtype: str
+    draft: FoundModel | None, packing: Packing, options: EngineOptions, kv_dtype: str
 ) -> tuple[int, int, int]:
     """Return the bytes of a draft model: of its weights, of a token in its cache, and of its scratch blocks."""
     if draft is None or options.speculation is None:
@@ -232,7 +232,7 @@ def _draft_bytes(
     return weights, token_bytes, scratch.num_blocks * options.block_size * token_bytes
 
 
-def not_servable_yet(model: Model, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
+def not_servable_yet(model: FoundModel, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
     """Return the reasons for which the engine would refuse to serve what `plan_memory` plans; usually none."""
     reasons = []
     if num_devices > 1 and hardware.device == "cuda" and options.enable_lora:

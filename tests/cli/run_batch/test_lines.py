@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.run_batch.run_batch_command import Line, answered, read_lines, refused
+from quire.cli.run_batch.run_batch_command import BatchLine, answered, read_lines, refused
 from quire.core.errors import InvalidRequestError
 
 GOOD: dict[str, Any] = {
@@ -15,7 +15,7 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read(*lines: bytes, max_line_bytes: int = 1000, max_lines: int = 10) -> list[Line]:
+def read(*lines: bytes, max_line_bytes: int = 1000, max_lines: int = 10) -> list[BatchLine]:
     return list(read_lines(io.BytesIO(b"\n".join(lines)), max_line_bytes, max_lines))
 
 
@@ -70,7 +70,7 @@ def test_more_lines_than_allowed_end_the_run() -> None:
 
 
 def test_answers_carry_the_error_of_their_response() -> None:
-    line = Line(1, "one", "/v1/completions", b"{}")
+    line = BatchLine(1, "one", "/v1/completions", b"{}")
     well = answered(line, 200, "cmpl-1", b'{"choices": []}')
     assert well | {"id": ""} == {
         "id": "", "custom_id": "one", "error": None,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.run_batch import run_batch_command
-from quire.cli.run_batch.run_batch_command import Line
+from quire.cli.run_batch.run_batch_command import BatchLine
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
@@ -29,12 +29,12 @@ def run_with_a_stopped_engine(model: Path, num_engines: int, monkeypatch: pytest
     spawn, output = run_batch_command.spawn_engines, io.StringIO()
     monkeypatch.setattr(run_batch_command, "spawn_engines", lambda options: children.extend(spawn(options)) or children)
 
-    def lines() -> Iterator[Line]:
+    def lines() -> Iterator[BatchLine]:
         for number in range(1 + 2 * num_engines):
             if number == 1:
                 os.kill(children[0].process.pid, signal.SIGSTOP)
             body = json.dumps(BODY | {"prompt": [5 + number] * 20}).encode()
-            yield Line(number + 1, str(number), "/v1/completions", body)
+            yield BatchLine(number + 1, str(number), "/v1/completions", body)
 
     engine = EngineOptions(
         str(model), data_parallel_size=num_engines, num_kv_blocks=256, max_model_len=512, stall_limit=STALL_LIMIT_S

@@ -9,7 +9,7 @@ from quire.core.errors import ConfigError
 from quire.core.plan import StepPlan
 from quire_lab.paper import pictures, serving
 from quire_lab.paper.figures import FIGURES, Comparison, Result, Settings, chosen
-from quire_lab.paper.runs import Outcome, Point
+from quire_lab.paper.runs import Point, PointOutcome
 from quire_lab.paper.serving import sustained_rate
 from quire_lab.sim.models import set_up
 
@@ -81,9 +81,9 @@ def test_recomputing_costs_what_it_adds_to_a_step_that_runs_anyway(monkeypatch: 
 def test_sharing_is_measured_on_as_many_requests_of_both_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[Point]()
 
-    def note(points: Sequence[Point], *, watches: bool) -> list[Outcome]:
+    def note(points: Sequence[Point], *, watches: bool) -> list[PointOutcome]:
         asked.extend(points)
-        return [Outcome() for _ in points]
+        return [PointOutcome() for _ in points]
 
     monkeypatch.setattr(serving, "run_all", note)
     serving.sharing(Settings())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_lab.paper.runs import MAX, ORACLE, PAGED, SYSTEMS, Meter, Outcome, Point, latency_curve, run, run_all
+from quire_lab.paper.runs import MAX, ORACLE, PAGED, SYSTEMS, Meter, Point, PointOutcome, latency_curve, run, run_all
 
 NO_DATA = Path("no such folder")  # fits of the lengths: the same numbers everywhere
 
@@ -14,34 +14,34 @@ def point(system: str, rate: float = 8.0, trace_s: float = 4.0) -> Point:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
+def outcomes() -> dict[str, PointOutcome]:
     return {system: run(point(system), watches=True) for system in SYSTEMS}
 
 
-def test_shares_are_of_the_whole_pool(outcomes: dict[str, Outcome]) -> None:
+def test_shares_are_of_the_whole_pool(outcomes: dict[str, PointOutcome]) -> None:
     for outcome in outcomes.values():
         if any(outcome.shares[:3]):
             assert sum(outcome.shares) == pytest.approx(1.0)
             assert min(outcome.shares) >= 0
 
 
-def test_the_longest_length_reserved_leaves_room_for_seven(outcomes: dict[str, Outcome]) -> None:
+def test_the_longest_length_reserved_leaves_room_for_seven(outcomes: dict[str, PointOutcome]) -> None:
     assert 5 < outcomes[MAX].batched_requests <= 7
     assert outcomes[MAX].shares[2] > 0.4
 
 
-def test_an_oracle_reserves_nothing_that_is_not_used(outcomes: dict[str, Outcome]) -> None:
+def test_an_oracle_reserves_nothing_that_is_not_used(outcomes: dict[str, PointOutcome]) -> None:
     assert outcomes[ORACLE].shares[2] == 0.0
     assert outcomes[ORACLE].shares[3] > 0.2, "a buddy allocator rounds up"
 
 
-def test_systems_stand_in_the_papers_order(outcomes: dict[str, Outcome]) -> None:
+def test_systems_stand_in_the_papers_order(outcomes: dict[str, PointOutcome]) -> None:
     latencies = [outcome.latency_s for outcome in outcomes.values()]
     assert latencies[:5] == sorted(latencies[:5], reverse=True)
     assert outcomes[PAGED].num_preemptions == 0 or outcomes[PAGED].batched_requests > 20
 
 
-def test_whoever_waits_behind_a_static_batch_waits_longest(outcomes: dict[str, Outcome]) -> None:
+def test_whoever_waits_behind_a_static_batch_waits_longest(outcomes: dict[str, PointOutcome]) -> None:
     assert outcomes["FasterTransformer"].latency_s > 1.5 * outcomes[MAX].latency_s
 
 

@@ -57,7 +57,7 @@ MAX_ID_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """A line of the input: a request, or `error`, what is wrong with it."""
 
     number: int
@@ -67,7 +67,7 @@ class Line:
     error: str | None = None
 
 
-def read_lines(file: BinaryIO, max_line_bytes: int, max_lines: int) -> Iterator[Line]:
+def read_lines(file: BinaryIO, max_line_bytes: int, max_lines: int) -> Iterator[BatchLine]:
     """Yield the lines that are not blank; at most `max_line_bytes` of each are held.
 
     Raises InvalidRequestError when there are more than `max_lines`.
@@ -84,22 +84,22 @@ def read_lines(file: BinaryIO, max_line_bytes: int, max_lines: int) -> Iterator[
         if count > max_lines:
             raise InvalidRequestError(f"the input has more than {max_lines} lines (max_lines)")
         if is_long:
-            yield Line(number, error=f"line {number} is longer than {max_line_bytes} bytes (max_line_bytes)")
+            yield BatchLine(number, error=f"line {number} is longer than {max_line_bytes} bytes (max_line_bytes)")
         else:
             yield _parsed(raw, number)
 
 
-def _parsed(raw: bytes, number: int) -> Line:
+def _parsed(raw: bytes, number: int) -> BatchLine:
     try:
         given = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        return Line(number, error=f"line {number} is not JSON: {error}")
+        return BatchLine(number, error=f"line {number} is not JSON: {error}")
     if not isinstance(given, dict):
-        return Line(number, error=f"line {number} must be an object, got a {type(given).__name__}")
+        return BatchLine(number, error=f"line {number} must be an object, got a {type(given).__name__}")
     custom_id = given.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         expected = f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters"
-        return Line(number, error=f"line {number}: {expected}, got {shown(custom_id)}")
+        return BatchLine(number, error=f"line {number}: {expected}, got {shown(custom_id)}")
     body = given.get("body")
     checks = (
         (given.get("method") == "POST", f"method must be POST, got {shown(given.get('method'))}"),
@@ -109,11 +109,11 @@ def _parsed(raw: bytes, number: int) -> Line:
     )
     wrong = next((message for is_right, message in checks if not is_right), None)
     if wrong is not None:
-        return Line(number, custom_id, error=f"line {number}: {wrong}")
-    return Line(number, custom_id, given["url"], json.dumps(body).encode())
+        return BatchLine(number, custom_id, error=f"line {number}: {wrong}")
+    return BatchLine(number, custom_id, given["url"], json.dumps(body).encode())
 
 
-def answered(line: Line, status: int, request_id: str, body: bytes) -> dict[str, Any]:
+def answered(line: BatchLine, status: int, request_id: str, body: bytes) -> dict[str, Any]:
     """Return the output of a line that was asked."""
     content = json.loads(body)
     error = content.get("error") if status >= 400 else None
@@ -121,7 +121,7 @@ def answered(line: Line, status: int, request_id: str, body: bytes) -> dict[str,
     return {"id": f"batch_req_{uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
 
 
-def refused(line: Line) -> dict[str, Any]:
+def refused(line: BatchLine) -> dict[str, Any]:
     """Return the output of a line that was not asked."""
     error = {"code": "invalid_line", "message": line.error}
     return {"id": f"batch_req_{uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": error}
@@ -130,13 +130,13 @@ def refused(line: Line) -> dict[str, Any]:
 class BatchLineReader:
     """Reads one line ahead. Its thread ends with the lines, or with the process, which does not wait for it."""
 
-    def __init__(self, lines: Iterator[Line]) -> None:
+    def __init__(self, lines: Iterator[BatchLine]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._read = asyncio.Queue[Line | Exception | None]()  # None: the end
+        self._read = asyncio.Queue[BatchLine | Exception | None]()  # None: the end
         self._wanted = threading.Semaphore(1)
         threading.Thread(target=self._run, args=(lines,), name="batch lines", daemon=True).start()
 
-    async def next(self) -> Line | None:
+    async def next(self) -> BatchLine | None:
         """Return the next line, or None behind the last. Raises what reading has raised."""
         found = await self._read.get()
         self._wanted.release()
@@ -144,7 +144,7 @@ class BatchLineReader:
             raise found
         return found
 
-    def _run(self, lines: Iterator[Line]) -> None:
+    def _run(self, lines: Iterator[BatchLine]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and no line is awaited
             try:
                 for line in lines:
@@ -153,7 +153,7 @@ class BatchLineReader:
             except Exception as error:  # `next` raises it
                 self._put(error)
 
-    def _put(self, found: Line | Exception | None) -> None:
+    def _put(self, found: BatchLine | Exception | None) -> None:
         self._wanted.acquire()
         self._loop.call_soon_threadsafe(self._read.put_nowait, found)
 
@@ -295,7 +295,7 @@ class Totals:
 
 
 async def run(
-    engine: EngineOptions, options: ServerOptions, lines: Iterator[Line], output: TextIO, max_inflight: int,
+    engine: EngineOptions, options: ServerOptions, lines: Iterator[BatchLine], output: TextIO, max_inflight: int,
     metrics_listener: socket.socket | None = None,
 ) -> Totals:  # fmt: skip
     """Start an engine, ask all lines, write the answers. Raises as the start of a server, or EngineDeadError.
@@ -329,12 +329,12 @@ async def _supervise(service: Service, children: list[EngineProcess]) -> None:
 
 
 async def _ask_all(
-    app: FastAPI, service: Service, lines: Iterator[Line], output: TextIO, max_inflight: int
+    app: FastAPI, service: Service, lines: Iterator[BatchLine], output: TextIO, max_inflight: int
 ) -> Totals:
     """Ask up to `max_inflight` lines at a time; write answers in the order of the lines."""
     totals, asked = Totals(), deque[asyncio.Task[dict[str, Any]]]()
     reader = BatchLineReader(lines)
-    reading: asyncio.Task[Line | None] | None = asyncio.create_task(reader.next())
+    reading: asyncio.Task[BatchLine | None] | None = asyncio.create_task(reader.next())
 
     async def write_first() -> None:
         answer = await asked.popleft()
@@ -366,7 +366,7 @@ async def _ask_all(
     return totals
 
 
-async def _ask(app: FastAPI, line: Line, asked: deque[asyncio.Task[dict[str, Any]]]) -> dict[str, Any]:
+async def _ask(app: FastAPI, line: BatchLine, asked: deque[asyncio.Task[dict[str, Any]]]) -> dict[str, Any]:
     """Return the output of a line. One that finds a bound of the server reached is asked again when others are done."""
     if line.error is not None:
         return refused(line)
@@ -377,7 +377,7 @@ async def _ask(app: FastAPI, line: Line, asked: deque[asyncio.Task[dict[str, Any
         await asyncio.sleep(_RETRY_S)
 
 
-async def _call(app: FastAPI, line: Line) -> tuple[int, dict[bytes, bytes], bytes]:
+async def _call(app: FastAPI, line: BatchLine) -> tuple[int, dict[bytes, bytes], bytes]:
     """Return status, headers and body of the application's response."""
     sent: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
     received: list[Message] = []

@@ -58,7 +58,7 @@ def _log_unknown(names: Sequence[str]) -> None:
         log.info("ops that the C++ kernels do not fuse run by themselves, %d of them: %s", len(names), shown)
 
 
-class View(NamedTuple):
+class TensorView(NamedTuple):
     """Columns of an activation's memory as an activation."""
 
     base: int
@@ -80,7 +80,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self.inputs: dict[str, int] = {}            # what the stretch reads of ops before it
-        self._views: list[View] = []                # at its index; memory of its own has its index as base
+        self._views: list[TensorView] = []                # at its index; memory of its own has its index as base
         self._bound: dict[str, int] = {}            # the index of each name at this point
         self._own: dict[tuple[str, int], int] = {}  # name, width -> index
         self.linears: list[str] = []                # names of linear ops, by number
@@ -104,7 +104,7 @@ class Buffers:
         key = name, width
         if key not in self._own:
             self._own[key] = len(self._views)
-            self._views.append(View(len(self._views), 0, width, head_dim))
+            self._views.append(TensorView(len(self._views), 0, width, head_dim))
         self._bound[name] = self._own[key]
         return self._own[key]
 
@@ -112,7 +112,7 @@ class Buffers:
         """Let a name stand for columns of another activation."""
         assert self._views[base].base == base, "a view of a view"
         self._bound[name] = len(self._views)
-        self._views.append(View(base, offset, width, head_dim))
+        self._views.append(TensorView(base, offset, width, head_dim))
 
     def memory_of(self, views: Iterable[int]) -> list[int]:
         """Return the memory that views together fill, each once."""
@@ -132,13 +132,13 @@ class Buffers:
         base, offset, _, head_dim = self._views[self._bound[name]]
         assert head_dim is not None, f"{name} has no heads"
         self._bound[name] = len(self._views)
-        self._views.append(View(base, offset + first_head * head_dim, num_heads * head_dim, head_dim))
+        self._views.append(TensorView(base, offset + first_head * head_dim, num_heads * head_dim, head_dim))
 
-    def outputs(self, names: Iterable[str]) -> dict[str, View]:
+    def outputs(self, names: Iterable[str]) -> dict[str, TensorView]:
         """Return where these activations are after the last op."""
         return {name: self._views[self._bound[name]] for name in names}
 
-    def externals(self, outputs: Iterable[View]) -> dict[int, tuple[str | None, int]]:
+    def externals(self, outputs: Iterable[TensorView]) -> dict[int, tuple[str | None, int]]:
         """Return the memory that the caller passes, by ascending index: the name of the input in it, and its width."""
         names: dict[int, str | None] = dict.fromkeys([view.base for view in outputs])
         names |= {index: name for name, index in self.inputs.items()}

@@ -79,7 +79,7 @@ class ModelsApp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a route returns, or an error in the form of its API; log what no other server logs."""
-        began_s, sender = time.monotonic(), _Sender(send)
+        began_s, sender = time.monotonic(), _Reply(send)
         record = RequestRecord(client_request_id=client_id_in(scope))
         try:
             await self._check_and_dispatch(scope, receive, sender, record)
@@ -98,7 +98,7 @@ class ModelsApp:
                 self._log.write(scope, sender.status, time.monotonic() - began_s, record)
 
     async def _check_and_dispatch(
-        self, scope: Scope, receive: Receive, sender: "_Sender", record: RequestRecord
+        self, scope: Scope, receive: Receive, sender: "_Reply", record: RequestRecord
     ) -> None:
         method, path = scope["method"], scope["path"]
         if path not in _PROBES and self._keys is not None and not self._keys.number_of(scope, allows_basic=False):
@@ -151,7 +151,7 @@ class ModelsApp:
             raise ApiError(404, message, code="model_not_loaded")
         return name
 
-    async def _post(self, scope: Scope, body: bytes, sender: "_Sender", record: RequestRecord) -> None:
+    async def _post(self, scope: Scope, body: bytes, sender: "_Reply", record: RequestRecord) -> None:
         path = scope["path"]
         if path.startswith(PREFIX):
             await self._ollama.post(path, body, scope["headers"], sender.send)
@@ -216,7 +216,7 @@ class ModelsApp:
             self._num_body_bytes -= len(received)
             raise
 
-    async def _forward(self, scope: Scope, body: bytes, sender: "_Sender", name: str, *, is_use: bool = True) -> None:
+    async def _forward(self, scope: Scope, body: bytes, sender: "_Reply", name: str, *, is_use: bool = True) -> None:
         """Send a request to the server of a model, and its answer back. ApiError 502 where that dies before."""
         async with self._supervisor.lend(name, is_use=is_use) as process:
             try:
@@ -234,7 +234,7 @@ class ModelsApp:
                 await sender.send({"type": "http.response.body", "body": event})
 
 
-async def _relay(process: ModelProcess, scope: Scope, body: bytes, sender: "_Sender") -> None:
+async def _relay(process: ModelProcess, scope: Scope, body: bytes, sender: "_Reply") -> None:
     query = scope["query_string"].decode("latin-1")
     url = URL(f"http://model{scope['raw_path'].decode('latin-1')}{'?' + query if query else ''}", encoded=True)
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
@@ -250,7 +250,7 @@ async def _relay(process: ModelProcess, scope: Scope, body: bytes, sender: "_Sen
         await sender.send({"type": "http.response.body", "body": b""})
 
 
-class _Sender:
+class _Reply:
     """The `send` of one request. `is_forwarded`: a model's server logs it; `is_stream`: it is server-sent events."""
 
     __slots__ = ("_send", "is_forwarded", "is_stream", "status")
