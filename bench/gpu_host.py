@@ -26,6 +26,7 @@ from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
 from quire.execution.device import Device
 from quire.execution.worker import StepCompute
 from quire.kernels.cpp.isas import set_threads_of_kernels
+from quire.kernels.reference.back_ends import TORCH
 from quire.model.decoder import Decoder
 
 SEQUENCES = (1, 32, 256)
@@ -70,6 +71,7 @@ def measure(num_seqs: int, num_steps: int, *, is_mixed: bool) -> list[tuple[floa
         return deltas
 
     with (
+        patch("quire.engine.loading.choose_back_end", lambda *args, **how: TORCH),  # the tensors of a GPU's worker
         patch("quire.execution.device.HostDevice.executor", worker_with_graphs),
         patch.object(Engine, "step", timed),
         patch.object(Decoder, "logits", lambda self, hidden: torch.zeros(len(hidden), NUM_LOGITS)),

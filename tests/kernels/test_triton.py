@@ -39,6 +39,14 @@ def test_benchmark_runs_without_a_card() -> None:
     assert result.stdout.count("| tiny | 2 |") == 2, "by Quire, and by transformers"
 
 
+@pytest.mark.matrix
+def test_benchmark_of_the_host_runs() -> None:
+    command = [sys.executable, str(FOLDER.parents[2] / "bench/gpu_host.py"), "--steps", "12"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" steps") == 6, result.stdout
+
+
 def on_one_of(*capabilities: int) -> pytest.MarkDecorator:
     """Parametrize with the first of some capabilities, and for `make matrix` with the others."""
     first, *others = capabilities

@@ -244,9 +244,10 @@ class SamplingBatch(NamedTuple):
         return ops.uniforms(settings["seed"], self.num_tokens - settings["num_prompt_tokens"])
 
     def draws(self, ops: SamplingOps) -> NDArray[np.void]:
-        """Return what each sample is drawn by, SETTINGS [num_samples]."""
+        """Return what each sample is drawn by, SETTINGS [num_samples]; greedy ones have no number if all are greedy."""
         draws = self.state.draws[self.rows]
-        draws["uniforms"] = self.uniforms(ops)
+        if self.wanted & SAMPLED:
+            draws["uniforms"] = self.uniforms(ops)
         return draws
 
     def output(self, index: int) -> NDArray[np.int32]:

@@ -122,9 +122,10 @@ def pack_settings(draws: NDArray[np.void]) -> NDArray[np.float64]:
     return draws.view(np.float64).reshape(-1, 4)
 
 
-_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
-_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)  # golden ratio, square root of 3 less 1
 _NUM_ROUNDS = 10
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # golden ratio, square root of 3 less 1
+_KEY_STEPS_BY_ROUND = np.arange(_NUM_ROUNDS, dtype=np.uint64)[:, None, None] * _KEY_STEPS  # [_NUM_ROUNDS, 2, 1]
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _SHIFT_32 = np.uint64(32)
 _SHIFT_TO_53_BITS = np.uint64(11)
@@ -136,13 +137,21 @@ def philox4x32(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArra
     counters [num, 4] and keys [num, 2] hold words of 32 bits, kept in uint64 so that a product of two fits; the result
     [num, 4] likewise.
     """
-    words, keys = counters.T, keys.T  # [4, num], [2, num]
-    for _ in range(_NUM_ROUNDS):
-        products = words[0::2] * _MULTIPLIERS[:, None]  # [2, num]
-        high, low = products >> _SHIFT_32, products & _LOW_32
-        words = np.stack([high[1] ^ words[1] ^ keys[0], low[1], high[0] ^ words[3] ^ keys[1], low[0]])
-        keys = (keys + _KEY_STEPS[:, None]) & _LOW_32
-    return words.T
+    even, odd = _rounds(counters.T[0::2], counters.T[1::2], keys.T)
+    return np.stack([even[0], odd[0], even[1], odd[1]], axis=1)
+
+
+def _rounds(
+    even: NDArray[np.uint64], odd: NDArray[np.uint64], keys: NDArray[np.uint64]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return the even and the odd words of the result for those of the counters, and for keys, all [2, num].
+
+    By pairs, since with few rows a call of NumPy takes longer than what it computes.
+    """
+    for key in (keys + _KEY_STEPS_BY_ROUND) & _LOW_32:
+        products = (even * _MULTIPLIERS)[::-1]
+        even, odd = (products >> _SHIFT_32) ^ odd ^ key, products & _LOW_32
+    return even, odd
 
 
 def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -151,10 +160,10 @@ def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[n
     seeds [num] are the key, indices [num], at least 0, the counter's low half. The number is made of the first two
     words, the first one low.
     """
-    keys = np.stack([seeds & _LOW_32, seeds >> _SHIFT_32], axis=1)
-    counters = np.zeros((len(indices), 4), dtype=np.uint64)
-    counters[:, 0] = indices.astype(np.uint64) & _LOW_32
-    counters[:, 1] = indices.astype(np.uint64) >> _SHIFT_32
-    words = philox4x32(counters, keys)
-    bits = (words[:, 0] | words[:, 1] << _SHIFT_32) >> _SHIFT_TO_53_BITS
-    return bits.astype(np.float64) * 2.0**-53
+    counters, keys = np.zeros((2, 2, len(indices)), dtype=np.uint64), np.empty((2, len(indices)), dtype=np.uint64)
+    for halves, words in ((counters[:, 0], indices.astype(np.uint64)), (keys, seeds)):
+        halves[0], halves[1] = words & _LOW_32, words >> _SHIFT_32
+    even, odd = _rounds(counters[0], counters[1], keys)
+    bits = (even[0] | odd[0] << _SHIFT_32) >> _SHIFT_TO_53_BITS
+    numbers: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers

@@ -50,14 +50,17 @@ def schedule_next(
         chunks = found
     if num_met > budget or num_met + _num_blocks(chunks, cache) > cache.num_free_blocks:
         return None
-    decodes = list[tuple[Request, Sequence]]()
+    requests, sequences, starts = list[Request](), list[Sequence](), list[int]()
     for each in drawn:
         request, sequence = each
+        num_output = len(sequence.token_ids.output)
         if request.must_see_tokens:
             ahead.resting.append(each)
-        elif len(sequence.token_ids.output) + 1 < request.max_tokens:
-            decodes.append(each)
-    _decode(ahead, cache, decodes)
+        elif num_output + 1 < request.max_tokens:
+            requests.append(request)
+            sequences.append(sequence)
+            starts.append(sequence.num_prompt_tokens + num_output)
+    _decode(ahead, cache, requests, sequences, starts)
     for request, sequence in rested:
         if sequence.is_computed:
             ahead.resting.append((request, sequence))  # a beam that waits for the other beams
@@ -132,12 +135,13 @@ def _num_missing(sequence: Sequence) -> int:
     return sequence.num_tokens - sequence.num_computed_tokens
 
 
-def _decode(ahead: PlanBuilder, cache: KVCacheManager, decodes: list[tuple[Request, Sequence]]) -> None:
-    """Compute the token that the running step samples for each of these, and draw the next."""
-    sequences = [sequence for _, sequence in decodes]
+def _decode(
+    ahead: PlanBuilder, cache: KVCacheManager, requests: list[Request], sequences: list[Sequence], starts: list[int]
+) -> None:
+    """Compute the token that the running step samples for each of these, at `starts`, and draw the next."""
     full, updates = cache.append_where_room([sequence.seq_id for sequence in sequences])
     updates |= {place: cache.append(sequences[place].seq_id, 1, can_be_awaited=False) for place in full}
-    ahead.decode([each[0] for each in decodes], sequences, [sequence.num_tokens for sequence in sequences], updates)
+    ahead.decode(requests, sequences, starts, updates)
 
 
 def _advance(
