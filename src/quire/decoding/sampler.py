@@ -246,7 +246,7 @@ class SamplingBatch(NamedTuple):
     def draws(self, ops: SamplingOps) -> NDArray[np.void]:
         """Return what each sample is drawn by, SETTINGS [num_samples]; greedy ones have no number if all are greedy."""
         draws = self.state.draws[self.rows]
-        if self.wanted & SAMPLED:
+        if np.bitwise_or.reduce(self.features) & SAMPLED:
             draws["uniforms"] = self.uniforms(ops)
         return draws
 
