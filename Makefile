@@ -11,6 +11,7 @@ CLIENTS := .venv-clients
 TRITON  := .venv-triton
 AGENTS  := .agents
 NOTORCH := .venv-no-torch
+DOCS    := .venv-docs
 
 # Versions of the coding agents that `make agents` installs from npm; CLAUDE=latest tries another.
 CLAUDE   ?= 2.1.197
@@ -47,7 +48,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 ORDINARY := not fuzz and not matrix and not ray and not real and not docs and not agents
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up browser screenshots test test-without-torch wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 first-card soak fleet-soak hostile-soak \
+.PHONY: help set-up browser screenshots docs-site test test-without-torch wheel image test-quick clients docs fuzz matrix ray real agents imitated triton-3.6 first-card soak fleet-soak hostile-soak \
         lint serve generate bench-throughput bench-latency bench-control-plane bench-peers clean
 
 help: ## list the targets
@@ -150,6 +151,15 @@ fuzz: $(STAMP) ## run the long random tests from a fresh seed, which is printed 
 docs: $(STAMP) ## run the code blocks of README and docs in the order of the page, as a reader does (several minutes)
 	$(BIN)/python -m pytest -m docs --timeout 0 tests/test_docs.py $(ARGS)
 
+docs-site: $(DOCS)/.set-up ## build the site of docs/ in build/site, with search; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.set-up: constraints.txt
+	@echo "Setting up $(DOCS) ..."
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt mkdocs-material
+	@touch $@
+
 matrix: $(STAMP) ## run products of settings, and kernels with faults that tests must catch
 	$(BIN)/python -m pytest -m matrix --timeout 0 $(ARGS)
 
@@ -218,4 +228,4 @@ bench-peers: $(STAMP) ## Quire beside other engines on MODEL=..., in turn; ARGS=
 	$(BIN)/python bench/peers.py $(MODEL) $(ARGS)
 
 clean: ## remove what the set-up, the tests and the tools left
-	rm -rf $(VENV) $(CLIENTS) $(TRITON) $(AGENTS) .venv-wheel $(NOTORCH) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(CLIENTS) $(TRITON) $(AGENTS) .venv-wheel $(NOTORCH) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -29,6 +29,7 @@ SUMMARIES = {
     "rm": "Remove a fetched model from the hub's cache: all its revisions or one, or one GGUF file.",
     "top": "Show what a server does: tokens and requests per second, waiting times, the KV cache, its engines.",
     "replay": "Make the decisions of a recorded engine again, and compare each plan with that of the record.",
+    "report": "Write a file for the report of a bug: the machine, versions, settings, and a server's state.",
     "plan": "Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds.",
     "simulate": "Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind.",
     "pack": "Pack a model's weights into a file, from which engines on CPUs start sooner.",

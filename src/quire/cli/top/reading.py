@@ -60,6 +60,12 @@ class Reading:
 
 def read(url: str, api_key: str | None = None) -> Reading:
     """Read a server's page. UnreadableServerError without one, ConfigError for an address or a key that is none."""
+    place = f"{server_root(url, api_key)}/metrics"
+    return Reading(time.monotonic(), samples_of(get_page(place, api_key), place))
+
+
+def server_root(url: str, api_key: str | None = None) -> str:
+    """Return the address below which a server has its pages. ConfigError for an address or a key that is none."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -69,11 +75,11 @@ def read(url: str, api_key: str | None = None) -> Reading:
         raise ConfigError(f"url must look like http://HOST:PORT, got {url!r}")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("api_key must be printable ASCII")
-    base = url.rstrip("/").removesuffix("/v1")
-    return Reading(time.monotonic(), samples_of(_get(f"{base}/metrics", api_key), f"{base}/metrics"))
+    return url.rstrip("/").removesuffix("/v1")
 
 
-def _get(url: str, api_key: str | None) -> str:
+def get_page(url: str, api_key: str | None) -> str:
+    """Return what a server has at a URL. UnreadableServerError for another status than 200, or no answer."""
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
