@@ -74,15 +74,17 @@ def print_tables(title: str, columns: Sequence[str], figures: Mapping[str, Mappi
 
 def print_rows(title: str, rows: Mapping[str, object]) -> None:
     """Print names with what is to be said of each."""
-    print_line(title)
+    typer.echo(title)
     width = max(map(len, rows), default=0)
     for name, value in rows.items():
-        print_line(f"{name:{width}}  {_short(value)}")
+        typer.echo(f"{name:{width}}  {_short(value)}")
 
 
 def print_line(text: str) -> None:
-    """Print a line as it is."""
-    typer.echo(text)
+    """Print a line without markup, wrapped at the width of the terminal."""
+    from rich.console import Console  # noqa: PLC0415
+
+    Console().print(text, highlight=False, markup=False)
 
 
 def _short(value: object) -> str:
