@@ -250,6 +250,7 @@ void def_rank_group(nb::module_& module) {
 
 NB_MODULE(_kernels, module) {
     using namespace quire;
+    nb::set_leak_warnings(false);  // at the end of a process frozen objects and those of daemon threads are alive, and no leak
     nb::dict formats;
     formats["dense"] = static_cast<int>(WeightFormat::dense);
     formats["int8_a8"] = static_cast<int>(WeightFormat::int8_a8);

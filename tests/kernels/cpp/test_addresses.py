@@ -1,4 +1,7 @@
-"""Addresses of arrays, which the extension reads from NumPy's objects."""
+"""Addresses of arrays, which the extension reads from NumPy's objects, and the end of a process that has its own."""
+
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,3 +20,19 @@ def test_address_is_that_of_the_first_element() -> None:
 def test_only_arrays_have_one(value: object) -> None:
     with pytest.raises(TypeError):
         _kernels.address(value)  # type: ignore[arg-type]
+
+
+FROZEN = """
+import gc
+from quire.kernels.cpp import _kernels
+cycle = [_kernels.Heads(1, 1, 8)]
+cycle.append(cycle)
+del cycle
+gc.freeze()
+"""
+
+
+@pytest.mark.parametrize("isa", _kernels.usable_isas()[:1], indirect=True)  # the end of a process knows none
+def test_process_with_frozen_objects_ends_silently() -> None:
+    done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
