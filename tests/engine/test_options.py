@@ -132,3 +132,8 @@ def test_attention_of_a_gpu_is_refused_on_a_cpu(name: str) -> None:
 def test_graphs_are_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="capture_graphs True is not supported on device cpu"):
         LLM(device="cpu", capture_graphs=True)
+
+
+def test_graphs_are_captured_at_start_by_default() -> None:
+    found = [EngineOptions(capture_graphs=asked).captures_at_start for asked in (None, True, False)]
+    assert found == [True, True, False]
