@@ -273,7 +273,10 @@ def test_version(run: Run) -> None:
 
 def test_help_shows_what_is_there_and_nothing_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 160)  # a narrow terminal cuts the names of flags
-    commands = ["serve", "generate", "chat", "top", "plan", "simulate", "pack", "deploy", "paper", "bench", "run-batch"]
+    commands = [
+        "serve", "generate", "chat", "run", "pull", "list", "show", "rm", "top", "replay", "report", "plan", "simulate",
+        "pack", "deploy", "paper", "bench", "run-batch",
+    ]  # fmt: skip
     assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == commands
     flags = run("generate", "--help=all").out
     assert "--kv-cache-memory" in flags

@@ -28,7 +28,7 @@ def report(
     output: Annotated[Path | None, flag("file; default: quire-report-TIME.json", "--output", "-o")] = None,
     api_key: Annotated[str | None, flag("for the server; QUIRE_API_KEY in the environment")] = None,
 ) -> None:
-    """Write a file for the report of a bug: the machine, versions, settings in the environment, and a server's state.
+    """Write a file for the report of a bug: the machine, versions, settings, and a server's state.
 
     It has no keys, prompts or answers. Where no server answers, that is noted.
     """

@@ -24,7 +24,7 @@ class EngineSettings(TypedDict, total=False):
     exact: bool | None
     attention_backend: Literal["auto", "triton", "cuda", "flashinfer"]
     cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
-    capture_graphs: bool
+    capture_graphs: bool | None
     enforce_eager: bool
     early_launch: bool
     cudagraph_capture_sizes: tuple[int, ...]
@@ -50,6 +50,9 @@ class EngineSettings(TypedDict, total=False):
     scheduling_policy: Literal["priority", "fcfs", "fair"]
     enable_jump_forward: bool
     batching: Literal["continuous", "static"]
+    record: str | None
+    record_tokens: bool
+    record_bytes: int | str
     spec_method: str | None
     spec_model: str | None
     spec_tokens: int | None
