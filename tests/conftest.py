@@ -118,11 +118,15 @@ def _same_numbers_each_time(pytestconfig: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_log_each_time() -> Iterator[None]:
-    """Undo what a server in this process did to the level of its log: the next test may look at what is logged."""
+    """Undo what a server in this process did to its log: the next test may look at what is logged, or start another."""
     levels = {log: log.level for log in (logging.getLogger(), logging.getLogger("quire"))}
+    variables = {name: value for name, value in os.environ.items() if name.startswith("QUIRE_LOG_")}
     yield
     for log, level in levels.items():
         log.setLevel(level)
+    for name in [name for name in os.environ if name.startswith("QUIRE_LOG_")]:
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 @pytest.fixture(autouse=True)

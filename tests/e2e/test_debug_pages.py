@@ -189,12 +189,12 @@ def test_overview_turns_to_another_part_and_follow_comes_back(demo_model: Path) 
     body = {"prompt": PREFIX, "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
     async def visit(page: Page) -> None:
+        await page.open(f"{server.url}/debug/blocks", password=KEY)  # may take longer than the request
         async with (
             httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client,
             client.stream("POST", f"{server.url}/v1/completions", json=body) as stream,
         ):
             assert stream.status_code == 200
-            await page.open(f"{server.url}/debug/blocks", password=KEY)
             await page.until("document.querySelectorAll('#overview i.used').length > 0")
             await page.evaluate("document.querySelector('#window').focus()")
             await page.key("ArrowRight")

@@ -19,7 +19,8 @@ SOURCES = Path(__file__).parents[2] / "src"
 SMALL = ("--num-kv-blocks", "512")
 BODY = {"prompt": "def area(", "max_tokens": 5, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-# The only places that may ask what time of day it is: what clients, logs and readers are told, and templates.
+# The only places that may ask what time of day it is: what clients, logs and readers are told, names of files, and
+# templates.
 WALL_CLOCKS = {
     *("engine/requests/pinned_prefixes.py", "engine/metrics/engine_metrics.py", "server/service.py"),
     *("server/http/application.py", "server/apis/completions/completion_routes.py"),
@@ -27,6 +28,7 @@ WALL_CLOCKS = {
     *("server/apis/responses/responses_builder.py", "server/apis/embeddings/embedding_routes.py"),
     *("server/adapter_names.py", "server/pages/page_routes.py", "cli/top/reading.py"),
     *("server/models/models_app.py", "server/models/ollama.py", "server/models/ollama_forms.py"),
+    *("server/apis/profile_routes.py", "engine/recording/recorder.py"),
 }
 
 
