@@ -228,7 +228,7 @@ def prepare() -> None:
     print(f"{len(PROMPTS)} prompts, {NUM_TOKENS} tokens each, in {REFERENCE.relative_to(ROOT)}")
 
 
-MEANWHILE = {"capture_graphs": False}  # those that steps need: all of them take longer than the answers
+MEANWHILE = {"capture_graphs": False}  # steps capture what they need: all graphs take longer than the answers
 PATHS: dict[str, dict[str, Any]] = {
     "float32, without graphs": {"dtype": "float32", "enforce_eager": True},
     "float32, with graphs": {"dtype": "float32", "capture_graphs": True},

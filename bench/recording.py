@@ -10,9 +10,9 @@ from statistics import median
 
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.engine.options import EngineOptions
-from quire.engine.recording.record import Start, read_record
+from quire.engine.recording.record import RecordStart, read_record
 from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_recorded_scheduler
-from quire.engine.recording.replay import Replay
+from quire.engine.recording.replay import RecordReplay
 from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire_lab.bench.control_plane import us_per_sequence_and_step
 
@@ -52,8 +52,8 @@ def _measure(num_seqs: int, num_steps: int, folder: Path) -> None:
     began_s = time.perf_counter()
     events = (event for _, event in read_record(path))
     start = next(events)
-    assert isinstance(start, Start)
-    run = Replay(start)
+    assert isinstance(start, RecordStart)
+    run = RecordReplay(start)
     for event in events:
         run.apply(event)
     rate = run.num_sequence_steps / (time.perf_counter() - began_s)

@@ -66,7 +66,7 @@ print(f"{sorted(loop)[ROUNDS // 2] / CALLS * 1e6:.1f} {sorted(thread)[ROUNDS // 
 
 
 def call_of(number: int) -> Any:  # noqa: ANN401 (what `queued` reads of a call)
-    """Return a call whose requests have been queued."""
+    """Return a call with queued requests."""
     params = SimpleNamespace(max_tokens=64, temperature=0.7, top_p=1.0, n=1)
     prompt = SimpleNamespace(prompt=SimpleNamespace(token_ids=range(100)))
     return SimpleNamespace(

@@ -138,7 +138,7 @@ void require_rows(const std::int64_t* row_ids, long num_ids, long num_rows) {
 
 template <typename T>
 void look_up_packed(const T* packed, long out_features, long in_features, const std::int64_t* row_ids, long num_ids, T* rows) {
-    constexpr long inputs = WORD_BYTES / long(sizeof(T));  // of a word
+    constexpr long inputs = WORD_BYTES / long(sizeof(T));  // elements in a word
     const long strip_elements = packed_size<T>(STRIP, in_features);
     require_rows(row_ids, num_ids, out_features);
     share_range(num_ids, std::max(1l, ELEMENTS_AT_ONCE / in_features), [&](long begin, long end) {

@@ -110,7 +110,7 @@ class LLM:
         try:
             kv = self._open.kv_stats()
         except EngineDeadError:
-            return f"<LLM {self._name}, whose engines have died>"
+            return f"<LLM {self._name}: its engines have died>"
         blocks = f"{kv.used_blocks:,} of {kv.total_blocks:,} KV blocks of {kv.block_size} tokens in use"
         return f"<LLM {self._name}: {self._weights(self._open)}, {blocks}, {self._load(self._open)}>"
 

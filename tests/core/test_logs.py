@@ -42,11 +42,11 @@ def test_stuck_reader_costs_lines_and_no_time() -> None:
     os.close(reading)
 
 
-def test_closed_reader_disturbs_nobody() -> None:
+def test_closed_reader_disturbs_no_one_else() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     handler = QueueingHandler(LogFile(None, writing))
-    handler.handle(record("nobody reads this"))
+    handler.handle(record("this is not read"))
     handler.flush()
     again, os_writing = os.pipe()
     os.dup2(os_writing, writing)

@@ -115,7 +115,7 @@ def test_compose_file_asks_the_server_for_its_health() -> None:
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray warns
 def test_examples_of_ray_serve_deploy_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.cluster import deployment
 

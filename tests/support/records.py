@@ -8,10 +8,10 @@ import pytest
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.sequence import Request
 from quire.core.version import __version__
-from quire.engine.recording.record import Event, Start, read_record
+from quire.engine.recording.record import Event, RecordStart, read_record
 from quire.engine.recording.recorded_scheduler import RecordedScheduler
 from quire.engine.recording.recorder import Recorder
-from quire.engine.recording.replay import Replay
+from quire.engine.recording.replay import RecordReplay
 from quire.scheduling.scheduler import Scheduler, make_cache
 from quire.scheduling.waiting_lines import Lack
 from support import scheduling
@@ -26,7 +26,7 @@ class Records:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, keeps_tokens: bool = False, max_bytes: int = MAX_BYTES
     ) -> None:
         self._folder, self._keeps_tokens, self._max_bytes = folder, keeps_tokens, max_bytes
-        self.recorder: Recorder | None = None       # of the latest harness
+        self.recorder: Recorder | None = None       # the latest harness's
         self._num_made = 0
         monkeypatch.setattr(scheduling, "make_scheduler", self._make)
 
@@ -34,7 +34,7 @@ class Records:
         self, config: SchedulerConfig, cache: CacheConfig, unprepared: Callable[[Request], Lack | None]
     ) -> Scheduler:
         self._num_made += 1
-        start = Start(__version__, config, cache, self._keeps_tokens)
+        start = RecordStart(__version__, config, cache, self._keeps_tokens)
         recorder = self.recorder = Recorder(start, self._folder, str(self._num_made), self._max_bytes)
         return RecordedScheduler(config, make_cache(cache), recorder, unprepared)
 
@@ -57,11 +57,11 @@ def events_of(path: Path) -> list[Event]:
     return [event for _, event in read_record(path)]
 
 
-def replayed(events: list[Event]) -> Replay:
+def replayed(events: list[Event]) -> RecordReplay:
     """Return the replay of a whole record."""
     start, *others = events
-    assert isinstance(start, Start)
-    run = Replay(start)
+    assert isinstance(start, RecordStart)
+    run = RecordReplay(start)
     for event in others:
         run.apply(event)
     return run

@@ -22,15 +22,15 @@ from quire.engine.recording.record import (
     Event,
     Planned,
     RecordError,
+    RecordStart,
     Resumed,
     RolledBack,
-    Start,
     Updated,
     read_record,
     shown,
 )
-from quire.engine.recording.replay import DifferenceError, Replay
-from quire.engine.recording.what_if import Asked
+from quire.engine.recording.replay import DifferenceError, RecordReplay
+from quire.engine.recording.what_if import RecordedRequests
 
 MAX_CLIENTS = 10              # rows
 DIFFERENT, UNREADABLE = 1, 2  # exit codes
@@ -57,14 +57,14 @@ def replay(
         raise ConfigError(f"until must be at least 1, got {until}")
     events = read_record(file)
     life = None if explain is None else Life(explain)
-    asked: Asked | None = None
+    asked: RecordedRequests | None = None
     execution: Execution | None = None
     began_s = time.monotonic()
     try:
         _, start = next(events)
-        assert isinstance(start, Start), "the reader looks at it"
-        run = Replay(start)
-        asked = None if policy is None else Asked(start)
+        assert isinstance(start, RecordStart), "the reader looks at it"
+        run = RecordReplay(start)
+        asked = None if policy is None else RecordedRequests(start)
         if execute:
             execution = Execution(start, model)
         _replay(run, events, until, [each for each in (execution, life, asked) if each is not None])
@@ -90,7 +90,8 @@ def replay(
 
 
 def _replay(
-    run: Replay, events: Iterator[tuple[int, Event]], until: int | None, watching: "Sequence[Execution | Life | Asked]"
+    run: RecordReplay, events: Iterator[tuple[int, Event]], until: int | None,
+    watching: "Sequence[Execution | Life | RecordedRequests]",
 ) -> None:
     """Replay events, up to the plan of step `until`."""
     for _, event in events:
@@ -101,7 +102,7 @@ def _replay(
             return
 
 
-def _print_summary(run: Replay, seconds: float) -> None:
+def _print_summary(run: RecordReplay, seconds: float) -> None:
     rate = run.num_sequence_steps / max(seconds, 1e-9)
     typer.echo(
         f"steps {run.first_step:,} to {run.num_steps:,}, {run.num_sequence_steps:,} sequences in them, "
@@ -112,7 +113,7 @@ def _print_summary(run: Replay, seconds: float) -> None:
         typer.echo(f"the file ends before the engine: {run.end}")
 
 
-def _print_step(run: Replay) -> None:
+def _print_step(run: RecordReplay) -> None:
     queues, kv = run.scheduler.queues, run.scheduler.cache.stats()
     typer.echo(
         f"step {run.num_steps}: {len(queues.running)} requests run, {len(queues.waiting)} wait "
@@ -131,7 +132,7 @@ def _print_difference(difference: DifferenceError) -> None:
         typer.echo(f"  {name}: {old}" if old == new else f"- {name}: {old}\n+ {name}: {new}", err=True)
 
 
-def _print_policies(asked: Asked, policy: SchedulingPolicy) -> None:
+def _print_policies(asked: RecordedRequests, policy: SchedulingPolicy) -> None:
     """Print what clients have of the record's policy, and of another."""
     recorded = asked.start.scheduler.scheduling_policy
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -169,7 +170,7 @@ class OtherTokensError(Exception):
 class Execution:
     """The engine of a record with tokens, which computes its plans again."""
 
-    def __init__(self, start: Start, model: str | None) -> None:
+    def __init__(self, start: RecordStart, model: str | None) -> None:
         if start.settings is None:
             raise ConfigError("execute needs a record with tokens (--record-tokens)")
         from quire.engine.assembly import assemble  # noqa: PLC0415 (loads the kernels)
@@ -180,10 +181,10 @@ class Execution:
             data_parallel_size=1,
         )  # fmt: skip
         self._engine = assemble(settings, loads_tokenizer=False).engine
-        self._results = deque[StepResult]()     # of steps that are not over in the record
+        self._results = deque[StepResult]()     # results of steps that are not over in the record
         self.num_tokens = 0
 
-    def see(self, run: Replay, event: Event) -> None:
+    def see(self, run: RecordReplay, event: Event) -> None:
         """Compute the step of a plan, or compare its tokens with those of the record."""
         step = run.scheduler.step
         if isinstance(event, Planned) and event.now_s is not None and step.plan.rows:
@@ -201,7 +202,7 @@ class Execution:
             if request.params.structured_outputs is not None or request.scope.adapter is not None:
                 raise ConfigError(f"execute: request {request.request_id} has a grammar or an adapter")
 
-    def _compare(self, run: Replay, recorded: StepResult, computed: StepResult) -> None:
+    def _compare(self, run: RecordReplay, recorded: StepResult, computed: StepResult) -> None:
         step = run.scheduler.step
         for place, (row, (request, sequence)) in enumerate(zip(step.plan.sample_rows, step.sampled, strict=True)):
             old, new = (
@@ -224,7 +225,7 @@ class Life:
         self._num_tokens = 0
         self._lines: list[str] = []
 
-    def see(self, run: Replay, event: Event) -> None:
+    def see(self, run: RecordReplay, event: Event) -> None:
         """Look at a replay behind one of its events."""
         requests, step = run.scheduler.queues.requests, run.scheduler.step
         if isinstance(event, Added) and self._arrived_s is None and (request := requests.get(self._id)) is not None:
@@ -242,14 +243,14 @@ class Life:
                 if delta.request_id == self._id:
                     self._see_delta(run, delta)
 
-    def _see_delta(self, run: Replay, delta: SequenceDelta) -> None:
+    def _see_delta(self, run: RecordReplay, delta: SequenceDelta) -> None:
         if not self._num_tokens and delta.token_ids:
             self._tell(run, "first token")
         self._num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._tell(run, f"branch {delta.index} ends ({delta.finish_reason}); {self._num_tokens} tokens of all")
 
-    def _tell(self, run: Replay, text: str, now_s: float | None = None) -> None:
+    def _tell(self, run: RecordReplay, text: str, now_s: float | None = None) -> None:
         since_s = (run.now_s if now_s is None else now_s) - (self._arrived_s or 0.0)
         self._lines.append(f"step {run.num_steps:>6}  {since_s:9.3f} s  {text}")
 

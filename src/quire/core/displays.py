@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.core.outputs import CompletionOutput, KVStats, RequestOutput
 
-MAX_CHARS = 20_000   # of a prompt or an answer
+MAX_CHARS = 20_000   # a prompt's or an answer's
 _TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;text-align:left;margin:.4em 0"
 _USED, _CACHED, _FREE = "#2f6f9f", "#8fb8d6", "rgba(128,128,128,.25)"
 

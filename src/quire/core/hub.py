@@ -5,6 +5,7 @@ HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE. It takes 0.3 s to import, whi
 imports inside functions.
 """
 
+import contextlib
 import glob
 import hashlib
 import logging
@@ -136,6 +137,15 @@ def gguf_tags(files: Iterable[str]) -> list[str]:
     return sorted({_tag(each) for each in files if each.lower().endswith(GGUF_SUFFIX) and "mmproj" not in each.lower()})
 
 
+def whole_gguf_files(repo: str, files: Sequence[str]) -> dict[str, str]:
+    """Return the GGUF file that each tag picks, without those in parts and tags that several files have."""
+    found = {}
+    for tag in gguf_tags(files):
+        with contextlib.suppress(ModelError):
+            found[tag] = pick_gguf(HubName(repo, tag), files)
+    return found
+
+
 def is_offline() -> bool:
     """Return whether HF_HUB_OFFLINE forbids to ask the hub."""
     from huggingface_hub import constants  # noqa: PLC0415
@@ -173,7 +183,11 @@ def cache_of(repo: str) -> Path:
 
 def cached_folder(repo: str, revision: str | None = None) -> Path | None:
     """Return the snapshot of a revision in the hub's cache; None if it has none. Asks no network."""
-    folder = cache_of(repo)
+    return snapshot_in(cache_of(repo), revision)
+
+
+def snapshot_in(folder: Path, revision: str | None = None) -> Path | None:
+    """Return the snapshot of a revision in the folder of a repository in a cache; None if it has none."""
     ref = folder / "refs" / (revision or "main")
     try:
         commit = ref.read_text(encoding="ascii").strip() if ref.is_file() else revision or ""

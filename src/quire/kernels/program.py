@@ -256,7 +256,7 @@ class TimedOps(Protocol):
 
 
 class _Timed:
-    """An op whose runs are timed."""
+    """An op with timed runs."""
 
     def __init__(self, op: Op) -> None:
         self.name, self.reads, self.writes = op.name, op.reads, op.writes

@@ -157,7 +157,7 @@ class CallTrace:
     tokenized_s: float | None = None
     ended_s: float = 0.0
     status: int | None = None                 # None: the client disconnected before a response
-    record: "RequestRecord | None" = None     # of the log line, once the call has ended
+    record: "RequestRecord | None" = None     # the log line's, once the call has ended
     parameters: Attributes = field(default_factory=dict)
     prompts: Sequence[tuple[RequestMetrics, int]] = ()  # engine requests, and the tokens of their prompts
 
@@ -178,7 +178,7 @@ class CallTrace:
         return found if self.prompts else 1
 
     def queued(self, call: "ApiRequest", metrics: Iterable[RequestMetrics]) -> None:
-        """Copy the times and numbers of a call whose requests have been queued; of its prompts, their lengths."""
+        """Copy the times and numbers of a call with queued requests, and the lengths of its prompts."""
         self.checked_s, self.grammar_s = call.checked_s, call.grammar_s
         self.rendered_s, self.tokenized_s = call.rendered_s, call.tokenized_s
         self.prompts = [

@@ -23,8 +23,8 @@ from quire.engine.recording.record import (
     Closed,
     Planned,
     RecordError,
+    RecordStart,
     Resumed,
-    Start,
     chunk,
     encode_event,
     head,
@@ -164,7 +164,7 @@ def test_other_files_are_refused(content: bytes, told: str, tmp_path: Path) -> N
 
 def test_record_of_another_version_is_refused_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (start, *_) = events_of(record_of(tmp_path, monkeypatch))
-    assert isinstance(start, Start)
+    assert isinstance(start, RecordStart)
     path = tmp_path / "other"
     path.write_bytes(head() + chunk([encode_event(msgspec.structs.replace(start, version="0.0.1"))]))
     with pytest.raises(RecordError, match=rf"Quire 0\.0\.1, and this is Quire {re.escape(start.version)}"):
@@ -271,7 +271,7 @@ def replace_n(params: SamplingParams, n: int) -> SamplingParams:
 
 
 def whole_record(folder: Path) -> list[record.Event]:
-    """Wait for the end of the only record of a folder, whose engine has ended."""
+    """Wait for the end of the only record of a folder, after the end of its engine."""
     found = list[record.Event]()
 
     def is_whole() -> bool:

@@ -22,7 +22,7 @@ from support.random_model import write_random_model
 from support.triton_compiler import specialized_launches
 
 GIB = 1 << 30
-FEW_ROWS = [16, 32, 64]  # of tiles of their own
+FEW_ROWS = [16, 32, 64]  # each has tiles of its own
 
 
 class FakeMeter(CudaMemoryMeter):

@@ -12,7 +12,7 @@ import pytest
 
 from quire.model.resolve import DEMO_MODEL
 from quire.server.errors import ApiError
-from quire.server.models.ollama_forms import ChatBody, chat_messages, keep_alive_s, sampling
+from quire.server.models.ollama_forms import OllamaChatBody, chat_messages, keep_alive_s, sampling
 from support.calling_model import WEATHER, CallingModel, call_text, write_calling_model
 from support.server import ANSWER_LIMIT_S, ServerProcess, running_server, wait_until
 from support.stopping import stopped_children
@@ -159,11 +159,11 @@ def test_other_keep_alive_is_refused(given: float | str) -> None:
 
 def test_sampling_has_its_names_there() -> None:
     options = {"num_predict": -1, "repeat_penalty": 1.1, "top_k": 40, "num_ctx": 4096, "mirostat": 1, "seed": None}
-    assert sampling(ChatBody("m", options=options, format="json")) == {
+    assert sampling(OllamaChatBody("m", options=options, format="json")) == {
         "repetition_penalty": 1.1, "top_k": 40, "response_format": {"type": "json_object"},
     }  # fmt: skip
-    assert sampling(ChatBody("m", think=False)) == {"reasoning_effort": "none"}
-    assert sampling(ChatBody("m", think="low", format="")) == {"reasoning_effort": "low"}
+    assert sampling(OllamaChatBody("m", think=False)) == {"reasoning_effort": "none"}
+    assert sampling(OllamaChatBody("m", think="low", format="")) == {"reasoning_effort": "low"}
 
 
 def test_results_of_calls_with_one_name_are_in_their_order() -> None:

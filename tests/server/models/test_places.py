@@ -5,14 +5,14 @@ from collections import Counter
 
 import pytest
 
-from quire.server.models.places import Admit, Fail, Places, Start, State, Stop
+from quire.server.models.places import Admit, Fail, Places, StartModel, State, StopModel
 
 NAMES = ("a", "b", "c", "d")
 KEEP_S = 30.0
 
 
 def started(places: Places) -> list[str]:
-    return [each.name for each in places.take_actions() if isinstance(each, Start)]
+    return [each.name for each in places.take_actions() if isinstance(each, StartModel)]
 
 
 class World:
@@ -33,11 +33,11 @@ class World:
     def act(self) -> None:
         for action in self.places.take_actions():
             match action:
-                case Start(name):
+                case StartModel(name):
                     assert name not in self.processes
                     self.processes[name] = "loading"
                     assert len(self.processes) <= self.most
-                case Stop(name):
+                case StopModel(name):
                     assert self.processes[name] == "loaded"
                     assert not any(self.asked[ticket] == name for ticket in self.open)
                     self.processes[name] = "ending"
@@ -146,16 +146,16 @@ def test_busy_model_gives_way_when_it_has_answered_what_it_had() -> None:
     places.has_loaded("a", 1.0)
     places.arrive("b", 1, 2.0)
     places.arrive("a", 2, 3.0)              # comes behind the request that waits for b
-    assert places.take_actions() == [Start("a"), Admit(0, "a")]
+    assert places.take_actions() == [StartModel("a"), Admit(0, "a")]
     assert places.state("a") is State.CLOSED
     places.end(0, 4.0)
-    assert places.take_actions() == [Stop("a")]
+    assert places.take_actions() == [StopModel("a")]
     places.has_ended("a", "", 5.0)
     places.has_loaded("b", 6.0)
-    assert places.take_actions() == [Start("b"), Admit(1, "b")]
+    assert places.take_actions() == [StartModel("b"), Admit(1, "b")]
     places.end(1, 7.0)
     places.has_ended("b", "", 8.0)
-    assert places.take_actions() == [Stop("b"), Start("a")]
+    assert places.take_actions() == [StopModel("b"), StartModel("a")]
 
 
 def test_model_need_not_give_way_to_a_client_that_has_gone() -> None:
@@ -177,7 +177,7 @@ def test_idle_model_that_was_asked_longest_ago_gives_way_at_once() -> None:
         places.has_loaded(name, 2.0)
         places.end(ticket, 3.0)
     places.arrive("c", 2, 4.0)
-    assert places.take_actions()[-1] == Stop("a")
+    assert places.take_actions()[-1] == StopModel("a")
     assert places.loaded() == ["b"]
 
 
@@ -191,9 +191,9 @@ def test_idle_models_are_unloaded_in_time_and_a_look_keeps_none() -> None:
     places.end(1, 21.0, is_use=False)
     assert places.next_expiry_s == places.expires_s("a") == 40.0
     places.tick(39.9)
-    assert Stop("a") not in places.take_actions()
+    assert StopModel("a") not in places.take_actions()
     places.tick(40.0)
-    assert places.take_actions() == [Stop("a")]
+    assert places.take_actions() == [StopModel("a")]
 
 
 def test_request_says_how_long_its_model_stays() -> None:
@@ -201,11 +201,11 @@ def test_request_says_how_long_its_model_stays() -> None:
     for ticket, keep_s in enumerate((5.0, None, float("inf"), 0.0)):
         places.arrive("a", ticket, 0.0, keep_s)
         places.has_loaded("a", 0.0)
-        assert not any(isinstance(each, Stop) for each in places.take_actions())
+        assert not any(isinstance(each, StopModel) for each in places.take_actions())
         places.end(ticket, 1.0)
         kept_s = KEEP_S if keep_s is None else keep_s
         assert places.expires_s("a") == (1.0 + kept_s if kept_s else float("inf"))
-    assert places.take_actions() == [Stop("a")]     # 0: at once
+    assert places.take_actions() == [StopModel("a")]     # 0: at once
 
 
 def test_failed_load_fails_its_requests_and_the_next_one_tries_again() -> None:
@@ -213,7 +213,7 @@ def test_failed_load_fails_its_requests_and_the_next_one_tries_again() -> None:
     places.arrive("a", 0, 0.0)
     places.arrive("a", 1, 0.0)
     places.has_ended("a", "no weights", 1.0)
-    assert places.take_actions() == [Start("a"), Fail(0, "no weights"), Fail(1, "no weights")]
+    assert places.take_actions() == [StartModel("a"), Fail(0, "no weights"), Fail(1, "no weights")]
     places.end(0, 2.0)
     places.arrive("a", 2, 3.0)
     assert started(places) == ["a"]

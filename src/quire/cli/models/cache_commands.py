@@ -14,7 +14,7 @@ from quire.cli.flag_groups import with_flag_groups
 from quire.cli.models.pull_command import MODEL, REVISION
 from quire.core.errors import ModelError
 from quire.core.host_limits import format_bytes
-from quire.core.hub import HubName, aliases_file, at, gguf_tags, pick_gguf, read_aliases, whole_in_cache
+from quire.core.hub import HubName, aliases_file, at, read_aliases, whole_gguf_files, whole_in_cache
 from quire.core.optional_package import PLANS
 from quire.core.optional_package import load as load_entry_point
 from quire.engine.formats import read_source
@@ -50,11 +50,8 @@ def cached_models() -> Iterator[CachedModel]:
             revision = ", ".join(sorted(found.refs)) or found.commit_hash
             if any(name.endswith(".safetensors") for name in sizes):
                 yield CachedModel(repo.repo_id, found.size_on_disk, found.last_modified, revision)
-            for tag in gguf_tags(sizes):
-                try:
-                    file = sizes[pick_gguf(HubName(repo.repo_id, tag), [*sizes])]
-                except ModelError:      # in parts, or several files with one tag
-                    continue
+            for tag, name in whole_gguf_files(repo.repo_id, [*sizes]).items():
+                file = sizes[name]
                 yield CachedModel(f"{repo.repo_id}:{tag}", file.size_on_disk, file.blob_last_modified, revision)
 
 

@@ -206,7 +206,7 @@ def _check_digests(remote: HubModel, files: list[HubFile], folder: Path) -> None
         raise ModelError(f"{remote.name}: the repository was changed while it was fetched; pull it again")
     wrong = [each.name for each in files if each.digest and not has_digest(folder / each.name, each.digest)]
     for name in wrong:
-        (folder / name).resolve().unlink()  # in the folder of blobs
+        (folder / name).resolve().unlink()  # the blob, to which the snapshot links
         (folder / name).unlink(missing_ok=True)
     if wrong:
         raise _wrong_digests(remote, wrong)

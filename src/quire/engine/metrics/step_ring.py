@@ -37,7 +37,7 @@ class StepRing:
     """The latest steps of one engine. `numbers` yields the number of each step, over all engines of the server."""
 
     def __init__(self, numbers: Iterator[int], clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = EngineState(0, 0, 0)           # of the last report
+        self.state = EngineState(0, 0, 0)           # as last reported
         self.shares: dict[str, float] | None = None  # as in `EngineState`, when they were counted last
         self.blocks_by_owner: dict[str, int] = {}   # likewise
         self.next = 0                               # the number behind that of the last step

@@ -24,7 +24,7 @@ from quire.core.version import __version__
 from quire.engine.options import EngineOptions
 
 MAGIC, FORMAT = b"QUIRELOG", 1
-MAX_CHUNK_BYTES = 256 << 20      # of events, uncompressed: a snapshot of a million blocks
+MAX_CHUNK_BYTES = 256 << 20      # uncompressed events: a snapshot of a million blocks
 _HEAD, _CHUNK = Layout(">8sH"), Layout(">I16s")
 
 
@@ -35,7 +35,7 @@ class RecordError(EngineError):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-class Start(Struct, tag="start", array_like=True, frozen=True):
+class RecordStart(Struct, tag="start", array_like=True, frozen=True):
     """The first event: the scheduler's configuration.
 
     `options`: digest of all of the engine's settings. `settings`: all of them, in a record with tokens.
@@ -52,7 +52,7 @@ class Start(Struct, tag="start", array_like=True, frozen=True):
 class Recording(Struct, array_like=True, frozen=True):
     """What a recorder's process is given before the events: where its file is to be, of at most so many bytes."""
 
-    start: Start
+    start: RecordStart
     folder: str
     max_bytes: int
 
@@ -64,7 +64,7 @@ class Added(Struct, tag="add", array_like=True, frozen=True):
     request: msgspec.Raw
 
 
-class Ended(Struct, tag="end", array_like=True, frozen=True):
+class RequestEnded(Struct, tag="end", array_like=True, frozen=True):
     """A request was ended, or one of its branches."""
 
     request_id: int
@@ -114,7 +114,7 @@ class Closed(Struct, tag="closed", array_like=True, frozen=True):
     reason: str = ""
 
 
-Event = Start | Added | Ended | Planned | Updated | RolledBack | Requeued | Held | Resumed | Closed
+Event = RecordStart | Added | RequestEnded | Planned | Updated | RolledBack | Requeued | Held | Resumed | Closed
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _events(path: Path, offset: int, packed: bytes, digest: bytes) -> list[Event
 
 
 def _check_start(path: Path, offset: int, event: Event) -> None:
-    if not isinstance(event, Start):
+    if not isinstance(event, RecordStart):
         raise RecordError(f"{path}: damaged in the chunk at offset {offset}: it has no start")
     if event.version != __version__:
         message = f"{path}: written by Quire {event.version}, and this is Quire {__version__} (offset {offset})"

@@ -30,14 +30,14 @@ from quire.engine.messages import add_message
 from quire.engine.options import EngineOptions
 from quire.engine.recording.record import (
     Added,
-    Ended,
     Event,
     Held,
     Planned,
     Recording,
+    RecordStart,
+    RequestEnded,
     Requeued,
     RolledBack,
-    Start,
     Updated,
     encode_event,
     encode_plan,
@@ -69,7 +69,7 @@ class RecordedScheduler(Scheduler):
         unprepared: Callable[[Request], Lack | None] = lambda request: None,
     ) -> None:  # fmt: skip
         self.sink, self._put, self._flush = sink, sink.put, sink.flush
-        self._lacks: list[tuple[int, WaitReason, bool]] = []      # that the step under way has met
+        self._lacks: list[tuple[int, WaitReason, bool]] = []      # met by the step under way
 
         def asked(request: Request) -> Lack | None:
             lack = unprepared(request)
@@ -88,7 +88,7 @@ class RecordedScheduler(Scheduler):
         """End a request, as `Scheduler.abort`."""
         is_known = super().abort(request_id)
         if is_known:
-            self._put(Ended(request_id))
+            self._put(RequestEnded(request_id))
             self._flush()
         return is_known
 
@@ -96,7 +96,7 @@ class RecordedScheduler(Scheduler):
         """End one branch, as `Scheduler.finish`."""
         is_known = super().finish(request_id, index)
         if is_known:
-            self._put(Ended(request_id, index))
+            self._put(RequestEnded(request_id, index))
         return is_known
 
     def schedule(self, now_s: float = 0.0) -> StepPlan:
@@ -162,7 +162,7 @@ class RecordedScheduler(Scheduler):
 
 
 _SENT_BYTES, _SENT_S = 1 << 16, 0.1  # events are sent together, so many bytes or seconds of them
-_MAX_UNSENT_BYTES = 64 << 20    # of a recorder that does not keep up; then the record ends
+_MAX_UNSENT_BYTES = 64 << 20    # beyond, the recorder does not keep up, and the record ends
 
 
 class Line:
@@ -225,7 +225,7 @@ def make_recorded_scheduler(
         raise ConfigError(f"record: {folder}: no file can be written there")
     digest = blake2b(msgspec.json.encode(options), digest_size=8).hexdigest()
     settings = options if options.record_tokens else None
-    start = Start(__version__, config, cache, options.record_tokens, digest, settings)
+    start = RecordStart(__version__, config, cache, options.record_tokens, digest, settings)
     process, connection = start_module("quire.engine.recording.recorder")
     max_bytes = parse_bytes(options.record_bytes, "record_bytes")
     connection.sendall(frame(Recording(start, str(folder.resolve()), max_bytes)))

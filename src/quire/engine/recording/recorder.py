@@ -23,25 +23,25 @@ from quire.engine.recording.record import (
     Closed,
     Event,
     Recording,
+    RecordStart,
     Resumed,
     RolledBack,
-    Start,
     Updated,
     chunk,
     decode_event,
     encode_event,
     head,
 )
-from quire.engine.recording.replay import DifferenceError, Replay
+from quire.engine.recording.replay import DifferenceError, RecordReplay
 from quire.engine.recording.sealing import Sealer
 
 log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 1 << 18           # of events, uncompressed
+_CHUNK_BYTES = 1 << 18           # uncompressed events
 _KEPT_FILES = 2
 _NICENESS = 10                   # the engine has the CPU first
 _MOST_FAULTS = 4                 # files with a failed step that are kept besides
-_MOST_STATE = 0.25               # of the bound, what the state of a scheduler may take
+_MOST_STATE = 0.25               # share of the bound that the state of a scheduler may take
 
 
 class Recorder:
@@ -51,8 +51,8 @@ class Recorder:
     first files in which a step fails, _MOST_FAULTS at most, stay under another name as well.
     """
 
-    def __init__(self, start: Start, folder: Path, name: str, max_bytes: int) -> None:
-        self._replay = Replay(start)
+    def __init__(self, start: RecordStart, folder: Path, name: str, max_bytes: int) -> None:
+        self._replay = RecordReplay(start)
         self._sealer = Sealer(self._replay.scheduler, keeps_tokens=start.has_tokens)
         self._start, self._max_bytes = start, max_bytes
         self._folder, self._name = folder, name

@@ -7,15 +7,15 @@ from quire.engine.messages import AddRequest, decode_command
 from quire.engine.recording.record import (
     Added,
     Closed,
-    Ended,
     Event,
     Held,
     Planned,
     RecordError,
+    RecordStart,
+    RequestEnded,
     Requeued,
     Resumed,
     RolledBack,
-    Start,
     Updated,
     encode_plan,
 )
@@ -35,21 +35,21 @@ class DifferenceError(Exception):
         self.step, self.recorded, self.planned, self.why = step, recorded, planned, why
 
 
-class Replay:
+class RecordReplay:
     """A scheduler that is given the events of a record, one after the other."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: RecordStart) -> None:
         self.scheduler = make_scheduler(start.scheduler, start.cache, self._unprepared)
         self.num_steps = self.num_sequence_steps = 0        # so far; a sequence counts in each step with it
         self.num_requests = 0
-        self.first_step = 1                                 # of the record
+        self.first_step = 1                                 # where the record begins
         self._num_open = 0                                  # steps that were planned and are not over
         self.end: str | None = None                         # why the record ends; None: it does not, yet
         self.plan: bytes | None = None                      # the last one
         self.now_s = 0.0                                    # when the last step was planned, by the engine's clock
-        self.deltas: list[SequenceDelta] = []               # of the last step that is over
-        self._lacks: dict[int, Lack] = {}                   # of the step that is planned next
-        self._fault: Exception | None = None                # of the last event: a rollback follows
+        self.deltas: list[SequenceDelta] = []               # the last step's that is over
+        self._lacks: dict[int, Lack] = {}                   # met by the step that is planned next
+        self._fault: Exception | None = None                # raised by the last event: a rollback follows
 
     def apply(self, event: Event) -> None:
         """Do what an event tells. DifferenceError if a plan differs, or the scheduler fails where it had not."""
@@ -67,7 +67,7 @@ class Replay:
                 added.request.arrived_s = arrived_s
                 scheduler.add(added.request)
                 self.num_requests += 1
-            case Ended(request_id, index):
+            case RequestEnded(request_id, index):
                 _ = scheduler.abort(request_id) if index is None else scheduler.finish(request_id, index)
             case RolledBack():
                 self._fault, self._num_open = None, 0
@@ -80,7 +80,7 @@ class Replay:
                 self._resume(state)
             case Closed(reason):
                 self.end = reason
-            case Start():
+            case RecordStart():
                 raise AssertionError("a record starts once")
 
     @property

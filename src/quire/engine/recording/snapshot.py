@@ -21,7 +21,7 @@ import numpy as np
 from quire.core.step_times import StepWork
 
 if TYPE_CHECKING:
-    from quire.engine.recording.replay import Replay
+    from quire.engine.recording.replay import RecordReplay
 
 _PACKAGES = ("quire.scheduling.", "quire.cache.")
 _MODULES = frozenset(
@@ -39,12 +39,12 @@ _ATOMS = (type(None), bool, int, float, str, bytes)
 Node = tuple[str, str, list[Any]]     # kind, class or name, values: an atom, or the place of a node in a list of one
 
 
-def snapshot(replay: "Replay", state: object) -> bytes:
+def snapshot(replay: "RecordReplay", state: object) -> bytes:
     """Return a state that refers to a replay's parts, as `restore` reads it."""
     return msgspec.msgpack.encode(_Writer(replay).nodes_of(state))
 
 
-def restore(content: bytes, replay: "Replay") -> Any:  # noqa: ANN401 (what was written)
+def restore(content: bytes, replay: "RecordReplay") -> Any:  # noqa: ANN401 (what was written)
     """Return the state of a snapshot for another replay. Raises any error if it is none."""
     return _Reader(msgspec.msgpack.decode(content, type=list[Node]), replay).read()
 
@@ -65,9 +65,9 @@ def _slots(kind: type) -> Iterator[str]:
 
 
 class _Writer:
-    def __init__(self, replay: "Replay") -> None:
+    def __init__(self, replay: "RecordReplay") -> None:
         self._replay = replay
-        self._places: dict[int, int] = {}       # of objects in `_objects`, by their ids
+        self._places: dict[int, int] = {}       # places in `_objects`, by the ids of objects
         self._objects: list[object] = []        # they stay, so that no other gets the id of one
 
     def nodes_of(self, state: object) -> list[Node]:
@@ -143,7 +143,7 @@ def _flat(items: dict[Any, Any]) -> Iterator[Any]:
 
 
 class _Reader:
-    def __init__(self, nodes: list[Node], replay: "Replay") -> None:
+    def __init__(self, nodes: list[Node], replay: "RecordReplay") -> None:
         self._nodes, self._replay, self._classes = nodes, replay, _classes()
         self._made: dict[int, Any] = {}
 

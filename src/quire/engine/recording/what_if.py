@@ -16,8 +16,8 @@ from quire.core.pooling import Generate
 from quire.core.sequence import Request
 from quire.core.step_times import StepTimes, StepWork, chunk_work
 from quire.engine.messages import AddRequest, decode_command
-from quire.engine.recording.record import Added, Event, Start, Updated
-from quire.engine.recording.replay import Replay
+from quire.engine.recording.record import Added, Event, RecordStart, Updated
+from quire.engine.recording.replay import RecordReplay
 from quire.scheduling.scheduler import make_scheduler
 
 _END = -1               # a token that no record has: behind those of a branch
@@ -35,15 +35,15 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Asked:
+class RecordedRequests:
     """What is run again: requests with their arrivals, the tokens of each branch, and the prices of steps."""
 
-    start: Start
+    start: RecordStart
     requests: list[tuple[float, bytes]] = field(default_factory=list)
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     times: StepTimes | None = None
 
-    def see(self, run: Replay, event: Event) -> None:
+    def see(self, run: RecordReplay, event: Event) -> None:
         """Take what an event, just replayed, tells of requests."""
         if isinstance(event, Added):
             self.requests.append((event.arrived_s, bytes(event.request)))
@@ -75,7 +75,7 @@ class Asked:
 
 
 class _Run:
-    def __init__(self, asked: Asked, policy: SchedulingPolicy, times: StepTimes) -> None:
+    def __init__(self, asked: RecordedRequests, policy: SchedulingPolicy, times: StepTimes) -> None:
         self._asked, self._times = asked, times
         config = replace(asked.start.scheduler, scheduling_policy=policy)
         self._scheduler = make_scheduler(config, asked.start.cache)

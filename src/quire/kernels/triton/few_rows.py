@@ -44,12 +44,12 @@ from quire.kernels.triton.triton_norm import TritonNorm
 
 MAX_ROWS = 64
 LEAST_COLUMNS, LEAST_PROGRAMS = 16, 96  # narrower tiles are taken until a launch has so many programs
-MAX_SHARED_TILES = 192  # of a launch with parts: with more tiles there are enough programs without
+MAX_SHARED_TILES = 192  # in a launch with parts: with more tiles there are enough programs without
 AHEAD = 8192  # weights that a program fetches before the wait: 8 MiB in 512 programs, 3 us of a card's memory
 SECTOR = tl.constexpr(16)  # elements that the L2 cache fetches at least: 32 bytes
 
 
-class Tile(NamedTuple):
+class FewRowsTile(NamedTuple):
     """What a program computes for up to `max_rows` rows. A layer with a residual has `num_parts` programs of a tile.
 
     A program has at most 99 KiB of shared memory, in four stages: a processor of sm_86, 89 and 120 has no more.
@@ -64,8 +64,8 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(8, 16, 16, (256, 256, 256), 1, 4), Tile(16, 16, 32, (256, 128, 128), 1, 4),
-    Tile(32, 32, 64, (128, 128, 64), 2, 8), Tile(MAX_ROWS, 64, 64, (64, 64, 64), 2, 8),
+    FewRowsTile(8, 16, 16, (256, 256, 256), 1, 4), FewRowsTile(16, 16, 32, (256, 128, 128), 1, 4),
+    FewRowsTile(32, 32, 64, (128, 128, 64), 2, 8), FewRowsTile(MAX_ROWS, 64, 64, (64, 64, 64), 2, 8),
 )  # fmt: skip
 NO_HEADS = {"NUM_HEADS": 0, "NUM_KV_HEADS": 0, "HEAD_DIM": 0, "HALF": 0, "IS_INTERLEAVED": False}
 DTYPES = (torch.bfloat16,)  # float16 might overflow: the norm's weight is applied before the row's factor

@@ -22,7 +22,7 @@ from quire.server.http.application import check_operator
 from quire.server.service import Service
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
-MOST_OPS = 20           # in the answer, those that took longest
+MOST_OPS = 20           # the longest ones, in the answer
 _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 router = APIRouter(tags=["debug"])

@@ -223,7 +223,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     queue_s: float | None = None
     ttft_s: float | None = None
     preemptions: int | None = None
-    trace: CallTrace | None = None      # of a call that is traced, until it has ended
+    trace: CallTrace | None = None      # until a traced call has ended
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -294,6 +294,17 @@ _QUEUED = frozenset({
 _LOAD = _QUEUED - {b"/v1/messages/count_tokens", b"/v1/prefixes", b"/tokenize", b"/detokenize"}
 
 
+def with_cors(app: ASGIApp, options: ServerOptions) -> ASGIApp:
+    """Return an application that lets the pages of other origins read its answers, where the options name any."""
+    if not options.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=options.allowed_origins, allow_methods=options.allowed_methods,
+        allow_headers=options.allowed_headers, allow_credentials=options.allow_credentials,
+        expose_headers=("X-Request-Id",),
+    )  # fmt: skip
+
+
 class Application(FastAPI):
     """The routes of a service, which they find as `request.app.state.service`."""
 
@@ -307,13 +318,7 @@ class Application(FastAPI):
         self._returns_client_ids = options.enable_request_id_headers
         self._root_path, self._raw_root_path = options.root_path, options.root_path.encode()
         self._endpoints = dict[tuple[str, str], Callable[[Request], Awaitable[Response]]]()   # keyed by method and path
-        self._checked: ASGIApp = self._check_and_dispatch
-        if options.allowed_origins:
-            self._checked = CORSMiddleware(
-                self._checked, allow_origins=options.allowed_origins, allow_methods=options.allowed_methods,
-                allow_headers=options.allowed_headers, allow_credentials=options.allow_credentials,
-                expose_headers=("X-Request-Id",),
-            )  # fmt: skip
+        self._checked = with_cors(self._check_and_dispatch, options)
 
     def include_router(self, router: APIRouter, **settings: Any) -> None:  # noqa: ANN401 (FastAPI's)
         """Add routes; those that need none of FastAPI's work are found by method and path."""

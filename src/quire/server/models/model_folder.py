@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.core.checks import nearest
 from quire.core.errors import ConfigError, ModelError
-from quire.core.hub import GGUF_SUFFIX, HubName, gguf_tags, pick_gguf
+from quire.core.hub import GGUF_SUFFIX, snapshot_in, whole_gguf_files
 from quire.core.model_files import is_gguf
 
 MAX_MODELS = 1024
@@ -77,16 +77,11 @@ class ModelFolder:
 def _of_hub(cache: Path) -> Iterator[tuple[str, Path]]:
     """Yield the models of a repository in the hub's cache, at its default branch."""
     repo = cache.name.removeprefix(_HUB_PREFIX).replace("--", "/")
-    try:
-        commit = (cache / "refs" / "main").read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+    folder = snapshot_in(cache)
+    if folder is None:
         return
-    folder = cache / "snapshots" / commit
-    files = [each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()] if commit else []
+    files = [each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()]
     if "config.json" in files and any(each.endswith(".safetensors") for each in files):
         yield repo, folder
-    for tag in gguf_tags(files):
-        try:
-            yield f"{repo}:{tag}", folder / pick_gguf(HubName(repo, tag), files)
-        except ModelError:      # in parts, or several files with one tag
-            continue
+    for tag, file in whole_gguf_files(repo, files).items():
+        yield f"{repo}:{tag}", folder / file

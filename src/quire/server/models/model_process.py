@@ -1,4 +1,4 @@
-"""Process of one model of several: a server as of `quire serve`, on a Unix domain socket in a folder of its own.
+"""Process of one model of several: a server as `quire serve` starts it, on a Unix domain socket in a folder of its own.
 
 It ends when its supervisor closes the socket pair between them, or dies; signals to the whole group do not reach it, so
 that requests are answered while the supervisor drains. What it prints goes through the pair: the line of a server that

@@ -14,16 +14,15 @@ from urllib.parse import parse_qs
 
 import aiohttp
 import msgspec
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
 from quire.core.errors import ModelError
 from quire.core.version import __version__
 from quire.server.apis.messages.messages_bodies import error_body as messages_error_body
 from quire.server.errors import ApiError, as_api_error, body_memory_full, invalid, shutting_down
-from quire.server.http.application import ApiKeys, RequestLog, RequestRecord, client_id_in
+from quire.server.http.application import ApiKeys, RequestLog, RequestRecord, client_id_in, with_cors
 from quire.server.models.model_process import ModelProcess
 from quire.server.models.ollama import PREFIX, OllamaRoutes
 from quire.server.models.ollama_forms import error_body as ollama_error_body
@@ -60,15 +59,9 @@ class ModelsApp:
         self._keys = ApiKeys(options) if options.api_key else None
         self._ollama = OllamaRoutes(supervisor)
         self._log = RequestLog(options.log_requests)
-        self._num_body_bytes = 0        # of all requests, until they are answered
+        self._num_body_bytes = 0        # bodies of all requests, until they are answered
         self._created = int(time.time())
-        self._app: ASGIApp = self._answer
-        if options.allowed_origins:
-            self._app = CORSMiddleware(
-                self._app, allow_origins=options.allowed_origins, allow_methods=options.allowed_methods,
-                allow_headers=options.allowed_headers, allow_credentials=options.allow_credentials,
-                expose_headers=("X-Request-Id",),
-            )  # fmt: skip
+        self._app = with_cors(self._answer, options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -22,10 +22,10 @@ from quire.server.errors import ApiError, invalid
 from quire.server.models.model_process import ModelProcess
 from quire.server.models.ollama_forms import (
     AnswerForm,
-    ChatBody,
-    EmbedBody,
     Json,
     NameBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
     chat_messages,
     keep_alive_s,
     now,
@@ -34,7 +34,7 @@ from quire.server.models.ollama_forms import (
 )
 from quire.server.models.supervisor import Supervisor
 
-API_VERSION = "0.13.0"      # of Ollama, whose routes these are: clients ask for a least version
+API_VERSION = "0.13.0"      # the release of Ollama with these routes: clients ask for a least version
 NDJSON = "application/x-ndjson"
 PREFIX = "/api/"
 _PASSED_ON = frozenset({b"authorization", b"x-api-key", b"x-request-id"})
@@ -76,9 +76,9 @@ class OllamaRoutes:
             name = self._served(asked.model or asked.name or "")
             await _send_json(_shown(name, self._supervisor.folder.path(name)), send)
         elif kind in ("embed", "embeddings"):
-            await self._embed(_decode(body, EmbedBody), passed, send, is_old=kind == "embeddings")
+            await self._embed(_decode(body, OllamaEmbedBody), passed, send, is_old=kind == "embeddings")
         else:
-            await self._generate(_decode(body, ChatBody), passed, send, is_chat=kind == "chat")
+            await self._generate(_decode(body, OllamaChatBody), passed, send, is_chat=kind == "chat")
 
     def _served(self, asked: str) -> str:
         try:
@@ -91,7 +91,7 @@ class OllamaRoutes:
         listed = _listed(name, path)
         return listed | {"expires_at": now(expires_s), "size_vram": 0}
 
-    async def _generate(self, body: ChatBody, headers: dict[str, str], send: Send, *, is_chat: bool) -> None:
+    async def _generate(self, body: OllamaChatBody, headers: dict[str, str], send: Send, *, is_chat: bool) -> None:
         began_s, name, form = time.monotonic(), self._served(body.model), AnswerForm(body.model, is_chat=is_chat)
         kept_s, made = keep_alive_s(body.keep_alive), sampling(body)
         if not (body.messages if is_chat else body.prompt):
@@ -121,7 +121,7 @@ class OllamaRoutes:
                 pass
         await _send_json(form.part("") | {"done": True, "done_reason": "unload" if kept_s == 0 else "load"}, send)
 
-    async def _embed(self, body: EmbedBody, headers: dict[str, str], send: Send, *, is_old: bool) -> None:
+    async def _embed(self, body: OllamaEmbedBody, headers: dict[str, str], send: Send, *, is_old: bool) -> None:
         began_s, name = time.monotonic(), self._served(body.model)
         texts = body.prompt if is_old else body.input
         if texts is None:
@@ -152,7 +152,7 @@ def _decode(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401 (of the type)
         raise ApiError(400, f"the body is not what this route takes: {error}") from error
 
 
-def _requests(body: ChatBody, *, is_chat: bool) -> list[tuple[str, Json]]:
+def _requests(body: OllamaChatBody, *, is_chat: bool) -> list[tuple[str, Json]]:
     """Return the request in OpenAI's form; a second one is for a model that has no chat template."""
     if is_chat:
         tools = {"tools": body.tools} if body.tools else {}

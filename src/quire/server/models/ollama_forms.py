@@ -22,7 +22,7 @@ _DURATION = re.compile(r"([+-]?)((?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+)")
 _REFUSED = ("suffix", "template", "logprobs", "top_logprobs")
 
 
-class ChatBody(msgspec.Struct):
+class OllamaChatBody(msgspec.Struct):
     """The body of /api/chat, and with `prompt` of /api/generate."""
 
     model: str
@@ -43,7 +43,7 @@ class ChatBody(msgspec.Struct):
     top_logprobs: int | None = None
 
 
-class EmbedBody(msgspec.Struct):
+class OllamaEmbedBody(msgspec.Struct):
     """The body of /api/embed, and with `prompt` of /api/embeddings."""
 
     model: str
@@ -77,7 +77,7 @@ def keep_alive_s(value: float | str | None) -> float | None:
     return math.inf if value < 0 else float(value)
 
 
-def sampling(body: ChatBody) -> Json:
+def sampling(body: OllamaChatBody) -> Json:
     """Return what a request of OpenAI's API says of sampling and form. ApiError 400 for what is not served."""
     for name in _REFUSED:
         if getattr(body, name):

@@ -28,14 +28,14 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartModel:
     """Start the process of a model."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopModel:
     """End the process of a model, which has no request open."""
 
     name: str
@@ -57,7 +57,7 @@ class Fail:
     reason: str
 
 
-Action = Start | Stop | Admit | Fail
+Action = StartModel | StopModel | Admit | Fail
 
 
 @dataclass(slots=True)
@@ -219,7 +219,7 @@ class Places:
         if first is None or not needs_start:
             return False
         first.state = State.LOADING
-        self._actions.append(Start(first.name))
+        self._actions.append(StartModel(first.name))
         return True
 
     def _make_room(self) -> bool:
@@ -249,7 +249,7 @@ class Places:
     def _stop(self, model: Model) -> None:
         assert not model.open, f"{model.name} is unloaded with {len(model.open)} requests open"
         model.state = State.UNLOADING
-        self._actions.append(Stop(model.name))
+        self._actions.append(StopModel(model.name))
 
     def check(self) -> None:
         """Assert what holds between any two events."""

@@ -13,7 +13,7 @@ from quire.engine.options import EngineOptions
 from quire.server.errors import ApiError, overloaded
 from quire.server.models.model_folder import ModelFolder
 from quire.server.models.model_process import ModelProcess
-from quire.server.models.places import Admit, Fail, Places, Start, State, Stop
+from quire.server.models.places import Admit, Fail, Places, StartModel, State, StopModel
 from quire.server.options import ServerOptions
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Supervisor:
     async def lend(
         self, name: str, keep_alive_s: float | None = None, *, is_use: bool = True
     ) -> AsyncIterator[ModelProcess]:
-        """Wait until a model answers, and keep it loaded meanwhile; arguments as of `Places.arrive`.
+        """Wait until a model answers, and keep it loaded meanwhile; arguments as `Places.arrive` has them.
 
         Raises ApiError 503 for one that cannot be loaded, 429 where too many requests wait for models.
         """
@@ -76,11 +76,11 @@ class Supervisor:
         """Do what has to be done after an event, and what that leads to."""
         for action in self.places.take_actions():
             match action:
-                case Start(name):
+                case StartModel(name):
                     task = asyncio.create_task(self._run(name), name=f"model {name}")
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
-                case Stop(name):
+                case StopModel(name):
                     log.info("model %s is unloaded", name)
                     self._processes[name].stop()
                 case Admit(ticket, name):

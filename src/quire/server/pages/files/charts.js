@@ -108,7 +108,7 @@ export class Charts {
   bins() {
     const length = this.span / NUM_BINS;
     const values = Object.fromEntries(Object.keys(SERIES).map((name) => [name, new Float64Array(NUM_BINS)]));
-    let done = 0; // bins whose levels are known
+    let done = 0; // bins with known levels
     let last;
     const fill = (bin) => {
       for (; done < bin; done++) {
