@@ -292,3 +292,21 @@ class TestRoom:
         harness.step()
         assert request.num_cached_tokens == 32
         finish(harness, request)
+
+
+def test_request_with_the_tokens_of_a_running_one_takes_a_block_where_it_writes_and_no_other() -> None:
+    """A fork is such a request: it waits without a block, and shares all that the other has filled."""
+    harness = harness_of(budget=64)
+    parent = harness.add(PREFIX, max_tokens=40, ignore_eos=True)
+    for _ in range(11):
+        harness.step()
+    known = list(parent.live[0].token_ids)
+    num_free = harness.cache.num_free_blocks
+    forks = [harness.add(known[:length], max_tokens=3, ignore_eos=True) for length in (43, 45, 51)]
+    assert harness.cache.num_free_blocks == num_free, "they wait"
+    parent_grows = harness.cache.num_tokens(parent.live[0].seq_id) % 4 == 0
+    harness.step()
+    assert admitted(harness) == [fork.request_id for fork in forks]
+    assert num_free - harness.cache.num_free_blocks == len(forks) + parent_grows
+    assert all(fork.num_cached_tokens >= length // 4 * 4 for fork, length in zip(forks, (43, 45, 50), strict=True))
+    finish(harness, parent, *forks)

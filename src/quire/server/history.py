@@ -1,4 +1,4 @@
-"""History of the latest API requests: their tokens and times, from which their owners get explanations.
+"""History of the latest API requests: their tokens and times, from which their owners get explanations and forks.
 
 Recording costs a step nothing: times are those of the log line, tokens those of the response. A miss in the prefix
 cache is explained only when its owner asks (`explain_routes.py`). The history is bounded in bytes, objects included.
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from quire.core.checks import shown
 from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.engine.requests.input_processor import TokenizedPrompt
+from quire.server.errors import ApiError
 
 MAX_CALLS = 1024
 # Measured with tracemalloc; tests/server/test_history.py compares.
@@ -35,6 +37,7 @@ class PastRequest:
     is_over: bool = False
     num_counted_bytes: int = 0                # at the history's last count
     num_prompt_tokens: int = 0
+    num_branches: int = 1
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt.token_ids)
@@ -47,6 +50,11 @@ class PastRequest:
         if branch is None:
             branch = self.branches[piece.index] = array("i")
         branch.fromlist(piece.token_ids)
+
+    def known_tokens(self, index: int, num_output_tokens: int) -> list[int]:
+        """Return the prompt and the first so many tokens of a branch; the branch may not have any yet."""
+        tokens = array("i", self.prompt_tokens)
+        return (tokens + self.branches.get(index, _NO_TOKENS)[:num_output_tokens]).tolist()
 
     @property
     def num_bytes(self) -> int:
@@ -103,10 +111,13 @@ class History:
             _, removed = self._calls.popitem(last=False)
             self.num_bytes -= _CALL_BYTES + sum(request.num_counted_bytes for request in removed)
 
-    def find(self, call_id: str, key_number: int) -> Sequence[PastRequest] | None:
-        """Return the requests of a call with this key; None if there is no such call, or it has another key."""
+    def find(self, call_id: str, key_number: int) -> Sequence[PastRequest]:
+        """Return the requests of a call. ApiError 404 if there is no such call, or it has another key."""
         requests = self._calls.get(call_id)
-        return requests if requests and requests[0].prompt.key_number == key_number else None
+        if requests and requests[0].prompt.key_number == key_number:
+            return requests
+        message = f"no request {shown(call_id)} of yours is among the last ones"
+        raise ApiError(404, message, param="request_id", code="request_not_found")
 
     def comparable(self, prompt: TokenizedPrompt) -> list[Sequence[PastRequest]]:
         """Return the calls that the owner of `prompt` may learn about: those of the same key.

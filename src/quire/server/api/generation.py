@@ -124,7 +124,8 @@ class Generation:
         self._past: list[PastRequest] = []
         for prepared, stream in zip(request.requests, streams, strict=True):
             self.usage.append(RequestUsage(stream.metrics, len(prepared.prompt.token_ids)))
-            self._past.append(PastRequest(prepared.prompt, stream.metrics, prepared.request.reads_cache))
+            reads_cache, n = prepared.request.reads_cache, prepared.request.params.n
+            self._past.append(PastRequest(prepared.prompt, stream.metrics, reads_cache, num_branches=n))
         self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
         # fields in the engine's errors -> fields of the body
         self._names = {"structured_outputs": request.constraint_field, "deadline_ms": request.deadline_field}

@@ -13,10 +13,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 
-from quire.core.checks import shown
 from quire.core.outputs import Preemption
 from quire.server.api.http_responses import JsonStream, LongResponse, array, encode, encode_streamed, json_response
-from quire.server.errors import ApiError
 from quire.server.history import History, Miss, MissReason, PastRequest
 from quire.server.http.application import KEY_NUMBER
 from quire.server.limits.fair_semaphore import MAX_SLICE_UNITS
@@ -155,9 +153,6 @@ async def explain(
     service: Service = request.app.state.service
     history = service.history
     past = history.find(request_id, request.scope[KEY_NUMBER])
-    if past is None:
-        message = f"no request {shown(request_id)} of yours is among the last ones"
-        raise ApiError(404, message, param="request_id", code="request_not_found")
     search = explain_misses(history, past, service.client.ready.limits.block_size)
     if _has_cache(service):
         async for _ in service.slices.iterate(search.run()):

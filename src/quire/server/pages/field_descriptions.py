@@ -17,6 +17,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "add_generation_prompt": ("End the rendered conversation where the assistant begins to speak.", True),
     "add_special_tokens": ("Let the tokenizer add special tokens, as that of the beginning of a sequence.", False),
     "allowed_token_ids": ("Tokens that an answer may have; no others.", [42, 43]),
+    "at": ("Tokens of the answer before the fork; all that it has by now, if left out.", 8),
     "background": (_STORED, False),
     "bad_words": ("Texts that an answer must not have.", ["secret"]),
     "best_of": ("Only the same as n.", 1),
@@ -51,6 +52,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     ),
     "include_reasoning": ("Return the reasoning of the answer.", True),
     "include_stop_str_in_output": ("End the answer with the stop string that ended it.", False),
+    "index": ("Which of the n answers to a prompt is forked.", 0),
     "input": ("Text, token ids, or a list of them; of responses, a text or items.", "What is water made of?"),
     "instruction": ("What a reranker is told to look for.", "Find the passage that answers the question."),
     "instructions": ("System message before the input.", "Answer in one sentence."),
@@ -85,6 +87,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "prompt": ("Text or token ids, or a list of one of both.", "Once upon a time"),
     "prompt_cache_key": ("Changes nothing; of responses, repeated in the answer.", "session-1"),
     "prompt_cache_retention": ("Changes nothing; repeated in the answer.", "24h"),
+    "prompt_index": ("Which of the prompts of the call is forked.", 0),
     "prompt_logprob_start": ("First position of prompt_logprob_token_ids.", 0),
     "prompt_logprob_token_ids": (
         "Tokens at each position of the prompt of which the logprobs are reported.", [[42, 43]],

@@ -299,6 +299,16 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int | None, _integer(1)] = None
 
 
+class ForkBody(GenerationBody):
+    """The body of /v1/requests/{id}/fork: where to fork, and the fields of a completion but for its prompt."""
+
+    prompt_index: Annotated[int | None, _integer(0)] = None
+    index: Annotated[int | None, _integer(0)] = None
+    at: Annotated[int | None, _integer(0)] = None
+    max_tokens: Annotated[int | None, _integer(0)] = None  # 0 with echo
+    logprobs: Annotated[int | None, _integer(-1)] = None
+
+
 class ChatBody(GenerationBody, TemplateOptions):
     """The body of /v1/chat/completions."""
 

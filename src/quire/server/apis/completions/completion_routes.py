@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from quire.core.checks import check_float, check_int, check_optional_int, refuse, shown
 from quire.core.errors import InvalidRequestError
@@ -39,12 +39,14 @@ from quire.server.apis.completions.completion_bodies import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    ForkBody,
     GenerationBody,
     TokenizeBody,
 )
 from quire.server.apis.completions.openai_response import CompletionResponseBuilder, OpenAIRequest
-from quire.server.errors import invalid, raise_renamed, renamed_fields, unsupported
+from quire.server.errors import ApiError, invalid, raise_renamed, renamed_fields, unsupported
 from quire.server.grammars.grammar_checker import CONSTRAINT_FIELDS
+from quire.server.history import PastRequest
 from quire.server.http.application import CLIENT_ID, KEY_NUMBER, RequestRecord, received_s_of, record_of
 from quire.server.options import Limits
 from quire.server.service import Service
@@ -209,8 +211,50 @@ _STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
     arrival_s = time.monotonic()
+    return await _complete(request, await read_body(request, CompletionBody), arrival_s)
+
+
+@router.post(
+    "/v1/requests/{request_id}/fork", tags=["requests"], openapi_extra=request_body(ForkBody), responses=_STREAMS
+)
+async def fork(
+    request: Request, request_id: Annotated[str, Path(description="id of the request, as its answer has it")]
+) -> Response:
+    """Continue a running or finished request behind a token of its answer, as a completion of its own.
+
+    The prompt of that completion is the request's prompt and the tokens before the fork, of the same model, adapter and
+    salt, so it shares their KV blocks and takes one where it begins to write. The request itself goes on.
+    """
+    arrival_s = time.monotonic()
     service: Service = request.app.state.service
-    body = await read_body(request, CompletionBody)
+    body = await read_body(request, ForkBody)
+    requests = service.history.find(request_id, request.scope[KEY_NUMBER])
+    return await _complete(request, _completion_of_fork(service, requests, body), arrival_s)
+
+
+def _completion_of_fork(service: Service, requests: Sequence[PastRequest], body: ForkBody) -> CompletionBody:
+    """Return the body of the completion that continues one of a call's requests. Errors name the field."""
+    past = requests[check_int("prompt_index", body.prompt_index or 0, 0, len(requests) - 1)]
+    index = check_int("index", body.index or 0, 0, past.num_branches - 1)
+    num_tokens = len(past.branches.get(index, ()))
+    at = num_tokens if body.at is None else check_int("at", body.at, 0, num_tokens)
+    model, adapter = service.names[0], past.prompt.adapter
+    if adapter is not None:
+        model = adapter.name
+        if service.adapter_of(model) != adapter:
+            message = f"the adapter {shown(model)} of the request is no longer served as it was"
+            raise ApiError(410, message, param="request_id", code="adapter_gone")
+    own = {"model": model, "cache_salt": past.prompt.cache_salt}
+    for name, value in own.items():
+        if (asked := getattr(body, name)) not in (None, value):
+            refuse(name, asked, "left out, or that of the request that is forked")
+    given = {name: getattr(body, name) for name in body.model_fields_set - {"prompt_index", "index", "at"}}
+    return CompletionBody.model_construct(**given | own, prompt=past.known_tokens(index, at))
+
+
+async def _complete(request: Request, body: CompletionBody, arrival_s: float) -> Response:
+    """Answer a completion that arrived at `arrival_s`."""
+    service: Service = request.app.state.service
     call, record = _checked_request(request, service, body, "cmpl")
     prompts = parse_prompts(body.prompt)
     check_num_choices(len(prompts), call.checked.params.n, service.options)
