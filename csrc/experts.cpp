@@ -7,6 +7,7 @@
 // parallelism have the same choices, and exchange the inner activations of all experts at once, or add up their results.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "aligned.hpp"
 #include "exp.hpp"
@@ -26,6 +27,7 @@ constexpr long SCRATCH_BYTES = 64 << 20;  // rows that are computed at once
 constexpr long PIECE_BYTES = 1 << 19;     // weights that one row is multiplied with, some 40 us of reading
 constexpr long TURNS = 16;                // pieces for each thread, if rows are few
 constexpr long MANY_ROWS = 64;            // an expert with as many is computed by itself
+constexpr float LEAST_SUM = 1e-20f;       // added to a sum of sigmoids, so that no weight is 0 / 0
 constexpr long ROWS_AT_ONCE = 16;         // rows that a thread chooses experts for, gathers or adds up
 
 // Bytes of a strip of sixteen outputs; of a gated layer there are two.
@@ -63,29 +65,88 @@ void compute(const LinearWeights& layer, const Rows<T>& rows, long first, long e
                      out_stride, out_is_float, layer.activation, layer.format, layer.quantization});
 }
 
-// The experts with the highest scores, the highest first: of equal ones the lower number. Scores that are NaN give experts
-// that exist, and weights that are NaN.
-void choose(const float* scores, long num_experts, const ExpertWeights& experts, std::int32_t* ids, float* weights) {
+// The numbers of the `num_chosen` greatest values, the greatest first: of equal ones the lower number. With values that are
+// NaN numbers that exist.
+void choose_greatest(const float* values, long count, long num_chosen, std::int32_t* ids) {
     long num_kept = 0;
-    for (long expert = 0; expert < num_experts; expert++) {
-        if (num_kept == experts.num_chosen && !(scores[expert] > scores[ids[num_kept - 1]])) continue;
-        long at = num_kept < experts.num_chosen ? num_kept++ : num_kept - 1;
-        for (; at > 0 && scores[expert] > scores[ids[at - 1]]; at--) ids[at] = ids[at - 1];
-        ids[at] = static_cast<std::int32_t>(expert);
+    for (long i = 0; i < count; i++) {
+        if (num_kept == num_chosen && !(values[i] > values[ids[num_kept - 1]])) continue;
+        long at = num_kept < num_chosen ? num_kept++ : num_kept - 1;
+        for (; at > 0 && values[i] > values[ids[at - 1]]; at--) ids[at] = ids[at - 1];
+        ids[at] = static_cast<std::int32_t>(i);
     }
-    const float highest = scores[ids[0]];
-    const auto power_of = [&](float score) { return exp(splat(score - highest))[0]; };
+}
+
+// Sums of exp(score - highest) in the order of the experts.
+float sum_of_powers(const float* scores, long num_experts, float highest) {
     float sum = 0;
-    for (long i = 0; i < experts.num_chosen; i++) sum += weights[i] = power_of(scores[ids[i]]);
-    if (!experts.is_normalized) {
-        sum = 0;
-        for (long i = 0; i < num_experts; i += LANES) {
-            const long count = std::min<long>(LANES, num_experts - i);
-            const Floats powers = exp(load_some(scores + i, count) - splat(highest));
-            for (long lane = 0; lane < count; lane++) sum += powers[lane];
-        }
+    for (long i = 0; i < num_experts; i += LANES) {
+        const long count = std::min<long>(LANES, num_experts - i);
+        const Floats powers = exp(load_some(scores + i, count) - splat(highest));
+        for (long lane = 0; lane < count; lane++) sum += powers[lane];
     }
-    for (long i = 0; i < experts.num_chosen; i++) weights[i] /= sum;
+    return sum;
+}
+
+// Experts by their scores alone, weighted by a softmax.
+void choose_by_score(const float* scores, long num_experts, const Routing& routing, std::int32_t* ids, float* weights) {
+    choose_greatest(scores, num_experts, routing.num_chosen, ids);
+    const float highest = scores[ids[0]];
+    float sum = 0;
+    for (long i = 0; i < routing.num_chosen; i++) sum += weights[i] = exp(splat(scores[ids[i]] - highest))[0];
+    if (!routing.is_normalized) sum = sum_of_powers(scores, num_experts, highest);
+    for (long i = 0; i < routing.num_chosen; i++) weights[i] /= sum;
+}
+
+// The shares of all experts: sigmoids of their scores, or their softmax.
+void compute_shares(const float* scores, long num_experts, bool is_sigmoid, float* shares) {
+    const float highest = is_sigmoid ? 0 : *std::max_element(scores, scores + num_experts);
+    const float sum = is_sigmoid ? 0 : sum_of_powers(scores, num_experts, highest);
+    for (long i = 0; i < num_experts; i += LANES) {
+        const long count = std::min<long>(LANES, num_experts - i);
+        const Floats values = load_some(scores + i, count);
+        const Floats found = is_sigmoid ? splat(1.0f) / (exp(-values) + splat(1.0f)) : exp(values - splat(highest)) / splat(sum);
+        store_some(shares + i, found, count);
+    }
+}
+
+// The keys of experts outside of the groups with the greatest sums of their two greatest keys become those of no choice.
+void keep_best_groups(float* keys, long num_experts, const Routing& routing) {
+    static thread_local Aligned<float> sum_memory;
+    static thread_local Aligned<std::int32_t> id_memory;
+    const long size = num_experts / routing.num_groups;
+    float* sums = sum_memory.at_least(routing.num_groups);
+    std::int32_t* ids = id_memory.at_least(routing.num_groups + 2);
+    for (long group = 0; group < routing.num_groups; group++) {
+        const float* of_group = keys + group * size;
+        choose_greatest(of_group, size, std::min(2L, size), ids);
+        sums[group] = size == 1 ? of_group[ids[0]] : of_group[ids[0]] + of_group[ids[1]];
+    }
+    choose_greatest(sums, routing.num_groups, routing.num_kept_groups, ids);
+    for (long group = 0; group < routing.num_groups; group++)
+        if (std::find(ids, ids + routing.num_kept_groups, group) == ids + routing.num_kept_groups)
+            std::fill_n(keys + group * size, size, -std::numeric_limits<float>::infinity());
+}
+
+// The experts of a row in their order, and their weights. Scores that are NaN give experts that exist, and weights that
+// are NaN.
+void choose(const float* scores, long num_experts, const Routing& routing, std::int32_t* ids, float* weights) {
+    if (routing.is_by_score()) {
+        choose_by_score(scores, num_experts, routing, ids, weights);
+    } else {
+        static thread_local Aligned<float> memory;
+        float *shares = memory.at_least(2 * num_experts), *keys = shares + num_experts;
+        compute_shares(scores, num_experts, routing.is_sigmoid, shares);
+        for (long i = 0; i < num_experts; i++) keys[i] = routing.bias ? shares[i] + routing.bias[i] : shares[i];
+        if (routing.num_groups > 1) keep_best_groups(keys, num_experts, routing);
+        choose_greatest(keys, num_experts, routing.num_chosen, ids);
+        float sum = 0;
+        for (long i = 0; i < routing.num_chosen; i++) sum += weights[i] = shares[ids[i]];
+        if (routing.is_normalized)
+            for (long i = 0; i < routing.num_chosen; i++) weights[i] /= sum + LEAST_SUM;
+    }
+    if (routing.factor != 1)
+        for (long i = 0; i < routing.num_chosen; i++) weights[i] *= routing.factor;
 }
 
 // Some rows, through all steps.
@@ -99,7 +160,7 @@ public:
           num_experts_(static_cast<long>(weights_.in.size())), width_(weights_.router.in_features),
           num_outputs_(weights_.out[0].out_features), num_places_(places_of(weights_)) {}
 
-    static long places_of(const ExpertWeights& weights) { return weights.num_chosen + weights.has_shared; }
+    static long places_of(const ExpertWeights& weights) { return weights.routing.num_chosen + weights.routing.has_shared; }
 
     void operator()() {
         static thread_local Memory memory;
@@ -149,7 +210,7 @@ private:
         long before(long num_rows) const { return num_rows * width; }
     };
     InnerRows inner_rows(long width, long shared_width) const {
-        return {width, num_rows_ * (weights_.num_chosen * width + (weights_.has_shared ? shared_width : 0))};
+        return {width, num_rows_ * (weights_.routing.num_chosen * width + (weights_.routing.has_shared ? shared_width : 0))};
     }
     InnerRows own_inner() const { return inner_rows(weights_.in.front().out_features, weights_.in.back().out_features); }
     InnerRows whole_inner() const { return inner_rows(weights_.out.front().in_features, weights_.out.back().in_features); }
@@ -157,28 +218,29 @@ private:
     const T* exchanged(const T* computed, const InnerRows& own, const InnerRows& whole, Memory& memory) const {
         if (!weights_.routed_exchange.gather) return computed;
         T* inner = memory.whole_inner.at_least(whole.num_elements);
-        const long num_routed = num_rows_ * weights_.num_chosen;
+        const long num_routed = num_rows_ * weights_.routing.num_chosen;
         weights_.routed_exchange(computed, inner, num_routed, sizeof(T));
-        if (weights_.has_shared)
+        if (weights_.routing.has_shared)
             weights_.shared_exchange(computed + own.before(num_routed), inner + whole.before(num_routed), num_rows_, sizeof(T));
         return inner;
     }
 
     void choose_experts(Memory& memory) {
-        float* scores = memory.scores.at_least(num_rows_ * num_experts_);
-        compute(weights_.router, Rows<T>{x_, num_rows_, x_stride_}, 0, num_experts_, scores, num_experts_, true);
+        const Routing& routing = weights_.routing;
+        const long num_scores = weights_.router.out_features, num_routed = num_experts_ - routing.has_shared;
+        float* scores = memory.scores.at_least(num_rows_ * num_scores);
+        compute(weights_.router, Rows<T>{x_, num_rows_, x_stride_}, 0, num_scores, scores, num_scores, true);
         ids_ = memory.ids.at_least(num_choices());
         shares_ = memory.shares.at_least(num_choices());
-        const long num_routed = num_experts_ - weights_.has_shared;
         share_range(num_rows_, ROWS_AT_ONCE, [&](long begin, long end) {
             for (long row = begin; row < end; row++) {
-                const float* of_row = scores + row * num_experts_;
+                const float* of_row = scores + row * num_scores;
                 std::int32_t* ids = ids_ + row * num_places_;
                 float* shares = shares_ + row * num_places_;
-                choose(of_row, num_routed, weights_, ids, shares);
-                if (!weights_.has_shared) continue;
-                ids[weights_.num_chosen] = static_cast<std::int32_t>(num_routed);
-                shares[weights_.num_chosen] = (splat(1.0f) / (exp(-splat(of_row[num_routed])) + splat(1.0f)))[0];
+                choose(of_row, num_routed, routing, ids, shares);
+                if (!routing.has_shared) continue;
+                ids[routing.num_chosen] = static_cast<std::int32_t>(num_routed);
+                shares[routing.num_chosen] = routing.is_shared_scored ? (splat(1.0f) / (exp(-splat(of_row[num_routed])) + splat(1.0f)))[0] : 1.0f;
             }
         });
     }

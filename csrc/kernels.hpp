@@ -145,16 +145,26 @@ struct SumExchange {
     }
 };
 
-// A mixture of experts (Shazeer et al. 2017). The router has one score for each expert, of which a row uses `num_chosen`,
-// weighted by the softmax of its scores: over the chosen ones if is_normalized, else over all. With has_shared the last
-// expert is not chosen: all rows use it, weighted by the sigmoid of its score. The inner width of all others is the same.
+// The choice of a row's experts and their weights: `Routing` of kernels/layers.py says what each field means. bias: of each
+// expert that may be chosen, or null.
+struct Routing {
+    long num_chosen;
+    bool is_normalized, has_shared, is_sigmoid, is_shared_scored;
+    float factor;
+    long num_groups, num_kept_groups;
+    const float* bias;
+
+    bool is_by_score() const { return !is_sigmoid && !bias && num_groups == 1; }
+};
+
+// A mixture of experts (Shazeer et al. 2017). The router has one score for each expert, but for a shared one that is not
+// scored, which is the last. The inner width of all others is the same.
 // A rank has some outputs of each layer but the router's: `in` makes some of the inner columns, which the ranks exchange. Or
 // `out` has these inputs alone, and the ranks add up their parts of a row's results.
 struct ExpertWeights {
     LinearWeights router;
     std::vector<LinearWeights> in, out;  // each expert: to its inner width, activated, and back
-    long num_chosen;
-    bool is_normalized, has_shared;
+    Routing routing;
     ColumnExchange routed_exchange, shared_exchange;  // inner columns of the chosen experts, and of the shared one
     SumExchange result_exchange;                      // results of all rows
 };

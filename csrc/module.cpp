@@ -298,6 +298,7 @@ NB_MODULE(_kernels, module) {
     def_struct<LinearWeights>(module, "LinearWeights");
     def_struct<ColumnExchange>(module, "ColumnExchange");
     def_struct<SumExchange>(module, "SumExchange");
+    def_struct<Routing>(module, "Routing");
     def_struct<ExpertWeights>(module, "ExpertWeights");
     def_struct<Heads>(module, "Heads");
     def_struct<Buffer>(module, "Buffer");

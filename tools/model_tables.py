@@ -29,13 +29,14 @@ from quire.model.spec import DecoderSpec, Experts
 
 TESTS = Path(__file__).parents[1] / "tests/model"
 TEXT_CONFIG = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2,
     "vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "hidden_size": 64, "ffn_dim": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "max_position_embeddings": 32,
     "num_key_value_heads": 2, "rotary_dim": 16, "dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 16,
 }  # fmt: skip
 CONFIG: dict[str, object] = {**TEXT_CONFIG, "text_config": TEXT_CONFIG}  # of a model with vision
 Family = Callable[[ConfigReader], DecoderSpec]
-SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"}
+SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"} - {"num_experts_per_tok"}
 
 
 class Recorded:
@@ -126,6 +127,7 @@ def _table(
 
 # The architecture of GGUF files of a family, where it is not the name of the family in lower case.
 GGUF_NAMES = {
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe", "MiniMaxM2ForCausalLM": "minimax-m2",
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
     "Gemma3ForConditionalGeneration": "gemma3", "GPT2LMHeadModel": "gpt2",
     "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",

@@ -27,6 +27,10 @@ CONFIGS: dict[str, dict[str, object]] = {
     "gemma2": SIZES | {
         "architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24,
     },
+    "glm4_moe": SIZES | {
+        "architectures": ["Glm4MoeForCausalLM"], "num_key_value_heads": 2, "n_routed_experts": 8, "n_group": 4,
+        "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 1.5,
+    },
     "gpt_neox": SIZES | {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.5},
     "gptj": {
         "architectures": ["GPTJForCausalLM"], "vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4,

@@ -11,17 +11,32 @@ from quire.kernels.reference.linear import make_linear
 
 WIDTH, INNER = 24, 40
 ROUTINGS = [Routing(2, True), Routing(3, False), Routing(2, False, True), Routing(5, True, True), Routing(1, True)]
+BIASED = [
+    Routing(2, True, is_sigmoid=True),
+    Routing(3, True, is_sigmoid=True, has_bias=True, factor=2.5),
+    Routing(3, False, True, is_sigmoid=True, has_bias=True, is_shared_scored=False),
+    Routing(2, True, True, has_bias=True, is_shared_scored=False),
+    Routing(4, True, True, is_sigmoid=True, has_bias=True, factor=1.5, num_groups=3, num_kept_groups=2),
+    Routing(2, False, is_sigmoid=True, has_bias=True, num_groups=3, num_kept_groups=1),
+    Routing(2, True, factor=0.5, num_groups=6, num_kept_groups=2),
+]
 
 
 def dense(weight: Tensor) -> LinearWeight:
     return LinearWeight.dense(weight)
 
 
-def random_mixture(routing: Routing, num_experts: int = 5) -> tuple[TorchExperts, Tensor, list[tuple[Tensor, Tensor]]]:
+def random_bias(routing: Routing, num_experts: int = 6) -> Tensor | None:
+    """Return a bias that changes choices, and makes some keys negative."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(num_experts, generator=generator) * 0.4 if routing.has_bias else None
+
+
+def random_mixture(routing: Routing, num_experts: int = 6) -> tuple[TorchExperts, Tensor, list[tuple[Tensor, Tensor]]]:
     """Return a mixture with the router's weight and the experts' weights."""
     generator = torch.Generator().manual_seed(3)
     count = num_experts + routing.has_shared
-    router = torch.randn(count, WIDTH, generator=generator) * 0.4
+    router = torch.randn(num_experts + has_scored(routing), WIDTH, generator=generator) * 0.4
     weights = [
         (torch.randn(2 * INNER, WIDTH, generator=generator) * 0.2, torch.randn(WIDTH, INNER, generator=generator) * 0.2)
         for _ in range(count)
@@ -29,19 +44,35 @@ def random_mixture(routing: Routing, num_experts: int = 5) -> tuple[TorchExperts
     experts = [
         Expert(make_linear(dense(up), activation="silu_and_mul"), make_linear(dense(down))) for up, down in weights
     ]
-    return TorchExperts(make_linear(dense(router)), experts, routing), router, weights
+    mixture = TorchExperts(make_linear(dense(router)), experts, routing, bias=random_bias(routing, num_experts))
+    return mixture, router, weights
+
+
+def has_scored(routing: Routing) -> bool:
+    """Return whether the router has a score of a shared expert."""
+    return routing.has_shared and routing.is_shared_scored
+
+
+def in_best_groups(keys: list[float], routing: Routing) -> list[int]:
+    """Return the experts of the groups with the greatest sums of two keys."""
+    size = len(keys) // routing.num_groups
+    groups = [list(range(first, first + size)) for first in range(0, len(keys), size)]
+    sums = [sum(sorted((keys[expert] for expert in group), reverse=True)[:2]) for group in groups]
+    best = sorted(range(len(groups)), key=lambda group: (-sums[group], group))[: routing.num_kept_groups]
+    return [expert for group in sorted(best) for expert in groups[group]]
 
 
 def expected_row(x: Tensor, router: Tensor, weights: list[tuple[Tensor, Tensor]], routing: Routing) -> Tensor:
     """Return one row's result, from the definition."""
     scores = router.double() @ x.double()
-    routed = scores[:-1] if routing.has_shared else scores
-    chosen = sorted(range(len(routed)), key=lambda expert: (-routed[expert].item(), expert))[: routing.num_chosen]
-    powers = (routed - routed.max()).exp()
-    total = powers[chosen].sum() if routing.is_normalized else powers.sum()
-    shares = {expert: powers[expert] / total for expert in chosen}
+    routed, bias = scores[:-1] if has_scored(routing) else scores, random_bias(routing)
+    weighed = routed.sigmoid() if routing.is_sigmoid else routed.softmax(dim=0)
+    keys = (weighed if bias is None else weighed + bias).tolist()
+    chosen = sorted(in_best_groups(keys, routing), key=lambda expert: (-keys[expert], expert))[: routing.num_chosen]
+    total = weighed[chosen].sum() if routing.is_normalized else 1.0
+    shares = {expert: weighed[expert] / total * routing.factor for expert in chosen}
     if routing.has_shared:
-        shares[len(routed)] = scores[-1].sigmoid()
+        shares[len(routed)] = scores[-1].sigmoid() if routing.is_shared_scored else torch.tensor(1.0)
     result = torch.zeros(WIDTH, dtype=torch.float64)
     for expert, share in shares.items():
         gate, up = (weights[expert][0].double() @ x.double()).chunk(2)
@@ -49,7 +80,7 @@ def expected_row(x: Tensor, router: Tensor, weights: list[tuple[Tensor, Tensor]]
     return result
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("routing", [*ROUTINGS, *BIASED], ids=str)
 def test_rows_are_the_weighted_results_of_their_experts(routing: Routing) -> None:
     mixture, router, weights = random_mixture(routing)
     x = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(4))

@@ -86,6 +86,7 @@ VISION = {
 }  # fmt: skip
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
 MIXTURE = LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+ROUTED = LLAMA | SPECIAL | {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2, every option": (
@@ -288,6 +289,44 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"head_dim": 24, "num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True}
         | {"use_sliding_window": True, "sliding_window": 9, "num_experts_per_tok": 6, "tie_word_embeddings": True},
     ),
+    "glm4 moe": ("Glm4Moe", ROUTED | {"n_routed_experts": 6}),
+    "glm4 moe, every option": (
+        "Glm4Moe",
+        ROUTED
+        | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2}
+        | {"norm_topk_prob": False, "routed_scaling_factor": 1.7, "first_k_dense_replace": 2, "use_qk_norm": True}
+        | {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True}
+        | rope("default", partial_rotary_factor=0.5),
+    ),
+    "dots1": (
+        "Dots1",
+        ROUTED
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "max_window_layers": 2}
+        | {"sliding_window": 11, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    ),
+    "dots1, every option": (
+        "Dots1",
+        ROUTED
+        | {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 9}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "attention_bias": True}
+        | {"norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "minimax m2, every option": (
+        "MiniMaxM2",
+        LLAMA | SPECIAL | {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 24, "rotary_dim": 8}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    ),
+    "minimax m2": (
+        "MiniMaxM2", LLAMA | SPECIAL | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+        | rope("default", partial_rotary_factor=0.5)
+    ),
+    "ernie4.5 moe": ("Ernie4_5_Moe", ROUTED | {"moe_num_experts": 6, "moe_k": 3}),
+    "ernie4.5 moe, every option": (
+        "Ernie4_5_Moe",
+        ROUTED
+        | {"num_hidden_layers": 4, "moe_num_experts": 5, "moe_k": 5, "moe_num_shared_experts": 0, "head_dim": 24}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "tie_word_embeddings": False},
+    ),
     "gpt-oss": (
         "GptOss",
         LLAMA
@@ -481,7 +520,10 @@ def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
     assert (ours - exact).square().mean().sqrt() <= 1.2 * (theirs - exact).square().mean().sqrt()
 
 
-MIXTURES = ["mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss"]
+MIXTURES = [
+    "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss", "glm4 moe", "glm4 moe, every option", "dots1",
+    "minimax m2", "ernie4.5 moe",
+]  # fmt: skip
 
 
 Mixture = Callable[[str, int], tuple[Path, Tensor, Tensor]]

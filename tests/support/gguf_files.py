@@ -200,14 +200,22 @@ ARCHITECTURES = {
     "CohereForCausalLM": "command-r", "Cohere2ForCausalLM": "cohere2", "StableLmForCausalLM": "stablelm",
     "FalconForCausalLM": "falcon", "GPTNeoXForCausalLM": "gptneox", "OlmoForCausalLM": "olmo",
     "SmolLM3ForCausalLM": "smollm3", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
-    "Ministral3ForCausalLM": "mistral3",
+    "Ministral3ForCausalLM": "mistral3", "Glm4MoeForCausalLM": "glm4moe", "Dots1ForCausalLM": "dots1",
+    "MiniMaxM2ForCausalLM": "minimax-m2", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
 }  # fmt: skip
 PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3")
 EXPERT_KEYS = (
     ("expert_count", "num_experts"), ("expert_count", "num_local_experts"),
     ("expert_used_count", "num_experts_per_tok"), ("expert_feed_forward_length", "moe_intermediate_size"),
     ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ("expert_count", "n_routed_experts"), ("expert_count", "moe_num_experts"), ("expert_used_count", "moe_k"),
+    ("expert_shared_count", "n_shared_experts"), ("expert_shared_count", "moe_num_shared_experts"),
+    ("leading_dense_block_count", "first_k_dense_replace"), ("leading_dense_block_count", "moe_layer_start_index"),
+    ("expert_weights_scale", "routed_scaling_factor"), ("expert_weights_norm", "norm_topk_prob"),
+    ("interleave_moe_layer_step", "moe_layer_interval"), ("expert_gating_func", "gating_func"),
+    ("expert_group_count", "n_group"), ("expert_group_used_count", "topk_group"),
 )  # fmt: skip
+_VECTORS = {".self_attn.sinks": "attn_sinks.weight", ".e_score_correction_bias": "exp_probs_b.bias"}
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
 _EXPERT_NAMES = {
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "w1": "ffn_gate", "w3": "ffn_up",
@@ -223,11 +231,14 @@ _OWN_NAMES = {
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
     | {"mlp.gate_up_proj": "ffn_up"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+    "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
 }  # fmt: skip
 _NAMES = {
     "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -271,8 +282,8 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
     """Return a tensor as llama.cpp stores it: the layout of heads is Meta's, GPT-2's weights are [out, in]."""
     stem, _, part = name.rpartition(".")
     names = _NAMES | _OWN_NAMES.get(architecture, {})
-    if name.endswith(".self_attn.sinks"):
-        return f"blk.{name.split('.')[2]}.attn_sinks.weight", tensor
+    if vector := next((own for end, own in _VECTORS.items() if name.endswith(end)), None):
+        return f"blk.{name.split('.')[2]}.{vector}", tensor.flatten()
     for prefix in ("model.layers.", "transformer.h.", "gpt_neox.layers."):
         if stem.startswith(prefix):
             layer, _, stem = stem.removeprefix(prefix).partition(".")
@@ -303,9 +314,9 @@ def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Pat
     checkpoint, tensors = source.open_tensors(source.quantization(QuantizationOptions())).checkpoint, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         renamed, moved = _stored(name, tensor, config, str(source.file.metadata["general.architecture"]))
-        values = to_tensor(checkpoint.read(renamed, 0, len(moved)))
+        values = to_tensor(checkpoint.read(renamed, 0, len(moved))).reshape(moved.shape)
         is_transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-        tensors[name] = (values.T if is_transposed else values).to(dtype).contiguous()
+        tensors[name] = (values.T if is_transposed else values).reshape(tensor.shape).to(dtype).contiguous()
     twin.mkdir()
     save_file(tensors, twin / "model.safetensors")
     (twin / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))

@@ -34,7 +34,7 @@ def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dt
             made = {prefix + name: random(*size) for name, size in shape.tensors.items()}
             return {name: each * 0.3 + 1 if name.endswith(".weight") else each for name, each in made.items()}
         if isinstance(shape, VectorShape):
-            return {f"{prefix}{shape.name}": random(shape.length)}
+            return {f"{prefix}{shape.name}": random(*shape.stored)}
         if not isinstance(shape, LinearShape):
             return {f"{prefix}{shape.module}.weight": random(shape.num_rows, shape.width)}
         num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)

@@ -4,7 +4,10 @@ import torch
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Draw all parameters, none of them zero or one, from torch's global generator; weights keep activations' sizes."""
+    """Draw all parameters, none of them zero or one, from torch's global generator; weights keep activations' sizes.
+
+    Biases of the choice of experts, which are buffers, are drawn as well.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
@@ -12,3 +15,6 @@ def randomize(model: torch.nn.Module) -> None:
                 parameter.copy_(0.3 * noise + (1.0 if name.endswith("weight") else 0.0))
             else:
                 parameter.copy_(noise * (0.5 if "emb" in name else 1.3 * parameter.shape[-1] ** -0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))

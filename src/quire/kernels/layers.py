@@ -3,6 +3,7 @@
 A mixture of experts is a feed-forward of which each row uses the few experts that a router scores highest (Shazeer et
 al. 2017). The router's scores are float32, the highest come first, and of equal ones the lower number. A row's results
 are added in that order in float32, so that a row depends on itself alone. An expert without a row is not read.
+DeepSeek V3's router chooses by other numbers than it weighs with (DeepSeek-AI 2024, section 2.1.2).
 """
 
 from dataclasses import dataclass
@@ -116,9 +117,25 @@ class Routing:
     """Choice of a row's experts and their weights.
 
     `num_chosen` experts, weighted by the softmax of their scores: over the chosen ones if `is_normalized`, else over
-    all. With `has_shared` the last expert is not chosen: every row uses it, weighted by the sigmoid of its score.
+    all. With `is_sigmoid` by the sigmoid of each score, if `is_normalized` over their sum. `factor` multiplies these
+    weights. With `has_shared` the last expert is not chosen: every row uses it, weighted by the sigmoid of its score;
+    or by 1, without a score, if not `is_shared_scored`.
+
+    With `has_bias` experts are chosen by the sums of their weights, softmax over all or sigmoid, and a bias of each.
+    Of `num_groups` groups of equal size, the `num_kept_groups` with the highest sums of their two best are chosen from.
     """
 
     num_chosen: int
     is_normalized: bool
     has_shared: bool = False
+    is_sigmoid: bool = False
+    has_bias: bool = False
+    factor: float = 1.0
+    is_shared_scored: bool = True
+    num_groups: int = 1
+    num_kept_groups: int = 1
+
+    @property
+    def is_by_score(self) -> bool:
+        """Whether experts are chosen by their scores alone, and weighted by the softmax of these."""
+        return not (self.is_sigmoid or self.has_bias or self.num_groups > 1)

@@ -254,7 +254,12 @@ class LayerBuilder:
         """Read a mixture of experts; a rank has some outputs of both layers of each, or some inner columns."""
         weights, ranks, width = self._weights, self._ranks, shapes.router.width
         float32 = weights.back_end.library.dtype("float32")
-        routing = Routing(mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None)
+        routing = Routing(
+            mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None,
+            is_sigmoid=mixture.is_sigmoid, has_bias=mixture.has_choice_bias, factor=mixture.factor,
+            is_shared_scored=mixture.is_shared_scored, num_groups=mixture.num_groups,
+            num_kept_groups=mixture.num_kept_groups,
+        )  # fmt: skip
         found, split = list[Expert](), None
         if ranks is not None and ranks.shard.mode == "reduce":
             columns: dict[int, Range] = {}  # inner width -> columns: experts of equal width are cut alike
@@ -262,7 +267,7 @@ class LayerBuilder:
                 *layers, inner = _partial_layers(up, down, weights, ranks.shard, float32, columns.get(down.width))
                 columns[down.width] = inner
                 found.append(Expert(*layers))
-            return weights.experts(shapes.router, found, routing, ExpertSplit(width, None, None, ranks.sum(width)))
+            return weights.experts(shapes, found, routing, ExpertSplit(width, None, None, ranks.sum(width)))
         for up, down in shapes.experts:
             layer_out = weights.linear(down, self._ranges(down), dtype=float32)
             found.append(Expert(weights.linear(up, self._ranges(up)), layer_out))
@@ -270,7 +275,7 @@ class LayerBuilder:
             first, stop = ranks.shard.cut(width).of(ranks.shard.rank)
             shared = None if mixture.shared is None else ranks.gather(ranks.shard.cut(mixture.shared.size))
             split = ExpertSplit(stop - first, ranks.gather(ranks.shard.cut(mixture.expert.size)), shared)
-        return weights.experts(shapes.router, found, routing, split)
+        return weights.experts(shapes, found, routing, split)
 
     def _end_sublayer(self, name: str, out: str, norm: NormShape | None) -> None:
         """Append the exchange, the multiplier and the norm of a sublayer's output."""

@@ -48,10 +48,16 @@ class NormShape(NamedTuple):
 
 
 class VectorShape(NamedTuple):
-    """A tensor of one dimension, by its whole name, kept in float32: attention sinks."""
+    """A tensor of one dimension, by its whole name, kept in float32: attention sinks, biases of a choice."""
 
     name: str
     length: int
+    is_row: bool = False  # stored as [1, length]
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape in a checkpoint."""
+        return (1, self.length) if self.is_row else (self.length,)
 
 
 class LinearShape(NamedTuple):
@@ -81,10 +87,14 @@ Shape = TableShape | NormShape | VectorShape | LinearShape
 
 
 class ExpertShapes(NamedTuple):
-    """A mixture of experts: the router's layer, and each expert's to its inner width and back; a shared one is last."""
+    """A mixture of experts: the router's layer, and each expert's to its inner width and back; a shared one is last.
+
+    `bias`: of the choice of experts.
+    """
 
     router: LinearShape
     experts: tuple[tuple[LinearShape, LinearShape], ...]
+    bias: VectorShape | None = None
 
     @classmethod
     def of(cls, names: ExpertNames, width: int, mixture: Experts) -> "ExpertShapes":
@@ -100,9 +110,11 @@ class ExpertShapes(NamedTuple):
         rows, has_bias = (mixture.num_experts,), mixture.has_router_bias
         router = LinearShape((names.router,), rows, width, has_bias, is_always_dense=True)
         if mixture.shared is not None:
-            router = router._replace(modules=(names.router, names.shared_gate), num_rows=(mixture.num_experts, 1))
             experts.append(_feed_forward(names.shared_in, names.shared_out, width, mixture.shared))
-        return cls(router, tuple(experts))
+            if mixture.is_shared_scored:
+                router = router._replace(modules=(names.router, names.shared_gate), num_rows=(mixture.num_experts, 1))
+        bias = VectorShape(names.router_bias, mixture.num_experts, names.is_bias_row)
+        return cls(router, tuple(experts), bias if mixture.has_choice_bias else None)
 
     @property
     def layers(self) -> tuple[LinearShape, ...]:
@@ -165,7 +177,7 @@ def layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> tuple[Shape | None, ...
     """Return the shapes of a layer, with those of its experts and of the parts that its family adds."""
     shapes = LayerShapes.of(spec, layer)
     single = (shape for shape in shapes if not isinstance(shape, ExpertShapes))
-    experts = () if shapes.experts is None else shapes.experts.layers
+    experts = () if shapes.experts is None else (*shapes.experts.layers, shapes.experts.bias)
     return (*single, *experts, *(shape for part in layer.parts for shape in part.shapes))
 
 

@@ -68,6 +68,8 @@ class ExpertNames:
     """
 
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"  # of the choice: a tensor, its whole name
+    is_bias_row: bool = False                              # that tensor is [1, num_experts]
     expert_in: tuple[str, ...] = (GATE, UP)
     expert_out: str = DOWN
     stacked: tuple[StackedTensor, ...] = STACKED
@@ -166,10 +168,22 @@ class Experts:
     is_normalized: bool                # the weights of a token's experts sum to 1
     has_router_bias: bool = False
     shared: FeedForward | None = None  # used by every token, times the sigmoid of a score of its own
+    is_shared_scored: bool = True      # False: times 1
+    is_sigmoid: bool = False           # weights are sigmoids of scores, not a softmax
+    has_choice_bias: bool = False      # experts are chosen by their weights plus a bias of each
+    factor: float = 1.0                # on the weights of a token's experts
+    num_groups: int = 1                # of equal size; a token's experts are in the best `num_kept_groups`
+    num_kept_groups: int = 1
 
     def __post_init__(self) -> None:
         if self.num_active > self.num_experts:
             raise SpecError(f"{self.num_active} experts of each token are more than {self.num_experts} experts")
+        if self.num_experts % self.num_groups or self.num_kept_groups > self.num_groups:
+            groups = f"{self.num_kept_groups} of {self.num_groups} groups"
+            raise SpecError(f"{self.num_experts} experts do not divide into {groups} of equal size")
+        num_kept = self.num_experts // self.num_groups * self.num_kept_groups
+        if self.num_active > num_kept:
+            raise SpecError(f"{self.num_active} experts of each token are more than {num_kept} in the kept groups")
 
     @property
     def active_size(self) -> int:

@@ -19,7 +19,7 @@ from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Routi
 from quire.kernels.linear_weight import DENSE, LinearWeight, Table, WeightPortions
 from quire.kernels.tensors import Tensor
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, with_single_experts
-from quire.model.shapes import LinearShape, NormShape, TableShape, VectorShape
+from quire.model.shapes import ExpertShapes, LinearShape, NormShape, TableShape, VectorShape
 from quire.model.sharding import Range, shifted
 from quire.model.spec import WeightMap
 from quire.model.weight_format import DenseFormat, ModuleRows, WeightFormat
@@ -147,7 +147,7 @@ class WeightReader:
 
     def vector(self, shape: VectorShape, elements: Range | None = None) -> Tensor:
         """Return a vector of a layer, [length] float32; or some of its elements."""
-        whole = self._read_kept([self._prefix + shape.name], [(shape.length,)], FLOAT32)
+        whole = self._read_kept([self._prefix + shape.name], [shape.stored], FLOAT32).reshape(shape.length)
         return self.taken(whole if elements is None else whole[slice(*elements)].copy())
 
     def linear(
@@ -218,11 +218,12 @@ class WeightReader:
         return [ModuleRows(stem, count, *rows) for stem, count, rows in zip(stems, num_rows, found, strict=True)]
 
     def experts(
-        self, router: LinearShape, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
+        self, shapes: ExpertShapes, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
     ) -> ExpertLayer:
         """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32."""
-        scores = self.linear(router, dtype=self._library.dtype("float32"), weight_format=DenseFormat())
-        return self.back_end.experts(scores, experts, routing, split)
+        scores = self.linear(shapes.router, dtype=self._library.dtype("float32"), weight_format=DenseFormat())
+        bias = None if shapes.bias is None else self.vector(shapes.bias)
+        return self.back_end.experts(scores, experts, routing, split, bias)
 
     def kv_scales(self, shape: LinearShape) -> KVScales:
         """Return the scales of a layer's keys and values that calibrated checkpoints have, else 1; `shape`: of qkv."""

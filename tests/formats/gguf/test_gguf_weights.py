@@ -52,11 +52,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-5, "logit_scale": 0.5, "use_qk_norm": True},
 }  # fmt: skip
 EXPERTS = LLAMA | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+BIASED = LLAMA | {
+    "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 2, "first_k_dense_replace": 0,
+    "norm_topk_prob": True, "gating_func": 2,
+}
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS | {"architectures": ["MixtralForCausalLM"], "rope_theta": 10000.0},
     "olmoe": EXPERTS | {"architectures": ["OlmoeForCausalLM"]},
     "qwen2moe": EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 512},
     "qwen3moe": EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True},
+    "glm4moe": BIASED
+    | {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 5, "use_qk_norm": True, "attention_bias": True}
+    | {"partial_rotary_factor": 0.5, "routed_scaling_factor": 1.5},
+    "dots1": BIASED
+    | {"architectures": ["Dots1ForCausalLM"], "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    | {"sliding_window": None},
+    "minimax-m2": EXPERTS
+    | {"architectures": ["MiniMaxM2ForCausalLM"], "intermediate_size": 256, "num_local_experts": 5, "head_dim": 32}
+    | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "gating_func": 2},
+    "ernie4_5-moe": EXPERTS
+    | {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1}
+    | {"moe_layer_start_index": 0, "rope_theta": 10000.0, "tie_word_embeddings": False},
     "gpt-oss": EXPERTS
     | {"architectures": ["GptOssForCausalLM"], "intermediate_size": 256, "num_local_experts": 5, "head_dim": 32}
     | {"rope_theta": 10000.0}
@@ -91,7 +107,8 @@ def logits_of(
 def test_file_with_experts_equals_the_folder_to_the_bit(
     family: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
 ) -> None:
-    dtype = torch.bfloat16 if family == "gpt-oss" else torch.float32  # sinks are not rounded
+    has_vectors = family not in ("mixtral", "olmoe", "qwen2moe", "qwen3moe")
+    dtype = torch.bfloat16 if has_vectors else torch.float32  # sinks and biases of a choice are not rounded
     folder = write_random_folder(tmp_path / "model", WITH_EXPERTS[family], dtype)
     floats = convert(folder, tmp_path / "floats.gguf")
     assert [name for name in GGUFFile(floats).tensors if name.startswith("blk.0.ffn_down_exps")]
@@ -107,6 +124,24 @@ def test_file_with_experts_equals_the_folder_to_the_bit(
     if back_end.name == "cpp":
         expected = weight_bytes(source.spec, "bfloat16", quantization=source.quantization(QuantizationOptions()))
         assert decoder.weight_bytes == expected
+
+
+def test_blocks_that_predict_later_tokens_are_left_out(
+    tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_random_folder(tmp_path / "model", WITH_EXPERTS["glm4moe"], torch.float32)
+    metadata, tensors = converted(folder, **{"glm4moe.block_count": 2, "glm4moe.nextn_predict_layers": 1})
+    tensors |= {name.replace("blk.0.", "blk.1."): stored for name, stored in tensors.items() if "blk.0." in name}
+    file = write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    assert torch.equal(logits_of(file, back_end, paged_runner), logits_of(folder, back_end, paged_runner))
+    assert "not used" not in caplog.text
+
+
+@pytest.mark.parametrize(("key", "value"), [("expert_gating_func", 1), ("expert_group_used_count", 2)])
+def test_routers_that_are_not_computed_are_refused(tmp_path: Path, key: str, value: int) -> None:
+    folder = write_random_folder(tmp_path / "model", WITH_EXPERTS["glm4moe"], torch.float32)
+    with pytest.raises(ModelError, match=f"{key} .*{value}"):
+        read_source(convert(folder, tmp_path / "model.gguf", **{f"glm4moe.{key}": value}))
 
 
 def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:

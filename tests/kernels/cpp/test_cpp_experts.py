@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.test_experts import BIASED, has_scored, random_bias
 from quire.engine.parallel.rank_messages import MemoryLayout
 from quire.engine.parallel.shared_memory import SharedRanks
 from quire.kernels.layers import GATED, Activation, Expert, ExpertSplit, Routing
@@ -63,7 +64,8 @@ def mixture(
         )
         for size in sizes
     ]
-    return layer(WIDTH, len(sizes), (DENSE, A16), dtype, has_bias=has_bias, is_float=True), experts
+    num_scores = num_experts + has_scored(routing)
+    return layer(WIDTH, num_scores, (DENSE, A16), dtype, has_bias=has_bias, is_float=True), experts
 
 
 @covering(
@@ -166,6 +168,30 @@ def test_layer_matches_the_experts_one_by_one(kind: tuple[str, str], routing: Ro
     x = torch.randn(90, WIDTH).bfloat16()
     expected = TorchExperts(router, experts, routing)(x)
     torch.testing.assert_close(CppExperts(router, experts, routing)(x), expected, rtol=8e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("routing", BIASED, ids=str)
+def test_experts_are_chosen_by_weights_with_biases(routing: Routing) -> None:
+    """Of float32, so that both choose alike; rows of equal scores, too, and a row that is alone among others."""
+    router, experts = mixture(routing, dtype=torch.float32)
+    bias, x = random_bias(routing), torch.randn(90, WIDTH)
+    x[40:44] = 0.0
+    compute = CppExperts(router, experts, routing, None, bias)
+    expected = TorchExperts(router, experts, routing, None, bias)(x)
+    torch.testing.assert_close(compute(x), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.cat([compute(row[None]) for row in x]), compute(x))
+
+
+@pytest.mark.parametrize("scores", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("routing", BIASED, ids=str)
+def test_scores_that_are_no_numbers_choose_experts_that_exist(routing: Routing, scores: float) -> None:
+    compute = CppExperts(*mixture(routing, dtype=torch.float32), routing, None, random_bias(routing))
+    x = torch.randn(20, WIDTH)
+    clean = compute(x)
+    x[7] = scores
+    found = compute(x)
+    assert torch.equal(found[8:], clean[8:])
+    assert not found[7].isfinite().all()
 
 
 @pytest.mark.parametrize("activation", GATED)

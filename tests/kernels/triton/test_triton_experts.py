@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.test_experts import BIASED, has_scored, random_bias
 from kernels.test_quantized import random_weight
 from kernels.triton.test_products import on, random
 from quire.core.errors import ConfigError
@@ -57,12 +58,12 @@ def mixtures(
     return TritonExperts(scores, own, routing), TorchExperts(expected_scores, expected, routing)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("routing", [*ROUTINGS, *BIASED], ids=str)
 def test_experts_are_chosen_and_weighted_as_by_pytorch(routing: Routing, device: torch.device) -> None:
-    scores = random(40, NUM_EXPERTS + routing.has_shared)
+    scores, bias = random(40, 6 + has_scored(routing)), random_bias(routing)
     scores[:5, 1:4] = torch.tensor([[0.0, -0.0, 0.0], [1, 1, 1], [-2, -2, -2], [-0.0, 0.0, -0.0], [9, 9, 9]])
-    chosen, weights = choose(scores.to(device), routing)
-    expected, expected_weights = route(routing, scores)
+    chosen, weights = choose(scores.to(device), routing, None if bias is None else bias.to(device))
+    expected, expected_weights = route(routing, scores, bias)
     assert torch.equal(chosen.cpu().long(), expected[:, : routing.num_chosen])
     torch.testing.assert_close(weights.cpu(), expected_weights, rtol=1e-6, atol=1e-7)
 

@@ -22,6 +22,59 @@ def of_family(
     return config | sizes | {"num_experts_per_tok": metadata.size("expert_used_count"), "norm_topk_prob": is_normalized}
 
 
+GATING_SIGMOID = 2
+
+
+def glm4_moe(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a GLM-4.5 to 4.7; the last blocks of a file may predict later tokens, and are left out."""
+    config = _with_biased_experts(metadata, of_family(metadata, "Glm4MoeForCausalLM", turns_part=True))
+    return config | {"use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight")}
+
+
+def dots1(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a dots.llm1; files name no window."""
+    return _with_biased_experts(metadata, of_family(metadata, "Dots1ForCausalLM")) | {"sliding_window": None}
+
+
+def _with_biased_experts(metadata: Metadata, config: dict[str, object]) -> dict[str, object]:
+    """Return the keys with those of a router as DeepSeek V3's, and without blocks behind the layers."""
+    metadata.reject("expert_gating_func", 0, GATING_SIGMOID, why="the weights of its experts are sigmoids")
+    num_later = metadata.size("nextn_predict_layers", 0, least=0)
+    num_blocks = metadata.size("block_count", least=num_later + 1, limit=MAX_LAYERS)
+    num_groups = max(1, metadata.size("expert_group_count", 1, least=0))
+    return config | {
+        "n_group": num_groups,
+        "topk_group": metadata.size("expert_group_used_count", num_groups, limit=num_groups),
+        "num_hidden_layers": num_blocks - num_later,
+        "n_routed_experts": metadata.size("expert_count"),
+        "n_shared_experts": metadata.size("expert_shared_count"),
+        "first_k_dense_replace": metadata.size("leading_dense_block_count", 0, least=0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+    }
+
+
+def minimax_m2(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a MiniMax-M2."""
+    metadata.reject("expert_gating_func", 0, GATING_SIGMOID, why="the weights of its experts are sigmoids")
+    return of_family(metadata, "MiniMaxM2ForCausalLM", turns_part=True) | {
+        "num_local_experts": metadata.size("expert_count"),
+        "intermediate_size": metadata.size("expert_feed_forward_length"),
+    }
+
+
+def ernie4_5_moe(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of an ERNIE 4.5 with experts."""
+    metadata.reject("expert_gating_func", 0, 1, why="the weights of its experts are a softmax")
+    return of_family(metadata, "Ernie4_5_MoeForCausalLM") | {
+        "moe_num_experts": metadata.size("expert_count"),
+        "moe_k": metadata.size("expert_used_count"),
+        "moe_num_shared_experts": metadata.size("expert_shared_count", 0, least=0),
+        "moe_layer_start_index": metadata.size("leading_dense_block_count", 0, least=0),
+        "moe_layer_interval": metadata.size("interleave_moe_layer_step", 1),
+    }
+
+
 def rotary_decoder(
     metadata: Metadata, *, turns_part: bool = False, eps: str = "rms_norm_eps"
 ) -> dict[str, object]:

@@ -15,14 +15,15 @@ from typing import NamedTuple
 from quire.formats.gguf import families
 from quire.formats.gguf.families import of_family
 from quire.formats.gguf.gguf_file import MAX_TENSORS, GGUFFile, Metadata, TensorEntry
-from quire.model.config_reader import ConfigReader
+from quire.model.config_reader import MAX_LAYERS, ConfigReader
 from quire.model.spec import DecoderSpec, ExpertNames, WeightMap
 
 MAX_ENTRIES = 4 * MAX_TENSORS
 STACKED = {"_exps.weight": 3, "_exps.bias": 2}  # and their dimensions
 SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 EXPERT_NAMES = ExpertNames(
-    router="ffn_gate_inp", expert_in=("ffn_gate.{expert}", "ffn_up.{expert}"), expert_out="ffn_down.{expert}",
+    router="ffn_gate_inp", router_bias="exp_probs_b.bias", expert_in=("ffn_gate.{expert}", "ffn_up.{expert}"),
+    expert_out="ffn_down.{expert}",
     shared_gate="ffn_gate_inp_shexp", shared_in=("ffn_gate_shexp", "ffn_up_shexp"), shared_out="ffn_down_shexp",
     stacked=(),
 )  # fmt: skip
@@ -55,6 +56,9 @@ _GPT2_WEIGHTS = replace(_PHI3_WEIGHTS, positions="position_embd")
 # Falcon with a norm for each of its parallel sublayers.
 _FALCON_WEIGHTS = replace(_GPT2_WEIGHTS, positions=None, attention_norm="attn_norm_2", feed_forward_norm="attn_norm")
 _GPT_OSS_WEIGHTS = replace(_EXPERT_WEIGHTS, feed_forward_norm="post_attention_norm", sinks="attn_sinks.weight")
+_GLM4_MOE_WEIGHTS = replace(_EXPERT_WEIGHTS, feed_forward_norm="post_attention_norm")
+_BIASED_EXPERTS = "leading_dense_block_count", "expert_weights_scale", "expert_gating_func"
+_GROUPED_EXPERTS = *_BIASED_EXPERTS, "expert_group_count"
 
 
 class Architecture(NamedTuple):
@@ -123,6 +127,12 @@ ARCHITECTURES = {
     "olmoe": Architecture(partial(of_family, family="OlmoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
     "qwen2moe": Architecture(partial(of_family, family="Qwen2MoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
     "qwen3moe": Architecture(partial(of_family, family="Qwen3MoeForCausalLM"), _EXPERT_WEIGHTS),
+    "glm4moe": Architecture(
+        families.glm4_moe, _GLM4_MOE_WEIGHTS, reads=_GROUPED_EXPERTS, flags={"attention_bias": QUERY_BIAS}
+    ),
+    "dots1": Architecture(families.dots1, _EXPERT_WEIGHTS, reads=_GROUPED_EXPERTS),
+    "minimax-m2": Architecture(families.minimax_m2, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
+    "ernie4_5-moe": Architecture(families.ernie4_5_moe, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
     "gpt-oss": Architecture(families.gpt_oss, _GPT_OSS_WEIGHTS, flags={"attention_bias": QUERY_BIAS}),
 }
 
@@ -151,10 +161,11 @@ TOKENS = "tokenizer.ggml.tokens"
 _UNSERVED = (  # keys of computations that none of the families here has
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping",
     "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "leading_dense_block_count",
-    "expert_group_count", "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha", "attention.temperature_scale",
+    "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha", "attention.temperature_scale",
 )  # fmt: skip
 _UNSERVED_UNLESS = {
     "attention.causal": (True,), "expert_weights_scale": (0, 1), "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
     "rope.scaling.yarn_ext_factor": (1, -1),
 }  # fmt: skip
 
@@ -168,8 +179,8 @@ def read_gguf_config(file: GGUFFile) -> dict[str, object]:
     architecture = ARCHITECTURES[_architecture_name(file)]
     for key in set(_UNSERVED).difference(architecture.reads):
         metadata.reject(key, 0, why="no family here computes with it")
-    for key, harmless in _UNSERVED_UNLESS.items():
-        metadata.reject(key, *harmless, why="no family here computes with it")
+    for key in _UNSERVED_UNLESS.keys() - set(architecture.reads):
+        metadata.reject(key, *_UNSERVED_UNLESS[key], why="no family here computes with it")
     if architecture.weights.experts is None:
         metadata.reject("expert_count", 0, why="no family here computes with it")
     config = architecture.to_config(metadata) | {key: name in file.tensors for key, name in architecture.flags.items()}
@@ -182,7 +193,9 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     names = ARCHITECTURES[_architecture_name(file)].weights
     if spec.weights.feed_forward_norm is None:  # parallel sublayers share a norm
         names = replace(names, attention_norm="attn_norm", feed_forward_norm=None)
-    spec = replace(spec, weights=names)
+    num_blocks = Metadata(file, _architecture_name(file)).size("block_count", limit=MAX_LAYERS)
+    later = tuple(f"blk.{layer}." for layer in range(spec.num_layers, num_blocks))  # they predict later tokens
+    spec = replace(spec, weights=replace(names, skipped=later))
     if spec.rotary is None or ROPE_FREQS not in file.tensors:
         return spec
     divisors = Metadata(file, _architecture_name(file)).divisors(ROPE_FREQS, spec.head_dim // 2)

@@ -193,15 +193,27 @@ class ColumnExchange:
 class SumExchange:
     def __init__(self, call: int, context: int) -> None: ...
 
+class Routing:
+    def __init__(
+        self,
+        num_chosen: int,
+        is_normalized: bool,
+        has_shared: bool,
+        is_sigmoid: bool,
+        is_shared_scored: bool,
+        factor: float,
+        num_groups: int,
+        num_kept_groups: int,
+        bias: int,
+    ) -> None: ...
+
 class ExpertWeights:
     def __init__(
         self,
         router: LinearWeights,
         layers_in: list[LinearWeights],
         layers_out: list[LinearWeights],
-        num_chosen: int,
-        is_normalized: bool,
-        has_shared: bool,
+        routing: Routing,
         routed_exchange: ColumnExchange,
         shared_exchange: ColumnExchange,
         result_exchange: SumExchange,

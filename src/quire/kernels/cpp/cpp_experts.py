@@ -18,8 +18,9 @@ class CppExperts:
     """A mixture of experts, as `experts.TorchExperts`, of layers of this back end, which are kept."""
 
     def __init__(
-        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
-    ) -> None:
+        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None,
+        bias: Array | None = None,
+    ) -> None:  # fmt: skip
         layers_in, layers_out = zip(*experts, strict=True)
         assert isinstance(router, CppLinear)
         self._layers = (router, *layers_in, *layers_out)
@@ -27,8 +28,11 @@ class CppExperts:
         self._split = split  # kept: the extension calls its exchanges
         self.width, num_scores = router.sizes
         self.num_outputs = self.width if split is None else split.num_outputs
-        assert num_scores == len(experts), f"{num_scores} scores for {len(experts)} experts"
-        num_routed = num_scores - routing.has_shared
+        num_routed = len(experts) - routing.has_shared
+        num_wanted = len(experts) if routing.is_shared_scored else num_routed
+        assert num_scores == num_wanted, f"{num_scores} scores for {len(experts)} experts"
+        self._bias = None if bias is None else np.ascontiguousarray(bias, np.float32)  # kept: the extension reads it
+        assert self._bias is None or self._bias.shape == (num_routed,), "a bias of each expert that may be chosen"
         for number, (layer_in, layer_out) in enumerate(experts):
             assert isinstance(layer_in, CppLinear)
             assert isinstance(layer_out, CppLinear)
@@ -41,15 +45,17 @@ class CppExperts:
             assert layer_out.sizes == (num_inner, self.num_outputs), "widths"
         routed = {layer.sizes for layer in layers_in[:num_routed]}
         assert len(routed) == 1, f"experts of several widths: {routed}"
-        num_chosen, limit = routing.num_chosen, num_scores - routing.has_shared
+        num_chosen, limit = routing.num_chosen, num_routed // routing.num_groups * routing.num_kept_groups
         assert 0 < num_chosen <= limit, f"{num_chosen} of {limit} experts"
         self.weights = _kernels.ExpertWeights(
             router.weights,
             [layer.weights for layer in layers_in],
             [layer.weights for layer in layers_out],
-            num_chosen,
-            routing.is_normalized,
-            routing.has_shared,
+            _kernels.Routing(
+                num_chosen, routing.is_normalized, routing.has_shared, routing.is_sigmoid, routing.is_shared_scored,
+                routing.factor, routing.num_groups, routing.num_kept_groups,
+                0 if self._bias is None else address(self._bias),
+            ),
             _exchange(None if split is None else split.routed),
             _exchange(None if split is None else split.shared),
             _sum(None if split is None else split.sums),

@@ -7,39 +7,65 @@ from torch import Tensor
 
 from quire.kernels.layers import Expert, ExpertSplit, Linear, Routing
 
+LEAST_SUM = 1e-20  # added to a sum of sigmoids, so that no weight is 0 / 0
 
-def route(routing: Routing, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return experts int64 and their weights float32, each [num_rows, num_places], the highest score first.
 
-    scores: float32 [num_rows, num_experts]. A shared expert has the last place.
+def route(routing: Routing, scores: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return experts int64 and their weights float32, each [num_rows, num_places], what they are chosen by descending.
+
+    scores: float32 [num_rows, num_scores]. bias: float32 [num_experts]. A shared expert has the last place.
     """
-    routed = scores[:, :-1] if routing.has_shared else scores
-    chosen = routed.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_chosen]
-    if routing.is_normalized:
-        weights = routed.gather(1, chosen).softmax(dim=1)
+    routed = scores[:, :-1] if routing.has_shared and routing.is_shared_scored else scores
+    if routing.is_by_score:
+        chosen = routed.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_chosen]
+        is_over_chosen = routing.is_normalized
+        weights = routed.gather(1, chosen).softmax(dim=1) if is_over_chosen else routed.softmax(dim=1).gather(1, chosen)
     else:
-        weights = routed.softmax(dim=1).gather(1, chosen)
+        # In float64, for PyTorch's sigmoid has other last bits in the elements behind its last whole vector.
+        shares = routed.double().sigmoid().float() if routing.is_sigmoid else routed.softmax(dim=1)
+        keys = _in_kept_groups(routing, shares if bias is None else shares + bias)
+        chosen = keys.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_chosen]
+        weights = shares.gather(1, chosen)
+        if routing.is_normalized:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + LEAST_SUM)
+    if routing.factor != 1:
+        weights = weights * routing.factor
     if not routing.has_shared:
         return chosen, weights
     shared = torch.full_like(chosen[:, :1], routed.shape[1])
-    return torch.cat([chosen, shared], dim=1), torch.cat([weights, scores[:, -1:].sigmoid()], dim=1)
+    share = scores[:, -1:].sigmoid() if routing.is_shared_scored else torch.ones_like(weights[:, :1])
+    return torch.cat([chosen, shared], dim=1), torch.cat([weights, share], dim=1)
+
+
+def _in_kept_groups(routing: Routing, keys: Tensor) -> Tensor:
+    """Return keys [num_rows, num_experts] with those outside of each row's kept groups -inf."""
+    if routing.num_groups == 1:
+        return keys
+    groups = keys.view(len(keys), routing.num_groups, -1)
+    sums = groups.sort(dim=2, descending=True).values[:, :, :2].sum(dim=2)
+    kept = sums.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_kept_groups]
+    is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, kept, True)
+    return groups.masked_fill(~is_kept[:, :, None], -torch.inf).view_as(keys)
 
 
 class TorchExperts:
     """A mixture of experts in PyTorch, an expert at a time: the meaning that every other one must match.
 
     router: a layer with float32 results, a score for each of `experts`. split: of the experts' layers; None: whole.
+    bias: of the choice, float32 [num_experts].
     """
 
     def __init__(
-        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
-    ) -> None:
+        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None,
+        bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._router, self._experts, self._routing, self._split = router, tuple(experts), routing, split
+        self._bias = bias
         self.num_bytes = router.num_bytes + sum(layer.num_bytes for expert in experts for layer in expert)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute all rows of each expert that is used."""
-        chosen, weights = route(self._routing, self._router(x))
+        chosen, weights = route(self._routing, self._router(x), self._bias)
         num_outputs = x.shape[1] if self._split is None else self._split.num_outputs
         results = torch.empty(*chosen.shape, num_outputs)  # [num_rows, num_places, num_outputs]
         for number in sorted(set(chosen.flatten().tolist())):

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.layers import Expert, ExpertSplit, GatherHook, Linear, Routing
+from quire.kernels.reference.experts import route
 from quire.kernels.triton.products import product, stack, tile_height
 from quire.kernels.triton.row_groups import RowGroups, add_in_order, group_rows
 from quire.kernels.triton.triton_linear import CudaLinear
@@ -24,10 +25,11 @@ class TritonExperts:
     """A mixture of experts, as `experts.TorchExperts`, of layers of this back end, which are copied."""
 
     def __init__(
-        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None
-    ) -> None:
+        self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None,
+        bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.num_bytes = router.num_bytes + sum(layer.num_bytes for expert in experts for layer in expert)
-        self._router, self._routing, self._split = router, routing, split
+        self._router, self._routing, self._split, self._bias = router, routing, split, bias
         self._shared = experts[-1] if routing.has_shared else None
         self._num_routed = len(experts) - routing.has_shared
         layers_in, layers_out = zip(*experts[: self._num_routed], strict=True)
@@ -38,7 +40,7 @@ class TritonExperts:
         num_rows, num_chosen = len(x), self._routing.num_chosen
         if not num_rows:
             return torch.empty_like(x)
-        chosen, weights = choose(self._router(x), self._routing)
+        chosen, weights = choose(self._router(x), self._routing, self._bias)
         height = tile_height(num_rows * num_chosen // self._num_routed, is_exact=self._in.is_exact)
         groups = group_rows(chosen.flatten(), self._num_routed, height)
         split = self._split or ExpertSplit(x.shape[1], None, None)
@@ -78,12 +80,17 @@ class _StackedLayer:
         )  # fmt: skip
 
 
-def choose(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return what `experts.Routing` returns, the shared expert's place in the weights alone.
+def choose(scores: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what `reference.experts.route` returns, the shared expert's place in the weights alone.
 
-    scores: float32 [num_rows, num_experts]. Experts are int32 [num_rows, num_chosen], weights float32
+    Choices that are not by the scores alone are its own operations, some twenty launches, which wait for nothing.
+
+    scores: float32 [num_rows, num_scores]. Experts are int32 [num_rows, num_chosen], weights float32
     [num_rows, num_places]. A row with scores that are NaN has some experts, and weights that are NaN.
     """
+    if not (routing.is_by_score and routing.is_shared_scored and routing.factor == 1):
+        found, shares = route(routing, scores, bias)
+        return found[:, : routing.num_chosen].int().contiguous(), shares
     (num_rows, num_scores), num_chosen = scores.shape, routing.num_chosen
     chosen = torch.empty(num_rows, num_chosen, dtype=torch.int32, device=scores.device)
     weights = torch.empty(num_rows, num_chosen + routing.has_shared, device=scores.device)

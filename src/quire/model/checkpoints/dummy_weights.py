@@ -140,7 +140,7 @@ def _tensors(shape: Shape | None, prefix: str, *, is_transposed: bool) -> Iterat
         for name, size in shape.tensors.items():
             yield prefix + name, _Entry(size, is_ones=name.endswith(".weight"))
     elif isinstance(shape, VectorShape):
-        yield prefix + shape.name, _Entry((shape.length,))
+        yield prefix + shape.name, _Entry(shape.stored)
     elif isinstance(shape, LinearShape):
         num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)
         for module, rows in zip(shape.modules, num_rows, strict=True):
