@@ -66,13 +66,13 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     | {"partial_rotary_factor": 0.5, "routed_scaling_factor": 1.5},
     "dots1": BIASED
     | {"architectures": ["Dots1ForCausalLM"], "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
-    | {"sliding_window": None},
+    | {"sliding_window": None, "num_key_value_heads": 8},
     "minimax-m2": EXPERTS
     | {"architectures": ["MiniMaxM2ForCausalLM"], "intermediate_size": 256, "num_local_experts": 5, "head_dim": 32}
     | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "gating_func": 2},
     "ernie4_5-moe": EXPERTS
     | {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1}
-    | {"moe_layer_start_index": 0, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    | {"moe_layer_start_index": 0, "moe_layer_interval": 1, "rope_theta": 10000.0, "tie_word_embeddings": False},
     "gpt-oss": EXPERTS
     | {"architectures": ["GptOssForCausalLM"], "intermediate_size": 256, "num_local_experts": 5, "head_dim": 32}
     | {"rope_theta": 10000.0}
