@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, Unpack, cast
 
 from quire.core.checks import nearest, one_each, refuse
 from quire.core.displays import html_of_cache, table
-from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.errors import ConfigError, EngineAsleepError, InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
 from quire.core.lora import Adapter, LoRARequest
 from quire.core.optional_package import ARGUMENT_NAMES, load
@@ -26,7 +26,7 @@ from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_samp
 from quire.core.structured_outputs import parse_config
 from quire.engine.assembly import AssembledEngine
 from quire.engine.fleet.offline_fleet import BlockingFleet
-from quire.engine.messages import EngineDeadError
+from quire.engine.messages import TAGS, EngineDeadError, Tag
 from quire.engine.metrics.page import Metric, Metrics
 from quire.engine.offline_engine import LocalEngine, OfflineEngine
 from quire.engine.options import EngineOptions
@@ -88,6 +88,7 @@ class LLM:
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
             speculative_config=_as_json(speculative_config), **others,
         )  # fmt: skip
+        self._can_sleep = options.enable_sleep_mode
         num_engines, self._name = options.data_parallel_size, found or "quire-demo"
         self._metrics = Metrics(self._name, None, num_engines, options)
         with collections_paused():
@@ -109,6 +110,8 @@ class LLM:
             return f"<LLM {self._name}, closed>"
         try:
             kv = self._open.kv_stats()
+        except EngineAsleepError:
+            return f"<LLM {self._name}: asleep>"
         except EngineDeadError:
             return f"<LLM {self._name}: its engines have died>"
         blocks = f"{kv.used_blocks:,} of {kv.total_blocks:,} KV blocks of {kv.block_size} tokens in use"
@@ -118,6 +121,8 @@ class LLM:
         """Return the same as HTML, as a notebook shows it."""
         if self._open is None:
             return table([("model", self._name), ("state", "closed")])
+        if self._open.sleeping:
+            return table([("model", self._name), ("state", "asleep")])
         about = [("model", self._name), ("weights", self._weights(self._open)), ("load", self._load(self._open))]
         return table(about) + html_of_cache(self._open.kv_stats())
 
@@ -129,6 +134,38 @@ class LLM:
     def _load(self, engine: OfflineEngine) -> str:
         running, waiting = engine.observe(self._metrics.num_requests)
         return f"{running:,} running, {waiting:,} waiting"
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, with all that is cached or pinned in it, and at level 2 the weights as well.
+
+        With `enable_sleep_mode`. Calls that compute raise EngineAsleepError until `wake_up`. An LLM that sleeps at
+        level 1 may be sent to level 2. InvalidRequestError for another level, or while an iterator of `stream` is open.
+        """
+        runner = self._sleepable("sleep")
+        if level not in (1, 2):
+            refuse("level", level, "1 (the KV cache is freed) or 2 (the weights as well)")
+        runner.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Load the weights and make the KV cache again, of the same sizes; `tags` name one of them, or both.
+
+        Answers have the bits of before, unless the model's files have changed. ConfigError if too little memory is
+        free, ModelError if the files are gone or of another model: the LLM sleeps on.
+        """
+        runner = self._sleepable("wake_up")
+        if tags is not None and (isinstance(tags, str) or (unknown := set(tags) - TAGS)):
+            refuse("tags", tags if isinstance(tags, str) else unknown, f"a list of {' and '.join(sorted(TAGS))}")
+        runner.wake_up(TAGS if tags is None else cast(Sequence[Tag], tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the weights or the KV cache are freed."""
+        return bool(self._runner.sleeping)
+
+    def _sleepable(self, method: str) -> OfflineEngine:
+        if not self._can_sleep:
+            raise ConfigError(f"{method} needs LLM(enable_sleep_mode=True)")
+        return self._runner
 
     def close(self) -> None:
         """Free the weights and the KV cache, and end all requests. Idempotent."""

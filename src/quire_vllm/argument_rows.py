@@ -156,6 +156,7 @@ _SUPPORTED = (
         "`compressed-tensors`, `fp8`, `mxfp4`, `gguf`) only check what the checkpoint says "
         "([quantization](quantization.md))",
     ),
+    same(switch("enable_sleep_mode"), "no `VLLM_SERVER_DEV_MODE`; `/wake_up` reads the weights of level 2 again"),
     same(switch("skip_tokenizer_init"), "`serve` needs it where the model has no tokenizer; `LLM` warns instead"),
     same(text("generation_config"), "a folder without the file ends the start"),
     same(config("override_generation_config"), "a value out of range ends the start; `eos_token_id` may be overridden"),
@@ -362,9 +363,9 @@ _CACHE = (
     *refused("preempted requests are swapped to `--swap-space`; nothing else leaves the device",
              real("kv_offloading_size", 0), config("kv_transfer_config"), config("kv_events_config")),
     *accepted("preempted requests are swapped to `--swap-space`", text("kv_offloading_backend")),
-    *refused("memory is given back when the process ends", switch("enable_sleep_mode")),
-    *accepted("there is no sleep mode", text("sleep_mode_backend"), switch("sleep_mode_offload_cudagraph"),
-              texts("sleep_preserve_parameter_names"), switch("enable_cumem_allocator")),
+    *accepted("what sleeps is freed, and loaded again", text("sleep_mode_backend"),
+              switch("sleep_mode_offload_cudagraph"), texts("sleep_preserve_parameter_names"),
+              switch("enable_cumem_allocator")),
     *refused("weights are those of the start", config("weight_transfer_config")),
 )
 

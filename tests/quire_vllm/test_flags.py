@@ -191,10 +191,10 @@ def test_switches_have_a_negative_form(serve: Serve, monkeypatch: pytest.MonkeyP
     path = tmp_path / "serve.yaml"
     path.write_text("enable-debug: true\n")
     _, options, lines = serve(
-        f"--config {path} --no-enable-debug --no-allow-client-priority --no-disable-log-stats --no-enable-sleep-mode"
+        f"--config {path} --no-enable-debug --no-allow-client-priority --no-disable-log-stats --no-enable-prompt-embeds"
     )
     assert options == ServerOptions()
-    assert [line.split()[1] for line in lines] == ["--no-disable-log-stats", "--no-enable-sleep-mode"]
+    assert [line.split()[1] for line in lines] == ["--no-disable-log-stats", "--no-enable-prompt-embeds"]
 
 
 def test_json_may_be_given_key_by_key(serve: Serve, run: Run) -> None:
@@ -226,7 +226,6 @@ def test_speculation_is_configured_in_vllm_s_forms(serve: Serve, line: str) -> N
     [
         ("-pp 2", "-pp 2 is not supported"),
         ("--pipeline-parallel-size=2", "--pipeline-parallel-size 2 is not supported"),
-        ("--enable-sleep-mode", "--enable-sleep-mode is not supported"),
         ("--enable-prompt-embeds", "--enable-prompt-embeds is not supported: prompts are texts and token ids"),
         ("--numa-bind-nodes 0 1", "--numa-bind-nodes ['0', '1'] is not supported: start the command under numactl"),
         ("--load-format pt", "--load-format 'pt' is not supported: weights are read from"),
@@ -275,9 +274,9 @@ def test_flags_come_from_a_file(serve: Serve, run: Run, tmp_path: Path) -> None:
     assert [line.split()[1] for line in lines] == [
         "cudagraph-metrics", "pipeline-parallel-size", "compilation-config", "disable-log-stats",
     ]  # fmt: skip
-    path.write_text("enable-sleep-mode: true\n")
-    assert "enable-sleep-mode is not supported" in refusal(run, "serve", "--config", str(path))
-    engine, _, _ = serve(f"--config {path} --no-enable-sleep-mode")
+    path.write_text("enable-prompt-embeds: true\n")
+    assert "enable-prompt-embeds is not supported" in refusal(run, "serve", "--config", str(path))
+    engine, _, _ = serve(f"--config {path} --no-enable-prompt-embeds")
     assert engine == EngineOptions(**DEFAULTS)
 
 
@@ -296,7 +295,7 @@ def test_help_does_not_have_them(run: Run) -> None:
 def test_other_commands_that_load_a_model_know_them(run: Run) -> None:
     ran = run("generate", "no/such/model", "--cudagraph-metrics", "--prompt", "a")
     assert (ran.code, "--cudagraph-metrics has no effect" in ran.err) == (1, True)
-    assert "--enable-sleep-mode is not supported" in refusal(run, "bench", "throughput", "--enable-sleep-mode")
+    assert "--enable-prompt-embeds is not supported" in refusal(run, "bench", "throughput", "--enable-prompt-embeds")
     assert "No such option: --uds" in refusal(run, "generate", "--uds", "x")
     assert "No such option: --cudagraph-metrics" in refusal(run, "bench", "control-plane", "--cudagraph-metrics")
 

@@ -126,6 +126,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
         metrics = Metrics(NAME)
         client = await EngineClient.connect(child, engine, metrics.engines[0])
         service = Service(client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer))
+        service.can_sleep = engine.enable_sleep_mode
         try:
             with bind(HOST, 0) as listener:
                 http = HttpServer(create_app(service))

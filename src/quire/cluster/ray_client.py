@@ -12,10 +12,10 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.routing import EngineCall, ReplicaTable
 from quire.core.block_map import BlockMap, Tier
-from quire.core.errors import EngineError, InvalidRequestError, ModelError, RequestFailedError
+from quire.core.errors import ConfigError, EngineError, InvalidRequestError, ModelError, RequestFailedError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
-from quire.engine.messages import EngineDeadError, EngineState, Profile, Ready, RequestRefused, Stepped
+from quire.engine.messages import EngineDeadError, EngineState, Profile, Ready, RequestRefused, Stepped, Tag
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import SingleEngine
@@ -140,8 +140,14 @@ class RayClient(SingleEngine):
         """0: Ray Serve checks the health of replicas."""
         return 0.0
 
-    def _raise_if_dead(self) -> None:
+    def _check_serves(self) -> None:
         """Do nothing: Ray Serve replaces replicas that die."""
+
+    async def _sleep(self, level: int) -> None:
+        raise ConfigError("replicas on Ray do not sleep; Ray Serve starts and ends them by their load")
+
+    async def _wake_up(self, tags: tuple[Tag, ...]) -> None:
+        """Do nothing: no replica sleeps."""
 
     async def wait_dead(self) -> EngineDeadError:
         """Wait forever."""

@@ -68,6 +68,13 @@ class UnknownPrefixError(InvalidRequestError):
         super().__init__(message, param="id", code="prefix_not_found")
 
 
+class EngineAsleepError(EngineError):
+    """The engine sleeps: its memory is freed until it is woken."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine sleeps: its memory is freed until it is woken (wake_up)")
+
+
 class RankLostError(EngineError):
     """A rank of tensor parallelism has ended or does not answer: the engine cannot go on."""
 

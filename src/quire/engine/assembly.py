@@ -30,7 +30,7 @@ from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_re
 from quire.engine.requests.input_processor import InputProcessor
 from quire.engine.sizing import size_engine
 from quire.execution.batch import AdapterRows, PersistentBatch
-from quire.execution.device import Device, StepLimits
+from quire.execution.device import StepLimits
 from quire.execution.drafter import Drafter
 from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
@@ -54,13 +54,18 @@ if TYPE_CHECKING:
 class AssembledEngine:
     """An engine that is ready to step, its model, and what checks its requests."""
 
+    options: EngineOptions
     engine: Engine
     inputs: InputProcessor
     tokenizer: Tokenizer | None
-    model: LanguageModel
-    device: Device
+    loaded: LoadedModel
     ready: Ready
     ranks: "RankSet | None" = None  # the other ranks of tensor parallelism; None: there are none
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model on its device."""
+        return self.loaded.model
 
     def close(self) -> None:
         """End the processes of the other ranks, and the record. Idempotent."""
@@ -70,34 +75,45 @@ class AssembledEngine:
             self.engine.scheduler.sink.close()
 
 
-def assemble(options: EngineOptions, *, loads_tokenizer: bool) -> AssembledEngine:
+def assemble(
+    options: EngineOptions, *, loads_tokenizer: bool, loaded: LoadedModel | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> AssembledEngine:  # fmt: skip
     """Return an engine for the options. ModelError and ConfigError name what is not supported.
 
-    The engine process loads no tokenizer: the server has it.
+    The engine process loads no tokenizer: the server has it. `loaded`, `tokenizer`: those that are there already.
     """
     ranks = _ranks(options)
     try:
-        return _assemble(options, ranks, loads_tokenizer=loads_tokenizer)
+        return _assemble(options, ranks, loaded, tokenizer, loads_tokenizer=loads_tokenizer)
     except BaseException as error:
         if ranks is not None:
             ranks.close(str(error))
         raise
 
 
-def _assemble(options: EngineOptions, ranks: "RankSet | None", *, loads_tokenizer: bool) -> AssembledEngine:
+def _assemble(
+    options: EngineOptions, ranks: "RankSet | None", loaded: LoadedModel | None, tokenizer: Tokenizer | None, *,
+    loads_tokenizer: bool,
+) -> AssembledEngine:  # fmt: skip
     folder = resolve_model(options.model, options.model_files, options.revision)
     text_source = resolve_tokenizer(options.tokenizer, folder, options.tokenizer_revision)
-    if not loads_tokenizer:
-        loaded = _load_model(options, folder, ranks)
+    if tokenizer is not None or not loads_tokenizer:
+        loaded = loaded or _load_model(options, folder, ranks)
         read_tokenizer = None if options.skip_tokenizer_init else tokenizer_loader(text_source)
         draft_model = _draft_model(options, loaded, text_source)
-        return build_engine(options, loaded, read_tokenizer=read_tokenizer, draft_model=draft_model, ranks=ranks)
+        return build_engine(options, loaded, tokenizer, read_tokenizer, draft_model, ranks)
     use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
     with ThreadPoolExecutor(1) as reader:  # a CPU is free while kernels read weights without Python's lock
-        tokenizer = reader.submit(load_tokenizer, text_source, use)
-        loaded = _load_model(options, folder, ranks)
+        reading = reader.submit(load_tokenizer, text_source, use)
+        loaded = loaded or _load_model(options, folder, ranks)
         draft_model = _draft_model(options, loaded, text_source)
-        return build_engine(options, loaded, tokenizer.result(), draft_model=draft_model, ranks=ranks)
+        return build_engine(options, loaded, reading.result(), draft_model=draft_model, ranks=ranks)
+
+
+def load_alone(options: EngineOptions) -> LoadedModel:
+    """Return the model of one rank on its device. Errors as in `assemble`."""
+    return _load(options, resolve_model(options.model, options.model_files, options.revision))
 
 
 def _load_model(options: EngineOptions, folder: Path, ranks: "RankSet | None") -> LoadedModel:
@@ -179,7 +195,7 @@ def build_engine(
         weights_bytes = ready.weights_bytes + draft_model.model.weight_bytes
         ready = structs.replace(ready, weights_bytes=weights_bytes, kv_bytes_per_token=limits.kv_bytes_per_token)
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
-    return AssembledEngine(engine, inputs, tokenizer, loaded.model, device, ready, ranks)
+    return AssembledEngine(options, engine, inputs, tokenizer, loaded, ready, ranks)
 
 
 def _grammars(

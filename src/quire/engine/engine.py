@@ -167,6 +167,10 @@ class Engine:
             with suppress(Exception):               # no result is wanted: their requests ended, or are recomputed
                 self.executor.collect()
 
+    def close(self) -> None:
+        """Wait for the steps in flight, whose requests have ended."""
+        self._discard()
+
     def recover(self, error: Exception) -> list[SequenceDelta]:
         """Recover from a step that has just failed: the next steps isolate the request that makes them fail.
 

@@ -7,6 +7,7 @@ the other process has ended.
 from array import array
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Literal, get_args
 
 import msgspec
 
@@ -91,6 +92,24 @@ class StopProfile(msgspec.Struct, tag="stop_profile", array_like=True, frozen=Tr
     number: int
 
 
+Tag = Literal["weights", "kv_cache"]                # memory of an engine that sleeps
+TAGS: frozenset[Tag] = frozenset(get_args(Tag))
+
+
+class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
+    """Free the KV cache of an engine without requests; at level 2 the weights as well. `number` identifies it."""
+
+    number: int
+    level: int
+
+
+class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
+    """Load or make again what the tags name, of a sleeping engine. `number` identifies it."""
+
+    number: int
+    tags: tuple[Tag, ...]
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Send a report as soon as possible: an idle engine sends its state after every command."""
 
@@ -117,7 +136,9 @@ def add_message(request: Request) -> tuple[str, dict[str, object]]:
     return "add", sent | {"params": params}
 
 
-Command = Start | AddRequest | Abort | Finish | GetBlocks | ReadAdapter | StartProfile | StopProfile | Ping
+Command = (
+    Start | AddRequest | Abort | Finish | GetBlocks | ReadAdapter | StartProfile | StopProfile | Sleep | Wake | Ping
+)
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------
@@ -251,9 +272,16 @@ class ProfileReply(msgspec.Struct, tag="profile_reply", array_like=True, frozen=
     profile: Profile | None = None
 
 
+class SleepReply(msgspec.Struct, tag="sleep_reply", array_like=True, frozen=True):
+    """The answer to a Sleep or Wake. `error`: why the engine sleeps as before, or does not sleep."""
+
+    command: Sleep | Wake
+    error: Failed | None = None
+
+
 Report = (
     Located | Ready | Failed | Stepped | Idle | Alive | Beat | RequestRefused | BlocksReply | AdapterReply
-    | ProfileReply
+    | ProfileReply | SleepReply
 )
 
 

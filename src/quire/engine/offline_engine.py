@@ -2,24 +2,26 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
-from quire.core.errors import ModelError
+from quire.core.errors import EngineAsleepError, InvalidRequestError, ModelError
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.engine import NO_ADAPTERS, Engine
-from quire.engine.messages import EngineState, Ready, Stepped
+from quire.engine.messages import EngineState, Ready, Stepped, Tag
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import OutputKind, OutputProcessor
 from quire.engine.requests.pinned_prefixes import PinnedPrefixes
+from quire.engine.sleeping import SleepingEngine
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+OPEN_REQUESTS = "requests are open, as of `stream`: end them before the sleep"
 
 
 class OfflineEngine(ABC):
@@ -61,6 +63,19 @@ class OfflineEngine(ABC):
     def observe(self, read: Callable[[], T]) -> T:
         """Return what `read` makes of the engines' observers, which have their current state."""
 
+    @property
+    @abstractmethod
+    def sleeping(self) -> frozenset[Tag]:
+        """The memory that was freed; with any no request is computed."""
+
+    @abstractmethod
+    def sleep(self, level: int) -> None:
+        """Free the KV cache, and at level 2 the weights as well. InvalidRequestError while requests are open."""
+
+    @abstractmethod
+    def wake_up(self, tags: Collection[Tag]) -> None:
+        """Load the weights, or make the KV cache, or both. Errors as in `SleepingEngine.wake`."""
+
     @abstractmethod
     def close(self) -> None:
         """Free all memory, and end all requests. Idempotent."""
@@ -77,6 +92,7 @@ class LocalEngine(OfflineEngine):
 
     def __init__(self, options: EngineOptions, observer: EngineMetrics) -> None:
         self._assembled: AssembledEngine | None = assemble(options, loads_tokenizer=True)
+        self._sleeping: SleepingEngine | None = None
         self.tokenizer, self.ready = self._assembled.tokenizer, self._assembled.ready
         self.pinned = PinnedPrefixes(self.ready.limits.block_size)
         self.outputs = OutputProcessor(self.tokenizer, itl_target_s=options.itl_target_s)
@@ -86,7 +102,9 @@ class LocalEngine(OfflineEngine):
 
     @property
     def assembled(self) -> AssembledEngine:
-        """The engine. RuntimeError if it is closed."""
+        """The engine. EngineAsleepError while it sleeps, RuntimeError if it is closed."""
+        if self._sleeping is not None:
+            raise EngineAsleepError
         if self._assembled is None:
             raise RuntimeError("this LLM is closed")
         return self._assembled
@@ -146,14 +164,40 @@ class LocalEngine(OfflineEngine):
 
     def observe(self, read: Callable[[], T]) -> T:
         """Return what `read` makes of the engine's observer, which has its current state."""
-        engine = self.assembled.engine
-        self._observer.on_idle(engine.state(engine.kv_stats()))
+        if self._sleeping is None:
+            engine = self.assembled.engine
+            self._observer.on_idle(engine.state(engine.kv_stats()))
         return read()
+
+    @property
+    def sleeping(self) -> frozenset[Tag]:
+        """The memory that was freed."""
+        return frozenset() if self._sleeping is None else self._sleeping.tags
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache, and at level 2 the weights as well."""
+        if self._sleeping is not None:
+            self._sleeping.deepen(level)
+        else:
+            if self.assembled.engine.scheduler.has_requests:
+                raise InvalidRequestError(OPEN_REQUESTS)
+            self._sleeping = SleepingEngine(self.assembled, level, loads_tokenizer=True)
+            self._assembled = None
+            self._observer.fell_asleep(level)
+            self.pinned.clear()
+        self._sleeping.free()
+
+    def wake_up(self, tags: Collection[Tag]) -> None:
+        """Load the weights, or make the KV cache, or both."""
+        if self._sleeping is not None and (woken := self._sleeping.wake(tags)) is not None:
+            self._assembled, self._sleeping = woken, None
+            self._observer.woke_up()
 
     def close(self) -> None:
         """Free the weights and the KV cache, and end all requests. Idempotent."""
+        self._sleeping = None
         if self._assembled is not None:
-            device = self._assembled.device
+            device = self._assembled.loaded.device
             self._assembled.close()
             self._assembled = None
             device.release()

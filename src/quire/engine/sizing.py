@@ -1,6 +1,6 @@
 """Sizes of an engine: KV blocks, swap blocks and the longest sequence, by options, model and free memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
@@ -113,6 +113,16 @@ def size_engine(
         memory_policy=options.memory_policy,
     )
     return cache, scheduler
+
+
+def same_sizes(options: EngineOptions, num_blocks: int, num_swap_blocks: int) -> EngineOptions:
+    """Return the options of an engine that takes the place of one with so many blocks: other memory is free now."""
+    if not num_blocks:
+        return options      # a model without a KV cache
+    num_engines = options.data_parallel_size
+    return replace(
+        options, num_kv_blocks=num_blocks * num_engines, num_swap_blocks=num_swap_blocks * num_engines
+    )  # fmt: skip
 
 
 def _without_cache(

@@ -1,5 +1,6 @@
 """Device of a model: its memory, and the executor of steps there. The host here; a GPU in `execution/cuda`."""
 
+import ctypes
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
@@ -69,6 +70,13 @@ class Device(Protocol):
         """Return unreferenced memory to the system."""
 
 
+def _trim_heap() -> None:
+    """Return free pages of glibc's heap to the system; other C libraries return them by themselves."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class HostDevice:
     """The CPUs of this machine: a step runs when its result is collected."""
 
@@ -102,4 +110,5 @@ class HostDevice:
         return LocalExecutor(Worker(compute))
 
     def release(self) -> None:
-        """Do nothing: the host's memory is returned when its last tensor is freed."""
+        """Return free memory of the C library's heap; that of tensors is returned when the last one is freed."""
+        _trim_heap()

@@ -7,7 +7,15 @@ from fastapi import APIRouter, FastAPI
 
 from quire.core.version import __version__
 from quire.server.api.request_bodies import MAX_HTTP_SEED
-from quire.server.apis import forwarding, prefix_routes, profile_routes, served_names, system, tokenization
+from quire.server.apis import (
+    forwarding,
+    prefix_routes,
+    profile_routes,
+    served_names,
+    sleep_routes,
+    system,
+    tokenization,
+)
 from quire.server.apis.completions import completion_routes
 from quire.server.apis.embeddings import embedding_routes
 from quire.server.apis.messages import messages_routes
@@ -17,7 +25,7 @@ from quire.server.apis.responses import responses_routes
 from quire.server.errors import handle_errors
 from quire.server.http.application import Application
 from quire.server.inspect import debug_routes, explain_routes
-from quire.server.options import MAX_ELEMENTS, ServerOptions
+from quire.server.options import MAX_ELEMENTS
 from quire.server.pages import docs_page, page_routes
 from quire.server.pages.field_descriptions import describe_fields
 from quire.server.service import Service
@@ -51,15 +59,16 @@ def create_app(service: Service) -> FastAPI:
         servers=[{"url": service.options.root_path}] if service.options.root_path else None,
     )  # fmt: skip
     app.state.cached_prefixes = CachedPrefixes()
-    for router in _routers(service.options):
+    for router in _routers(service):
         app.include_router(router)
     handle_errors(app, {messages_routes.PATH: error_body})
     _document_fields(app, service)
     return app
 
 
-def _routers(options: ServerOptions) -> Iterator[APIRouter]:
+def _routers(service: Service) -> Iterator[APIRouter]:
     """Yield the routes that a server has by its options."""
+    options = service.options
     for module in (
         page_routes, docs_page, system, completion_routes, tokenization, served_names, forwarding, messages_routes,
         responses_routes, embedding_routes, explain_routes,
@@ -71,6 +80,8 @@ def _routers(options: ServerOptions) -> Iterator[APIRouter]:
         yield prefix_routes.router
     if options.allow_runtime_lora:
         yield served_names.adapter_router
+    if service.can_sleep:
+        yield sleep_routes.router
     if options.profile_dir is not None:
         yield profile_routes.router
     if options.enable_debug:

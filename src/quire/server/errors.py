@@ -12,7 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from quire.core.checks import shown
-from quire.core.errors import DeadlineExceededError, EngineError, InvalidRequestError, UnknownPrefixError
+from quire.core.errors import (
+    DeadlineExceededError,
+    EngineAsleepError,
+    EngineError,
+    InvalidRequestError,
+    UnknownPrefixError,
+)
 from quire.engine.messages import EngineDeadError
 from quire.engine.metrics.engine_metrics import RETRY_AFTER_S
 
@@ -79,6 +85,11 @@ def raise_renamed(error: InvalidRequestError | DeadlineExceededError, names: Map
 def engine_unhealthy(message: str) -> ApiError:
     """Return the error for a dead or stalled engine."""
     return _retryable(503, message, "engine_unhealthy")
+
+
+def asleep() -> ApiError:
+    """Return the refusal of a request while the engine sleeps."""
+    return _retryable(503, str(EngineAsleepError()), "asleep")
 
 
 def shutting_down() -> ApiError:
@@ -151,8 +162,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), param=error.param, code=error.code)
         case DeadlineExceededError():
             return ApiError(504, str(error), type="server_error", code="deadline_exceeded")
-        case EngineDeadError():
-            return engine_unhealthy(str(error))
+        case EngineAsleepError() | EngineDeadError():
+            return asleep() if isinstance(error, EngineAsleepError) else engine_unhealthy(str(error))
         case _:
             message = "the request failed inside the server; its log has the details"
             return ApiError(500, message, type="server_error", code="request_failed")

@@ -189,7 +189,9 @@ async def connect(
         log.info("defaults of requests by generation_config: %s", ", ".join(f"{k} {v}" for k, v in defaults.items()))
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
     templates.warm_up()
-    service = Service(client, options, names, metrics, templates, model_source=engine.model)
+    service = Service(
+        client, options, names, metrics, templates, can_sleep=engine.enable_sleep_mode, model_source=engine.model
+    )  # fmt: skip
     try:
         await _load_adapters(service)
     except BaseException:

@@ -25,6 +25,7 @@ from quire.server.adapter_names import AdapterNames
 from quire.server.errors import (
     ApiError,
     as_api_error,
+    asleep,
     engine_unhealthy,
     invalid,
     overloaded,
@@ -237,9 +238,11 @@ class Service:
     decode_lanes: Lanes = field(default_factory=Lanes)  # for large bodies, decoded in slices on the event loop
     slices: TimeSlices = field(default_factory=TimeSlices)
     responses: ActiveResponses = field(default_factory=ActiveResponses)
+    can_sleep: bool = False                   # the engine's enable_sleep_mode
     model_source: str | None = None           # folder, file or id that the model was loaded from; None: its first name
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    is_asleep: bool = False                   # from /sleep to /wake_up: calls that compute are refused
     num_open_calls: int = 0                   # calls of routes that compute
     critical_tasks: tuple[asyncio.Task[Any], ...] = ()  # the service is unhealthy once one of them has ended
 
@@ -291,10 +294,13 @@ class Service:
             raise engine_unhealthy(message)
 
     def check_capacity(self, num_requests: int, client_id: str = "") -> None:
-        """Raise ApiError 503 while draining or without a healthy engine, 429 without room for so many requests."""
+        """Raise ApiError 503 while draining, asleep or without a healthy engine, 429 without room for the requests."""
         if self.is_draining:
             self.metrics.refused("shutting_down")
             raise shutting_down()
+        if self.is_asleep:
+            self.metrics.refused("asleep")
+            raise asleep()
         try:
             self.check_engine()
         except ApiError as error:

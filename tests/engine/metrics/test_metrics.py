@@ -46,6 +46,9 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "vllm:kv_cache_usage_perc": [MODEL],
     "vllm:gpu_cache_usage_perc": [MODEL],
     "vllm:cache_config_info": [MODEL | dict.fromkeys(CACHE_LABELS, "")],
+    "vllm:engine_sleep_state": [
+        MODEL | {"sleep_state": state} for state in ("awake", "weights_offloaded", "discard_all")
+    ],
     "vllm:lora_requests_info": [
         MODEL | {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""},
     ],
@@ -195,7 +198,9 @@ def test_gauges_and_counters_of_the_contract_are_there_from_the_start_with_all_l
     types = {family.name: family.type for family in page.families}
     for name, labels in expected.items():
         assert types[name.removesuffix("_total")] == type_of, name
-        assert page.by_labels(name) == dict.fromkeys(label_sets(*(OWN | each for each in labels)), 0.0), name
+        found = page.by_labels(name)
+        assert found.keys() == dict.fromkeys(label_sets(*(OWN | each for each in labels))).keys(), name
+        assert sum(found.values()) == (name == "vllm:engine_sleep_state"), name     # which is awake
 
 
 @pytest.mark.parametrize("name", HISTOGRAMS)

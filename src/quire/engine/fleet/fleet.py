@@ -23,7 +23,7 @@ from quire.core.sequence import Request
 from quire.core.step_times import chunk_work
 from quire.engine.fleet.router import Router, Routing
 from quire.engine.launcher import EngineProcess
-from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
+from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped, Tag
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
@@ -34,6 +34,7 @@ from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
+from quire.engine.sizing import same_sizes
 from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ class Fleet(BaseClient):
 
         If there are none of these, all that are alive: the request waits, or the engine refuses it with the reason.
         """
-        self._raise_if_dead()
+        self._check_serves()
         living = self._living
         limit_s = self._settings.options.stall_limit
         making_progress = [number for number in living if self._clients[number].stalled_s <= limit_s] or living
@@ -192,6 +193,11 @@ class Fleet(BaseClient):
         except InvalidRequestError:
             return False
         return True
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were sent, and of which the last output was not read yet."""
+        return sum(client.num_open for client in self._clients)
 
     @property
     def num_queued(self) -> int:
@@ -210,7 +216,7 @@ class Fleet(BaseClient):
 
     async def read_adapter(self, folder: str) -> Adapter:
         """Have an engine read an adapter; the others read it for their first request."""
-        self._raise_if_dead()
+        self._check_serves()
         return await self._clients[self._living[0]].read_adapter(folder)
 
     # --- pinned prefixes ------------------------------------------------------------------------------------------
@@ -251,9 +257,28 @@ class Fleet(BaseClient):
         """Seconds since an engine made progress, although all that are alive have work."""
         return min((self._clients[number].stalled_s for number in self._living), default=0.0)
 
-    def _raise_if_dead(self) -> None:
-        if not self.is_alive:
-            raise EngineDeadError(self.death_reason)
+    async def _sleep(self, level: int) -> None:
+        self._pinning.clear()
+        for number in range(len(self._clients)):
+            self.router.replace(number)
+        try:
+            await self._ask_all(lambda client: client.sleep(level))
+        except EngineError:
+            await self._ask_all(lambda client: client.wake_up())
+            raise
+
+    async def _wake_up(self, tags: tuple[Tag, ...]) -> None:
+        await self._ask_all(lambda client: client.wake_up(tags))
+
+    async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[None]]) -> None:
+        """Ask the engines that are alive, and wait for all of them; one that dies is started again, and does not sleep.
+
+        Raises the first error of another kind.
+        """
+        asked = (ask(self._clients[number]) for number in self._living)
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
+                raise error
 
     async def close(self) -> None:
         """End the engine processes, and with them all requests. Returns when they are gone. Idempotent."""
@@ -291,12 +316,8 @@ class Fleet(BaseClient):
         spawn: Callable[[EngineOptions, int], EngineProcess],
     ) -> None:  # fmt: skip
         """Start an engine in the place of a dead one, of the same sizes: less memory is free now."""
-        dead, options, observer = self._clients[number], self._settings.options, self._observers[number]
-        num_engines = len(self._clients)
-        sized = replace(
-            options, num_kv_blocks=dead.ready.limits.num_blocks * num_engines,
-            num_swap_blocks=dead.ready.num_swap_blocks * num_engines,
-        )  # fmt: skip
+        dead, observer = self._clients[number].ready, self._observers[number]
+        sized = same_sizes(self._settings.options, dead.limits.num_blocks, dead.num_swap_blocks)
         process = spawn(sized, number)
         on_spawn(number, process)
         client = await _connect(process, self._settings, observer, self.request_ids, self.tokenizer, sized)

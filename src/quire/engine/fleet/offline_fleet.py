@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,7 +21,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.constrained import GrammarChecks
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.launcher import EngineProcess, spawn_engines
-from quire.engine.messages import EngineDeadError
+from quire.engine.messages import EngineDeadError, Tag
 from quire.engine.metrics.page import Metrics
 from quire.engine.offline_engine import OfflineEngine, T
 from quire.engine.options import EngineOptions
@@ -170,6 +170,25 @@ class BlockingFleet(OfflineEngine):
         """Return what `read` makes of the engines' observers, which have the state of the last reports."""
         self._check_open()
         return self._loop.run(_observe(self._metrics, self._client, read))
+
+    @property
+    def sleeping(self) -> frozenset[Tag]:
+        """The memory that was freed."""
+        return self._client.sleeping
+
+    def sleep(self, level: int) -> None:
+        """Free the KV caches, and at level 2 the weights as well."""
+        self._check_open()
+        self._loop.run(self._client.sleep(level))
+        for engine in self._metrics.engines:
+            engine.fell_asleep(level)
+
+    def wake_up(self, tags: Collection[Tag]) -> None:
+        """Load the weights, or make the KV caches, or both."""
+        self._check_open()
+        self._loop.run(self._client.wake_up(tags))
+        for engine in self._metrics.engines if not self._client.sleeping else ():
+            engine.woke_up()
 
     def close(self) -> None:
         """End the engine processes, and with them all requests. Returns when they are gone. Idempotent."""

@@ -270,7 +270,7 @@ _COUNTERS = (
 
 @dataclass(slots=True)
 class _Counters:
-    """Counters since the start of the server."""
+    """Counters since the start of the server, and the level of the sleep."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -283,6 +283,7 @@ class _Counters:
     num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     num_restarts: int = 0
     num_unmet_before: int = 0  # steps without room for prompts, by the engines before this one
+    sleep_level: int = 0       # 0: awake
 
 
 class NumTokens(NamedTuple):
@@ -376,6 +377,15 @@ class EngineMetrics:
         """Count an engine that replaced a dead one."""
         self._counters.num_restarts += 1
 
+    def fell_asleep(self, level: int) -> None:
+        """Record that the engine sleeps."""
+        self.engine_died()      # its counters begin anew when it is woken
+        self._counters.sleep_level = level
+
+    def woke_up(self) -> None:
+        """Record that the engine was woken."""
+        self._counters.sleep_level = 0
+
     def engine_died(self) -> None:
         """Record the death of the engine: counters keep their values, all else becomes 0. Idempotent."""
         self._admissions.rest(self._number)
@@ -446,6 +456,10 @@ class EngineMetrics:
         yield gauge("quire:weights_bytes", "Bytes of the weights in memory.", (weights[0] | own, weights[1]))
         graphs = {"captured": state.graphs.num_captured, "failed": state.graphs.num_failed}
         yield gauge("quire:cuda_graphs", "CUDA graphs, and captures that failed.", *by("state", graphs, own))
+        level = self._counters.sleep_level
+        states = {"awake": level == 0, "weights_offloaded": level == 1, "discard_all": level == 2}
+        by_state = by("sleep_state", states, model)
+        yield gauge("vllm:engine_sleep_state", "1 for the state that the engine is in.", *by_state)
         restarts = own, self._counters.num_restarts
         yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", restarts)
 

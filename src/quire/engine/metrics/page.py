@@ -76,7 +76,7 @@ def _histograms(family: Family) -> Iterator[Histogram]:
 
 
 # Codes of the errors that clients get.
-REFUSALS = ("server_overloaded", "shutting_down", "key_limit", "deadline_unmeetable")
+REFUSALS = ("server_overloaded", "shutting_down", "asleep", "key_limit", "deadline_unmeetable")
 QUEUE_BOUNDS = ("max_num_queued_reqs", "max_num_queued_tokens")  # vLLM's names of max_queued_requests and _tokens
 FAILURES = ("request_failed", "engine_unhealthy")
 OLDER_NAMES = {  # names of the same numbers in vLLM up to 0.11, which dashboards still ask for

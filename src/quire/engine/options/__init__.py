@@ -36,6 +36,11 @@ class EngineOptions(  # the fields of the last class come first
         self._check_adapters()
         self._check_swap()
         self._check_batching()
+        if self.enable_sleep_mode and self.is_over_network:
+            raise ConfigError(
+                "enable_sleep_mode True: ranks on several machines (nnodes, distributed_executor_backend 'ray') do not "
+                "sleep; each node's command would have to start them again"
+            )
         if self.model_impl == "transformers" and self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"tensor_parallel_size {self.tensor_parallel_size}: not supported for a model through transformers "

@@ -18,6 +18,7 @@ class EngineSettings(TypedDict, total=False):
     quantization_group_size: int
     quantization_activations: Literal["int8", "bfloat16"] | None
     packed_weights: str | None
+    enable_sleep_mode: bool
     seed: int
     max_logprobs: int
     device: Literal["auto", "cpu", "cuda"]

@@ -109,6 +109,12 @@ class ModelOptions:
         "weights are packed at each start",
     )  # fmt: skip
 
+    enable_sleep_mode: bool = _model(
+        False, "let the operator free the memory of weights and KV cache while nothing runs: /sleep, /wake_up",
+        row="`True`: `LLM.sleep`, or `POST /sleep`, frees the KV cache, and at level 2 the weights, until it is woken "
+        "([below](#sleep-and-wake)). On one machine",
+    )  # fmt: skip
+
     @property
     def model_files(self) -> tuple[str, ...]:
         """Patterns of the files of a hub id that are needed, as in `resolve_model`."""

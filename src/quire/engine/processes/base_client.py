@@ -3,12 +3,13 @@
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from quire.core.block_map import BlockMap, Tier
+from quire.core.errors import EngineAsleepError, EngineError, InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.sequence import Request
-from quire.engine.messages import EngineDeadError, EngineState, Profile, Ready
+from quire.engine.messages import TAGS, EngineDeadError, EngineState, Profile, Ready, Tag
 from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream, RequestStreams
 from quire.engine.requests.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
@@ -26,6 +27,8 @@ class BaseClient(ABC):
         self.tokenizer, self.ready, self.inputs = tokenizer, ready, inputs
         self.pinned = PinnedPrefixes(ready.limits.block_size)
         self.request_ids = request_ids                    # numbers of requests to come
+        self.sleeping: frozenset[Tag] = frozenset()       # memory that was freed; with any no request is computed
+        self._sleep_lock = asyncio.Lock()
 
     @property
     @abstractmethod
@@ -45,6 +48,11 @@ class BaseClient(ABC):
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
     ) -> RequestStream:
         """Queue a request, once. EngineDeadError if no engine is alive."""
+
+    @property
+    @abstractmethod
+    def num_open(self) -> int:
+        """Requests that were sent, and of which the last output was not read yet."""
 
     @property
     @abstractmethod
@@ -89,7 +97,7 @@ class BaseClient(ABC):
 
     async def unpin_prefix(self, prefix_id: str, key_number: int | None = 0) -> None:
         """Unpin a prefix of a key (None: any); its blocks are free on return. UnknownPrefixError if there is none."""
-        self._raise_if_dead()
+        self._check_serves()
         await self.release_pin(self.pinned.remove(prefix_id, key_number))
 
     def expire_prefix(self, prefix_id: str, ttl_s: float) -> None:
@@ -124,9 +132,50 @@ class BaseClient(ABC):
     def stalled_s(self) -> float:
         """Seconds since an engine made progress, although all have work; 0 while one has none."""
 
+    async def sleep(self, level: int) -> None:
+        """Free the KV cache, and at level 2 the weights as well. No request may be open; pinned prefixes are lost.
+
+        An engine that sleeps at level 1 may be asked for level 2. Errors as in `wake_up`.
+        """
+        async with self._sleep_lock:
+            if not self.is_alive:
+                raise EngineDeadError(self.death_reason)
+            if self.num_open:
+                raise InvalidRequestError(f"{self.num_open} requests are open; end them before the sleep")
+            before, self.sleeping = self.sleeping, TAGS
+            try:
+                await self._sleep(level)
+            except EngineError:
+                self.sleeping = before
+                raise
+            self.pinned.clear()
+
+    async def wake_up(self, tags: Collection[Tag] = TAGS) -> None:
+        """Load the weights, or make the KV cache, or both; what does not sleep stays as it is.
+
+        EngineDeadError if no engine is alive; ConfigError or ModelError if the memory, or the files, are not there any
+        more: the engines sleep on, and may be asked again.
+        """
+        async with self._sleep_lock:
+            if not self.is_alive:
+                raise EngineDeadError(self.death_reason)
+            named = tuple(sorted(self.sleeping.intersection(tags)))
+            if named:
+                await self._wake_up(named)
+                self.sleeping -= frozenset(named)
+
     @abstractmethod
-    def _raise_if_dead(self) -> None:
-        """Raise EngineDeadError if no engine is alive."""
+    async def _sleep(self, level: int) -> None: ...
+
+    @abstractmethod
+    async def _wake_up(self, tags: tuple[Tag, ...]) -> None: ...
+
+    def _check_serves(self) -> None:
+        """Raise EngineDeadError if no engine is alive, EngineAsleepError while they sleep."""
+        if not self.is_alive:
+            raise EngineDeadError(self.death_reason)
+        if self.sleeping:
+            raise EngineAsleepError
 
     @abstractmethod
     async def close(self) -> None:
@@ -142,6 +191,11 @@ class SingleEngine(BaseClient):
     @property
     def engines(self) -> "Sequence[SingleEngine]":
         return (self,)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were sent, and of which the last output was not read yet."""
+        return len(self._streams)
 
     @property
     def num_queued(self) -> int:

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 from quire.core.block_map import BlockMap, Tier
-from quire.core.errors import DeadlineExceededError, EngineError, InvalidRequestError, ModelError, RequestFailedError
+from quire.core.errors import (
+    DeadlineExceededError,
+    EngineAsleepError,
+    EngineError,
+    InvalidRequestError,
+    ModelError,
+    RequestFailedError,
+)
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
@@ -27,7 +34,15 @@ from quire.core.sequence import Request
 from quire.engine import messages
 from quire.engine.formats import TokenizerUse, load_tokenizer
 from quire.engine.launcher import EngineProcess
-from quire.engine.messages import Command, EngineDeadError, EngineState, Profile, Report
+from quire.engine.messages import (
+    Command,
+    EngineDeadError,
+    EngineState,
+    Profile,
+    Report,
+    SleepReply,
+    Tag,
+)
 from quire.engine.options import EngineOptions
 from quire.engine.options.parallel_options import START_TIMEOUT_S
 from quire.engine.processes.base_client import SingleEngine
@@ -47,9 +62,9 @@ class EngineConnection:
 
     def __init__(
         self, engine: EngineProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-        tokenizer: Tokenizer | None, ready: messages.Ready,
+        tokenizer: Tokenizer | None, ready: messages.Ready, start_timeout_s: float,
     ) -> None:  # fmt: skip
-        self.engine, self.tokenizer, self.ready = engine, tokenizer, ready
+        self.engine, self.tokenizer, self.ready, self.start_timeout_s = engine, tokenizer, ready, start_timeout_s
         self._writer = writer
         # Waits for the next report. EOFError or ConnectionError when the engine is gone.
         self.receive = partial(_receive, reader)
@@ -75,7 +90,7 @@ class EngineConnection:
             if isinstance(error, (EOFError, ConnectionError)):
                 raise EngineDeadError(f"the engine process ended while it loaded ({_exit_text(status)})") from error
             raise
-        return cls(engine, reader, writer, tokenizer, ready)
+        return cls(engine, reader, writer, tokenizer, ready, start_timeout_s)
 
     def send(self, message: bytes) -> None:
         """Send a frame. A connection that is closing drops it: its reader finds the end."""
@@ -135,6 +150,12 @@ def _exit_text(status: int) -> str:
 
 
 log = logging.getLogger(__name__)
+
+
+def _check(reply: SleepReply) -> None:
+    """Raise the error of an engine that could not sleep or be woken."""
+    if reply.error is not None:
+        raise messages.error_from(reply.error)
 
 
 class Observer(Protocol):
@@ -250,7 +271,7 @@ class EngineClient(SingleEngine):
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
     ) -> RequestStream:
         """Queue a request, once. EngineDeadError if the engine has died."""
-        self._raise_if_dead()
+        self._check_serves()
         message = frame(messages.add_message(prepared.request))   # first: a request that cannot be sent leaves no trace
         self._record_sent(prepared.request)
         self._await_sign()
@@ -267,7 +288,7 @@ class EngineClient(SingleEngine):
 
     async def read_adapter(self, folder: str) -> Adapter:
         """Have the engine read the LoRA adapter of a folder. ModelError with the reason if it cannot be served."""
-        self._raise_if_dead()
+        self._check_serves()
         reply = await self._pending.read_adapter(folder)
         if reply.adapter is None:
             raise ModelError(reply.error)
@@ -275,12 +296,12 @@ class EngineClient(SingleEngine):
 
     async def start_profile(self) -> bool:
         """Start a profile; return False if one runs. EngineDeadError if the engine has died."""
-        self._raise_if_dead()
+        self._check_serves()
         return (await self._pending.profile(messages.StartProfile)).is_done
 
     async def stop_profile(self) -> Profile | None:
         """End the profile and return it; None if there is none. EngineDeadError if the engine has died."""
-        self._raise_if_dead()
+        self._check_serves()
         return (await self._pending.profile(messages.StopProfile)).profile
 
     def _on_closed(self, request_id: int) -> None:
@@ -297,7 +318,7 @@ class EngineClient(SingleEngine):
 
     async def release_pin(self, request_id: int) -> None:
         """Release what a request has pinned; its blocks are free on return. EngineDeadError if the engine has died."""
-        self._raise_if_dead()
+        self._check_serves()
         await self._pending.unpin(request_id)
 
     # --- the engine -----------------------------------------------------------------------------------------------
@@ -309,7 +330,7 @@ class EngineClient(SingleEngine):
         `timeout_s`, EngineDeadError if the engine has died.
         """
         async with asyncio.timeout(timeout_s):
-            return await self._pending.block_map(first, count, tier, self._raise_if_dead)
+            return await self._pending.block_map(first, count, tier, self._check_serves)
 
     @property
     def is_alive(self) -> bool:
@@ -328,7 +349,7 @@ class EngineClient(SingleEngine):
 
     @property
     def _has_no_work(self) -> bool:
-        return self._is_idle and not self._streams.queued.requests
+        return (self._is_idle and not self._streams.queued.requests) or bool(self.sleeping)
 
     def log_stacks(self) -> None:
         """Make the engine write the stacks of its threads to its error stream, as soon as it can."""
@@ -345,9 +366,24 @@ class EngineClient(SingleEngine):
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _raise_if_dead(self) -> None:
+    def _check_serves(self) -> None:
         if self._death.done():
             raise EngineDeadError(self._death.result())
+        if self.sleeping:
+            raise EngineAsleepError
+
+    async def _sleep(self, level: int) -> None:
+        _check(await self._pending.sleep(level))
+
+    async def _wake_up(self, tags: tuple[Tag, ...]) -> None:
+        """Wake the engine, and end it if it gives no sign of life, as at start."""
+        pid, limit_s = self._connection.engine.process.pid, self._connection.start_timeout_s
+        try:
+            _check(await with_start_timeout(self._pending.wake(tags), pid, limit_s))
+        except EngineDeadError as error:
+            if self.is_alive:
+                self._kill(str(error))
+            raise
 
     def _send(self, command: Command) -> None:
         """Send a command about what the engine knows. If it is lost, so is the engine: the two would disagree."""
@@ -398,7 +434,7 @@ class EngineClient(SingleEngine):
 
     async def _end_when_silent(self) -> None:
         """End an engine of several ranks, which sends heartbeats, once it has sent none for the stall limit."""
-        await wait_for_stall(self._stall_limit_s, lambda: self._num_reports, lambda: True, lambda: None)
+        await wait_for_stall(self._stall_limit_s, lambda: self._num_reports, lambda: not self.sleeping, lambda: None)
         self._kill(f"the engine process gave no sign for {self._stall_limit_s:g} s (stall_limit)")
 
     async def _watch_progress(self) -> None:
@@ -406,7 +442,8 @@ class EngineClient(SingleEngine):
         limit_s = self._stall_limit_s
 
         def ask() -> None:
-            self._send(messages.Ping())
+            if not self.sleeping:
+                self._send(messages.Ping())
 
         while True:
             await wait_for_stall(limit_s, lambda: self._num_signs, lambda: not self._has_no_work, ask)
@@ -439,7 +476,7 @@ class EngineClient(SingleEngine):
                 self._streams.fail(request_id, InvalidRequestError(message, param=param, code=code))
             case messages.BlocksReply(command, block_map):
                 self._pending.resolve(command, block_map)
-            case messages.AdapterReply(asked) | messages.ProfileReply(asked):
+            case messages.AdapterReply(asked) | messages.ProfileReply(asked) | messages.SleepReply(asked):
                 self._pending.resolve(asked, report)
             case messages.Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")

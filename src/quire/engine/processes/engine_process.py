@@ -43,6 +43,7 @@ from quire.model.resolve import resolve_model, resolve_tokenizer
 
 if TYPE_CHECKING:
     from quire.engine.assembly import AssembledEngine
+    from quire.engine.sleeping import SleepingEngine
     from quire.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -117,18 +118,20 @@ class EngineLoop:
         self._quiet_since_s = time.monotonic()  # the end of the last step
         self._is_checked = False                # since then
         self._checking: Iterator[None] | None = None  # the rest of the check for leaks
+        self._sleep: messages.Sleep | None = None  # the command that ends the loop
         self._pending_adds = deque[bytes]()          # messages of requests not added yet, in order
         self._aborted: set[int] = set()         # ids that may be among them
 
-    def run(self) -> NoReturn:
-        """Step for as long as the process lives."""
-        while True:
+    def run(self) -> messages.Sleep:
+        """Step until the engine is told to sleep, which it can: no request is left."""
+        while self._sleep is None:
             self._handle_commands()
             self._add_pending()
             if self._engine.scheduler.has_requests:
                 self._step()
-            elif not self._pending_adds and self._commands.empty():
+            elif self._sleep is None and not self._pending_adds and self._commands.empty():
                 self._wait_for_command()
+        return self._sleep
 
     def _handle_commands(self) -> None:
         """Handle commands that have arrived, in order, up to a bound on the work between two steps."""
@@ -186,10 +189,24 @@ class EngineLoop:
                 profiler, self._profiler = self._profiler, None
                 profile = None if profiler is None else profiler.stop()
                 self._send(messages.ProfileReply(command, profile is not None, profile))
+            case messages.Sleep() | messages.Wake():
+                self._fall_asleep(command)
             case messages.Ping():
                 pass                                # a report follows every command
             case Start():
                 raise AssertionError("started twice")
+
+    def _fall_asleep(self, command: messages.Sleep | messages.Wake) -> None:
+        """End the loop, unless requests are left; the engine is awake until then."""
+        while self._pending_adds:
+            self._add_pending()                 # those that were aborted are not added
+        if isinstance(command, messages.Wake):
+            self._send(messages.SleepReply(command))
+        elif self._engine.scheduler.has_requests:
+            error = InvalidRequestError("requests wait or run: an engine sleeps without any")
+            self._send(messages.SleepReply(command, messages.failed(error)))
+        else:
+            self._sleep = command
 
     def _read_adapter(self, command: messages.ReadAdapter, folder: str) -> None:
         """Have an adapter read; the thread that reads it sends the answer."""
@@ -319,6 +336,20 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     from quire.engine.assembly import assemble  # noqa: PLC0415 (for a second; the server reads its tokenizer meanwhile)
 
     assembled = assemble(replace(start.options, model=str(folder)), loads_tokenizer=False)
+    report: Report = assembled.ready
+    from quire.engine.sleeping import SleepingEngine  # noqa: PLC0415 (imports what is loaded by now)
+
+    while True:
+        asked = _serve_awake(assembled, report, connection, commands)
+        sleeping = SleepingEngine(assembled, asked.level, loads_tokenizer=False)
+        del assembled
+        assembled, report = _serve_asleep(sleeping, asked, connection, commands)
+
+
+def _serve_awake(
+    assembled: "AssembledEngine", report: Report, connection: Connection, commands: SimpleQueue[bytes]
+) -> messages.Sleep:
+    """Send the report that the engine is there, and serve commands until one tells it to sleep."""
     if assembled.ranks is not None:
         connection.on_end = assembled.ranks.dismiss
         assembled.ranks.on_lost = partial(end_with, connection)
@@ -326,7 +357,7 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
             raise assembled.ranks.lost
     gc.freeze()  # else a full collection looks through all that was loaded, in the middle of a step
     gc.enable()
-    connection.send(assembled.ready)
+    connection.send(report)
     if assembled.ranks is not None:
         assembled.ranks.on_beat = connection.beat
     from quire.model.decoder import Decoder  # noqa: PLC0415 (loaded by now)
@@ -335,7 +366,40 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     timed = model if isinstance(model, Decoder) and str(model.device) == "cpu" else None   # a GPU's ops run later
     heartbeat = _make_heartbeat(assembled, lambda: connection.send(messages.Alive()))
     heartbeat.start()
-    EngineLoop(assembled.engine, commands, connection.send, heartbeat, timed).run()
+    try:
+        return EngineLoop(assembled.engine, commands, connection.send, heartbeat, timed).run()
+    finally:
+        heartbeat.stop()
+        gc.unfreeze()
+
+
+def _serve_asleep(
+    sleeping: "SleepingEngine", asked: messages.Sleep, connection: Connection, commands: SimpleQueue[bytes]
+) -> "tuple[AssembledEngine, Report]":
+    """Free the memory, and answer commands until one wakes the engine; return it, and the answer to that one."""
+    connection.on_end = lambda: None
+    sleeping.free()
+    connection.send(messages.SleepReply(asked))
+    while True:
+        connection.send(messages.Idle(EngineState(0, 0, 0)))
+        command = messages.decode_command(commands.get())
+        if isinstance(command, messages.Sleep):
+            sleeping.deepen(command.level)
+            sleeping.free()
+            connection.send(messages.SleepReply(command))
+        elif isinstance(command, messages.Wake):
+            gc.disable()    # as at start
+            try:
+                woken, error = sleeping.wake(command.tags), None
+            except Exception as failure:
+                woken, error = None, messages.failed(failure)
+                is_fault = error.kind == messages.FAULT
+                log.error("the engine sleeps on: %s", failure, exc_info=failure if is_fault else None)
+            if woken is not None:
+                return woken, messages.SleepReply(command)
+            gc.enable()
+            sleeping.free()     # what a failure has left, and what loading took
+            connection.send(messages.SleepReply(command, error))
 
 
 def end_with(connection: Connection, error: Exception) -> None:

@@ -129,9 +129,10 @@ class Heartbeat:
         self._is_on_time = is_on_time or self._has_advanced
         self._last = progress()
         self._is_working = threading.Event()
+        self._is_over = False
 
     def start(self) -> None:
-        """Start the thread; it ends with the process."""
+        """Start the thread; it ends with `stop`, or with the process."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def resume(self) -> None:
@@ -142,10 +143,15 @@ class Heartbeat:
         """Stop sending heartbeats: the engine is idle."""
         self._is_working.clear()
 
+    def stop(self) -> None:
+        """End the thread, which sends nothing any more."""
+        self._is_over = True
+        self._is_working.set()
+
     def _run(self) -> None:
-        while self._is_working.wait():
+        while self._is_working.wait() and not self._is_over:
             time.sleep(HEARTBEAT_INTERVAL_S)
-            if self._is_on_time(self._progress()):
+            if not self._is_over and self._is_on_time(self._progress()):
                 self._beat()
 
     def _has_advanced(self, num_layers: int) -> bool:

@@ -14,8 +14,12 @@ from quire.engine.messages import (
     GetBlocks,
     ProfileReply,
     ReadAdapter,
+    Sleep,
+    SleepReply,
     StartProfile,
     StopProfile,
+    Tag,
+    Wake,
 )
 
 
@@ -26,7 +30,7 @@ class PendingCommands:
         self._send = send
         self.futures: dict[Command, asyncio.Future[Any]] = {}
         self._map_numbers, self._adapter_numbers = itertools.count(), itertools.count()
-        self._profile_numbers = itertools.count()
+        self._profile_numbers, self._sleep_numbers = itertools.count(), itertools.count()
         self._map_lock = asyncio.Lock()      # the engine is asked for one map at a time: each costs a step some time
 
     def __len__(self) -> int:
@@ -52,6 +56,16 @@ class PendingCommands:
     async def profile(self, kind: type[StartProfile | StopProfile]) -> ProfileReply:
         """Start or end a profile; return the answer."""
         reply: ProfileReply = await self._request(kind(next(self._profile_numbers)))
+        return reply
+
+    async def sleep(self, level: int) -> SleepReply:
+        """Let the engine sleep; return the answer."""
+        reply: SleepReply = await self._request(Sleep(next(self._sleep_numbers), level))
+        return reply
+
+    async def wake(self, tags: tuple[Tag, ...]) -> SleepReply:
+        """Wake the engine; return the answer."""
+        reply: SleepReply = await self._request(Wake(next(self._sleep_numbers), tags))
         return reply
 
     async def _request(self, command: Command) -> Any:  # noqa: ANN401 (whatever the engine answers)

@@ -87,6 +87,11 @@ class PinnedPrefixes:
         self._on_removal.pop(prefix_id, lambda: None)()
         return found.request_id
 
+    def clear(self) -> None:
+        """Remove all prefixes: the cache that had them is gone."""
+        for prefix_id in [*self._pinned]:
+            self.remove(prefix_id, None)
+
 
 def _in_seconds(ttl_s: float) -> int:
     """Return the time after `ttl_s`, in whole seconds since 1970."""

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -170,13 +170,13 @@ class FusedOps:
         self._externals = buffers.externals(self._outputs.values())
         self._cache_ops = {op.layer: op for op in stretch if isinstance(op, ops.AttentionOp | ops.RotaryWriteOp)}
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
-        self._keys: Sequence[Array] | None = None  # the caches that the extension has addresses of
+        self._first_keys: Callable[[], Array | None] = lambda: None  # of the caches that the extension has addresses of
         self._linears = buffers.linears
         self._factors = WeakKeyDictionary[AdapterWeights, _kernels.AdapterFactors]()
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Run the stretch; activations that it reads may be overwritten."""
-        if inputs.keys is not self._keys:
+        if inputs.keys and inputs.keys[0] is not self._first_keys():
             self._use_caches(inputs)
         num_tokens, positions, slots = inputs.metadata.num_tokens, inputs.positions, inputs.slot_mapping
         assert num_tokens == len(positions) == len(slots)
@@ -229,7 +229,7 @@ class FusedOps:
             keys, values = inputs.keys[layer], inputs.values[layer]
             caches[layer] = layer_cache(keys, values, sizes, self._dtype, op.spec.kv_scales)
         self._program.use_caches(caches, block_size)
-        self._keys = inputs.keys
+        self._first_keys = ref(inputs.keys[0])  # weak: a model outlives the cache of an engine that sleeps
 
 
 def _low_rank(layer: LowRankLayer | None) -> _kernels.LowRankFactors:

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from quire.core.version import __version__
-from quire.server.errors import shutting_down
+from quire.server.errors import asleep, shutting_down
 from quire.server.service import Service
 
 router = APIRouter(tags=["system"])
@@ -37,6 +37,8 @@ async def ready(request: Request) -> Response:
     service.check_engine()
     if service.is_draining:
         raise shutting_down()
+    if service.is_asleep:
+        raise asleep()
     return JSONResponse({})
 
 
