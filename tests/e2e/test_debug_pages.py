@@ -172,6 +172,36 @@ def test_charts_show_the_steps_and_the_slider_goes_back_in_time(server: ServerPr
     in_browser(visit)
 
 
+def test_map_of_a_step_of_the_past_is_shown_again(server: ServerProcess) -> None:
+    body = {"prompt": PREFIX, "n": 4, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+    async def visit(page: Page) -> None:
+        url = f"{server.url}/v1/completions"
+        async with httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client:
+            await client.post(url, json=body | {"n": 1, "max_tokens": 4, "stream": False})
+            await page.open(f"{server.url}/debug/blocks", password=KEY)
+            async with client.stream("POST", url, json=body):
+                await page.until("document.querySelectorAll('#holders .swatch').length === 4")
+                await page.until("document.querySelector('#used').textContent > '40'")
+        await page.until("document.querySelector('#used').textContent === '0'")
+        assert await page.text("#map-hint") == ""
+        await page.evaluate("document.querySelector('#moment').focus()")
+        for _ in range(200):
+            await page.key("ArrowLeft")
+            if await page.evaluate("document.querySelectorAll('#holders .swatch').length === 4"):
+                break
+        assert (await page.text("#map-hint")).startswith("As it was ")
+        assert int(await page.text("#used")) > 8
+        assert await page.evaluate("document.querySelectorAll('#grid .cell.used').length >= 8")
+        await page.evaluate("(({ min }) => { moment.value = min; moment.dispatchEvent(new Event('input')); })(moment)")
+        assert (await page.text("#map-hint")).startswith("No map of that moment: this is the map of now.")
+        await page.press("#to-now")
+        await page.until("document.querySelector('#used').textContent === '0'")
+        assert await page.text("#map-hint") == ""
+
+    in_browser(visit)
+
+
 def test_charts_are_for_the_operator_alone_where_there_is_one(demo_model: Path) -> None:
     async def visit(page: Page) -> None:
         await page.open(f"{server.url}/debug/blocks", password=KEY)

@@ -31,7 +31,7 @@ const words = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 
 
 export class Charts {
   constructor(engine) {
-    Object.assign(this, { engine, steps: [], next: 0, now: 0, askedAt: 0, span: 60, chosen: undefined });
+    Object.assign(this, { engine, steps: [], next: 0, now: 0, askedAt: 0, span: 60, chosen: undefined, onChoose: () => {} });
     this.canvas = byId("chart");
     this.slider = byId("moment");
     this.figures = Object.fromEntries(Object.keys(SERIES).map((name) => [name, element("dd", { class: "figure" })]));
@@ -91,6 +91,18 @@ export class Charts {
   choose(step) {
     this.chosen = step;
     this.draw();
+    this.onChoose(step);
+  }
+
+  // Return the server's time at a time of this browser.
+  timeAt(milliseconds) {
+    return this.now - (this.askedAt - milliseconds) / 1000;
+  }
+
+  // Return a time of the server as words: how long ago it was, and when by this browser's clock.
+  clock(time) {
+    const ago = this.now - time;
+    return `${words(ago)} s ago, at ${new Date(this.askedAt - 1000 * ago).toLocaleTimeString()}`;
   }
 
   // Return the last step up to a number; undefined past the last one: now.
@@ -192,9 +204,7 @@ export class Charts {
       if (this.figures[name].textContent !== value) this.figures[name].textContent = value;
       return `${text} ${value}`;
     });
-    const ago = this.now - moment;
-    const clock = new Date(this.askedAt - 1000 * ago).toLocaleTimeString();
-    const when = this.chosen ? `${words(ago)} s ago, at ${clock}` : "now";
+    const when = this.chosen ? this.clock(moment) : "now";
     show("moment-when", when);
     show("moment-step", step ? `step ${step.number.toLocaleString("en-US")}: ${step.kind ?? "nothing computed"}, ` +
       `${step.rows} sequences${step.reason ? `, the next one waits for: ${step.reason}` : ""}` : "no step yet");

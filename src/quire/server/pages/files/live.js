@@ -7,6 +7,7 @@ import { ask, byId, element, paint, show, tell } from "./dom.js";
 const NUM_COLUMNS = 32;
 const NUM_BLOCKS = 1024; // in a window
 const PAUSE_MS = 1000;
+const MOST_CHARS = 1 << 25; // of the past maps that this page keeps, as JSON
 const ENGINE = encodeURIComponent(new URLSearchParams(location.search).get("engine") ?? "0"); // of several
 const charts = new Charts(ENGINE);
 
@@ -49,8 +50,9 @@ class Tier {
     this.open(this.first + pages * NUM_BLOCKS);
   }
 
-  // Show the window with a block.
+  // Show the window with a block, as it is now: of the past there is no other window.
   open(block) {
+    if (charts.chosen) charts.choose(undefined);
     const inside = Math.max(0, Math.min(block, this.total - 1));
     this.first = inside - (inside % NUM_BLOCKS);
     if (this === kv) setFollowing(false);
@@ -104,9 +106,31 @@ class Overview {
   }
 }
 
+// Maps of the past, oldest first, each as text with the time at which it came, by the server's clock.
+class PastMaps {
+  constructor() {
+    Object.assign(this, { maps: [], numChars: 0 });
+  }
+
+  add(time, maps) {
+    const text = JSON.stringify(maps);
+    this.maps.push({ time, text });
+    for (this.numChars += text.length; this.numChars > MOST_CHARS; this.maps.shift()) {
+      this.numChars -= this.maps[0].text.length;
+    }
+  }
+
+  // Return the last one up to a time; undefined if this page was not open then.
+  at(time) {
+    return this.maps.findLast((map) => map.time <= time);
+  }
+}
+
 const kv = new Tier("kv", "");
 const swap = new Tier("swap", "swap-");
 const overview = new Overview(byId("overview"), byId("window"));
+const past = new PastMaps();
+let isPast = false; // a map of the past is shown
 let active = kv; // whose chosen block is told of
 
 function activate(tier) {
@@ -202,6 +226,22 @@ function showMaps(map, away) {
   showHolders([...holders.values()]);
 }
 
+// Show the map of a step that was chosen, the last one that came before its end; of undefined that of now.
+function showMoment(step) {
+  const found = step && past.at(step.end);
+  isPast = Boolean(found);
+  if (isPast) {
+    const [map, away] = JSON.parse(found.text);
+    kv.first = map.first;
+    showMaps(map, away);
+  } else refresh();
+  const kept = `This page keeps maps while it is open, one a second: ${past.maps.length.toLocaleString("en-US")}`;
+  const which = isPast ? `As it was ${charts.clock(found.time)}.` : "No map of that moment: this is the map of now.";
+  show("map-hint", step ? `${which} ${kept} by now.` : "");
+}
+
+charts.onChoose = showMoment;
+
 async function refresh() {
   clearTimeout(timer);
   const number = ++numRefreshes;
@@ -213,9 +253,12 @@ async function refresh() {
       map = await kv.ask();
     }
     const away = map.stats.swap_total_blocks > 0 ? await swap.ask() : undefined;
+    const cameAt = Date.now();
     if (number !== numRefreshes) return; // another window is on its way
-    showMaps(map, away);
+    isPast &&= Boolean(charts.chosen); // not of a server that was started again
+    if (!isPast) showMaps(map, away);
     await charts.refresh();
+    if (!charts.isRefused) past.add(charts.timeAt(cameAt), [map, away]);
     answeredAt = new Date().toLocaleTimeString();
     document.body.classList.remove("stale");
     tell(isPaused ? "paused" : "live");
