@@ -26,10 +26,11 @@ from quire.core.errors import (
 from quire.core.options import declared_options
 from quire.engine.metrics.page import Counter, Gauge, Histogram
 from quire.engine.options import EngineOptions
-from quire.engine.options.keywords import EngineSettings
+from quire.engine.options.keywords import EngineSettings, VllmSettings
 from quire.engine.requests.output_processor import OutputProcessor
 from quire.engine.requests.pinned_prefixes import PinnedPrefixes
 from quire.model.decoder import Decoder
+from quire_vllm.translation import ROWS
 from support.faults import raising
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -62,6 +63,7 @@ def test_an_llm_says_what_it_is(demo_model: Path) -> None:
 
 def test_misspelt_settings_are_told_with_the_nearest() -> None:
     near = {"modle": "; did you mean model?", "max_model_length": "; did you mean max_model_len?", "colour": ""}
+    near |= {each[:-1]: f"; did you mean {each}?" for each in ("trust_remote_code", "num_gpu_blocks_override")}
     for given, told in near.items():
         with pytest.raises(TypeError) as raised:
             LLM(**{given: 1})
@@ -81,9 +83,12 @@ def test_misspelt_parameters_are_told_with_the_nearest() -> None:
 
 def test_keyword_arguments_have_the_types_of_their_options() -> None:
     own = inspect.signature(LLM.__init__).parameters
-    typed = get_type_hints(EngineSettings)
+    typed, vllm = get_type_hints(EngineSettings), get_type_hints(VllmSettings).keys()
+    typed = {name: hint for name, hint in typed.items() if name not in vllm}
     options = {option.name: option.hint for option in declared_options(EngineOptions)}
     assert typed == {name: hint for name, hint in options.items() if name not in own}
+    named = {*options, "structured_outputs_config"}
+    assert vllm == {row.name for row in ROWS.values() if row.is_engine and row.does == "renamed" and row.own in named}
     assert options.keys() == typed.keys() | own.keys() - {"self", "settings", "structured_outputs_config"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, Unpack, cast
 
-from quire.core.checks import nearest, one_each, refuse
+from quire.core.checks import one_each, refuse
 from quire.core.displays import html_of_cache, table
 from quire.core.errors import ConfigError, EngineAsleepError, InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
@@ -79,9 +79,6 @@ class LLM:
         found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
         named = settings | {"structured_outputs_config": structured_outputs_config}
         others: dict[str, Any] = load(ARGUMENT_NAMES, "keywords")(named, _SETTINGS)
-        if unknown := [name for name in others if name not in _SETTINGS]:
-            near = nearest(unknown[0], _SETTINGS)
-            raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}{near}")
         self._grammar_config = parse_config(_as_json(others.pop("structured_outputs_config", None)))
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from quire.core.checks import nearest
 from quire.core.errors import ConfigError
 from quire_vllm.argument_rows import ENGINE_ROWS, OLDER_ROWS, SERVER_ROWS
 from quire_vllm.values import Row, parsed
@@ -74,12 +75,16 @@ def _short(value: object) -> str:
 def engine_settings(given: Mapping[str, Any], options: Collection[str]) -> dict[str, Any]:
     """Return the settings of an engine with the options named, from keywords in the names of Quire and of vLLM.
 
-    A name that neither has is left as it is. Logs arguments without effect. Raises ConfigError as `meaning` does, and
-    if two names of one option are given with different values; objects are one if no key of theirs differs.
+    Logs arguments without effect. TypeError for a name that neither has, with the nearest one. Raises ConfigError as
+    `meaning` does, and if two names of one option are given with different values; objects are one if no key of theirs
+    differs.
     """
     settings: dict[str, Any] = {}
     for name, value in given.items():
         row = ROWS.get(name)
+        if name not in options and (row is None or not row.is_engine):
+            near = nearest(name, {*options, *(row.name for row in ROWS.values() if row.is_engine)})
+            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{near}")
         told = Meaning({name: value}) if row is None or not row.is_engine else meaning(row, value, name, options)
         if told.remark:
             log.info("%s", told.remark)

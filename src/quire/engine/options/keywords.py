@@ -1,9 +1,24 @@
 """EngineSettings: the keyword arguments of `LLM` with their types, for type checkers and editors."""
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 
-class EngineSettings(TypedDict, total=False):
+class VllmSettings(TypedDict, total=False):
+    """Arguments of vLLM's LLM that set an option under another name here (docs/coming-from-vllm.md)."""
+
+    num_gpu_blocks_override: int
+    kv_cache_memory_bytes: int
+    compilation_config: Any
+    cuda_graph_sizes: list[int]
+    convert: str
+    task: str
+    speculative_model: str
+    num_speculative_tokens: int
+    guided_decoding_disable_any_whitespace: bool
+    guided_decoding_disable_additional_properties: bool
+
+
+class EngineSettings(VllmSettings, total=False):
     """Fields of EngineOptions that `LLM` passes on as they are; docs/reference.md has their meaning and defaults."""
 
     revision: str | None
