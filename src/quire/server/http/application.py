@@ -305,6 +305,12 @@ def with_cors(app: ASGIApp, options: ServerOptions) -> ASGIApp:
     )  # fmt: skip
 
 
+def strip_root(scope: Scope, root: str) -> None:
+    """Remove the root path of a server from the path of a request, where a proxy has left it."""
+    if scope["raw_path"].startswith(root.encode() + b"/"):
+        scope["path"], scope["raw_path"] = scope["path"].removeprefix(root), scope["raw_path"][len(root.encode()) :]
+
+
 class Application(FastAPI):
     """The routes of a service, which they find as `request.app.state.service`."""
 
@@ -316,7 +322,7 @@ class Application(FastAPI):
         self._keys = ApiKeys(options) if self._needs_key or options.operator_api_key is not None else None
         self._log = RequestLog(options.log_requests)
         self._returns_client_ids = options.enable_request_id_headers
-        self._root_path, self._raw_root_path = options.root_path, options.root_path.encode()
+        self._root_path = options.root_path
         self._endpoints = dict[tuple[str, str], Callable[[Request], Awaitable[Response]]]()   # keyed by method and path
         self._checked = with_cors(self._check_and_dispatch, options)
 
@@ -339,9 +345,8 @@ class Application(FastAPI):
             await super().__call__(scope, receive, send)
             return
         scope["app"] = self
-        if self._root_path and scope["raw_path"].startswith(self._raw_root_path + b"/"):
-            scope["path"] = scope["path"].removeprefix(self._root_path)     # a proxy has left its prefix
-            scope["raw_path"] = scope["raw_path"][len(self._raw_root_path) :]
+        if self._root_path:
+            strip_root(scope, self._root_path)
         record = scope[RECORD] = RequestRecord(client_request_id=client_id_in(scope))
         sender = _Sender(send, record, returns_client_id=self._returns_client_ids)
         started_s, traces = time.monotonic(), self._service.traces

@@ -22,7 +22,7 @@ from quire.core.errors import ModelError
 from quire.core.version import __version__
 from quire.server.apis.messages.messages_bodies import error_body as messages_error_body
 from quire.server.errors import ApiError, as_api_error, body_memory_full, invalid, shutting_down
-from quire.server.http.application import ApiKeys, RequestLog, RequestRecord, client_id_in, with_cors
+from quire.server.http.application import ApiKeys, RequestLog, RequestRecord, client_id_in, strip_root, with_cors
 from quire.server.models.model_process import ModelProcess
 from quire.server.models.ollama import PREFIX, OllamaRoutes
 from quire.server.models.ollama_forms import error_body as ollama_error_body
@@ -65,9 +65,8 @@ class ModelsApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        root = self._options.root_path
-        if root and scope["raw_path"].startswith(root.encode() + b"/"):
-            scope["path"], scope["raw_path"] = scope["path"].removeprefix(root), scope["raw_path"][len(root) :]
+        if self._options.root_path:
+            strip_root(scope, self._options.root_path)
         await self._app(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
