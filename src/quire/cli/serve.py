@@ -1,5 +1,6 @@
 """`quire serve`: an OpenAI-compatible server over one model."""
 
+import os
 import signal
 from typing import NoReturn
 
@@ -21,6 +22,10 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
         from quire.server.models.start_models import start_models  # noqa: PLC0415 (aiohttp, for several models)
 
         start_models(engine, server)
+    if engine.model is not None and not os.path.exists(engine.model):
+        from quire.cli.models.pull_command import fetch_missing  # noqa: PLC0415 (NumPy, for models of a hub)
+
+        fetch_missing(engine)
     if engine.node_rank == 0:
         start(engine, server)
     else:

@@ -5,6 +5,7 @@ The hub is a small server of this machine (support/hub_server.py), its client th
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.errors import ModelError
 from quire.core.hub import HUB_FILES, HubName, aliases_file, gguf_tags, parse_hub_name, pick_gguf
+from quire.engine.options import EngineOptions
 from quire.model.resolve import DEMO_MODEL, resolve_model
 from support.command_line import Run
 from support.gguf_files import convert
@@ -153,6 +155,34 @@ def test_what_cannot_run_here_is_told_before_any_weights(
     assert all(each.endswith(".json") for each in hub.names_sent())
     assert run("pull", NAME, "--anyway").code == 0
     assert f"{NAME}/{WEIGHTS}" in hub.names_sent()
+
+
+def test_serve_makes_the_same_checks_with_its_own_options(
+    hub: HubServer, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[EngineOptions] = []
+    monkeypatch.setattr("quire.cli.serve.start", lambda engine, options: started.append(engine))
+    config = (DEMO_MODEL / "config.json").read_bytes()
+    for changes, arguments, told in (
+        ({"architectures": ["NoModelForCausalLM"]}, ("--model-impl", "quire"), "NoModelForCausalLM"),
+        ({}, ("--num-kv-blocks", "1000000000000"), "are free"),
+    ):
+        hub.repositories[NAME].files["config.json"] = json.dumps(json.loads(config) | changes).encode()
+        ran = run("serve", NAME, *arguments)
+        assert (ran.code, started) == (1, [])
+        assert told in ran.err
+        assert f"quire pull {NAME} --anyway" in ran.err
+        assert f"{NAME}/{WEIGHTS}" not in hub.names_sent()
+        shutil.rmtree(tmp_path / "hub")
+    hub.repositories[NAME].files["config.json"] = config
+    assert run("serve", NAME, "--load-format", "dummy").code == 0
+    assert f"{NAME}/{WEIGHTS}" not in hub.names_sent()
+    assert run("serve", NAME).code == 0
+    assert f"{NAME}/{WEIGHTS}" in hub.names_sent()
+    hub.sent.clear()
+    assert run("serve", NAME).code == run("serve", "quire/not-there").code == 0     # the engine tells what it tried
+    assert not hub.names_sent()
+    assert [engine.model for engine in started] == [NAME, NAME, NAME, "quire/not-there"]
 
 
 def test_full_disk_is_told_before_anything_is_fetched(hub: HubServer, run: Run) -> None:

@@ -13,7 +13,9 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from glob import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -37,10 +39,12 @@ from quire.core.hub import (
     is_offline,
     needs_pick,
     snapshot,
+    whole_in_cache,
 )
 from quire.core.optional_package import PLANS
 from quire.core.optional_package import load as load_entry_point
 from quire.engine.options import EngineOptions
+from quire.model.config import UnknownArchitectureError
 from quire.model.resolve import locate
 
 MODEL = typer.Argument(
@@ -62,6 +66,23 @@ def pull(
     typer.echo(path)
 
 
+def fetch_missing(engine: EngineOptions) -> None:
+    """Fetch the model of a hub of which the cache has no whole copy, as `fetch`, for an engine with these options.
+
+    A model that is not found is left to the engine, which tells all that it has tried.
+    """
+    if engine.model is None or engine.load_format == "dummy":
+        return
+    name = locate(engine.model)
+    if isinstance(name, Path) or is_offline() or whole_in_cache(name, engine.revision) is not None:
+        return
+    try:
+        remote = find_on_hub(name, engine.revision)
+    except ModelError:
+        return
+    _fetch_checked(remote, engine.revision, engine)
+
+
 def fetch(model: str, revision: str | None = None, *, anyway: bool = False) -> Path:
     """Return the folder or GGUF file of a model, fetched where it has to be; progress is told on stderr.
 
@@ -74,10 +95,14 @@ def fetch(model: str, revision: str | None = None, *, anyway: bool = False) -> P
         return name
     if is_offline():
         return _offline(name, revision)
-    remote = find_on_hub(name, revision)
-    files = _wanted(remote)
-    if not anyway:
-        _check_served(remote, files, revision)
+    return _fetch_checked(find_on_hub(name, revision), revision, None if anyway else EngineOptions())
+
+
+def _fetch_checked(remote: HubModel, revision: str | None, engine: EngineOptions | None) -> Path:
+    """Return the model, once it is fetched. `engine`: options with which it is to be served and to fit; None: any."""
+    name, files = remote.name, _wanted(remote)
+    if engine is not None:
+        _check_served(remote, files, revision, engine)
     _check_disk(remote, files)
     _tell(f"{name}: {len(files)} files, {format_bytes(sum(each.num_bytes for each in files))}")
     try:
@@ -156,7 +181,7 @@ def _wanted(remote: HubModel) -> list[HubFile]:
     raise ModelError(f"{name}: has no weights in safetensors or GGUF; files of pickles (*.bin, *.pt) are not read")
 
 
-def _check_served(remote: HubModel, files: list[HubFile], revision: str | None) -> None:
+def _check_served(remote: HubModel, files: list[HubFile], revision: str | None, engine: EngineOptions) -> None:
     """Raise ModelError for a family that is not served, ConfigError for a model that does not fit the memory."""
     if remote.name.pick is not None:
         _check_gguf(remote, files[0])
@@ -164,12 +189,25 @@ def _check_served(remote: HubModel, files: list[HubFile], revision: str | None) 
     with _progress_bars(shown=False):
         folder = Path(snapshot(remote.name.repo, ("*.json",), revision, local_files_only=False))
     try:
-        plan = load_entry_point(PLANS, "memory")(EngineOptions(model=str(folder)))
+        plan = load_entry_point(PLANS, "memory")(replace(engine, model=str(folder), revision=None))
+    except UnknownArchitectureError as error:
+        if engine.model is not None and engine.model_impl != "quire" and find_spec("transformers") is not None:
+            return      # the engine looks whether transformers has it
+        raise _refused(remote, error, folder) from error
     except EngineError as error:
-        told = str(error).replace(str(folder), str(remote.name))
-        raise type(error)(f"{told} (--anyway fetches it all the same)") from error
+        if isinstance(error, ConfigError) and engine.device == "cuda":
+            return      # its memory is not that of this plan
+        raise _refused(remote, error, folder) from error
     longest = f"requests of up to {plan.scheduler.max_model_len:,} tokens"
     _tell(f"{remote.name}: {plan.num_parameters:,} parameters, {format_bytes(plan.weight_bytes)} in memory, {longest}")
+
+
+def _refused(remote: HubModel, error: EngineError, folder: Path) -> EngineError:
+    return type(error)(str(error).replace(str(folder), str(remote.name)) + _anyway(remote))
+
+
+def _anyway(remote: HubModel) -> str:
+    return f" (quire pull {remote.name} --anyway fetches it all the same)"
 
 
 def _check_gguf(remote: HubModel, file: HubFile) -> None:
@@ -179,12 +217,12 @@ def _check_gguf(remote: HubModel, file: HubFile) -> None:
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ModelError(
             f"{remote.name}: architecture {architecture!r:.80} of GGUF is not served; known are "
-            f"{', '.join(ARCHITECTURES)} (--anyway fetches it all the same)"
+            f"{', '.join(ARCHITECTURES)}{_anyway(remote)}"
         )
     if file.num_bytes > free_bytes:
         raise ConfigError(
-            f"{remote.name} does not fit: weights of {file.num_bytes} bytes, and {free_bytes} bytes of memory are free "
-            "(--anyway fetches it all the same)"
+            f"{remote.name} does not fit: weights of {file.num_bytes} bytes, and {free_bytes} bytes of memory are free"
+            f"{_anyway(remote)}"
         )
 
 
