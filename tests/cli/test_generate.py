@@ -249,6 +249,7 @@ def test_line_that_the_model_refuses_is_named_and_nothing_runs(
         (("generate", "--input", "no-such-file.jsonl"), 1, "no-such-file.jsonl"),
         (("bench", "throughput", "--repeats", "0"), 2, "--repeats"),
         (("fly",), 2, "No such command"),
+        (("ps",), 2, "no command 'ps'; did you mean quire top"),
     ],
 )
 def test_what_cannot_work_ends_with_a_code_and_a_reason(

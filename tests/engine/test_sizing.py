@@ -43,6 +43,16 @@ def test_blocks_never_exceed_what_all_sequences_can_use() -> None:
     assert cache.num_blocks == 2 * 7
 
 
+def test_memory_that_no_sequence_can_use_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    options = EngineOptions(max_num_seqs=2, max_model_len=100, kv_cache_memory="1TiB")
+    with caplog.at_level("INFO", logger="quire.engine.sizing"):
+        size_engine(options, LLAMA_8B, free_bytes=100 * GIB)
+    assert caplog.messages == [
+        f"of kv_cache_memory 1TiB the KV cache takes {14 * 2**21} bytes: 2 sequences (max_num_seqs) of 100 tokens use "
+        "no more"
+    ]
+
+
 def test_number_of_blocks_wins_over_memory() -> None:
     cache, _ = size_engine(EngineOptions(num_kv_blocks=77, kv_cache_memory="1GiB"), LLAMA_8B, free_bytes=GIB)
     assert cache.num_blocks == 77

@@ -42,6 +42,13 @@ SUMMARIES = {
 }
 
 
+# Names of commands in other programs, and what does the same here.
+MEANT = {
+    "version": "quire --version", "ps": "quire top, of a server, or quire list, of models", "ls": "quire list",
+    "download": "quire pull", "remove": "quire rm", "start": "quire serve", "benchmark": "quire bench",
+}  # fmt: skip
+
+
 def make_app(arguments: Sequence[str] | None = None) -> typer.Typer:
     """Return the command line for arguments: of the commands, the one that they begin with is loaded. None: all are."""
     app = typer.Typer(
@@ -88,6 +95,9 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer | None = None)
     """Run the command line, by default that of `make_app`; always ends in SystemExit."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
+        if given and given[0] in MEANT:
+            print(f"quire: no command {given[0]!r}; did you mean {MEANT[given[0]]}?", file=sys.stderr)  # noqa: T201
+            sys.exit(2)
         (app or make_app(given))(args=given)
     except BrokenPipeError:  # the reader went away: `quire generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails again at its exit

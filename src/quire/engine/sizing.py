@@ -1,5 +1,6 @@
 """Sizes of an engine: KV blocks, swap blocks and the longest sequence, by options, model and free memory."""
 
+import logging
 from dataclasses import dataclass, replace
 
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
@@ -7,6 +8,8 @@ from quire.core.errors import ConfigError
 from quire.core.host_limits import HOST_KV_SHARE
 from quire.core.options import parse_bytes
 from quire.engine.options import EngineOptions
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,11 @@ def size_engine(
     most_blocks = max_num_seqs * -(-longest // options.block_size)  # what max_num_seqs sequences can use
     num_blocks = _num_blocks(options, limits, int(shared_bytes * share) // num_engines, most_blocks)
     block_bytes = options.block_size * limits.kv_bytes_per_token
+    if options.kv_cache_memory is not None and options.num_kv_blocks is None and num_blocks == most_blocks:
+        log.info(
+            "of kv_cache_memory %s the KV cache takes %d bytes: %d sequences (max_num_seqs) of %d tokens use no more",
+            options.kv_cache_memory, num_engines * num_blocks * block_bytes, max_num_seqs, longest,
+        )  # fmt: skip
     if num_blocks * block_bytes > free_bytes:
         raise ConfigError(
             f"{num_blocks} KV blocks of {options.block_size} tokens take {num_blocks * block_bytes} bytes, but "
