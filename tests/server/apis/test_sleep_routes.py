@@ -72,9 +72,11 @@ def test_sleep_gives_memory_back_and_changes_no_answer(server: OpenAIServer, lev
         assert (status, error["code"]) == (503, "asleep")
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/ready").json()["error"]["code"] == "asleep"
+    assert "sleeps" in server.http.get("/status").json()["problem"]
     assert server.http.get("/v1/prefixes").json()["data"] == []
     assert post(server, "/wake_up") == {"is_sleeping": False}
     assert server.http.get("/ready").status_code == 200
+    assert server.http.get("/status").json()["problem"] is None
     assert sleep_states(server) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     assert server.ask("/v1/completions", **BODY)["choices"] == expected
     assert server.http.delete(f"/v1/prefixes/{pinned}").status_code == 404

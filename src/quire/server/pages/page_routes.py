@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from quire.core.version import __version__
 from quire.server.api.http_responses import json_response
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, asleep
 from quire.server.service import Service
 
 FILES = Path(__file__).parent / "files"
@@ -100,6 +100,8 @@ def _status(service: Service) -> dict[str, Any]:
 
 def _problem(service: Service) -> str | None:
     """Return the reason why the engine does not serve, if there is one."""
+    if service.is_asleep:
+        return asleep().message
     try:
         service.check_engine()
     except ApiError as error:
