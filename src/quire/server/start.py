@@ -25,6 +25,11 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
 
     Raises ConfigError, ModelError or EngineDeadError if the server cannot start; no process or socket is left then.
     """
+    if engine.enable_sleep_mode and options.api_key and options.operator_api_key is None:
+        raise ConfigError(
+            "enable_sleep_mode needs operator_api_key where clients have keys (api_key): any of them could stop the "
+            "service of all others"
+        )
     ensure_standard_streams()
     logs.share(options.log_level, options.log_format, options.log_file)
     raise_file_limit(options.max_connections)

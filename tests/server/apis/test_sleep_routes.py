@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient
+from quire.server.options import ServerOptions
+from quire.server.start import start
 from support.http_app import ask, make_app
 from support.openai_server import OpenAIServer, openai_server
 
@@ -168,6 +171,11 @@ def test_only_the_operator_sends_engines_to_sleep(server: OpenAIServer) -> None:
         refused = server.http.post(path)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_only")
         assert ask(make_app(), "POST", path).status_code == 404
+
+
+def test_servers_with_keys_need_an_operators_to_sleep() -> None:
+    with pytest.raises(ConfigError, match="enable_sleep_mode needs operator_api_key"):
+        start(EngineOptions(enable_sleep_mode=True), ServerOptions(api_key=("client",), port=0))
 
 
 def test_stalls_are_not_seen_in_an_engine_that_sleeps(server: OpenAIServer) -> None:
