@@ -19,6 +19,15 @@ def test_no_class_has_too_many_attributes() -> None:
     assert structure.crowded_classes() == {}
 
 
+def test_no_name_is_that_of_two_classes() -> None:
+    assert structure.repeated_classes() == {}
+
+
+def test_hardly_any_words_of_the_prose_are_for_persons() -> None:
+    found = structure.persons()
+    assert len(found) <= structure.MAX_PERSONS, found
+
+
 def test_files_of_the_reading_guide_exist() -> None:
     files = structure.named_files(structure.READING_GUIDE.read_text())
     assert len(files) > 40
@@ -35,12 +44,14 @@ def tree(tmp_path: Path) -> Path:
     many = "\n".join(f"        self.field_{number} = 0" for number in range(structure.MAX_ATTRIBUTES + 1))
     inside = f"class Crowd:\n    def __init__(self):\n{many}\n\ndef late():\n    from small.one import x\n"
     (package / "other.py").write_text(f'"""The other one."""\n{inside}')
+    (package / "third.py").write_text('"""A third one."""\nclass Crowd:\n    pass\n')
     return tmp_path
 
 
 def test_each_rule_is_seen_to_be_broken(tree: Path) -> None:
     assert structure.import_circles(tree) == [["small.one", "small.other"]]
     assert structure.question_openings(tree) == [tree / "small/one.py"]
+    assert structure.repeated_classes(tree) == {"Crowd": ["small.other", "small.third"]}
     assert structure.crowded_classes(tree) == {"small.other.Crowd": structure.MAX_ATTRIBUTES + 1}
 
 

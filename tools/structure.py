@@ -19,6 +19,7 @@ ENGINE = SOURCES / "quire"
 READING_GUIDE = ROOT / "docs/reading-guide.md"
 
 MAX_ATTRIBUTES = 15
+MAX_PERSONS = 20  # words of the prose that make a person of a request or a block
 
 PERSONS = re.compile(r"\b(?:who|whom|whose|somebody|nobody)\b", re.IGNORECASE)
 QUESTIONS = re.compile(r"(?:Who|Whom|Whose|What|Whether|How|Why|Where|When|From|Which)\b")
@@ -110,6 +111,16 @@ def crowded_classes(sources: Path = SOURCES) -> dict[str, int]:
     return crowded
 
 
+def repeated_classes(sources: Path = SOURCES) -> dict[str, list[str]]:
+    """Return the class names that several modules define, with these modules: a search finds more than one class."""
+    found: dict[str, list[str]] = {}
+    for name, path in modules(sources).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    return {class_name: where for class_name, where in found.items() if len(where) > 1}
+
+
 def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
     """Return the modules of the package that a module imports, inside functions too, but not those for types alone."""
     found = set()
@@ -174,6 +185,7 @@ def main() -> None:
         "who, whom, whose, somebody, nobody": len(persons()),
         "modules that open with a question word": len(question_openings()),
         f"classes with over {MAX_ATTRIBUTES} attributes": len(crowded_classes()),
+        "class names defined twice": len(repeated_classes()),
         "import circles": len(import_circles()),
     }
     for name, count in counts.items():

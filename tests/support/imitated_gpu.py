@@ -38,7 +38,7 @@ from quire.kernels.reference.norm import TorchNorm
 from quire.kernels.reference.paged_attention import paged_attention
 from quire.kernels.reference.sampling import choose_tokens, mask_logits
 from quire.kernels.triton import triton_experts, triton_linear, triton_low_rank
-from quire.kernels.triton.products import PackedWeight
+from quire.kernels.triton.products import TritonWeight
 from quire.model.decoder import Decoder
 from quire.model.sharding import Shard
 from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
@@ -198,7 +198,7 @@ def _add_in_order(
 
 
 def _grouped_product(
-    x: Tensor, weight: PackedWeight, *, dtype: torch.dtype, is_exact: bool, groups: Tensor, out: Tensor | None = None
+    x: Tensor, weight: TritonWeight, *, dtype: torch.dtype, is_exact: bool, groups: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Multiply each row with its own group's part of a stacked weight. A new result has NaN for rows of no group."""
     result = torch.full((len(x), weight.out_features), torch.nan, dtype=dtype, device=x.device) if out is None else out

@@ -56,7 +56,7 @@ def _figures(shown: Snapshot, view: View) -> Table:
 
 
 def _bar(view: View, width: int) -> Text:
-    """Return the blocks as a bar: those in use by owner, then those whose content can be found, then free ones."""
+    """Return the blocks as a bar: those in use by owner, then those with content that can be found, then free ones."""
     cells = max(width - 12, 10)
     blocks = view.kv_blocks
     total = sum(blocks.values())

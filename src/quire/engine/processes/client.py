@@ -518,7 +518,7 @@ class EngineClient(SingleEngine):
             self._send(messages.Finish(request_id, index))
 
     def _fail_outputs(self, failed: Iterable[tuple[int, Exception]]) -> None:
-        """Abort requests whose output could not be made, and fail their streams."""
+        """Abort requests without an output because of an error, and fail their streams."""
         for request_id, error in failed:
             if isinstance(error, InvalidRequestError | DeadlineExceededError):
                 log.info("request %d is refused: %s", request_id, error)

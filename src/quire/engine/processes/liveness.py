@@ -5,7 +5,7 @@ fits. Meanwhile the process uses CPU time, reads from disk or maps files. The sy
 watch needs no cooperation of the engine, which may hang anywhere.
 
 Later a client looks at intervals, and asks an idle engine for a sign. Looks are counted, not time: a client that was
-itself stopped, or whose event loop was busy, has missed looks, and no look counts before it has read what the engine
+itself stopped, or had a busy event loop, has missed looks, and no look counts before it has read what the engine
 has sent meanwhile. So an engine is never ended for its client's pause.
 
 The model reports progress after each layer, and a layer of a long prompt may take longer than the server's stall limit.

@@ -214,7 +214,7 @@ class ProcessedStep:
     `stopped`: (request_id, index) of branches ended by a stop string that the engine still runs.
     `first_tokens`: requests that got their first token. `itl_s`: inter-token latencies, in seconds.
     `num_output_tokens`: without those after a stop string.
-    `failed`: requests whose output could not be made, with the error; they are dropped, and the engine may still run
+    `failed`: requests without an output, with the error; they are dropped, and the engine may still run
     them.
     """
 

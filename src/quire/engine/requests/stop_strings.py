@@ -117,7 +117,7 @@ class StopMatcher:
                 pending.append(missing)
 
     def _link(self, state: int) -> int | None:
-        """Set the failure link of a state, or return a state whose own is needed first."""
+        """Set the failure link of a state, or return a state that needs its own link first."""
         stop, depth = divmod(state, self._width)
         char, parent = self._stops[stop][depth - 1], self._parent(stop, depth)
         failure = ROOT

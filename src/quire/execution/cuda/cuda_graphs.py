@@ -293,7 +293,7 @@ class CudaGraphCapture:
 
     A model's layers contain no random numbers and no synchronization, so they can be captured. A call that fails costs
     its own graph alone. `has_second_try`: where kernels are launched early, a call that cannot be captured is captured
-    without that, if it can be, and so are all later ones; not for ranks, whose calls have exchanges.
+    without that, if it can be, and so are all later ones; not for ranks: their calls have exchanges.
     """
 
     def __init__(self, *, has_second_try: bool = True) -> None:

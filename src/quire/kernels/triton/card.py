@@ -2,7 +2,7 @@
 
 Early launch (programmatic dependent launch, from sm_90 on): a kernel is launched while the one before it in the stream
 ends, and waits for that one's results itself. It is a switch of the process, since drivers and cards refuse it, not
-models: `without_early_launch` is for the second try of a CUDA graph whose capture has failed.
+models: `without_early_launch` is for the second try to capture a CUDA graph.
 """
 
 from collections.abc import Iterator

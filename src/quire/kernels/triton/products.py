@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
+class TritonWeight:
     """A weight as the kernel reads it; `groups` of inputs have a step of their own, `ratio` of them share a scale.
 
     elements [out_features, in_features] if dense; else uint8 [out_features, num_slices * slice_size], half of that if
@@ -80,12 +80,12 @@ class PackedWeight:
         return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
 
-def pack(weight: LinearWeight) -> PackedWeight:
+def pack(weight: LinearWeight) -> TritonWeight:
     """Return a weight packed on its device."""
     whole, sizes, dtype = elements_of(weight), (weight.out_features, weight.in_features), weight.value_dtype
     if weight.format == DENSE:
         length = 64 if whole.itemsize == 2 else LEAST_SLICE
-        return PackedWeight(whole.contiguous(), DENSE, *sizes, dtype, length, weight.in_features)
+        return TritonWeight(whole.contiguous(), DENSE, *sizes, dtype, length, weight.in_features)
     weight, order = in_group_order(weight)
     is_a8 = weight.activation_group_size > 0
     size = min(weight.activation_group_size or weight.group_size, weight.group_size, weight.in_features)
@@ -97,13 +97,13 @@ def pack(weight: LinearWeight) -> PackedWeight:
     if is_half:
         slices = F.pad(slices, (0, 0, 0, slices.shape[1] % 2))
         slices = slices[:, 0::2] | slices[:, 1::2] << 4
-    return PackedWeight(
+    return TritonWeight(
         slices.flatten(1).contiguous(), weight.format, *sizes, dtype, length, size, weight.group_size // size, is_a8,
         weight.scales, weight.zero_points, weight.minimums, weight.codebook, order,
     )  # fmt: skip
 
 
-def stack(weights: Sequence[PackedWeight]) -> PackedWeight:
+def stack(weights: Sequence[TritonWeight]) -> TritonWeight:
     """Return weights of one shape and format as one, the rows of each behind those of the one before, in a copy.
 
     Sizes are those of a single weight. ConfigError where the groups of the checkpoint are not consecutive.
@@ -122,7 +122,7 @@ def stack(weights: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def product(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, dtype: torch.dtype,
+    x: Tensor, weight: TritonWeight, bias: Tensor | None = None, *, dtype: torch.dtype,
     activation: Activation = "none", addend: Tensor | None = None, is_exact: bool = False,
     groups: RowGroups | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip

@@ -250,7 +250,7 @@ def _num_tiles(num_queries, context_len, TOKENS: tl.constexpr, IS_DECODE: tl.con
 
 @triton.jit
 def _find(starts, index, num_seqs):
-    """Return the last sequence whose start is not past `index`."""
+    """Return the last sequence that starts at `index` or before."""
     low, high = index * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2

@@ -41,7 +41,7 @@ UNIT = tl.constexpr(2.0**44)
 MARGIN = tl.constexpr(1e-4)  # that float32 exponentials of up to -32 are off, with room to spare
 LOWEST, HIGHEST = tl.constexpr(-(2**62)), tl.constexpr(2**62)  # below and above all orders
 ID_BITS, LAST_ID = tl.constexpr(19), tl.constexpr(2**19 - 1)
-MAX_VOCAB_SIZE = 2**19 - 1  # whose weights an int64 can sum, and whose ids fit into an order
+MAX_VOCAB_SIZE = 2**19 - 1  # an int64 holds the sum of so many weights, and an order their ids
 
 
 def choose_tokens(logits: Tensor, draws: NDArray[np.void] | Tensor | None = None) -> Tensor:
@@ -229,7 +229,7 @@ def _cuts(bins, index, top_k, top_p, before, total):
 
     The bin of top_k's, NUM_BINS if it cuts nothing, with the count and the weight above it; the first and the last bin
     in which top_p's may lie, with the weight above the first. Without top_p all is top_k's. before, total: the weight
-    before the bins whose weights `_sum_kernel` has summed, and that of all; those bins contain the cuts.
+    before the bins that `_sum_kernel` has summed, and that of all; those bins contain the cuts.
     """
     places = tl.arange(0, NUM_BINS)
     weights = before + tl.cumsum(tl.load(bins + index * 2 * NUM_BINS + places), 0)

@@ -264,7 +264,7 @@ class _ClientGoneError(Exception):
 
 
 async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Do the work of a request whose body was read; cancel it when the client disconnects."""
+    """Do the work of a request after its body was read; cancel it when the client disconnects."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_gone(receive))
     try:

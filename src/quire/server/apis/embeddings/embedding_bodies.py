@@ -91,7 +91,7 @@ class PoolingBody(EmbeddingBody):
 
 
 class EmbedBody(Body):
-    """The body of /v2/embed, in Cohere's form: texts alone, whose prompts are not the server's."""
+    """The body of /v2/embed, in Cohere's form: texts alone, without prompts of the server."""
 
     OTHERS: ClassVar[OtherFields] = OtherFields({"images": ([],), "input_type": (), "inputs": ([],)}, ())
 
