@@ -22,6 +22,13 @@ settings.register_profile(
 )
 settings.load_profile("any machine")
 
+# Models of tests are tiny: threads only wait for each other, beside another worker for most of the time. Tests of
+# several threads set their number, and these wait as in engine processes (quire.engine.launcher). PyTorch reads both
+# when it is imported, which the conftest.py of a folder does before a hook of this file is called.
+if not any(argument in ("cuda", "--device=cuda") for argument in sys.argv):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "src/quire/model/demo"
 STORIES_260K = ROOT / "../shared/data/models/stories260K"
@@ -52,10 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        # Models of tests are tiny: threads only wait for each other, beside another worker for most of the time. Tests
-        # of several threads set their number, and these wait as in engine processes (quire.engine.launcher).
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if device == "cpu":
         return
     if device == "imitated":
