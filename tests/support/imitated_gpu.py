@@ -90,6 +90,11 @@ class CardTensor(Tensor):
 class Card(TorchDispatchMode):
     """Makes tensors on the card, and sees to it that no op reads both memories."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and torch would import its compiler, 3 s of each process."""
+        return False
+
     def __torch_dispatch__(
         self, op: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
     ) -> Any:  # noqa: ANN401

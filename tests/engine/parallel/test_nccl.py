@@ -116,6 +116,11 @@ class Group:
 class CaptureRules(TorchDispatchMode):
     """Refuses ops that a graph cannot contain: those that need values on the host, or memory of it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and torch would import its compiler for 3 s."""
+        return False
+
     def __torch_dispatch__(self, op: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         reads_values = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")

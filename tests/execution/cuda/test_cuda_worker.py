@@ -192,6 +192,11 @@ class Launches(TorchDispatchMode):
     FREE = frozenset({"empty", "view", "slice", "select", "detach", "narrow", "lift_fresh", "to"})
     FREE |= {"resolve_conj", "resolve_neg"}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and torch would import its compiler for 3 s."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.noted = list[str]()
