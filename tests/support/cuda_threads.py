@@ -2,6 +2,7 @@
 
 import ctypes
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -61,23 +62,24 @@ class Load(NamedTuple):
     address: int
 
 
+@cache
 def compile_on_host(
-    folder: Path, dtype: torch.dtype, head_dim: int, block_size: int, partition: int, *,
+    dtype: torch.dtype, head_dim: int, block_size: int, partition: int, *,
     code: str | None = None, is_recording: bool = False,
 ) -> ctypes.CDLL:  # fmt: skip
-    """Return the kernels for one shape as a library; `code` replaces the source."""
+    """Return the kernels for one shape as a library, compiled once in a process; `code` replaces the source."""
     text = code or source()
     for old, new in RECORDING if is_recording else ():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    file = folder / "kernels.cpp"
-    file.write_text(f'#include "{HERE / "cuda_threads.hpp"}"\n{text}\n{ENTRIES}')
-    library = folder / "kernels.so"
-    defined = definitions(dtype, head_dim, block_size, partition)
-    command = ["c++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *defined, str(file), "-o", str(library)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory() as folder:
+        file, library = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
+        file.write_text(f'#include "{HERE / "cuda_threads.hpp"}"\n{text}\n{ENTRIES}')
+        defined = definitions(dtype, head_dim, block_size, partition)
+        command = ["c++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *defined, str(file), "-o", str(library)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return ctypes.CDLL(str(library))
 
 
 def attend_on_host(
@@ -132,14 +134,12 @@ class HostModule:
             raise StuckError("threads of a block wait at different places")
 
 
-def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let `kernels.cuda.cuda_attention` run its kernels on the CPU, compiled in `folder`, and need no NVRTC."""
+def run_on_host(patch: pytest.MonkeyPatch) -> None:
+    """Let `kernels.cuda.cuda_attention` run its kernels on the CPU, and need no NVRTC."""
 
     @cache
     def module(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, partition: int) -> HostModule:
-        own = folder / f"{dtype}-{head_dim}-{block_size}-{partition}"
-        own.mkdir(parents=True)
-        return HostModule(compile_on_host(own, dtype, head_dim, block_size, partition))
+        return HostModule(compile_on_host(dtype, head_dim, block_size, partition))
 
     patch.setattr(cuda_attention, "_module", module)
     patch.setattr(cuda_attention, "library", lambda: None)

@@ -63,10 +63,10 @@ SHAPES = [
 @pytest.mark.parametrize("partition", [0, PARTITION], ids=["v1", "v2"])
 @pytest.mark.parametrize(("heads", "block_size", "dtype"), SHAPES, ids=str)
 def test_kernels_match_the_reference(
-    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, partition: int, tmp_path: Path
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, partition: int
 ) -> None:
     query, keys, values, metadata = make_case(heads, block_size, dtype)
-    kernels = compile_on_host(tmp_path, dtype, heads[2], block_size, partition)
+    kernels = compile_on_host(dtype, heads[2], block_size, partition)
     for window in (0, 100):
         spec = plain_spec(query, keys.shape[2], 0.3, window=window or None)
         expected = reference(spec, query, keys, values, metadata)
@@ -77,22 +77,20 @@ def test_kernels_match_the_reference(
             torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-def test_short_contexts_have_the_same_bits_in_both_versions(tmp_path: Path) -> None:
+def test_short_contexts_have_the_same_bits_in_both_versions() -> None:
     contexts, found = (1, 300, PARTITION), []
     query, keys, values, metadata = make_case((2, 1, 64), 16, torch.float32, contexts)
     for partition in (0, PARTITION):
-        folder = tmp_path / f"{partition}"
-        folder.mkdir()
-        kernels = compile_on_host(folder, torch.float32, 64, 16, partition)
+        kernels = compile_on_host(torch.float32, 64, 16, partition)
         found.append(attend_on_host(kernels, query, keys, values, metadata, 0.2, 0, partition))
     assert torch.equal(*found)
 
 
-def test_long_contexts_have_longer_partitions(tmp_path: Path) -> None:
+def test_long_contexts_have_longer_partitions() -> None:
     """In partitions of 16 tokens: 16 of them, then 8 for each doubling up to 4,096 tokens, then one for each 256."""
     contexts = (15, 256, 257, 513, 1000, 1025, 2049, 4096, 4400)
     query, keys, values, metadata = make_case((2, 1, 64), 16, torch.float32, contexts)
-    kernels = compile_on_host(tmp_path, torch.float32, 64, 16, 16)
+    kernels = compile_on_host(torch.float32, 64, 16, 16)
     for window in (0, 300):
         spec = plain_spec(query, keys.shape[2], 0.3, window=window or None)
         expected = reference(spec, query, keys, values, metadata)
@@ -110,9 +108,9 @@ def test_partials_of_a_long_context_are_bounded() -> None:
     assert count_partitions(PARTITION + 1, PARTITION) == 2
 
 
-def test_sequences_of_several_queries_are_left_out(tmp_path: Path) -> None:
+def test_sequences_of_several_queries_are_left_out() -> None:
     query, keys, values, metadata = make_case((2, 1, 64), 16, torch.float32, (40, 50))
-    kernels = compile_on_host(tmp_path, torch.float32, 64, 16, 0)
+    kernels = compile_on_host(torch.float32, 64, 16, 0)
     starts = torch.tensor([0, 1, 3], dtype=torch.int32)
     two = AttentionMetadata(metadata.block_tables, starts, metadata.context_lens, 16)
     found = attend_on_host(kernels, torch.cat([query, query[:1]]), keys, values, two, 0.2, 0, 0)
@@ -146,14 +144,14 @@ FAULTS = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_found(name: str) -> None:
     old, new = FAULTS[name]
     code = source()
     assert old in code, old
     query, keys, values, metadata = make_case((4, 2, 64), 16, torch.float32, (600, 100))
     expected = reference(plain_spec(query, keys.shape[2], 0.3, window=95), query, keys, values, metadata)
     plain = reference(plain_spec(query, keys.shape[2], 0.3), query, keys, values, metadata)
-    kernels = compile_on_host(tmp_path, torch.float32, 64, 16, PARTITION, code=code.replace(old, new, 1))
+    kernels = compile_on_host(torch.float32, 64, 16, PARTITION, code=code.replace(old, new, 1))
 
     def is_found(is_reversed: bool, window: int, right: torch.Tensor) -> bool:
         try:
@@ -168,10 +166,10 @@ def test_faults_are_found(name: str, tmp_path: Path) -> None:
     assert any(runs)
 
 
-def figure(folder: Path) -> Iterator[str]:
+def figure() -> Iterator[str]:
     """Yield the rows of the page's figure: what threads read, for heads of 64 in bfloat16 and blocks of 16 tokens."""
     query, keys, values, metadata = make_case((1, 1, 64), 16, torch.bfloat16, (128,))
-    kernels = compile_on_host(folder, torch.bfloat16, 64, 16, 0, is_recording=True)
+    kernels = compile_on_host(torch.bfloat16, 64, 16, 0, is_recording=True)
     attend_on_host(kernels, query, keys, values, metadata, 1.0, 0, 0)
     token_of = {int(block): 16 * i for i, block in enumerate(metadata.block_tables[0, :8])}
     reads = dict[tuple[int, str], dict[int, list[int]]]()
@@ -191,7 +189,7 @@ def figure(folder: Path) -> Iterator[str]:
 
 
 def test_figure_of_the_page_is_what_threads_read(tmp_path: Path) -> None:
-    rows = list(figure(tmp_path))
+    rows = list(figure())
     page = PAGE.read_text(encoding="utf-8")
     assert "\n".join(rows) in page, "\n".join(rows)
 

@@ -22,10 +22,10 @@ STEPS = {"decodes": [(16, 17), (699, 700)], "decodes and chunks": [(16, 17), (30
 
 
 @pytest.fixture
-def back_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> BackEnd:
+def back_end(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> BackEnd:
     """Return the back end of --attention-backend cuda; where Triton is interpreted, its kernels run on the CPU, too."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        run_on_host(monkeypatch, tmp_path / "kernels")
+        run_on_host(monkeypatch)
     return cuda_back_end(attention=CUDA_ATTENTION)
 
 

@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path, device: torch.device) -> N
 def test_answers_with_decodes_by_the_kernel_in_cuda_are_those_of_the_cpu(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_on_host(monkeypatch, tmp_path / "kernels")
+    run_on_host(monkeypatch)
     model = write_random_model(tmp_path)
     with interpreted(CUDA_ATTENTION, model=model, dtype="float32", num_kv_blocks=32) as llm:
         answers = tokens_of(llm, PROMPTS[:2])
