@@ -115,7 +115,7 @@ def forbidden_in(source: str) -> Iterator[str]:
             modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             yield from (name for name in modules if name.partition(".")[0] in FORBIDDEN_MODULES)
         elif isinstance(node, ast.Name | ast.Attribute):
-            first, *rest = ast.unparse(node).split(".")
+            first, *rest = [node.id] if isinstance(node, ast.Name) else ast.unparse(node).split(".")
             name = ".".join([bound.get(first, first), *rest])
             if name in FORBIDDEN_NAMES:
                 yield name
@@ -123,9 +123,11 @@ def forbidden_in(source: str) -> Iterator[str]:
             yield f"{node.arg}={ast.unparse(node.value)}"
 
 
-@pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCES)))
-def test_no_source_runs_what_it_reads(path: Path) -> None:
-    assert list(forbidden_in(path.read_text(encoding="utf-8"))) == []
+def test_no_source_runs_what_it_reads() -> None:
+    paths = sorted(SOURCES.rglob("*.py"))
+    assert len(paths) > 400
+    found = {str(path): list(forbidden_in(path.read_text(encoding="utf-8"))) for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
