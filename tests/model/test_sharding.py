@@ -57,6 +57,12 @@ def test_outputs_are_cut_at_strips_as_evenly_as_they_can_be() -> None:
     assert Shard(0, 4).cut(30).bounds == (0, 8, 16, 24, 30)  # too few for strips
 
 
+def test_cut_that_leaves_a_rank_without_a_part_is_refused() -> None:
+    assert Shard(0, 3).cut(33, 16).bounds == (0, 16, 32, 33)
+    with pytest.raises(ConfigError, match="32 columns cut at multiples of 16 are not enough for 3 ranks"):
+        Shard(0, 3).cut(32, 16)
+
+
 def test_rows_of_fused_modules_are_counted_from_the_first() -> None:
     shard, layer = Shard(1, 2), spec_of(14, 2).layers[0]
     ranges = shard.qkv_ranges(layer)

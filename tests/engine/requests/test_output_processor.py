@@ -98,6 +98,15 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int], **params: object) -> st
     return outputs[-1].outputs[0].text
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_request_that_a_deadline_has_ended_has_missed_it(is_late: bool) -> None:
+    processor = start(None, deadline_ms=1000)
+    processor.process([SequenceDelta(7, 0, [5])], ARRIVAL_S + STEP_S)
+    last = SequenceDelta(7, 0, [6], finish_reason="length", is_late=is_late)
+    step = processor.process([last], ARRIVAL_S + 2 * STEP_S)
+    assert [each.met_deadline for each in step.finished] == [not is_late]
+
+
 # --- without stop strings ---------------------------------------------------------------------------------------------
 
 
