@@ -624,9 +624,15 @@ def test_windows_change_what_is_computed(tmp_path: Path, back_end: BackEnd, page
     assert (narrow[11:] - wide[11:]).abs().max() > 100 * TOLERANCE
 
 
+# Each case in one dtype: ranks divide the same in both, and so does the program. `make matrix` runs the others.
+IN_TURN = [
+    pytest.param(case, dtype, marks=[pytest.mark.matrix] if (number + is_half) % 2 else [])
+    for number, case in enumerate(CASES) for is_half, dtype in enumerate(("float32", "bfloat16"))
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("back_end", ["cpp"], indirect=True)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [case for case in CASES if not _has_odd_heads(case)])
+@pytest.mark.parametrize(("case", "dtype"), [each for each in IN_TURN if not _has_odd_heads(str(each.values[0]))])
 def test_layers_in_one_call_have_the_bits_of_single_ops(
     case: str, dtype: str, checkpoint: Checkpoint, back_end: BackEnd, paged_runner: Callable
 ) -> None:
@@ -639,13 +645,6 @@ def test_layers_in_one_call_have_the_bits_of_single_ops(
     single_ops = replace(back_end, fuse=lambda program: program)
     decoder = load_model(folder, dtype=dtype, back_end=single_ops, max_positions=len(tokens))
     assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))
-
-
-# Each case in one dtype: what ranks divide is the same in both. `make matrix` runs the others.
-IN_TURN = [
-    pytest.param(case, dtype, marks=[pytest.mark.matrix] if (number + is_half) % 2 else [])
-    for number, case in enumerate(CASES) for is_half, dtype in enumerate(("float32", "bfloat16"))
-]  # fmt: skip
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")

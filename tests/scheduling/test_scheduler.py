@@ -427,8 +427,13 @@ def test_random_runs_with_a_window_are_safe_live_and_right() -> None:
     assert sum(sum(harness.scheduler.preemption.stats.num_preemptions.values()) for harness in runs) > 0
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("first_seed", range(0, 100, 50))
+@pytest.mark.parametrize(
+    ("first_seed", "crowded"),
+    [
+        (0, False), (50, True),
+        *(pytest.param(first, crowded, marks=pytest.mark.matrix) for first, crowded in ((0, True), (50, False))),
+    ],
+)  # fmt: skip
 def test_random_runs_are_safe_live_and_right(first_seed: int, crowded: bool) -> None:
     runs = [random_run(seed, crowded=crowded) for seed in range(first_seed, first_seed + 50)]
     assert crowded or sum(harness.num_pinned for harness in runs) > 0

@@ -41,7 +41,7 @@ def two_nodes(
         yield llm, command
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.matrix), 4])
 def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int) -> None:
     with LLM(folder, **SETTINGS) as llm:
         expected = [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)]
@@ -55,7 +55,11 @@ def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int) -> N
     assert (status, output.splitlines()[-1]) == (1, "quire: rank 0 was closed")
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "quantization": "int8"}, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "bfloat16", "quantization": "int8"}, pytest.param({"dtype": "float16"}, marks=pytest.mark.matrix)],
+    ids=str,
+)
 def test_experts_have_the_bits_of_one_process(mixture: Path, settings: dict[str, Any]) -> None:
     with LLM(mixture, **SETTINGS, **settings) as llm:
         expected = [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)]
@@ -102,7 +106,9 @@ def test_adapter_that_a_node_lacks_or_has_otherwise_fails_its_own_load_alone(fol
         assert answers(list(others)[-1:]) == alone
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("folder", 2), ("folder", 4), ("mixture", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("folder", 4), ("mixture", 2), pytest.param("folder", 2, marks=pytest.mark.matrix)]
+)
 def test_partial_sums_have_the_bits_of_one_machine(
     name: str, num_ranks: int, folder: Path, mixture: Path
 ) -> None:

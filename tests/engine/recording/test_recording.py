@@ -50,7 +50,7 @@ def kind_of(seed: int) -> dict[str, Any]:
     return {"crowded": seed % 2 == 0, "windowed": seed % 4 < 2, "late": seed % 3 == 0} | executor
 
 
-@pytest.mark.parametrize("first", range(0, 500, 100))
+@pytest.mark.parametrize("first", [0, 100, *(pytest.param(each, marks=pytest.mark.matrix) for each in (200, 300, 400))])
 def test_random_runs_are_repeated(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Harness, "check", lambda harness: None)     # other tests do, of the same runs
     records = Records(tmp_path, monkeypatch)

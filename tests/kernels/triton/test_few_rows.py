@@ -24,6 +24,7 @@ from quire.kernels.triton.triton_norm import TritonNorm
 from quire.model.loader import load_model
 from support.interpreter import rows_alike
 from support.paged_runner import PagedRunner
+from support.pairwise import covering
 from support.random_folder import write_random_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -43,9 +44,11 @@ def layers(
     return own, make_linear(LinearWeight.dense(weight), bias, activation=activation)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 12, 20, MAX_ROWS])
-@pytest.mark.parametrize("activation", ["none", "silu_and_mul", "gelu_tanh"])
-@pytest.mark.parametrize("offset", [None, 1.0])
+@covering(
+    {
+        "num_rows": [0, 1, 12, 20, MAX_ROWS], "activation": ["none", "silu_and_mul", "gelu_tanh"], "offset": [None, 1.0]
+    }
+)  # fmt: skip
 def test_norm_layer_and_residual_are_those_of_single_ops(
     num_rows: int, activation: Activation, offset: float | None, device: torch.device
 ) -> None:

@@ -16,6 +16,7 @@ from quire.kernels.triton import card, products
 from quire.kernels.triton.products import EXACT_ROWS, FEW_ROWS, Tile, exact_tile, exact_tiles, quantize
 from quire.kernels.triton.triton_linear import CudaLinear
 from support.interpreter import rows_alike
+from support.pairwise import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 SIZES = [(64, 32, 32), (96, 64, 64), (71, 32, 16), (100, 1000, 64), (100, 100, 100), (33, 128, 128)]
@@ -35,9 +36,7 @@ def on(device: torch.device, weight: LinearWeight) -> LinearWeight:
     return replace(weight, data=tuple(part.to(device) for part in weight.data), **moved)
 
 
-@pytest.mark.parametrize("kind", ["constant", "zeros", "minimums"])
-@pytest.mark.parametrize("weight_format", ["int8", "int4"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@covering({"kind": ["constant", "zeros", "minimums"], "weight_format": ["int8", "int4"], "sizes": SIZES})
 def test_sums_of_int8_activations_have_the_bits_of_their_meaning(
     sizes: tuple[int, int, int], weight_format: str, kind: str, device: torch.device
 ) -> None:

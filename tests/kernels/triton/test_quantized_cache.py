@@ -13,6 +13,7 @@ from quire.kernels.reference import kv_cache
 from quire.kernels.reference.back_ends import REFERENCE
 from quire.kernels.reference.kv_cache import copy_blocks
 from support.paged_cache import Paging, Part, Tokens, attend, rotary_spec, scales_behind
+from support.pairwise import covering
 
 OPS = pytest.importorskip("triton") and cuda_back_end()
 KV = list(QUANTIZED)
@@ -61,9 +62,12 @@ def test_written_bytes_are_those_of_the_cpu(
         assert torch.equal(cache.cpu().view(torch.uint8), behind.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize(("heads", "dtype"), [((3, 1, 80), torch.float16), ((4, 2, 24), torch.float32)], ids=str)
+@covering(
+    {
+        "kv": KV, "window": [None, 50],
+        ("heads", "dtype"): [((3, 1, 80), torch.float16), ((4, 2, 24), torch.float32)],
+    }
+)  # fmt: skip
 def test_step_matches_the_reference(
     kv: str, window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -15,6 +15,7 @@ from quire.kernels.triton.row_groups import group_rows
 from quire.kernels.triton.triton_experts import TritonExperts, choose
 from quire.kernels.triton.triton_linear import CudaLinear
 from support.interpreter import rows_alike
+from support.pairwise import covering
 
 WIDTH, INNER, NUM_EXPERTS = 40, 24, 5
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -106,17 +107,15 @@ def test_results_are_those_of_pytorch(num_rows: int, routing: Routing, device: t
     assert mixture.num_bytes > 0
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@covering({"form": FORMATS, "dtype": [torch.float32, torch.float16], "num_rows": [2, 48]})  # tiles of 16 rows, of 64
 def test_weights_of_every_format_are_served(
-    form: tuple[str, str, int], dtype: torch.dtype, device: torch.device
+    form: tuple[str, str, int], dtype: torch.dtype, num_rows: int, device: torch.device
 ) -> None:
     mixture, expected = mixtures(device, Routing(2, True), dtype, form, "clamped_silu_and_mul", has_biases=True)
-    for num_rows in (2, 48):  # tiles of 16 rows, and of 64
-        x = random(num_rows, WIDTH, seed=4).to(dtype)
-        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-        result, wanted = mixture(x.to(device)).cpu(), expected(x)
-        torch.testing.assert_close(result, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
+    x = random(num_rows, WIDTH, seed=4).to(dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    result, wanted = mixture(x.to(device)).cpu(), expected(x)
+    torch.testing.assert_close(result, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
 
 
 def test_all_rows_may_choose_the_same_experts(device: torch.device) -> None:

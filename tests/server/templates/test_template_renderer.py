@@ -241,9 +241,7 @@ def test_time_is_bounded(with_template: MakeTokenizer) -> None:
     sources = (
         ENDLESS,
         "{{ 9 ** (9 ** 9) }}",  # one operation, of hours, when the template is compiled
-        "{{ lipsum(n=10 ** 9) }}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% for a in range(9999) recursive %}{{ loop(range(9999)) if loop.depth < 20 }}{% endfor %}",
     )
 
     async def answer(source: str) -> str:
