@@ -89,15 +89,15 @@ def test_group_with_a_long_prompt_stalls_nobody_either() -> None:
 
 
 def test_long_prompt_that_is_under_way_keeps_its_room() -> None:
-    harness = Harness(num_blocks=60, budget=BUDGET, max_num_seqs=32)
-    long = harness.add(160, max_tokens=4, ignore_eos=True)
+    """Requests that are admitted beside it leave it the blocks of its prompt: else three of them are preempted."""
+    harness = Harness(num_blocks=48, budget=BUDGET, max_num_seqs=32)
+    harness.add(160, max_tokens=4, ignore_eos=True)
     harness.step()
     for _ in range(12):
         harness.add(8, max_tokens=12, ignore_eos=True)
         harness.step()
     finish(harness)
-    assert long.num_preemptions == 0
-    assert harness.scheduler.preemption.stats.num_recomputed_tokens <= 60, "hardly anybody is thrown out for it"
+    assert harness.scheduler.preemption.stats.num_preemptions == {"recompute": 0, "swap": 0}
 
 
 def test_budget_of_one_has_no_shares() -> None:
