@@ -6,9 +6,11 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from httpx._transports import default as http_transport
 from hypothesis import HealthCheck, settings
 
 from quire.core.garbage import collections_paused
@@ -52,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keep tests off shared names; let auto be the device asked for, also in the processes that tests start."""
     stdlib_guard.turn_on()
+    # Each client, also that of a call of `httpx.get`, would read the certificates of all authorities: 20 ms.
+    http_transport.create_ssl_context = cache(http_transport.create_ssl_context)
     config.pluginmanager.register(cpu_seconds)
     config.pluginmanager.register(cpu_seconds.Summary())
     if no_torch.is_missing():
