@@ -187,8 +187,8 @@ class StackedLayer:
         return results[chosen.long(), torch.arange(len(rows), device=x.device)]
 
 
-def _choose(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    chosen, weights = route(routing, scores)
+def _choose(scores: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    chosen, weights = route(routing, scores, bias)
     return chosen[:, : routing.num_chosen].contiguous(), weights
 
 
