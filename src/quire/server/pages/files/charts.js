@@ -94,11 +94,6 @@ export class Charts {
     this.onChoose(step);
   }
 
-  // Return the server's time at a time of this browser.
-  timeAt(milliseconds) {
-    return this.now - (this.askedAt - milliseconds) / 1000;
-  }
-
   // Return a time of the server as words: how long ago it was, and when by this browser's clock.
   clock(time) {
     const ago = this.now - time;

@@ -253,12 +253,11 @@ async function refresh() {
       map = await kv.ask();
     }
     const away = map.stats.swap_total_blocks > 0 ? await swap.ask() : undefined;
-    const cameAt = Date.now();
     if (number !== numRefreshes) return; // another window is on its way
     isPast &&= Boolean(charts.chosen); // not of a server that was started again
     if (!isPast) showMaps(map, away);
     await charts.refresh();
-    if (!charts.isRefused) past.add(charts.timeAt(cameAt), [map, away]);
+    if (!charts.isRefused) past.add(charts.now, [map, away]); // it came just before
     answeredAt = new Date().toLocaleTimeString();
     document.body.classList.remove("stale");
     tell(isPaused ? "paused" : "live");
