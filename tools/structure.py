@@ -21,6 +21,7 @@ READING_GUIDE = ROOT / "docs/reading-guide.md"
 MAX_ATTRIBUTES = 15
 MAX_PERSONS = 20  # words of the prose that make a person of a request or a block
 
+CLASSES = re.compile(r"^[ \t]*class (\w+)[(:\[]", re.MULTILINE)
 PERSONS = re.compile(r"\b(?:who|whom|whose|somebody|nobody)\b", re.IGNORECASE)
 QUESTIONS = re.compile(r"(?:Who|Whom|Whose|What|Whether|How|Why|Where|When|From|Which)\b")
 
@@ -65,10 +66,15 @@ def comments(source: str) -> Iterator[str]:
             yield token.string
 
 
-def prose() -> Iterator[tuple[Path, str]]:
-    """Yield docstrings and comments of the package, comments of csrc, and pages of documentation, with their files."""
+def prose(pattern: re.Pattern[str]) -> Iterator[tuple[Path, str]]:
+    """Yield docstrings and comments of the package, comments of csrc, and pages of documentation, with their files.
+
+    Without the sources that `pattern` is not in: it takes seconds to find the prose of all.
+    """
     for path in modules().values():
         source = path.read_text()
+        if not pattern.search(source):
+            continue
         for text in (*docstrings(ast.parse(source)), *comments(source)):
             yield path, text
     for path in sorted((ROOT / "csrc").glob("*.[ch]pp")):
@@ -80,7 +86,7 @@ def prose() -> Iterator[tuple[Path, str]]:
 
 def persons() -> list[tuple[Path, str]]:
     """Return each word of the prose that makes a request or a block a person, with its file."""
-    return [(path, word) for path, text in prose() for word in PERSONS.findall(text)]
+    return [(path, word) for path, text in prose(PERSONS) for word in PERSONS.findall(text)]
 
 
 def question_openings(sources: Path = SOURCES) -> list[Path]:
@@ -115,9 +121,8 @@ def repeated_classes(sources: Path = SOURCES) -> dict[str, list[str]]:
     """Return the class names that several modules define, with these modules: a search finds more than one class."""
     found: dict[str, list[str]] = {}
     for name, path in modules(sources).items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(name)
+        for class_name in CLASSES.findall(path.read_text()):
+            found.setdefault(class_name, []).append(name)
     return {class_name: where for class_name, where in found.items() if len(where) > 1}
 
 
