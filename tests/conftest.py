@@ -7,10 +7,11 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from httpx._transports import default as http_transport
 from hypothesis import HealthCheck, settings
 
 from quire.core.garbage import collections_paused
@@ -55,7 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep tests off shared names; let auto be the device asked for, also in the processes that tests start."""
     stdlib_guard.turn_on()
     # Each client, also that of a call of `httpx.get`, would read the certificates of all authorities: 20 ms.
-    http_transport.create_ssl_context = cache(http_transport.create_ssl_context)
+    for library in filter(find_spec, ("httpx", "httpx2")):  # the second is of openai and anthropic
+        transport = import_module(f"{library}._transports.default")
+        transport.create_ssl_context = cache(transport.create_ssl_context)  # type: ignore[attr-defined]
     config.pluginmanager.register(cpu_seconds)
     config.pluginmanager.register(cpu_seconds.Summary())
     if no_torch.is_missing():
