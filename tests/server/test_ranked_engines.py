@@ -65,7 +65,7 @@ def test_killed_rank_ends_its_engine_alone() -> None:
 
 
 def test_server_that_was_stopped_does_not_miss_its_engine() -> None:
-    with running_server("-tp", "2", "--stall-limit", "4", "--num-kv-blocks", "512") as server:
+    with running_server("-tp", "2", "--stall-limit", "10", "--num-kv-blocks", "512") as server:
         body = BODY | {"max_tokens": 1000, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as response:
             events = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
