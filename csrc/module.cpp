@@ -18,6 +18,7 @@
 #include "gather.hpp"
 #include "lookup.hpp"
 #include "packing.hpp"
+#include "piece_merges.hpp"
 #include "program.hpp"
 #include "rotary_table.hpp"
 #include "rounding.hpp"
@@ -347,6 +348,7 @@ NB_MODULE(_kernels, module) {
     def_long(module, "read_file", read_file);
     def_long(module, "round_to_nearest", round_to_nearest);
     def_long(module, "rotary_table", rotary_table);
+    def_long(module, "piece_merges", piece_merges);
     def_long(module, "all_finite_bf16", all_finite<bf16>);
     def_long(module, "all_finite_float", all_finite<float>);
     def(module, "linear", &Kernels::linear);

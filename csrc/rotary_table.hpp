@@ -3,9 +3,9 @@
 
 namespace quire {
 
-// Write out [num_positions, 2 * num_pairs]: the cosines of each position's angles, then the sines, times `scale`. An angle is
+// Write out [num_positions, 2 * num_pairs]: the cosines of the angles of each position from `first_position` on, then the sines, times `scale`. An angle is
 // a product of floats, rounded to one; all else is computed in double and rounded once. frequencies [num_pairs]: radians per
 // position. All threads take part.
-void rotary_table(const float* frequencies, long num_pairs, long num_positions, double scale, float* out);
+void rotary_table(const float* frequencies, long num_pairs, long first_position, long num_positions, double scale, float* out);
 
 }  // namespace quire

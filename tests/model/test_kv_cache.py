@@ -1,11 +1,12 @@
 """The tensors of the cache: shapes, zeros, and memory that is taken only where it is used."""
 
 import resource
+from pathlib import Path
 
 import pytest
 import torch
 
-from quire.core.arrays import dtype_name
+from quire.core.arrays import HUGE_PAGE_BYTES, dtype_name
 from quire.core.config import KVDtype
 from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
@@ -85,3 +86,17 @@ def test_dtype_of_another_model_is_refused_by_name(back_end: BackEnd) -> None:
     assert layout.stored_dtype(of("bfloat16")) == layout.stored_dtype(of("bfloat16"), "bfloat16") == stored
     with pytest.raises(ConfigError, match=r"kv_cache_dtype 'float32' is not supported: .* a bfloat16 model .* bfloat"):
         layout.stored_dtype(of("bfloat16"), "float32")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells the memory that a process has")
+def test_first_block_of_every_tensor_takes_small_pages() -> None:
+    cache = KVCache.allocate(KVGeometry((LayerKV(2, 64, "float32"),) * 24), 1024, 16, TORCH)
+    assert all(tensor.nbytes >= 4 * HUGE_PAGE_BYTES for tensor in cache.tensors)
+    before = resident_bytes()
+    for tensor in cache.tensors:
+        tensor[0] = 1
+    assert resident_bytes() - before < len(cache.tensors) * HUGE_PAGE_BYTES / 4
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

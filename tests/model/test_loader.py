@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError, ModelError
 from quire.kernels.back_end import BackEnd
+from quire.kernels.tensors import NUMPY_LIBRARY
+from quire.model import rope
 from quire.model.checkpoints import safetensors
 from quire.model.config import read_config, spec_from_config
 from quire.model.loader import load_model
@@ -85,6 +87,20 @@ def test_rotary_table_may_be_cut_to_the_positions_in_use(
     assert torch.equal(whole, cut)
     cut = paged_runner(load_model(folder, back_end=back_end, table_positions=3)).step({"a": [4, 5, 6]})["a"]
     assert torch.equal(whole, cut)
+
+
+def test_rotary_tables_are_filled_as_far_as_a_step_reaches(
+    write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope, "POSITIONS_AT_ONCE", 16)
+    decoder = load_model(write_llama(), back_end=back_end)
+    (table,) = decoder._rotary_tables
+    runner, tokens, is_lazy = paged_runner(decoder), list(range(40)), back_end.library is NUMPY_LIBRARY
+    found = [runner.step({"a": tokens[:10]})["a"]]
+    assert table.num_filled == (16 if is_lazy else len(table.values))
+    found += [runner.step({"a": [token]})["a"] for token in tokens[10:]]
+    assert table.num_filled == (48 if is_lazy else len(table.values))
+    assert torch.equal(torch.cat(found), paged_runner(decoder).step({"b": tokens})["b"])
 
 
 def test_unread_tensors_are_named_in_the_log(

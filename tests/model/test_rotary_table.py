@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.cpp.isas import usable_isas
 from quire.model import rope
-from quire.model.rope import POSITIONS_AT_ONCE, rotary_table
+from quire.model.rope import POSITIONS_AT_ONCE, RotaryTable, rotary_table
 
 FREQUENCIES = (10_000.0 ** (-np.arange(0, 64, 2) / 64)).astype(np.float32)
 
@@ -48,3 +48,13 @@ def test_entries_are_at_most_a_last_bit_off_those_of_pytorch() -> None:
     found = rotary_table(FREQUENCIES, 20_000)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-24)
     assert (found != expected).mean() < 0.06
+
+
+def test_portions_have_the_bits_of_the_whole_and_reach_as_far_as_asked() -> None:
+    portion, num_positions = POSITIONS_AT_ONCE, 3 * POSITIONS_AT_ONCE + 5
+    whole, table = rotary_table(FREQUENCIES, num_positions, 1.5), RotaryTable(FREQUENCIES, num_positions, 1.5)
+    for reached, num_filled in [(1, portion), (portion, portion), (portion + 1, 2 * portion), (7, 2 * portion),
+                                (num_positions + 99, num_positions)]:  # fmt: skip
+        table.fill(reached)
+        assert table.num_filled == num_filled
+        np.testing.assert_array_equal(table.values[:num_filled], whole[:num_filled])

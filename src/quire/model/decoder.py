@@ -1,25 +1,25 @@
 """The decoder, or encoder: embeddings, a layer program and a head, built from a spec."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
 
-from quire.core.arrays import Array
 from quire.kernels.back_end import BackEnd, require, require_attention, require_kv_dtype, require_ops
 from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import Table
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs, OpTime, ProgramTimer
 from quire.kernels.special_ops import SummedLinearOp
-from quire.kernels.tensors import DType, Tensor, added, divided, scaled, take_rows, tanh
+from quire.kernels.tensors import NUMPY_LIBRARY, DType, Tensor, added, divided, scaled, take_rows, tanh
 from quire.model.config import num_layer_weights
 from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
 from quire.model.layer_builder import ProgramInputs, build_program, make_norm
-from quire.model.rope import inverse_frequencies, rotary_table
+from quire.model.rope import RotaryTable, inverse_frequencies
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.sharding import Ranks
-from quire.model.spec import DecoderSpec, Rotary
+from quire.model.spec import DecoderSpec
 from quire.model.weights import TokenTable, WeightReader
 
 BLOCK_SIZE = 32  # tokens: texts are short, and the rest of a text's last block is not touched
@@ -79,9 +79,14 @@ class Decoder:
         is_head_whole = spec.has_head and spec.is_head_tied and ranks is None
         tokens = weights.embedding(shapes.embedding, shapes.head if is_head_whole else None)
         self._embedding = Embedding(spec, shapes, weights, tokens.taken)
-        cos_sin = {
-            each: weights.taken(_rotary_table(each, max_positions, table_positions)) for each in spec.rotaries
-        }
+        self._rotary_tables = [
+            RotaryTable(inverse_frequencies(each, max_positions), table_positions, each.scale) for each in spec.rotaries
+        ]
+        self._num_filled_positions = 0  # of all tables
+        if self.back_end.library is not NUMPY_LIBRARY:
+            self._fill_positions(table_positions)  # other libraries may copy them
+        tables = (weights.taken(table.values) for table in self._rotary_tables)
+        cos_sin = dict(zip(spec.rotaries, tables, strict=True))
         self.progress = np.zeros(1, np.int64)  # layers and heads run since start; any thread may look
         shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
         program = build_program(spec, weights, shared)
@@ -130,11 +135,22 @@ class Decoder:
             batch = replace(batch, adapters=batch.adapters.grouped())
         if self._text_cache is not None:
             batch, cache = self._text_cache.place(batch)
+        if (num_positions := batch.block_tables.shape[1] * cache.block_size) > self._num_filled_positions:
+            self._fill_positions(num_positions)
         metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
         inputs = LayerInputs(
             batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters
         )
         return self._program.run(self._embedding(batch.token_ids, batch.positions, batch.token_types), inputs)
+
+    def _fill_positions(self, num_positions: int) -> None:
+        """Fill the rotary tables as far as the positions of a step reach."""
+        for table in self._rotary_tables:
+            table.fill(num_positions)
+        self._num_filled_positions = min(
+            (table.num_filled for table in self._rotary_tables if table.num_filled < len(table.values)),
+            default=sys.maxsize,
+        )
 
     def start_timing(self) -> ProgramTimer:
         """Time each op of the layers, until `stop_timing` gets the result; between two steps, like that one."""
@@ -224,8 +240,3 @@ class Embedding:
             return x if self._multiplier == 1 else scaled(x, self._multiplier)
         x = self._project(self._embed(self.tokens, token_ids))
         return x if self._positions is None else added(x, self._embed(self._positions, positions))
-
-
-def _rotary_table(rotary: Rotary, max_positions: int, table_positions: int) -> Array:
-    """Return cosines and sines of the first `table_positions` positions."""
-    return rotary_table(inverse_frequencies(rotary, max_positions), table_positions, rotary.scale)

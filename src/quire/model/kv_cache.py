@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from quire.core.arrays import Array
+from quire.core.arrays import HUGE_PAGE_BYTES, Array
 from quire.core.config import ELEMENT_BYTES, QUANTIZED, KVDtype
 from quire.kernels.back_end import BackEnd
 from quire.kernels.tensors import Tensor
@@ -152,11 +152,14 @@ def _zeros(num_bytes: int) -> Array:
     """Return zeros that take memory only where something has been written, aligned to a page.
 
     `np.zeros` writes them where `calloc` finds a free block of that size, as in a process that had a model before.
+    The first 2 MiB are on small pages, the rest on huge ones: with one token in the cache each tensor of each layer
+    would take a huge page, which are 96 MB for the 48 tensors of a model of 0.5 billion parameters.
     """
     try:
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{num_bytes:,} bytes of the KV cache: {error}") from None
     with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        if num_bytes > 2 * HUGE_PAGE_BYTES:
+            memory.madvise(mmap.MADV_HUGEPAGE, HUGE_PAGE_BYTES)
     return np.frombuffer(memory, np.uint8)[:num_bytes]

@@ -16,7 +16,7 @@ from quire.kernels.cpp.isas import usable_isas
 from quire.model.config_reader import MAX_POSITIONS, ConfigReader
 from quire.model.spec import Rotary, SpecError
 
-POSITIONS_AT_ONCE = 1 << 12  # so that what is needed on the way stays small beside the table
+POSITIONS_AT_ONCE = 1 << 11  # some milliseconds, which a step takes longer when a sequence reaches new ones
 DEFAULT_THETA = 10_000.0
 
 
@@ -26,19 +26,37 @@ def rotary_table(frequencies: Array, num_positions: int, scale: float = 1.0) -> 
     frequencies float32 [rotary_dim / 2], radians per position; `scale` multiplies both (YaRN's attention factor).
     An angle is rounded to float32, as models are trained; the rest is computed in double and rounded once.
     """
-    assert (frequencies.dtype, frequencies.flags.c_contiguous) == (FLOAT32, True), "frequencies of another form"
-    half = len(frequencies)
-    table = empty((num_positions, 2 * half), FLOAT32)
-    if usable_isas():
-        from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+    table = RotaryTable(frequencies, num_positions, scale)
+    table.fill(num_positions)
+    return table.values
 
-        _kernels.rotary_table(address(frequencies), half, num_positions, scale, address(table))
-        return table
-    for begin in range(0, num_positions, POSITIONS_AT_ONCE):
-        some = slice(begin, min(begin + POSITIONS_AT_ONCE, num_positions))
-        angles = np.outer(np.arange(some.start, some.stop, dtype=np.float32), frequencies).astype(np.float64)
-        table[some, :half], table[some, half:] = np.cos(angles) * scale, np.sin(angles) * scale
-    return table
+
+class RotaryTable:
+    """The table of `rotary_table`, filled as far as sequences reach: what is not filled takes no memory."""
+
+    def __init__(self, frequencies: Array, num_positions: int, scale: float = 1.0) -> None:
+        assert (frequencies.dtype, frequencies.flags.c_contiguous) == (FLOAT32, True), "frequencies of another form"
+        self.values = empty((num_positions, 2 * len(frequencies)), FLOAT32)
+        self.num_filled = 0
+        self._frequencies, self._scale = frequencies, scale
+
+    def fill(self, num_positions: int) -> None:
+        """Fill the rows of the first `num_positions` positions, and up to POSITIONS_AT_ONCE - 1 more."""
+        stop = min(-(-num_positions // POSITIONS_AT_ONCE) * POSITIONS_AT_ONCE, len(self.values))
+        for begin in range(self.num_filled, stop, POSITIONS_AT_ONCE):
+            self._fill_portion(begin, self.values[begin : min(begin + POSITIONS_AT_ONCE, stop)])
+        self.num_filled = max(self.num_filled, stop)
+
+    def _fill_portion(self, begin: int, rows: Array) -> None:
+        frequencies, half = self._frequencies, len(self._frequencies)
+        if usable_isas():
+            from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+            _kernels.rotary_table(address(frequencies), half, begin, len(rows), self._scale, address(rows))
+            return
+        positions = np.arange(begin, begin + len(rows), dtype=np.float32)
+        angles = np.outer(positions, frequencies).astype(np.float64)
+        rows[:, :half], rows[:, half:] = np.cos(angles) * self._scale, np.sin(angles) * self._scale
 
 
 def rotary_from_config(

@@ -7,17 +7,20 @@ text that is known to be one of a special token.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from quire.core.arrays import address
 from quire.formats.gguf.gguf_config import CONTROL_TEXTS
 from quire.formats.gguf.gguf_file import GGUFFile
+from quire.kernels.cpp.isas import usable_isas
 from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TextSettings, default_and_tool_template
 from quire.text.tokenizer_formats.folder_tokenizer import put_around
-from quire.text.tokenizer_formats.piece_merges import QWEN2_SPLIT
+from quire.text.tokenizer_formats.piece_merges import QWEN2_SPLIT, merges_in_order, piece_merges, score_ranks
 from quire.text.tokenizer_formats.sentencepiece import (
     ADDED,
     BPE,
@@ -195,7 +198,35 @@ def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> Tokenizer:
         adds_space=_flag(file, "add_space_prefix", True),
         joins_spaces=_flag(file, "remove_extra_whitespaces", False),
     )
-    return make_sentencepiece(model, str(file.path), is_legacy=True)
+    return make_sentencepiece(
+        model, str(file.path), is_legacy=True, find_merges=needed_merges, ids=vocabulary.ids
+    )
+
+
+def needed_merges(
+    texts: Sequence[str], scores: Sequence[float], is_result: NDArray[np.bool_]
+) -> list[tuple[str, str]]:
+    """Return the pairs of `piece_merges` that some text needs: one for each piece that merges make.
+
+    The tokenizers library takes 0.2 s less for those of 262,144 pieces, and finding them 0.3 s less. All pairs where
+    the extension is missing, or cannot tell (csrc/piece_merges.hpp).
+    """
+    if not usable_isas():
+        return piece_merges(texts, scores, is_result)
+    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    characters = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
+    stops, ranks, results = lengths.cumsum(), score_ranks(scores), is_result.astype(np.uint8)
+    first, second = np.empty((2, len(texts)), np.int32)
+    if not _kernels.piece_merges(
+        address(characters), address(stops), address(ranks), address(results), len(texts), address(first),
+        address(second),
+    ):  # fmt: skip
+        return piece_merges(texts, scores, is_result)
+    made = np.flatnonzero(first >= 0)
+    sides = (side[made].astype(np.int64) for side in (first, second))
+    return merges_in_order(texts, lengths, ranks, made, *sides)
 
 
 def _named_tokens(file: GGUFFile, vocabulary: Vocabulary, defaults: dict[str, int]) -> dict[str, str]:

@@ -53,7 +53,19 @@ def piece_merges(
     second = _find(whole, prefixes.hashes(cut, stops[result]))
     kept = np.flatnonzero(second >= 0)
     first, second, result = first[kept], second[kept], result[kept]
-    ranks = np.unique(-np.asarray(scores, np.float64), return_inverse=True)[1]
+    return merges_in_order(texts, lengths, score_ranks(scores), result, first, second)
+
+
+def score_ranks(scores: Sequence[float]) -> NDArray[np.int64]:
+    """Return the rank of each score, 0 for the highest; equal scores have the same."""
+    return np.unique(-np.asarray(scores, np.float64), return_inverse=True)[1]
+
+
+def merges_in_order(
+    texts: Sequence[str], lengths: NDArray[np.int64], ranks: NDArray[np.int64], result: NDArray[np.int64],
+    first: NDArray[np.int64], second: NDArray[np.int64],
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Return pairs of pieces, given as places in `texts` as their results are, in the order of `piece_merges`."""
     longest = int(lengths.max(initial=0))
     keys = (ranks[result] * (longest + 1) + longest - lengths[result]) * (longest + 1) + lengths[first]
     order = np.argsort(keys, kind="stable")  # pairs with the same key stay in the order of their results

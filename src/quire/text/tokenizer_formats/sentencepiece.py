@@ -5,12 +5,13 @@ normalized. BPE keeps no list of merges: two pieces merge if the result is a pie
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.core.errors import ModelError
@@ -23,6 +24,7 @@ UNIGRAM, BPE = 1, 2                          # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # SentencePiece.type
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)
 SPACE = "▁"
+MergeFinder = Callable[[Sequence[str], Sequence[float], NDArray[np.bool_]], list[tuple[str, str]]]
 
 
 @dataclass(slots=True)
@@ -74,10 +76,15 @@ def read_sentencepiece(folder: Path, config: dict[str, Any]) -> Tokenizer:
     return make_sentencepiece(model, str(path), is_legacy=config.get("legacy") is not False)
 
 
-def make_sentencepiece(model: SentencePieceModel, place: str, *, is_legacy: bool) -> Tokenizer:
+def make_sentencepiece(
+    model: SentencePieceModel, place: str, *, is_legacy: bool, find_merges: MergeFinder = piece_merges,
+    ids: dict[str, int] | None = None,
+) -> Tokenizer:  # fmt: skip
     """Return the tokenizer of a model. `place` is what errors call it; `is_legacy` as in `_set_normalizer`.
 
-    Raises ModelError for a model without the unknown token, with too long pieces, or of another algorithm.
+    `find_merges` returns what `piece_merges` does, or a part that gives every text the same pieces. `ids`: of the
+    pieces by their texts, if they are there already. Raises ModelError for a model without the unknown token, with
+    too long pieces, or of another algorithm.
     """
     if not model.unknown_id < len(model.texts):
         raise ModelError(f"{place}: not a SentencePiece model: no piece {model.unknown_id}, the unknown one")
@@ -87,7 +94,7 @@ def make_sentencepiece(model: SentencePieceModel, place: str, *, is_legacy: bool
         raise ModelError(f"{place}: of SentencePiece's algorithms only BPE and Unigram are supported")
     if max(map(len, model.texts)) > MAX_PIECE_CHARS:
         raise ModelError(f"{place}: has a piece of more than {MAX_PIECE_CHARS} characters")
-    tokenizer = Tokenizer(_bpe(model) if model.algorithm == BPE else _unigram(model))
+    tokenizer = Tokenizer(_bpe(model, find_merges, ids) if model.algorithm == BPE else _unigram(model))
     tokenizer.add_tokens(added_tokens(zip(model.texts, model.kinds, strict=True)))
     _set_normalizer(tokenizer, model, is_legacy=is_legacy)
     tokenizer.decoder = _decoder(model)
@@ -104,9 +111,9 @@ def added_tokens(tokens: Iterable[tuple[str, float]]) -> list[AddedToken]:
     ]
 
 
-def _bpe(model: SentencePieceModel) -> models.BPE:
-    merges = piece_merges(model.texts, model.scores, np.isin(model.kinds, (NORMAL, USER_DEFINED)))
-    vocabulary = dict(zip(model.texts, range(len(model.texts)), strict=True))
+def _bpe(model: SentencePieceModel, find_merges: MergeFinder, ids: dict[str, int] | None) -> models.BPE:
+    merges = find_merges(model.texts, model.scores, np.isin(model.kinds, (NORMAL, USER_DEFINED)))
+    vocabulary = dict(zip(model.texts, range(len(model.texts)), strict=True)) if ids is None else ids
     unknown = model.texts[model.unknown_id]
     return models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.has_byte_fallback)
 
