@@ -36,7 +36,7 @@ def llm(demo_model: Path) -> Iterator[LLM]:
 def test_bar_moves_by_tokens_before_any_request_has_ended(llm: LLM) -> None:
     counts = NumTokens(100, 1000)
     requests = llm._prepare(llm._tokenize(PROMPTS), PARAMS)
-    bar = TokenProgress(requests, lambda: counts, is_shown=False)
+    bar = TokenProgress(requests, lambda: counts)
     assert bar.share == 0
     counts = NumTokens(108, 1000)
     assert bar.share == 8 / 40
@@ -49,7 +49,7 @@ def test_bar_moves_by_tokens_before_any_request_has_ended(llm: LLM) -> None:
 def test_request_that_ends_early_is_done(llm: LLM) -> None:
     short = SamplingParams(max_tokens=40, stop_token_ids=[*range(llm.vocab_size)], temperature=0.0)
     requests = llm._prepare(llm._tokenize(PROMPTS), short)
-    bar = TokenProgress(requests, llm._metrics.num_tokens, is_shown=False)
+    bar = TokenProgress(requests, llm._metrics.num_tokens)
     for output in llm._run(requests, "final"):
         bar.ended(output)
     assert bar.share == 1

@@ -3,12 +3,13 @@
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
 from quire.core.checks import one_each, refuse
-from quire.core.displays import html_of_cache, table
+from quire.core.displays import html_of_cache, is_watched, table
 from quire.core.errors import ConfigError, EngineAsleepError, InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused, older_objects_frozen
 from quire.core.lora import Adapter, LoRARequest
@@ -25,7 +26,6 @@ from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.core.structured_outputs import parse_config
 from quire.engine.assembly import AssembledEngine
-from quire.engine.fleet.offline_fleet import BlockingFleet
 from quire.engine.messages import TAGS, EngineDeadError, Tag
 from quire.engine.metrics.page import Metric, Metrics
 from quire.engine.offline_engine import LocalEngine, OfflineEngine
@@ -41,10 +41,12 @@ from quire.engine.requests.input_processor import (
 )
 from quire.engine.requests.output_processor import OutputKind
 from quire.engine.requests.pooling_inputs import OfflinePooling
-from quire.progress import TokenProgress, is_watched
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool
+
+if TYPE_CHECKING:
+    from quire.progress import TokenProgress
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 _SETTINGS = {option.name for option in declared_options(EngineOptions)} | {"structured_outputs_config"}
@@ -456,12 +458,22 @@ class LLM:
 
     def _finish_all(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        progress = TokenProgress(requests, self._metrics.num_tokens, is_shown=use_tqdm and is_watched())
-        with older_objects_frozen(), progress:
+        with older_objects_frozen(), self._progress(requests, use_tqdm) as progress:
             for output in self._run(requests, "final"):
                 finished[output.request_id] = output
-                progress.ended(output)
+                if progress is not None:
+                    progress.ended(output)
         return [finished[str(prepared.request.request_id)] for prepared in requests]
+
+    def _progress(
+        self, requests: list[PreparedRequest], use_tqdm: bool
+    ) -> AbstractContextManager["TokenProgress | None"]:
+        """Return a bar where a person sees it, else None."""
+        if not use_tqdm or not is_watched():
+            return nullcontext()
+        from quire.progress import TokenProgress  # noqa: PLC0415 (0.02 s, with rich)
+
+        return TokenProgress(requests, self._metrics.num_tokens)
 
     def _run(self, requests: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
         """Queue the requests at the first `next`, yield their outputs. On exit all of them have ended."""
@@ -472,6 +484,8 @@ def _start(options: EngineOptions, metrics: Metrics) -> OfflineEngine:
     """Return the engine of an LLM, or its engines."""
     if options.data_parallel_size == 1:
         return LocalEngine(options, metrics.engines[0])
+    from quire.engine.fleet.offline_fleet import BlockingFleet  # noqa: PLC0415 (0.04 s, with asyncio)
+
     return BlockingFleet(options, metrics)
 
 

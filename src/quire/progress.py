@@ -1,6 +1,5 @@
 """Progress bar of the offline API on standard error, on a terminal and in a notebook."""
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -11,6 +10,7 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapse
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from quire.core.displays import is_notebook
 from quire.core.outputs import RequestOutput
 from quire.engine.metrics.engine_metrics import NumTokens
 from quire.engine.requests.input_processor import PreparedRequest
@@ -25,14 +25,14 @@ class TokenProgress:
     answers of at most m tokens is p + n x m long; what it ends without is done as well.
     """
 
-    def __init__(self, requests: Sequence[PreparedRequest], count: Callable[[], NumTokens], *, is_shown: bool) -> None:
+    def __init__(self, requests: Sequence[PreparedRequest], count: Callable[[], NumTokens]) -> None:
         self._count, self._start = count, count()
         self._started_s = time.monotonic()
         self._lengths = {str(each.request.request_id): _length(each) for each in requests}
         self._num_spared = 0                        # tokens that ended requests have not needed
         self._total = sum(self._lengths.values())
         columns = TextColumn("{task.description}"), _Column(self._bar), _Column(self._ended), TimeElapsedColumn()
-        self._progress = Progress(*columns, _Column(self._rates), console=_console(), disable=not is_shown)
+        self._progress = Progress(*columns, _Column(self._rates), console=_console())
         self._task = self._progress.add_task("requests", total=len(requests))
 
     def __enter__(self) -> Self:
@@ -85,22 +85,13 @@ class _Column(ProgressColumn):
         return self._draw(task)
 
 
-def is_watched() -> bool:
-    """Return whether a person sees standard error as it is written: on a terminal, or in a notebook's cell."""
-    return sys.stderr.isatty() or _is_notebook()
-
-
-def _is_notebook() -> bool:
-    return type(sys.stderr).__module__.startswith("ipykernel.")
-
-
 def _console() -> Console:
     """Return the console of standard error, so that a redirected output stays clean.
 
     In a notebook it writes as on a terminal: rich would ask for ipywidgets, while a cell's output knows the characters
     that redraw one line.
     """
-    if _is_notebook():
+    if is_notebook():
         return Console(
             stderr=True, force_terminal=True, force_jupyter=False, color_system="256", width=NOTEBOOK_COLUMNS
         )

@@ -8,11 +8,12 @@ a flag cannot have is an error that names the variable.
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from quire.cli.flag_groups import VARIABLE_PREFIX, VLLM_FLAGS, variable_of
 from quire.cli.help_text import help_text
@@ -21,8 +22,18 @@ from quire.core.optional_package import ARGUMENT_NAMES, load
 
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 _TOPIC = "help_topic"   # key of a context's `meta`
+_DIGITS = re.compile(r"[0-9]{1,15}")
 _MISSPELT = 0.9  # a letter too many or too few
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+
+
+class Group(TyperGroup):
+    """Group of commands, with flags of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of the click that typer brings)
+        """Read the group's flags."""
+        _spare_validators(self.get_params(ctx))
+        return super().parse_args(ctx, args)
 
 
 class Command(TyperCommand):
@@ -36,6 +47,7 @@ class Command(TyperCommand):
         """Read the flags. BadParameter names the environment variable if the value is from there."""
         args = _without_topic(ctx, args)
         vllm_flags = ctx.meta[VLLM_FLAGS] = load(ARGUMENT_NAMES, "flags")(self.get_params(ctx), ctx.fail)
+        _spare_validators(self.get_params(ctx))
         names = [param.name for param in self.params if param.name]
         warning = drop_service_variables(names, os.environ)
         for text in (warning, misspelt_variables(names, os.environ)):
@@ -48,6 +60,35 @@ class Command(TyperCommand):
         except typer.BadParameter as error:
             error.message += _origin(ctx, error.param)
             raise
+
+
+def _spare_validators(params: Iterable[Any]) -> None:
+    """Have the values of flags and arguments read by `_process_value`."""
+    for param in params:
+        if not isinstance(param.process_value, partial):
+            param.process_value = partial(_process_value, param, param.process_value)
+
+
+def _process_value(param: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:  # noqa: ANN401 (typer's)
+    """Return a flag's value as typer's `process` does, without a validator of pydantic where none is needed.
+
+    For each flag that a command has typer makes one, also if the flag was not given: with pydantic's import 0.12 s of a
+    start. A default is right as the code has it; a text is one, and digits alone are a number.
+    """
+    annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)  # before typer 0.26: none
+    is_several = param.multiple or param.nargs != 1
+    source = ctx.get_parameter_source(param.name)
+    if source is not None and source.name == "DEFAULT" and not param.required and not (value is None and is_several):
+        found = value
+    elif is_several or not isinstance(value, str) or annotation not in (str, int, float):
+        return process(ctx, value)
+    elif annotation is str:
+        found = value
+    elif _DIGITS.fullmatch(value) and param.min is None and param.max is None:
+        found = annotation(value)
+    else:
+        return process(ctx, value)
+    return found if param.callback is None else param.callback(ctx, param, found)
 
 
 def _without_topic(ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 (of the click that typer brings)

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TextIO
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from quire.cli.flag_groups import STANDARD_STREAM, check_output, flag, with_config_file, with_flag_groups
 from quire.cli.model_flags import BeamFlags, OfflineOptions, SamplingFlags, load, model_defaults
@@ -246,6 +244,8 @@ def _as_prompt(llm: "LLM", job: Job) -> str | list[int]:
 def _stream_text(results: Iterator[RequestOutput], stream: TextIO, prompt: str) -> None:
     """Write the one answer's text as it grows; a terminal shows the prompt before it."""
     if stream.isatty():
+        from rich.console import Console  # noqa: PLC0415 (0.02 s, for a terminal alone)
+
         Console(file=stream, highlight=False).print(prompt, end="", style="dim", markup=False, soft_wrap=True)
     written = 0
     for result in results:
@@ -258,6 +258,9 @@ def _stream_text(results: Iterator[RequestOutput], stream: TextIO, prompt: str) 
 
 def _write_all(results: Iterator[RequestOutput], stream: TextIO, jobs: list[Job], output_format: Format) -> None:
     """Write every answer in the order of the jobs, each as soon as it and those before it are done."""
+    from rich.console import Console  # noqa: PLC0415 (as above)
+    from rich.progress import track  # noqa: PLC0415
+
     console = Console(stderr=True)
     is_quiet = not console.is_terminal or stream.isatty()  # two writers on one terminal would mix
     finished = (result for result in results if result.finished)

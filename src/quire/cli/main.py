@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import quire
-from quire.cli.command import Command
+from quire.cli.command import Command, Group
 from quire.cli.flag_groups import COMMAND_SETTINGS, GROUP_SETTINGS
 from quire.core.errors import EngineError, NotInstalledError
 from quire.core.optional_package import COMMANDS, entry_points
@@ -53,6 +53,7 @@ def make_app(arguments: Sequence[str] | None = None) -> typer.Typer:
     """Return the command line for arguments: of the commands, the one that they begin with is loaded. None: all are."""
     app = typer.Typer(
         name="quire",
+        cls=Group,
         help="An inference and serving engine that manages the KV cache like virtual memory.",
         no_args_is_help=True,
         add_completion=False,

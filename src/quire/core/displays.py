@@ -1,5 +1,6 @@
 """HTML of outputs and statistics for notebooks. Text of a model is text in it, never HTML, and it has no scripts."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -10,6 +11,16 @@ if TYPE_CHECKING:
 MAX_CHARS = 20_000   # a prompt's or an answer's
 _TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;text-align:left;margin:.4em 0"
 _USED, _CACHED, _FREE = "#2f6f9f", "#8fb8d6", "rgba(128,128,128,.25)"
+
+
+def is_watched() -> bool:
+    """Return whether a person sees standard error as it is written: on a terminal, or in a notebook's cell."""
+    return sys.stderr.isatty() or is_notebook()
+
+
+def is_notebook() -> bool:
+    """Return whether standard error is that of a notebook."""
+    return type(sys.stderr).__module__.startswith("ipykernel.")
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:

@@ -15,7 +15,7 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -23,9 +23,11 @@ from tokenizers import Tokenizer as Backend
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.garbage import collections_paused
 from quire.core.model_files import read_text
-from quire.text.chat_template import ChatTemplate
 from quire.text.text_settings import TOKENIZER_FILE, TextSettings, read_text_settings
 from quire.text.token_bytes import LongestToken, TokenBytesCache, decoding_rule, exact_tokenizer_json, longest_token
+
+if TYPE_CHECKING:  # with Jinja 0.02 s to import: with the first conversation
+    from quire.text.chat_template import ChatTemplate
 
 _ANCHOR_TEXT = "a"
 _SHORT_TOKENS = 4096
@@ -58,7 +60,7 @@ class Tokenizer:
         self._backend = backend
         self.named_tokens: Mapping[str, str] = settings.named_tokens  # `bos_token`, ...: chat templates know them so
         self._others = settings.others
-        self._chat_template = None if settings.chat_template is None else self._template(settings.chat_template)
+        self._template_source = settings.chat_template
         self._given_template: ChatTemplate | None = None  # the last one that a caller gave
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(known.values()).union(id_ for id_, token in added.items() if token.special)
@@ -281,7 +283,13 @@ class Tokenizer:
         """Render conversations with this template instead of the model's from now on; for the start of a process."""
         self._chat_template = self._template(source)
 
-    def _template(self, source: str | Mapping[str, str]) -> ChatTemplate:
+    @cached_property
+    def _chat_template(self) -> "ChatTemplate | None":
+        return None if self._template_source is None else self._template(self._template_source)
+
+    def _template(self, source: str | Mapping[str, str]) -> "ChatTemplate":
+        from quire.text.chat_template import ChatTemplate  # noqa: PLC0415
+
         return ChatTemplate(source, tokens=self.named_tokens)
 
     def apply_chat_template(

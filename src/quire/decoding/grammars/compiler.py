@@ -1,7 +1,7 @@
 """Compiler: grammars compiled in a thread, and a cache of them, bounded in entries and bytes.
 
 llguidance releases the interpreter lock while it compiles, so steps go on meanwhile. What it does for one grammar is
-bounded by LIMITS, in its own units of work: a grammar past them is an error, which fails its requests alone.
+bounded by GRAMMAR_LIMITS, in its own units of work: a grammar past them is an error, which fails its requests alone.
 """
 
 import os
@@ -10,10 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.sampling_params import SamplingParams
@@ -22,15 +23,24 @@ from quire.grammar_writing.texts import without_forcing
 from quire.grammar_writing.writer import grammar_of
 from quire.kernels.sampling import num_words
 
+if TYPE_CHECKING:  # takes 0.04 s to import: with the first grammar
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
 MAX_ENTRIES = 64            # cached grammars that no row uses
 MAX_PENDING = 16            # grammars that wait to be compiled
 MAX_BYTES = 512 * 2**20     # all grammars: pending, cached, and in use by rows
 BYTES_PER_CHAR = 256        # measured: a schema of 3,000 properties, 75 kB of text, takes 19 MB
 BASE_BYTES = 2 * 2**20      # lexer states that are added while masks are filled: nearly always none, at most 6 MB
-LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
 _NICENESS = 10              # the compiling thread's: steps come first
 _MAX_REASON_CHARS = 300
 _PANIC = "PanicException"   # raised by the library's Rust side; its type cannot be imported
+
+
+@cache
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits  # noqa: PLC0415
+
+    return LLParserLimits(**GRAMMAR_LIMITS)
 
 
 def reason_of(error: BaseException | str) -> str:
@@ -46,10 +56,10 @@ class GrammarError(EngineError):
 
 
 class InvalidGrammarError(GrammarError):
-    """A grammar that is itself at fault: it has no meaning, or needs more than LIMITS allow."""
+    """A grammar that is itself at fault: it has no meaning, or needs more than GRAMMAR_LIMITS allow."""
 
 
-def fault_of(matcher: LLMatcher) -> GrammarError | None:
+def fault_of(matcher: "LLMatcher") -> GrammarError | None:
     """Return the error of a matcher that cannot continue by its grammar; None if it can, or if its grammar has ended.
 
     A panic of the library is not the grammar's fault.
@@ -62,16 +72,18 @@ def fault_of(matcher: LLMatcher) -> GrammarError | None:
 
 def check_grammar(params: StructuredOutputsParams) -> None:
     """Raise InvalidGrammarError for a grammar that has no meaning, or is past a limit before it has any output."""
+    from llguidance import LLMatcher, LLTokenizer  # noqa: PLC0415
+
     grammar = grammar_of(params)
-    is_error, notes = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    is_error, notes = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
     if is_error:
         raise InvalidGrammarError(reason_of(notes[0]))
     if not any("special_token" in note for note in notes):  # (bytes have none)
         tokenizer = LLTokenizer("byte")
-        _check_start(LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), tokenizer)
+        _check_start(LLMatcher(tokenizer, grammar, log_level=0, limits=_limits()), tokenizer)
 
 
-def _check_start(first: LLMatcher, tokenizer: LLTokenizer) -> None:
+def _check_start(first: "LLMatcher", tokenizer: "LLTokenizer") -> None:
     """Raise GrammarError for a matcher that has no first mask, or an empty one: some limits show only there."""
     mask = np.empty(num_words(tokenizer.vocab_size), np.uint32)
     if not first.is_error():
@@ -92,20 +104,22 @@ def forces_tokens(params: SamplingParams, bad_words: Sequence[Sequence[int]]) ->
 
 
 class CompiledGrammar:
-    """A grammar for one vocabulary. Matchers of it share its lexer: LIMITS bound its states in all.
+    """A grammar for one vocabulary. Matchers of it share its lexer: GRAMMAR_LIMITS bound its states in all.
 
     `text_ends`: tokens that end an output, and have a text, as ids that a model's files name may. Unless it `forces`,
     masks allow each spelling of a text that must follow.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, text: str, *, forces: bool = True) -> None:
+    def __init__(self, tokenizer: "LLTokenizer", text: str, *, forces: bool = True) -> None:
+        from llguidance import LLMatcher  # noqa: PLC0415
+
         self.num_bytes, self.tokenizer, self.forces = num_bytes_of(text), tokenizer, forces
         self.text_ends = tuple(token for token in tokenizer.eos_tokens if not tokenizer.is_special_token(token))
         own = text if forces else without_forcing(text)
-        self._matcher = LLMatcher(tokenizer, own, log_level=0, limits=LIMITS)
+        self._matcher = LLMatcher(tokenizer, own, log_level=0, limits=_limits())
         _check_start(self.start(), tokenizer)
 
-    def start(self) -> LLMatcher:
+    def start(self) -> "LLMatcher":
         """Return a matcher at the beginning of an output."""
         return self._matcher.deep_copy()
 
@@ -122,7 +136,7 @@ class GrammarCache:
     `load_tokenizer` runs in a thread of its own, when the first grammar arrives or `load` is called.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
+    def __init__(self, load_tokenizer: Callable[[], "LLTokenizer"]) -> None:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Future[LLTokenizer] | None = None
         self._pool = ThreadPoolExecutor(1, "grammars", initializer=_lower_priority)
@@ -132,7 +146,7 @@ class GrammarCache:
         self._alive = WeakSet[CompiledGrammar]()
         self.num_compiled = 0  # since start
 
-    def load(self) -> Future[LLTokenizer]:
+    def load(self) -> Future["LLTokenizer"]:
         """Return the tokenizer of the vocabulary, which is loaded once."""
         with self._lock:
             if self._tokenizer is None:

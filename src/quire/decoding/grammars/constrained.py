@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
-
-from llguidance import LLTokenizer
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import SamplingParams
@@ -12,6 +10,9 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.compiler import GrammarCache, GrammarError, check_grammar, forces_tokens
 from quire.decoding.grammars.row_state import FIELD, failure_of
 from quire.decoding.grammars.rows import GrammarRows
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 class TokenizerText(NamedTuple):
@@ -22,12 +23,14 @@ class TokenizerText(NamedTuple):
     eos_token_id: int | None = None
 
 
-def read_vocabulary(text: TokenizerText, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer:
+def read_vocabulary(text: TokenizerText, vocab_size: int, eos_token_ids: frozenset[int]) -> "LLTokenizer":
     """Return the tokenizer for a model with `vocab_size` tokens; those that the tokenizer has not are never allowed.
 
     `eos_token_ids`, the model's, may end an output that is complete, as may the tokenizer's own. ValueError for a
     tokenizer that llguidance cannot use. Holds the interpreter lock: 1.2 s for 151,646 tokens.
     """
+    from llguidance import LLTokenizer  # noqa: PLC0415
+
     ends = eos_token_ids if text.eos_token_id is None else eos_token_ids | {text.eos_token_id}
     known = sorted(token for token in ends if token < text.vocab_size)
     return LLTokenizer(text.json, n_vocab=max(vocab_size, text.vocab_size), eos_token=known or None)

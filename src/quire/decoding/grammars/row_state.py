@@ -12,10 +12,9 @@ import copy
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow
@@ -29,6 +28,9 @@ from quire.decoding.grammars.compiler import (
     forces_tokens,
     reason_of,
 )
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 MAX_FORCED = 32          # tokens that one step forces: each takes some microseconds between two steps
 MAX_FORCED_BYTES = 4096  # longer runs of forced bytes are sampled: tokenizing them again for each token takes long
@@ -193,7 +195,7 @@ class RowState:
         """Return the number of leading drafts that are allowed after the last tokens; 0 without a matcher."""
         return 0 if self._matcher is None else self._matcher.validate_tokens(list(drafts))
 
-    def _force(self, matcher: LLMatcher, num_kept: int, max_forced: int, vocab_size: int) -> RowProgress:
+    def _force(self, matcher: "LLMatcher", num_kept: int, max_forced: int, vocab_size: int) -> RowProgress:
         """Take the tokens that are forced."""
         forced, most = list[int](), min(max_forced, MAX_FORCED) if self._may_force else 0
         while len(forced) < most and len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES:
@@ -219,7 +221,7 @@ class RowState:
             self._grammar = self._matcher = None
         return act()
 
-    def _caught_up(self, cache: GrammarCache) -> LLMatcher:
+    def _caught_up(self, cache: GrammarCache) -> "LLMatcher":
         """Return the matcher behind the output."""
         if self._matcher is None:
             self._grammar, self._num_consumed = cache.get(self._params, forces=self._forces), 0
@@ -230,7 +232,7 @@ class RowState:
         self._num_consumed += len(new)
         return self._matcher
 
-    def _consume(self, matcher: LLMatcher, token: int) -> bool:
+    def _consume(self, matcher: "LLMatcher", token: int) -> bool:
         """Take one token; return whether the output is complete with it."""
         if not matcher.consume_token(token):
             raise refusal_of(matcher, [token])
@@ -238,7 +240,7 @@ class RowState:
         return matcher.is_stopped()
 
 
-def refusal_of(matcher: LLMatcher, token_ids: Sequence[int]) -> GrammarError:
+def refusal_of(matcher: "LLMatcher", token_ids: Sequence[int]) -> GrammarError:
     """Return the error of a matcher that does not take tokens: its own limits, or tokens that no mask has allowed."""
     error = fault_of(matcher)
     if error is not None and _LIMIT.search(str(error)):
@@ -246,7 +248,7 @@ def refusal_of(matcher: LLMatcher, token_ids: Sequence[int]) -> GrammarError:
     return GrammarError(f"it does not allow the tokens {list(token_ids[:8])}" + (f": {error}" if error else ""))
 
 
-def _fill_mask(matcher: LLMatcher, grammar: CompiledGrammar, bits: NDArray[np.uint32]) -> None:
+def _fill_mask(matcher: "LLMatcher", grammar: CompiledGrammar, bits: NDArray[np.uint32]) -> None:
     """Fill one mask, uint32 [num_words]. InvalidGrammarError if only ends of an output that is not complete can follow.
 
     Where a text is forced, llguidance allows only its first token. If the text begins with the spelling of a special
@@ -268,7 +270,7 @@ def _fill_mask(matcher: LLMatcher, grammar: CompiledGrammar, bits: NDArray[np.ui
         bits[pieces[0] // 32] = 1 << pieces[0] % 32
 
 
-def _forbid_ends(matcher: LLMatcher, grammar: CompiledGrammar, bits: NDArray[np.uint32]) -> None:
+def _forbid_ends(matcher: "LLMatcher", grammar: CompiledGrammar, bits: NDArray[np.uint32]) -> None:
     """Take tokens from a mask that fit by their texts, and would end the output before it is complete.
 
     Where a forced text begins with one, a token of fewer of its bytes stands in for it.
@@ -287,7 +289,7 @@ def _forbid_ends(matcher: LLMatcher, grammar: CompiledGrammar, bits: NDArray[np.
     raise InvalidGrammarError("each token of the vocabulary that can follow ends the output")
 
 
-def _check(matcher: LLMatcher) -> None:
+def _check(matcher: "LLMatcher") -> None:
     """Raise GrammarError if the mask that was filled last is none: an error, or no token that could follow."""
     if (error := fault_of(matcher)) is not None:
         raise error
@@ -296,7 +298,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _fill_behind(
-    matcher: LLMatcher, grammar: CompiledGrammar, drafts: Sequence[int], bits: NDArray[np.uint32]
+    matcher: "LLMatcher", grammar: CompiledGrammar, drafts: Sequence[int], bits: NDArray[np.uint32]
 ) -> None:
     """Fill the masks behind drafts, uint32 [num_drafts, num_words], by a matcher in front of them."""
     bits.fill(ALL_BITS)
