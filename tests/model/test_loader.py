@@ -94,7 +94,7 @@ def test_rotary_tables_are_filled_as_far_as_a_step_reaches(
 ) -> None:
     monkeypatch.setattr(rope, "POSITIONS_AT_ONCE", 16)
     decoder = load_model(write_llama(), back_end=back_end)
-    (table,) = decoder._rotary_tables
+    (table,) = decoder._rotary.tables
     runner, tokens, is_lazy = paged_runner(decoder), list(range(40)), back_end.library is NUMPY_LIBRARY
     found = [runner.step({"a": tokens[:10]})["a"]]
     assert table.num_filled == (16 if is_lazy else len(table.values))

@@ -1,6 +1,5 @@
 """The decoder, or encoder: embeddings, a layer program and a head, built from a spec."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from quire.model.config import num_layer_weights
 from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
 from quire.model.layer_builder import ProgramInputs, build_program, make_norm
-from quire.model.rope import RotaryTable, inverse_frequencies
+from quire.model.rope import RotaryTable, RotaryTables, inverse_frequencies
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.sharding import Ranks
 from quire.model.spec import DecoderSpec
@@ -79,13 +78,12 @@ class Decoder:
         is_head_whole = spec.has_head and spec.is_head_tied and ranks is None
         tokens = weights.embedding(shapes.embedding, shapes.head if is_head_whole else None)
         self._embedding = Embedding(spec, shapes, weights, tokens.taken)
-        self._rotary_tables = [
+        self._rotary = RotaryTables(
             RotaryTable(inverse_frequencies(each, max_positions), table_positions, each.scale) for each in spec.rotaries
-        ]
-        self._num_filled_positions = 0  # of all tables
+        )
         if self.back_end.library is not NUMPY_LIBRARY:
-            self._fill_positions(table_positions)  # other libraries may copy them
-        tables = (weights.taken(table.values) for table in self._rotary_tables)
+            self._rotary.fill(table_positions)  # other libraries may copy them
+        tables = (weights.taken(table.values) for table in self._rotary.tables)
         cos_sin = dict(zip(spec.rotaries, tables, strict=True))
         self.progress = np.zeros(1, np.int64)  # layers and heads run since start; any thread may look
         shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
@@ -96,13 +94,8 @@ class Decoder:
         require_attention(self.back_end.attention, program.ops, self.dtype)
         self._program = self.back_end.fuse(program)
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
-        self._classifier, self._classifier_norm, self._head = None, None, None
-        if shapes.classifier is not None:
-            self._classifier = weights.unprefixed().linear(shapes.classifier)
-        if shapes.classifier_norm is not None:
-            self._classifier_norm = make_norm(spec, weights.unprefixed(), shapes.classifier_norm)
-        if spec.has_head:
-            self._head = _head(spec, shapes.head, tokens, weights, ranks)
+        self._classifier = None if shapes.classifier is None else ClassifierLayer(spec, shapes, weights.unprefixed())
+        self._head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
         self._tally = weights.tally
 
     @property
@@ -135,22 +128,13 @@ class Decoder:
             batch = replace(batch, adapters=batch.adapters.grouped())
         if self._text_cache is not None:
             batch, cache = self._text_cache.place(batch)
-        if (num_positions := batch.block_tables.shape[1] * cache.block_size) > self._num_filled_positions:
-            self._fill_positions(num_positions)
+        if (num_positions := batch.block_tables.shape[1] * cache.block_size) > self._rotary.num_filled:
+            self._rotary.fill(num_positions)
         metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
         inputs = LayerInputs(
             batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters
         )
         return self._program.run(self._embedding(batch.token_ids, batch.positions, batch.token_types), inputs)
-
-    def _fill_positions(self, num_positions: int) -> None:
-        """Fill the rotary tables as far as the positions of a step reach."""
-        for table in self._rotary_tables:
-            table.fill(num_positions)
-        self._num_filled_positions = min(
-            (table.num_filled for table in self._rotary_tables if table.num_filled < len(table.values)),
-            default=sys.maxsize,
-        )
 
     def start_timing(self) -> ProgramTimer:
         """Time each op of the layers, until `stop_timing` gets the result; between two steps, like that one."""
@@ -169,22 +153,13 @@ class Decoder:
         They are defined until the next call, which may write over them; the caller may change them.
         """
         if self._classifier is not None:
-            hidden = self._classified(hidden)
+            hidden = self._classifier(hidden)
         logits = self.head_sums(hidden)
         if self.spec.logit_multiplier != 1:
             logits *= self.spec.logit_multiplier
         if self.spec.logit_softcap:
             logits = scaled(tanh(divided(logits, self.spec.logit_softcap)), self.spec.logit_softcap)
         return logits
-
-    def _classified(self, hidden: Tensor) -> Tensor:
-        """Return the rows that a classifier's last layer reads. Each is activated by itself: its bits are its own."""
-        assert self.spec.classifier is not None
-        assert self._classifier is not None
-        rows = self._classifier(hidden)
-        if self.spec.classifier.activation == "tanh":
-            rows = tanh(rows)
-        return rows if self._classifier_norm is None else self._classifier_norm(rows)[0]
 
     def head_sums(self, hidden: Tensor) -> Tensor:
         """Return the logits before the multiplier and the softcap; of several ranks, rank 0 has them."""
@@ -204,6 +179,23 @@ def _head(
     cut = ranks.shard.cut(spec.vocab_size)
     own = weights.head(shape, embedding, is_tied=spec.is_head_tied, rows=cut.of(ranks.shard.rank))
     return ranks.joined_head(own, cut)
+
+
+class ClassifierLayer:
+    """Layer of a classifier before its last one."""
+
+    def __init__(self, spec: DecoderSpec, shapes: DecoderShapes, weights: WeightReader) -> None:
+        assert spec.classifier is not None
+        assert shapes.classifier is not None
+        self._is_tanh, self._linear = spec.classifier.activation == "tanh", weights.linear(shapes.classifier)
+        self._norm = None if shapes.classifier_norm is None else make_norm(spec, weights, shapes.classifier_norm)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the rows that the last layer reads. Each is activated by itself: its bits are its own."""
+        rows = self._linear(hidden)
+        if self._is_tanh:
+            rows = tanh(rows)
+        return rows if self._norm is None else self._norm(rows)[0]
 
 
 class Embedding:

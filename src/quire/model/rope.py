@@ -6,7 +6,8 @@ same bits on every machine (docs/decisions/0032).
 """
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -57,6 +58,21 @@ class RotaryTable:
         positions = np.arange(begin, begin + len(rows), dtype=np.float32)
         angles = np.outer(positions, frequencies).astype(np.float64)
         rows[:, :half], rows[:, half:] = np.cos(angles) * self._scale, np.sin(angles) * self._scale
+
+
+class RotaryTables:
+    """The tables of a model, filled together. `num_filled`: positions that all of them have."""
+
+    def __init__(self, tables: Iterable[RotaryTable]) -> None:
+        self.tables = list(tables)
+        self.num_filled = 0 if self.tables else sys.maxsize
+
+    def fill(self, num_positions: int) -> None:
+        """Fill every table as far as the positions of a step reach; a block may reach past the last position."""
+        for table in self.tables:
+            table.fill(num_positions)
+        partly = (table.num_filled for table in self.tables if table.num_filled < len(table.values))
+        self.num_filled = min(partly, default=sys.maxsize)
 
 
 def rotary_from_config(
