@@ -1,0 +1,59 @@
+"""Identity of keys and values, all that decides the bytes of a KV block beside its tokens and its scope; stored blocks.
+
+Two engines with equal identities write the same bytes for the same tokens, so that blocks of one may be read by the
+other: from a disk after a restart, from a file of a session, or over a connection. Any field that differs means other
+bytes, or the same ones in another place.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
+
+KV_EPOCH = 1  # raised by every change of a kernel that changes bits of keys or values (tests/core/test_kv_identity.py)
+
+
+@dataclass(frozen=True, slots=True)
+class KVIdentity:
+    """The identity of one rank's keys and values. Texts, and numbers as they are."""
+
+    model: str         # digest of the spec: sizes, windows, epsilons, activations
+    weights: str       # digest of every byte of every tensor that was read
+    dtype: str         # of weights and activations
+    quantization: str  # of the weights, and the arithmetic of their products; empty: none
+    kv_dtype: str      # stored elements, and scales
+    block_size: int    # tokens of a block
+    layout: str        # of a block's bytes: tensors and their shapes
+    arithmetic: str    # back end, and the instruction set or the architecture of its kernels
+    rotary: str        # digest of the tables of cosines and sines, which the longest sequence may change
+    parallel: str      # of tensor parallelism: mode, ranks and this rank
+    draft: str         # digest of the draft model's identity, if a block has its keys and values; empty: none
+    epoch: int = KV_EPOCH
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all fields, 64 hexadecimal digits."""
+        return hashlib.sha256(self.as_json().encode()).hexdigest()
+
+    def as_json(self) -> str:
+        """Return the fields as JSON, in their order."""
+        return json.dumps(asdict(self), indent=1)
+
+    def first_difference(self, other: "KVIdentity") -> str | None:
+        """Return the first field that differs, with this identity's value and the other's; None: they are equal."""
+        for field in fields(self):
+            own, theirs = getattr(self, field.name), getattr(other, field.name)
+            if own != theirs:
+                return f"{field.name} {own!r}, not {theirs!r}"
+        return None
+
+
+NO_PARENT = -1
+
+
+class StoredBlock(NamedTuple):
+    """A full block in a slot of a store: the tokens behind those of the block in slot `parent`, in a scope."""
+
+    slot: int
+    parent: int    # NO_PARENT: the first block of its scope
+    tokens: bytes  # block_size ids of 4 bytes each, as in keys of the prefix tree
+    scope: bytes   # 32 bytes, of a salt and an adapter: see `KVStore.scope_key`
