@@ -1,13 +1,16 @@
 """Model loading: from the options of an engine to a model on its device, and the figures that size the engine."""
 
+import hashlib
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.core.arrays import FLOAT32
+from quire.core.arrays import FLOAT32, dtype_name
 from quire.core.errors import ConfigError, ModelError
+from quire.core.kv_identity import KVIdentity
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
 from quire.engine.formats import find_pooler, read_source
@@ -18,8 +21,10 @@ from quire.engine.sizing import ModelLimits, table_positions
 from quire.execution.device import Device
 from quire.kernels.back_end import require_kv_dtype
 from quire.kernels.choice import choose_back_end
+from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
-from quire.model.kv_cache import KVGeometry
+from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
 from quire.model.quantization import UNQUANTIZED, Quantization
@@ -123,6 +128,51 @@ def packed_place(options: EngineOptions, back_end: str, *, must_write: bool) -> 
     from quire.model.packed_weights import PackedPlace  # noqa: PLC0415 (of the C++ back end alone)
 
     return PackedPlace(Path(options.packed_weights).expanduser(), must_write)
+
+
+def kv_identity(
+    options: EngineOptions, loaded: LoadedModel, cache: KVCache, draft_model: LanguageModel | None = None, rank: int = 0
+) -> KVIdentity:
+    """Return the identity of what an engine writes to its KV cache. It reads all weights once, from memory.
+
+    cache: with the layers of the draft model, if there is one. Raises ConfigError for a back end other than the C++
+    kernels': identities of GPUs are not there yet.
+    """
+    model, num_ranks = loaded.model, options.tensor_parallel_size
+    spec, weights, rotary = _model_digests(model)
+    stored = {" ".join((each.dtype, each.scale_dtype or "without scales")) for each in model.kv_geometry.layers}
+    forms = [(each.shape[1:], dtype_name(each.dtype)) for each in cache.tensors]
+    block_bytes = sum(each.nbytes // len(each) for each in cache.tensors)
+    return KVIdentity(
+        model=spec,
+        weights=weights,
+        dtype=dtype_name(model.dtype),
+        quantization="" if loaded.quantization == UNQUANTIZED else str(loaded.quantization),
+        kv_dtype=", ".join(sorted(stored)),
+        block_size=cache.block_size,
+        layout=f"{len(forms)} tensors, {block_bytes} bytes, {sys.byteorder}-endian, {_sha256(repr(forms))}",
+        arithmetic=f"cpp {usable_isas()[0] if options.cpu_isa == 'auto' else options.cpu_isa}",
+        rotary=rotary,
+        parallel="" if num_ranks == 1 else f"{options.tensor_parallel_mode_on('cpu')}, rank {rank} of {num_ranks}",
+        draft="" if draft_model is None else _sha256(repr(_model_digests(draft_model))),
+    )
+
+
+def _model_digests(model: LanguageModel) -> tuple[str, str, str]:
+    """Return digests of a model's spec, of its weights, and of the frequencies of its rotary tables.
+
+    Tables are a function of these and the position, however long they are, and the memory that is free decides that.
+    """
+    if model.back_end.name != "cpp" or not isinstance(model, Decoder):
+        raise ConfigError(f"keys and values of the back end {model.back_end.name} have no identity, and are not stored")
+    from quire.model.packed_weights import weights_digest  # noqa: PLC0415 (of the C++ back end alone)
+
+    tables = [(each.scale, frequencies.tobytes()) for each, frequencies in model.frequencies.items()]
+    return _sha256(repr(model.spec)), weights_digest(model), _sha256(repr(tables))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_device(options: EngineOptions, device_type: str) -> None:

@@ -29,8 +29,8 @@ class KVFolder(NamedTuple):
 
     path: Path
     lock: int
-    index: int
-    blocks: int
+    index_file: int
+    blocks_file: int
     key: bytes     # random, of this folder
 
     @property
@@ -41,7 +41,7 @@ class KVFolder(NamedTuple):
     def close(self) -> None:
         """Close the files, and unlock the folder."""
         os.utime(self.lock)
-        for file in (self.index, self.blocks, self.lock):
+        for file in (self.index_file, self.blocks_file, self.lock):
             os.close(file)
 
 

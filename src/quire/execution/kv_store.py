@@ -110,7 +110,7 @@ class KVStore:
         self._running = set[int]()           # those of them that the thread has not finished
         self._dropped = set[int]()           # those of them that will not be taken
         if folder is not None:
-            self.recovered = table.read(folder.index)
+            self.recovered = table.read(folder.index_file)
             self._writer, self._reader = _Writer(folder, sizes, table, self._done), _Reader(folder, sizes, self._done)
 
     @classmethod
@@ -317,7 +317,7 @@ class _Writer:
     def __init__(self, folder: KVFolder, sizes: SlotSizes, table: SlotTable, done: _Finished) -> None:
         self.sizes, self.staging = sizes, _Staging(sizes)
         self.failure: OSError | None = None
-        self.num_bytes = os.fstat(folder.blocks).st_size  # of `blocks`
+        self.num_bytes = os.fstat(folder.blocks_file).st_size  # of `blocks`
         self.jobs: SimpleQueue[_Write | list[int] | None] = SimpleQueue()
         self._folder, self._table, self._done = folder, table, done
         self._is_closing = threading.Event()
@@ -353,14 +353,14 @@ class _Writer:
         self._allocate(job.slot)
         block, offset = self.staging.rows[job.place], job.slot * self.sizes.slot_bytes
         self._put_record(job.slot, bytes(self._table.record_bytes))
-        write_all(self._folder.blocks, block.data, offset)
-        os.posix_fadvise(self._folder.blocks, offset, len(block), os.POSIX_FADV_DONTNEED)  # begins to write it out
+        write_all(self._folder.blocks_file, block.data, offset)
+        os.posix_fadvise(self._folder.blocks_file, offset, len(block), os.POSIX_FADV_DONTNEED)  # begins to write it out
         seal = self._table.seal(job.fields, digest(block))
         self._put_record(job.slot, seal + job.fields)
         return seal
 
     def _put_record(self, slot: int, record: bytes) -> None:
-        write_all(self._folder.index, record, slot * len(record))
+        write_all(self._folder.index_file, record, slot * len(record))
 
     def _allocate(self, slot: int) -> None:
         """Allocate up to a slot: no write within that finds a full disk. Folders that are not in use make room."""
@@ -370,7 +370,7 @@ class _Writer:
             return
         stop = min(max(needed, self.num_bytes + EXTENT_BYTES), most)
         delete_older(self._folder, most - stop)
-        os.posix_fallocate(self._folder.blocks, self.num_bytes, stop - self.num_bytes)
+        os.posix_fallocate(self._folder.blocks_file, self.num_bytes, stop - self.num_bytes)
         self.num_bytes = stop
 
     def _wait_for_rate(self) -> None:
@@ -386,7 +386,7 @@ class _Reader:
     def __init__(self, folder: KVFolder, sizes: SlotSizes, done: _Finished) -> None:
         self.staging = _Staging(sizes)
         self.jobs: SimpleQueue[_Read | None] = SimpleQueue()
-        self._file, self._sizes, self._done = folder.blocks, sizes, done
+        self._file, self._sizes, self._done = folder.blocks_file, sizes, done
         self._thread = threading.Thread(target=self._run, name="kv-store-reader", daemon=True)
         self._thread.start()
 

@@ -37,6 +37,10 @@ class StoredTable(Protocol):
     def num_bytes(self) -> int:
         """Bytes of all rows."""
 
+    @property
+    def stored(self) -> tuple[str, Array]:
+        """The form of the rows, and their memory."""
+
     def look_up(self, token_ids: Any) -> Any:  # noqa: ANN401 (arrays, or tensors of PyTorch)
         """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
 

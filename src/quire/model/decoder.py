@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from quire.core.arrays import Array
 from quire.kernels.back_end import BackEnd, require, require_attention, require_kv_dtype, require_ops
 from quire.kernels.layers import Linear
-from quire.kernels.linear_weight import Table
+from quire.kernels.linear_weight import StoredTable, Table
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs, OpTime, ProgramTimer
 from quire.kernels.special_ops import SummedLinearOp
@@ -78,8 +79,9 @@ class Decoder:
         is_head_whole = spec.has_head and spec.is_head_tied and ranks is None
         tokens = weights.embedding(shapes.embedding, shapes.head if is_head_whole else None)
         self._embedding = Embedding(spec, shapes, weights, tokens.taken)
+        self.frequencies = {each: inverse_frequencies(each, max_positions) for each in spec.rotaries}
         self._rotary = RotaryTables(
-            RotaryTable(inverse_frequencies(each, max_positions), table_positions, each.scale) for each in spec.rotaries
+            RotaryTable(frequencies, table_positions, each.scale) for each, frequencies in self.frequencies.items()
         )
         if self.back_end.library is not NUMPY_LIBRARY:
             self._rotary.fill(table_positions)  # other libraries may copy them
@@ -112,6 +114,11 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
         return self._tally.weight_bytes
+
+    @property
+    def kept_weights(self) -> list[Linear | StoredTable | Array]:
+        """All that the model computes with, but rotary tables, in the order in which it was read."""
+        return self._tally.kept
 
     @property
     def layer_flops(self) -> tuple[float, float]:

@@ -14,14 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.core.arrays import Array, DType, dtype_name
+import numpy as np
+
+from quire.core.arrays import UINT8, Array, DType, dtype_name
 from quire.core.errors import ConfigError
 from quire.core.version import __version__
 from quire.kernels import tensors
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PACKING_VERSION, PackedWeight
 from quire.kernels.layers import GATED, Linear
-from quire.kernels.linear_weight import LinearWeight, WeightPortions
+from quire.kernels.linear_weight import LinearWeight, StoredTable, WeightPortions
 from quire.model.checkpoints.packed_file import (
     DTYPES,
     SUFFIX,
@@ -29,6 +31,7 @@ from quire.model.checkpoints.packed_file import (
     PackedFileError,
     PackedRecords,
     Record,
+    digest_text,
     read_packed,
     write_packed,
 )
@@ -112,6 +115,28 @@ def settings_of(dtype: str, quantization: Quantization, *, has_head: bool) -> Fi
     }  # fmt: skip
 
 
+def weights_digest(decoder: Decoder) -> str:
+    """Return the SHA-256 of the digests of all arrays that a decoder of the C++ back end computes with.
+
+    They are those in memory, packed; so a start with a packed file and one without have the same digest.
+    """
+    found = hashlib.sha256()
+    for each in decoder.kept_weights:
+        if isinstance(each, CppLinear):
+            record = _record(each, {})
+        elif isinstance(each, np.ndarray):
+            record = Record({}, {"values": each})
+        else:
+            assert isinstance(each, StoredTable), f"a layer {type(each).__name__} of another back end"
+            form, rows = each.stored
+            record = Record({"form": form}, {"values": rows})
+        found.update(repr(record.fields).encode())
+        for name, array in record.arrays.items():
+            octets = np.ascontiguousarray(array).reshape(-1).view(UINT8)
+            found.update(f"{name} {dtype_name(array.dtype)} {array.shape} {digest_text(octets)}\n".encode())
+    return found.hexdigest()
+
+
 def identity_of_files(model: Path) -> list[list[Any]]:
     """Return name, bytes, time of change in ns, and digest of the beginning of each file of a model."""
     inside = [model] if model.is_file() else sorted(model.iterdir())
@@ -187,9 +212,11 @@ class PackedReader(WeightReader):
             raise self._records.error(name, f"is no weight [{num_rows}, {shape.width}] of {dtype_name(self.dtype)}")
         if (bias is not None) != shape.has_bias or (bias is not None and not _is_array(bias, "float32", (num_rows,))):
             raise self._records.error(name, "has another bias")
+        layer = make(weight, bias)
         tally.num_parameters += counts[0]
         tally.weight_bytes += counts[1]
-        return make(weight, bias)
+        tally.kept.append(layer)
+        return layer
 
     def _read_kept(self, names: list[str], shapes: list[tuple[int, ...]], dtype: DType | None = None) -> Array:
         """Return the tensors one after the other along dimension 0."""

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from quire.kernels.back_end import BackEnd
 from quire.kernels.conversion import converted
 from quire.kernels.kv_cache import KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Routing
-from quire.kernels.linear_weight import DENSE, LinearWeight, Table, WeightPortions
+from quire.kernels.linear_weight import DENSE, LinearWeight, StoredTable, Table, WeightPortions
 from quire.kernels.tensors import Tensor
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, with_single_experts
 from quire.model.shapes import ExpertShapes, LinearShape, NormShape, TableShape, VectorShape
@@ -32,10 +32,14 @@ SMALLEST_KV_SCALE = 1e-20
 
 @dataclass(slots=True)
 class ReadTally:
-    """Parameters and bytes read so far; shared by a reader and its layers."""
+    """Parameters and bytes read so far; shared by a reader and its layers.
+
+    `kept`: what is computed with, in the order in which it was read; a digest of weights is that of all of it.
+    """
 
     num_parameters: int = 0
     weight_bytes: int = 0  # as kept in memory
+    kept: list[Linear | StoredTable | Array] = field(default_factory=list)
 
 
 class TokenTable(NamedTuple):
@@ -112,6 +116,7 @@ class WeightReader:
             return TokenTable(table, self.taken(table))
         self.tally.num_parameters += shape.num_rows * shape.width
         self.tally.weight_bytes += stored.num_bytes
+        self.tally.kept.append(stored)
         return TokenTable(stored, self._library.table(stored))
 
     def _shared_head(self, shape: TableShape, head: LinearShape) -> Linear | None:
@@ -228,7 +233,9 @@ class WeightReader:
     def kv_scales(self, shape: LinearShape) -> KVScales:
         """Return the scales of a layer's keys and values that calibrated checkpoints have, else 1; `shape`: of qkv."""
         stem = self._prefix + shape.modules[0].rpartition(".")[0]
-        return KVScales(self._scale(f"{stem}.k_scale"), self._scale(f"{stem}.v_scale"))
+        scales = KVScales(self._scale(f"{stem}.k_scale"), self._scale(f"{stem}.v_scale"))
+        self.tally.kept.append(np.array(scales))
+        return scales
 
     def head(
         self, shape: LinearShape, embedding: TokenTable, *, is_tied: bool, rows: Range | None = None
@@ -298,9 +305,14 @@ class WeightReader:
     def _read_biases(self, modules: Sequence[ModuleRows], order: Array | None = None) -> Array:
         """Return the biases of some outputs of modules, one after the other; of those, the ones at `order`."""
         found = [self._tensors.floats(f"{each.module}.bias", (each.num_rows,), each.rows) for each in modules]
-        return self._tallied(concatenated(found) if order is None else concatenated(found)[order])
+        return self._counted(concatenated(found) if order is None else concatenated(found)[order])
 
     def _tallied(self, whole: Array) -> Array:
+        if self._tensors.takes_stored_tables:  # on the host: a GPU has a copy
+            self.tally.kept.append(whole)
+        return self._counted(whole)
+
+    def _counted(self, whole: Array) -> Array:
         self.tally.num_parameters += whole.size
         self.tally.weight_bytes += whole.nbytes
         return whole
@@ -320,6 +332,7 @@ class WeightReader:
     def _tally_layer(self, layer: Linear, num_weights: int) -> None:
         self.tally.num_parameters += num_weights
         self.tally.weight_bytes += layer.num_bytes
+        self.tally.kept.append(layer)
 
 
 def ungrouped(shape: LinearShape, ranges: Sequence[Range] | None = None) -> Array:

@@ -163,6 +163,10 @@ class BlockedTable:
     def num_bytes(self) -> int:
         return self._rows.nbytes
 
+    @property
+    def stored(self) -> tuple[str, Array]:
+        return self._type_name, self._rows
+
     def look_up(self, token_ids: Array) -> Array:
         """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
         if not usable_isas():

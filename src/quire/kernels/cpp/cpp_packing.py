@@ -108,6 +108,10 @@ class PackedTable:
     def num_bytes(self) -> int:
         return self._weight.packed.nbytes
 
+    @property
+    def stored(self) -> tuple[str, Array]:
+        return self._weight.kernel, self._weight.packed
+
     def look_up(self, token_ids: Array) -> Array:
         """Return rows [num_tokens, width] for token_ids [num_tokens] int64. An id past the table is an IndexError."""
         weight, at = self._weight, _kernels.address

@@ -98,7 +98,7 @@ def _read_header(file: int, path: Path) -> tuple[Fields, int]:
         raise PackedFileError(f"{path}: not a packed file of this version")
     length = int.from_bytes(start[len(MAGIC) : -LENGTH_BYTES], "little")
     text = os.pread(file, min(length, MAX_HEADER_BYTES, os.fstat(file).st_size), HEADER_AT)
-    if not text or len(text) != length or _digest(np.frombuffer(text, UINT8)) != start[-LENGTH_BYTES:].hex():
+    if not text or len(text) != length or digest_text(np.frombuffer(text, UINT8)) != start[-LENGTH_BYTES:].hex():
         raise PackedFileError(f"{path}: the header is damaged")
     try:
         header = json.loads(text)
@@ -183,15 +183,14 @@ def _file_parts(identity: Fields, records: Mapping[str, Record]) -> Iterator[Any
     """Yield the bytes of a file in order, in buffers."""
     arrays = [np.ascontiguousarray(each) for record in records.values() for each in record.arrays.values()]
     octets = [each.reshape(-1).view(UINT8) for each in arrays]
-    described = iter(
-        [[dtype_name(each.dtype), list(each.shape), _digest(part)] for each, part in zip(arrays, octets, strict=True)]
-    )
+    parts = zip(arrays, octets, strict=True)
+    described = iter([[dtype_name(each.dtype), list(each.shape), digest_text(part)] for each, part in parts])
     entries = {
         name: {"fields": record.fields, "arrays": {each: next(described) for each in record.arrays}}
         for name, record in records.items()
     }
     text = json.dumps({"identity": identity, "records": entries}, separators=(",", ":")).encode()
-    digest = bytes.fromhex(_digest(np.frombuffer(text, UINT8)))
+    digest = bytes.fromhex(digest_text(np.frombuffer(text, UINT8)))
     start = MAGIC + len(text).to_bytes(LENGTH_BYTES, "little") + digest + text
     yield start + bytes(-len(start) % PAGE_BYTES)
     for number, part in enumerate(octets):
@@ -223,7 +222,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(place)
 
 
-def _digest(octets: Array) -> str:
+def digest_text(octets: Array) -> str:
     """Return the digest of bytes, 16 hexadecimal digits."""
     return _text(_kernels.digest(address(octets), len(octets)))
 
