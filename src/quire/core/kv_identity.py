@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
-KV_EPOCH = 1  # raised by every change of a kernel that changes bits of keys or values (tests/core/test_kv_identity.py)
+KV_EPOCH = 1  # raised by changes of kernels that change bits of keys or values: tests/engine/test_kv_identity.py
 
 
 @dataclass(frozen=True, slots=True)

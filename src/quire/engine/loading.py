@@ -161,13 +161,13 @@ def kv_identity(
 def _model_digests(model: LanguageModel) -> tuple[str, str, str]:
     """Return digests of a model's spec, of its weights, and of the frequencies of its rotary tables.
 
-    Tables are a function of these and the position, however long they are, and the memory that is free decides that.
+    A table is a function of these and of the position. Its length is not in it: that depends on the free memory.
     """
     if model.back_end.name != "cpp" or not isinstance(model, Decoder):
         raise ConfigError(f"keys and values of the back end {model.back_end.name} have no identity, and are not stored")
     from quire.model.packed_weights import weights_digest  # noqa: PLC0415 (of the C++ back end alone)
 
-    tables = [(each.scale, frequencies.tobytes()) for each, frequencies in model.frequencies.items()]
+    tables = [(each, frequencies.tobytes()) for each, frequencies in model.frequencies.items()]
     return _sha256(repr(model.spec)), weights_digest(model), _sha256(repr(tables))
 
 

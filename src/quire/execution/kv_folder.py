@@ -210,11 +210,12 @@ def _delete(folder: Path) -> bool:
             return False
         try:
             for name in FILES:
-                (folder / name).unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(folder / name)
         finally:
             os.close(lock)
-        folder.rmdir()
+        os.rmdir(folder)
         with suppress(OSError):
-            folder.parent.rmdir()
+            os.rmdir(folder.parent)
         return True
     return False

@@ -17,6 +17,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -170,9 +171,10 @@ class KVStore:
         """
         if not self.is_on or not self._writer.staging.free:
             return False
-        place = self._writer.staging.free.pop()
+        place = self._writer.staging.free[-1]
         self._cache.copy_out(source, self._writer.staging.rows[place])
         self._writer.jobs.put(_Write(block.slot, place, self._table.begin(block)))
+        self._writer.staging.free.pop()
         return True
 
     def begin_read(self, job: int, blocks: Sequence[StoredBlock]) -> bool:
@@ -263,11 +265,13 @@ class CacheBlocks:
             addresses.append(address(tensor))
             offsets.append(self.block_bytes)
             self.block_bytes += num_bytes
+        self._num_blocks = min(map(len, tensors))  # a draft model's tensors have more
         self._by_bytes = dict(by_bytes)  # addresses and places in the run of tensors that have blocks of so many bytes
         self._block, self._zero = np.zeros(1, np.int64), np.zeros(1, np.int64)
 
     def copy_out(self, block: int, row: Array) -> None:
         """Copy a block into memory, uint8 [block_bytes]."""
+        assert 0 <= block < self._num_blocks, f"block {block} of {self._num_blocks}"
         self._block[0], start = block, address(row)
         for num_bytes, (tensors, offsets) in self._by_bytes.items():
             parts = [start + offset for offset in offsets]
@@ -275,6 +279,7 @@ class CacheBlocks:
 
     def copy_in(self, row: Array, block: int) -> None:
         """Copy memory, uint8 [block_bytes], into a block."""
+        assert 0 <= block < self._num_blocks, f"block {block} of {self._num_blocks}"
         self._block[0], start = block, address(row)
         for num_bytes, (tensors, offsets) in self._by_bytes.items():
             parts = [start + offset for offset in offsets]
@@ -282,11 +287,12 @@ class CacheBlocks:
 
 
 class _Staging:
-    """Memory for some blocks, committed as it is used. The engine's thread takes places and gives them back."""
+    """Memory for some blocks. The engine's thread takes places and gives them back."""
 
     def __init__(self, sizes: SlotSizes) -> None:
         num_places = max(1, min(STAGING_BYTES // sizes.slot_bytes, sizes.num_slots))
-        self.rows = empty((num_places, sizes.slot_bytes), UINT8)[:, : sizes.block_bytes]
+        self.rows = empty((num_places, sizes.block_bytes), UINT8)
+        self.rows.reshape(-1)[::PAGE_BYTES] = 0  # a step that is the first to use a page would wait for it
         self.free = list(range(num_places))
 
 
@@ -405,8 +411,9 @@ class _Reader:
 
     def _do(self, job: _Read) -> int:
         """Return how many blocks were read; the first one that is not whole ends it."""
-        for slot in job.slots:  # all of them in the disk's queue at once
-            self._advise(slot, os.POSIX_FADV_WILLNEED)
+        for before, slot in pairwise([*job.slots[:1], *job.slots]):
+            if slot != before + 1:  # else the system reads ahead, and sooner without being asked
+                self._advise(slot, os.POSIX_FADV_WILLNEED)
         for number, (slot, wanted, place) in enumerate(zip(job.slots, job.digests, job.places, strict=True)):
             if wanted is None or not self._is_read(slot, wanted, place):
                 return number

@@ -19,7 +19,7 @@ from quire.model.layer_builder import ProgramInputs, build_program, make_norm
 from quire.model.rope import RotaryTable, RotaryTables, inverse_frequencies
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.sharding import Ranks
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, Rotary
 from quire.model.weights import TokenTable, WeightReader
 
 BLOCK_SIZE = 32  # tokens: texts are short, and the rest of a text's last block is not touched
@@ -79,9 +79,9 @@ class Decoder:
         is_head_whole = spec.has_head and spec.is_head_tied and ranks is None
         tokens = weights.embedding(shapes.embedding, shapes.head if is_head_whole else None)
         self._embedding = Embedding(spec, shapes, weights, tokens.taken)
-        self.frequencies = {each: inverse_frequencies(each, max_positions) for each in spec.rotaries}
+        frequencies = {each: inverse_frequencies(each, max_positions) for each in spec.rotaries}
         self._rotary = RotaryTables(
-            RotaryTable(frequencies, table_positions, each.scale) for each, frequencies in self.frequencies.items()
+            RotaryTable(own, table_positions, each.scale) for each, own in frequencies.items()
         )
         if self.back_end.library is not NUMPY_LIBRARY:
             self._rotary.fill(table_positions)  # other libraries may copy them
@@ -99,6 +99,7 @@ class Decoder:
         self._classifier = None if shapes.classifier is None else ClassifierLayer(spec, shapes, weights.unprefixed())
         self._head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
         self._tally = weights.tally
+        self._tally.frequencies |= frequencies
 
     @property
     def vocab_size(self) -> int:
@@ -114,6 +115,11 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
         return self._tally.weight_bytes
+
+    @property
+    def frequencies(self) -> dict[Rotary, Array]:
+        """Radians per position of each rotary embedding's pairs of dimensions, as in `inverse_frequencies`."""
+        return self._tally.frequencies
 
     @property
     def kept_weights(self) -> list[Linear | StoredTable | Array]:

@@ -21,7 +21,7 @@ from quire.kernels.tensors import Tensor
 from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, with_single_experts
 from quire.model.shapes import ExpertShapes, LinearShape, NormShape, TableShape, VectorShape
 from quire.model.sharding import Range, shifted
-from quire.model.spec import WeightMap
+from quire.model.spec import Rotary, WeightMap
 from quire.model.weight_format import DenseFormat, ModuleRows, WeightFormat
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,13 @@ SMALLEST_KV_SCALE = 1e-20
 class ReadTally:
     """Parameters and bytes read so far; shared by a reader and its layers.
 
-    `kept`: what is computed with, in the order in which it was read; a digest of weights is that of all of it.
+    `kept`: what is computed with, in the order in which it was read. `frequencies`: of rotary tables.
     """
 
     num_parameters: int = 0
     weight_bytes: int = 0  # as kept in memory
     kept: list[Linear | StoredTable | Array] = field(default_factory=list)
+    frequencies: dict[Rotary, Array] = field(default_factory=dict)
 
 
 class TokenTable(NamedTuple):
