@@ -287,8 +287,10 @@ def test_link_in_place_of_a_file_is_not_followed(
     (tmp_path / "precious").write_bytes(b"of the user")
     (folder_of(place) / name).unlink()
     (folder_of(place) / name).symlink_to(tmp_path / "precious")
+    num_open = len(os.listdir("/proc/self/fd"))
     assert not open_store(place).store.is_on
     assert len(caplog.records) == 1
+    assert len(os.listdir("/proc/self/fd")) == num_open
     assert (tmp_path / "precious").read_bytes() == b"of the user"
 
 
@@ -331,12 +333,12 @@ def test_smaller_size_keeps_what_is_within(opened: Store, place: Path) -> None:
 def test_blocks_are_never_found_by_another_identity(opened: Store, place: Path) -> None:
     opened.put(0, NO_PARENT, tokens(1))
     opened.store.close()
-    other = open_store(place, identity=OTHER)
+    other = open_store(place, 3 * NUM_SLOTS, identity=OTHER)
     assert not other.store.recovered
     other.store.close()
     for name in ("index", "blocks"):  # the key stays
         shutil.copy(folder_of(place) / name, place / OTHER.digest() / "0" / name)
-    other = open_store(place, identity=OTHER)
+    other = open_store(place, 3 * NUM_SLOTS, identity=OTHER)
     assert not other.store.recovered
     other.store.close()
 
@@ -360,6 +362,15 @@ def test_oldest_folders_that_no_store_has_open_make_room(place: Path) -> None:
     names = {each.name for each in place.iterdir()}
     assert names == {each.digest() for each in (IDENTITY, used)} | {"precious", "0" * 64}
     assert (place / ("0" * 64) / "notes").exists()
+
+
+def test_folders_beyond_a_smaller_size_are_deleted_at_once(place: Path) -> None:
+    for identity in (OTHER, IDENTITY):
+        own = open_store(place, 4 * NUM_SLOTS if identity == OTHER else NUM_SLOTS, identity)
+        if identity == OTHER:
+            own.put(0, NO_PARENT, tokens(1))
+        own.store.close()
+    assert [each.name for each in place.iterdir()] == [IDENTITY.digest()]
 
 
 def test_younger_folders_stay_while_they_fit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -325,6 +326,7 @@ class _Writer:
         self.failure: OSError | None = None
         self.num_bytes = os.fstat(folder.blocks_file).st_size  # of `blocks`
         self.jobs: SimpleQueue[_Write | list[int] | None] = SimpleQueue()
+        self._slots_bytes = sizes.num_slots * sizes.slot_bytes
         self._folder, self._table, self._done = folder, table, done
         self._is_closing = threading.Event()
         self._next_s = 0.0  # when the rate allows the next write
@@ -339,6 +341,7 @@ class _Writer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        delete_older(self._folder, self._slots_bytes - self.num_bytes)
         while (job := self.jobs.get()) is not None:
             started_s, seal = time.perf_counter(), None
             try:
@@ -360,7 +363,7 @@ class _Writer:
         block, offset = self.staging.rows[job.place], job.slot * self.sizes.slot_bytes
         self._put_record(job.slot, bytes(self._table.record_bytes))
         write_all(self._folder.blocks_file, block.data, offset)
-        os.posix_fadvise(self._folder.blocks_file, offset, len(block), os.POSIX_FADV_DONTNEED)  # begins to write it out
+        advise(self._folder.blocks_file, offset, len(block), os.POSIX_FADV_DONTNEED)  # begins to write it out
         seal = self._table.seal(job.fields, digest(block))
         self._put_record(job.slot, seal + job.fields)
         return seal
@@ -370,12 +373,11 @@ class _Writer:
 
     def _allocate(self, slot: int) -> None:
         """Allocate up to a slot: no write within that finds a full disk. Folders that are not in use make room."""
-        sizes = self.sizes
-        needed, most = (slot + 1) * sizes.slot_bytes, sizes.num_slots * sizes.slot_bytes
+        needed = (slot + 1) * self.sizes.slot_bytes
         if needed <= self.num_bytes:
             return
-        stop = min(max(needed, self.num_bytes + EXTENT_BYTES), most)
-        delete_older(self._folder, most - stop)
+        stop = min(max(needed, self.num_bytes + EXTENT_BYTES), self._slots_bytes)
+        delete_older(self._folder, self._slots_bytes - stop)
         os.posix_fallocate(self._folder.blocks_file, self.num_bytes, stop - self.num_bytes)
         self.num_bytes = stop
 
@@ -430,7 +432,7 @@ class _Reader:
         return is_whole and digest(block) == wanted
 
     def _advise(self, slot: int, advice: int) -> None:
-        os.posix_fadvise(self._file, slot * self._sizes.slot_bytes, self._sizes.block_bytes, advice)
+        advise(self._file, slot * self._sizes.slot_bytes, self._sizes.block_bytes, advice)
 
 
 def digest(block: Array) -> int:
@@ -441,6 +443,12 @@ def digest(block: Array) -> int:
         return pieces[0]
     whole = np.array(pieces, np.uint64)
     return _kernels.digest(address(whole), whole.nbytes)
+
+
+def advise(file: int, offset: int, num_bytes: int, advice: int) -> None:
+    """Tell the system what will become of bytes of a file; it may know no advice."""
+    with suppress(OSError):
+        os.posix_fadvise(file, offset, num_bytes, advice)
 
 
 def write_all(file: int, octets: "bytes | memoryview", offset: int) -> None:

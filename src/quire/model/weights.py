@@ -34,7 +34,7 @@ SMALLEST_KV_SCALE = 1e-20
 class ReadTally:
     """Parameters and bytes read so far; shared by a reader and its layers.
 
-    `kept`: what is computed with, in the order in which it was read. `frequencies`: of rotary tables.
+    `kept`: on the host, what is computed with, in the order in which it was read. `frequencies`: of rotary tables.
     """
 
     num_parameters: int = 0
@@ -117,7 +117,7 @@ class WeightReader:
             return TokenTable(table, self.taken(table))
         self.tally.num_parameters += shape.num_rows * shape.width
         self.tally.weight_bytes += stored.num_bytes
-        self.tally.kept.append(stored)
+        self._keep(stored)
         return TokenTable(stored, self._library.table(stored))
 
     def _shared_head(self, shape: TableShape, head: LinearShape) -> Linear | None:
@@ -235,7 +235,7 @@ class WeightReader:
         """Return the scales of a layer's keys and values that calibrated checkpoints have, else 1; `shape`: of qkv."""
         stem = self._prefix + shape.modules[0].rpartition(".")[0]
         scales = KVScales(self._scale(f"{stem}.k_scale"), self._scale(f"{stem}.v_scale"))
-        self.tally.kept.append(np.array(scales))
+        self._keep(np.array(scales))
         return scales
 
     def head(
@@ -309,8 +309,7 @@ class WeightReader:
         return self._counted(concatenated(found) if order is None else concatenated(found)[order])
 
     def _tallied(self, whole: Array) -> Array:
-        if self._tensors.takes_stored_tables:  # on the host: a GPU has a copy
-            self.tally.kept.append(whole)
+        self._keep(whole)
         return self._counted(whole)
 
     def _counted(self, whole: Array) -> Array:
@@ -333,7 +332,12 @@ class WeightReader:
     def _tally_layer(self, layer: Linear, num_weights: int) -> None:
         self.tally.num_parameters += num_weights
         self.tally.weight_bytes += layer.num_bytes
-        self.tally.kept.append(layer)
+        self._keep(layer)
+
+    def _keep(self, read: Linear | StoredTable | Array) -> None:
+        """Add to what is computed with; a GPU has copies, and memory that was read from is not held for it."""
+        if self._tensors.takes_stored_tables:
+            self.tally.kept.append(read)
 
 
 def ungrouped(shape: LinearShape, ranges: Sequence[Range] | None = None) -> Array:
