@@ -315,6 +315,18 @@ def test_each_engine_has_a_folder(opened: Store, place: Path) -> None:
     third.store.close()
 
 
+def test_engines_that_start_one_after_the_other_leave_their_folders_alone(place: Path) -> None:
+    for num_stores, left in ((2, ["0", "1"]), (2, ["0", "1"]), (1, ["0"])):
+        stores = [open_store(place, num_stores=num_stores) for _ in range(num_stores)]
+        for own in stores:
+            own.put(NUM_SLOTS - 1, NO_PARENT, tokens(1))  # allocates all slots
+            own.store.close()
+        first = open_store(place, num_stores=num_stores)
+        assert first.check() == 1
+        first.store.close()
+        assert sorted(each.name for each in folder_of(place).parent.iterdir()) == left
+
+
 def test_smaller_size_keeps_what_is_within(opened: Store, place: Path) -> None:
     for slot in range(NUM_SLOTS):
         opened.put(slot, slot - 1, tokens(slot))

@@ -42,11 +42,12 @@ def size_of(num_slots: int) -> int:
 
 
 def open_store(
-    directory: Path, num_slots: int = NUM_SLOTS, identity: KVIdentity = IDENTITY, bytes_per_s: float = math.inf
-) -> "Store":
+    directory: Path, num_slots: int = NUM_SLOTS, identity: KVIdentity = IDENTITY, bytes_per_s: float = math.inf,
+    num_stores: int = 1,
+) -> "Store":  # fmt: skip
     """Open a store with a cache of its own."""
-    tensors = cache()
-    return Store(KVStore.open(directory, size_of(num_slots), tensors, BLOCK_SIZE, identity, bytes_per_s), tensors)
+    tensors, num_bytes = cache(), size_of(num_slots)
+    return Store(KVStore.open(directory, num_bytes, tensors, BLOCK_SIZE, identity, bytes_per_s, num_stores), tensors)
 
 
 def tokens(*ids: int) -> bytes:

@@ -152,12 +152,12 @@ def _write_identity(folder: Path, identity: KVIdentity) -> None:
         os.close(file)
 
 
-def delete_older(own: KVFolder, limit: int) -> None:
+def delete_older(own: KVFolder, limit: int, num_stores: int) -> None:
     """Delete folders in the directory that no store has open, the oldest first, until the others have `limit` bytes.
 
-    A folder is as old as its last opening or closing.
+    A folder is as old as its last opening or closing. The first `num_stores` folders of the own identity do not count.
     """
-    found = sorted(_folders(own.directory, own.path))
+    found = sorted(_folders(own, num_stores))
     total = sum(num_bytes for _, _, num_bytes in found)
     for _, folder, num_bytes in found:
         if total <= limit:
@@ -166,12 +166,12 @@ def delete_older(own: KVFolder, limit: int) -> None:
             total -= num_bytes
 
 
-def _folders(directory: Path, own: Path) -> list[tuple[int, Path, int]]:
-    """Return when each folder but `own` was last opened, its path and the bytes of its files; not those in use."""
+def _folders(own: KVFolder, num_stores: int) -> list[tuple[int, Path, int]]:
+    """Return when each other folder was last opened, its path and the bytes of its files; not those in use."""
     found = list[tuple[int, Path, int]]()
-    for identity in _folders_named(directory, _DIGEST):
+    for identity in _folders_named(own.directory, _DIGEST):
         for folder in _folders_named(identity, re.compile("[0-9]{1,2}")):
-            if folder == own:
+            if folder == own.path or (identity == own.path.parent and int(folder.name) < num_stores):
                 continue
             with suppress(OSError):
                 lock = _locked(folder, os.O_RDWR)

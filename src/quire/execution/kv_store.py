@@ -5,7 +5,7 @@ before its slot is written and made after that, and a read compares the digest o
 killed at any point, and a byte that changes anywhere, cost blocks that are not found, and nothing else. Nothing is
 synchronized: what is half written when the power fails does not fit either.
 
-Methods belong to the engine's thread, and none waits for the disk but `open` and `close`.
+Methods belong to the engine's thread, `close` to any; none waits for the disk but `open` and `close`.
 """
 
 import hmac
@@ -88,12 +88,13 @@ class _Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotSizes:
-    """Sizes of a store, and how fast it may write."""
+    """Sizes of a store, how fast it may write, and how many stores share its identity's folders."""
 
     num_slots: int
     block_bytes: int
     slot_bytes: int               # block_bytes, rounded up to a page
     bytes_per_s: float = math.inf
+    num_stores: int = 1
 
 
 class KVStore:
@@ -118,14 +119,14 @@ class KVStore:
     @classmethod
     def open(
         cls, directory: Path, num_bytes: int, tensors: Sequence[Array], block_size: int, identity: KVIdentity,
-        bytes_per_s: float = math.inf,
+        bytes_per_s: float = math.inf, num_stores: int = 1,
     ) -> "KVStore":  # fmt: skip
         """Open the first folder of an identity that no other store has, for at most `num_bytes` on the disk.
 
         tensors: of the KV cache, without gaps, block i is row i of each. block_size: tokens of a block. bytes_per_s: of
-        writes. Folders in the directory that no store has open are deleted, the oldest first, as this one grows. Raises
-        ConfigError for too few bytes, and for a directory that others may enter. One that cannot be written costs a
-        line in the log.
+        writes. `num_stores`: of as many engines of this identity, with `num_bytes` each. Other folders in the directory
+        that no store has open are deleted, the oldest first, as this one grows. Raises ConfigError for too few bytes,
+        and for a directory that others may enter. One that cannot be written costs a line in the log.
         """
         cache = CacheBlocks(tensors)
         block_bytes = cache.block_bytes
@@ -134,7 +135,7 @@ class KVStore:
         if num_slots < 1:
             least = FOLDER_BYTES + slot_bytes + own_bytes
             raise ConfigError(f"kv_disk_size of {num_bytes} bytes holds no KV block; the least is {least} bytes")
-        sizes = SlotSizes(num_slots, block_bytes, slot_bytes, bytes_per_s)
+        sizes = SlotSizes(num_slots, block_bytes, slot_bytes, bytes_per_s, num_stores)
         try:
             folder = open_folder(directory, identity, num_slots * own_bytes, num_slots * slot_bytes)
             try:
@@ -341,7 +342,7 @@ class _Writer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        delete_older(self._folder, self._slots_bytes - self.num_bytes)
+        delete_older(self._folder, self._slots_bytes - self.num_bytes, self.sizes.num_stores)
         while (job := self.jobs.get()) is not None:
             started_s, seal = time.perf_counter(), None
             try:
@@ -377,7 +378,7 @@ class _Writer:
         if needed <= self.num_bytes:
             return
         stop = min(max(needed, self.num_bytes + EXTENT_BYTES), self._slots_bytes)
-        delete_older(self._folder, self._slots_bytes - stop)
+        delete_older(self._folder, self._slots_bytes - stop, self.sizes.num_stores)
         os.posix_fallocate(self._folder.blocks_file, self.num_bytes, stop - self.num_bytes)
         self.num_bytes = stop
 
