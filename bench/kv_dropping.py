@@ -8,17 +8,15 @@ Votes of heads that share keys are added. Documents are pages of docs/, and a qu
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import max_pool1d
 
+from quire.core.arrays import Array
 from quire.engine.formats import load_tokenizer, read_source
 from quire.kernels.choice import choose_back_end
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec
@@ -42,52 +40,59 @@ BLOCK_SIZE = 16
 class Votes(NamedTuple):
     """Attention to the tokens of a document, [num_layers, num_kv_heads, num_tokens]: of the window, of all tokens."""
 
-    window: Tensor
-    all: Tensor
+    window: Array
+    all: Array
 
 
 class Recorder:
-    """Attention of a back end that also adds up to which tokens it attends."""
+    """Attention of the C++ back end in float32 that also adds up to which tokens it attends."""
 
-    def __init__(self, attend: object) -> None:
+    def __init__(self, attend: Callable[..., Array]) -> None:
         self._attend = attend
-        self.window, self.all = list[Tensor](), list[Tensor]()
+        self.window, self.all = list[Array](), list[Array]()
 
     def __call__(
-        self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
+        self, spec: AttentionSpec, query: Array, keys: Array, values: Array, metadata: AttentionMetadata
+    ) -> Array:
         num_tokens, _, head_dim = query.shape
-        stored = keys.reshape(-1, *keys.shape[2:])[:num_tokens].float()      # blocks are in order, [tokens, heads, dim]
-        groups = query.float().view(num_tokens, stored.shape[1], -1, head_dim)
-        scores = torch.einsum("qhgd,khd->hgqk", groups * spec.scale, stored)
-        future = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill_(future, -torch.inf).softmax(-1)
-        self.window.append(weights[:, :, -WINDOW:].sum((1, 2)))
-        self.all.append(weights.sum((1, 2)))
-        found: Tensor = self._attend(spec, query, keys, values, metadata)  # type: ignore[operator]
-        return found
+        stored = keys.transpose(1, 2, 0, 3).reshape(keys.shape[1], head_dim, -1)[:, :, :num_tokens]  # blocks in order
+        groups = query.reshape(num_tokens, len(stored), -1, head_dim)
+        of_window, of_all = (np.zeros((len(stored), num_tokens), np.float32) for _ in range(2))
+        future = np.triu(np.full((num_tokens, num_tokens), -np.inf, np.float32), 1)
+        for head, own in enumerate(stored):
+            for number in range(groups.shape[2]):
+                scores = groups[:, head, number] @ own * np.float32(spec.scale) + future
+                weights = np.exp(scores - scores.max(-1, keepdims=True))
+                weights /= weights.sum(-1, keepdims=True)
+                of_window[head] += weights[-WINDOW:].sum(0)
+                of_all[head] += weights.sum(0)
+        self.window.append(of_window)
+        self.all.append(of_all)
+        return self._attend(spec, query, keys, values, metadata)
 
 
 def votes(decoder: Decoder, recorder: Recorder, tokens: Sequence[int], num_document: int) -> Votes:
     """Compute a prompt that begins with a document of so many tokens."""
     recorder.window, recorder.all = [], []
-    num_tokens = len(tokens)
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    num_tokens, num_blocks = len(tokens), -(-len(tokens) // BLOCK_SIZE)
     cache = KVCache.allocate(decoder.kv_geometry, num_blocks, BLOCK_SIZE, decoder.back_end)
-    places = torch.arange(num_tokens)
+    places = np.arange(num_tokens)
     decoder.forward(ForwardBatch(
-        torch.tensor(tokens), places, places, torch.tensor([0, num_tokens], dtype=torch.int32),
-        torch.tensor([num_tokens], dtype=torch.int32), torch.arange(num_blocks, dtype=torch.int32)[None],
+        np.array(tokens), places, places, np.array([0, num_tokens], np.int32), np.array([num_tokens], np.int32),
+        np.arange(num_blocks, dtype=np.int32)[None],
     ), cache)  # fmt: skip
-    return Votes(torch.stack(recorder.window)[..., :num_document], torch.stack(recorder.all)[..., :num_document])
+    return Votes(np.stack(recorder.window)[..., :num_document], np.stack(recorder.all)[..., :num_document])
 
 
-def kept(scores: Tensor, budget: float, *, is_pooled: bool) -> Tensor:
+def kept(scores: Array, budget: float, *, is_pooled: bool) -> Array:
     """Return which tokens each head keeps, bool [num_layers, num_kv_heads, num_tokens]."""
     if is_pooled:
-        scores = max_pool1d(scores, POOLED, stride=1, padding=POOLED // 2)
-    places = scores.topk(int(budget * scores.shape[-1]), dim=-1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, places, True)
+        padded = np.pad(scores, ((0, 0), (0, 0), (POOLED // 2,) * 2))
+        scores = np.lib.stride_tricks.sliding_window_view(padded, POOLED, axis=-1).max(-1)
+    places = np.argsort(-scores, axis=-1, kind="stable")[..., : int(budget * scores.shape[-1])]
+    found = np.zeros(scores.shape, bool)
+    np.put_along_axis(found, places, True, axis=-1)
+    return found
 
 
 def measure(decoder: Decoder, recorder: Recorder, documents: list[list[int]], questions: list[list[int]]) -> None:
@@ -101,8 +106,8 @@ def measure(decoder: Decoder, recorder: Recorder, documents: list[list[int]], qu
                     first, second = (kept(each, budget, is_pooled=name == "SnapKV") for each in scores)
                     common = (first & second).sum() / second.sum()
                     seen, own = ((other.window * each).sum() for each in (first, second))
-                    by_some_head = first.flatten(0, 1).any(0).float().mean()
-                    in_layer = first.any(1).float().mean()
+                    by_some_head = first.any((0, 1)).mean()
+                    in_layer = first.any(1).mean()
                     rows[name, budget].append([float(each) for each in (common, seen / own, in_layer, by_some_head)])
     print("kept; of the second question's choice, also the first's (least, most); of the second's attention to its own")
     print("choice, on the first's; tokens that some head of a layer keeps, that some head of any layer keeps")
@@ -119,10 +124,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a folder or a GGUF file, with its tokenizer")
     parser.add_argument("--tokens", type=int, default=1024, help="of a document")
     arguments = parser.parse_args()
-    back_end = choose_back_end("cpu", "torch")
-    recorder = Recorder(back_end.paged_attention)
-    source = read_source(arguments.model)
-    decoder = load_model(source, dtype="float32", back_end=replace(back_end, paged_attention=recorder))
+    back_end = choose_back_end("cpu", "cpp")
+    recorder: Any = Recorder(back_end.paged_attention)
+    unfused = replace(back_end, paged_attention=recorder, fuse=lambda program: program)
+    decoder = load_model(read_source(arguments.model), dtype="float32", back_end=unfused)
     tokenizer = load_tokenizer(arguments.model, "required")
     assert tokenizer is not None
     pages = Path(__file__).parents[1] / "docs"
@@ -130,8 +135,7 @@ def main() -> None:
     questions = [tokenizer.encode(f"\n\nQuestion: {each}\nAnswer:") for each in QUESTIONS]
     sizes = [f"{min(map(len, each))} to {max(map(len, each))} tokens" for each in (documents, questions)]
     print(f"{len(documents)} documents of {sizes[0]}, {len(questions)} questions of {sizes[1]}; all pairs of questions")
-    with torch.inference_mode():
-        measure(decoder, recorder, documents, questions)
+    measure(decoder, recorder, documents, questions)
 
 
 if __name__ == "__main__":
