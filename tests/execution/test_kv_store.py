@@ -19,7 +19,7 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.core.kv_identity import NO_PARENT, StoredBlock
 from quire.execution import kv_store
-from quire.execution.kv_store import PIECE_BYTES, KVStore, Loaded, digest
+from quire.execution.kv_store import PIECE_BYTES, KVStore, LoadedBlocks, digest
 from quire.kernels.cpp import _kernels
 from support.fuzz_seeds import fuzz
 from support.stored_blocks import (
@@ -118,7 +118,7 @@ def test_slot_that_is_written_again_cuts_off_what_was_below_it(opened: Store, pl
     for slot in range(3):  # 1 is below what slot 0 had
         assert opened.store.begin_read(slot, [before[slot]])
         (ended,) = opened.next()
-        assert isinstance(ended, Loaded)
+        assert isinstance(ended, LoadedBlocks)
         assert ended.num_whole == (slot == 2)
     opened.store.close()
     assert recovered(place) == [0]

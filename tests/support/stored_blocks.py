@@ -19,7 +19,7 @@ import numpy as np
 
 from quire.core.kv_identity import NO_PARENT, KVIdentity, StoredBlock
 from quire.execution import kv_folder, kv_slots, kv_store
-from quire.execution.kv_store import FOLDER_BYTES, KVStore, Loaded, Written
+from quire.execution.kv_store import FOLDER_BYTES, KVStore, LoadedBlocks, Written
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 16, 12, 6
 SHAPES = ((NUM_BLOCKS, 2, 24), (NUM_BLOCKS, 7), (NUM_BLOCKS, 2, 24))  # of tensors, block by block
@@ -95,7 +95,7 @@ class Store:
         self.fill(place, content(self.paths[slot]))
         return self.store.begin_write(self.blocks[slot], place)
 
-    def next(self) -> list[Written | Loaded]:
+    def next(self) -> list[Written | LoadedBlocks]:
         """Return what has ended next."""
         while not (ended := self.store.finished()):
             assert self.store.wait(60), "neither a write nor a read has ended"
@@ -113,7 +113,7 @@ class Store:
         """Read a path of slots; return how many were whole, after a look at their bytes."""
         assert self.store.begin_read(job, [self.blocks[slot] for slot in slots])
         (ended,) = self.next()
-        assert isinstance(ended, Loaded)
+        assert isinstance(ended, LoadedBlocks)
         assert ended.job == job
         places = list(range(1, ended.num_whole + 1))
         self.store.take_into(job, places)

@@ -140,7 +140,7 @@ def _opened(folder: Path, lock: int, identity: KVIdentity, index_bytes: int, blo
 
 
 def _write_identity(folder: Path, identity: KVIdentity) -> None:
-    """Write what the folder's name stands for, for people who look."""
+    """Write what the folder's name stands for, for people to read."""
     text, path = identity.as_json().encode(), folder / "identity.json"
     file = _open(path)
     try:

@@ -51,7 +51,7 @@ class Written(NamedTuple):
     seconds: float
 
 
-class Loaded(NamedTuple):
+class LoadedBlocks(NamedTuple):
     """A read that has ended. The first `num_whole` blocks can be taken; the next one's slot is empty now."""
 
     job: int
@@ -60,7 +60,7 @@ class Loaded(NamedTuple):
     seconds: float
 
 
-Finished = Written | Loaded
+Finished = Written | LoadedBlocks
 
 
 class _Write(NamedTuple):
@@ -114,7 +114,8 @@ class KVStore:
         self._dropped = set[int]()           # those of them that will not be taken
         if folder is not None:
             self.recovered = table.read(folder.index_file)
-            self._writer, self._reader = _Writer(folder, sizes, table, self._done), _Reader(folder, sizes, self._done)
+            self._writer = BlockWriter(folder, sizes, table, self._done)
+            self._reader = BlockReader(folder, sizes, self._done)
 
     @classmethod
     def open(
@@ -198,7 +199,7 @@ class KVStore:
         """Return the writes and reads that have ended since the last call."""
         ended = list[Finished]()
         for item in self._done.take():
-            if isinstance(item, Loaded):
+            if isinstance(item, LoadedBlocks):
                 self._end_read(item)
                 ended.append(item)
                 continue
@@ -242,7 +243,7 @@ class KVStore:
             self._folder.close()
         self._folder = None
 
-    def _end_read(self, ended: Loaded) -> None:
+    def _end_read(self, ended: LoadedBlocks) -> None:
         read = self._reads[ended.job]
         self._running.remove(ended.job)
         if ended.num_whole < len(read.slots):
@@ -302,14 +303,14 @@ class _Finished:
     """What threads have finished, for the engine to collect."""
 
     def __init__(self) -> None:
-        self._items: deque[_WriteEnd | Loaded] = deque()
+        self._items: deque[_WriteEnd | LoadedBlocks] = deque()
         self._is_any = threading.Event()
 
-    def add(self, item: _WriteEnd | Loaded) -> None:
+    def add(self, item: _WriteEnd | LoadedBlocks) -> None:
         self._items.append(item)
         self._is_any.set()
 
-    def take(self) -> list[_WriteEnd | Loaded]:
+    def take(self) -> list[_WriteEnd | LoadedBlocks]:
         if not self._is_any.is_set():
             return []
         self._is_any.clear()  # before the items are taken: one that is added now sets it again
@@ -319,7 +320,7 @@ class _Finished:
         return self._is_any.wait(timeout_s)
 
 
-class _Writer:
+class BlockWriter:
     """The thread that writes blocks and clears records, in the order in which it gets them, until the first error."""
 
     def __init__(self, folder: KVFolder, sizes: SlotSizes, table: SlotTable, done: _Finished) -> None:
@@ -389,7 +390,7 @@ class _Writer:
         self._next_s = max(self._next_s, now_s) + self.sizes.block_bytes / self.sizes.bytes_per_s
 
 
-class _Reader:
+class BlockReader:
     """The thread that reads blocks and compares digests."""
 
     def __init__(self, folder: KVFolder, sizes: SlotSizes, done: _Finished) -> None:
@@ -410,7 +411,7 @@ class _Reader:
             started_s = time.perf_counter()
             num_whole = self._do(job)
             num_bytes = num_whole * self._sizes.block_bytes
-            self._done.add(Loaded(job.job, num_whole, num_bytes, time.perf_counter() - started_s))
+            self._done.add(LoadedBlocks(job.job, num_whole, num_bytes, time.perf_counter() - started_s))
 
     def _do(self, job: _Read) -> int:
         """Return how many blocks were read; the first one that is not whole ends it."""
