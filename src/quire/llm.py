@@ -71,6 +71,7 @@ class LLM:
         *,
         tokenizer: str | Path | None = None,
         swap_dir: str | Path | None = None,
+        kv_disk_dir: str | Path | None = None,
         generation_config: str | Path = "auto",
         override_generation_config: str | Mapping[str, Any] | None = None,
         hf_overrides: str | Mapping[str, Any] = "",
@@ -78,12 +79,13 @@ class LLM:
         structured_outputs_config: str | Mapping[str, Any] | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        found, text, swap = (None if path is None else str(path) for path in (model, tokenizer, swap_dir))
+        paths = (model, tokenizer, swap_dir, kv_disk_dir)
+        found, text, swap, disk = (None if path is None else str(path) for path in paths)
         named = settings | {"structured_outputs_config": structured_outputs_config}
         others: dict[str, Any] = load(ARGUMENT_NAMES, "keywords")(named, _SETTINGS)
         self._grammar_config = parse_config(_as_json(others.pop("structured_outputs_config", None)))
         options = EngineOptions(
-            found, tokenizer=text, swap_dir=swap, generation_config=str(generation_config),
+            found, tokenizer=text, swap_dir=swap, kv_disk_dir=disk, generation_config=str(generation_config),
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
             speculative_config=_as_json(speculative_config), **others,
         )  # fmt: skip

@@ -360,8 +360,9 @@ _CACHE = (
              number("offload_group_size", 0)),
     *accepted("weights are on one device", text("offload_backend"), texts("cpu_offload_params"),
               number("offload_num_in_group"), number("offload_prefetch_step"), texts("offload_params")),
-    *refused("preempted requests are swapped to `--swap-space`; nothing else leaves the device",
-             real("kv_offloading_size", 0), config("kv_transfer_config"), config("kv_events_config")),
+    *refused("keep blocks on a disk by `--kv-disk-dir` and `--kv-disk-size`; on a CPU, host memory is the KV cache's "
+             "own: `--kv-cache-memory`", real("kv_offloading_size", 0), config("kv_transfer_config")),
+    *refused("events of the KV cache are not published", config("kv_events_config")),
     *accepted("preempted requests are swapped to `--swap-space`", text("kv_offloading_backend")),
     *accepted("what sleeps is freed, and loaded again", text("sleep_mode_backend"),
               switch("sleep_mode_offload_cudagraph"), texts("sleep_preserve_parameter_names"),
@@ -465,6 +466,9 @@ _ENGINE = (
     renamed(text("speculative_model"), "spec_model"),
     renamed(number("num_speculative_tokens"), "spec_tokens", convert=values.whole_number),
     *refused("devices are CPUs and NVIDIA GPUs", config("override_neuron_config")),
+    *refused("a flag of SGLang: keep blocks on a disk by `--kv-disk-dir`, `--kv-disk-size`, `--kv-disk-write-policy`",
+             switch("enable_hierarchical_cache"), real("hicache_ratio"), real("hicache_size"),
+             text("hicache_write_policy"), text("hicache_storage_backend"), text("hicache_storage_prefetch_policy")),
 )
 _SERVER = (
     renamed(switch("disable_log_requests"), "log_requests", "0", values.share_unless),

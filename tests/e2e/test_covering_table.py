@@ -12,8 +12,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +59,7 @@ AXES = {
     "tensor_parallel": (1, 2, 3) if usable_isas() else (1,),                # ranks as threads
     "adapter": ("none", "alone", "several"),                                # several: other requests have others
     "itl_target_ms": (None, 1, 50),                                         # 1: less than a decode takes
+    "disk": ("none", "warm", "cold", "spoilt", "full", "slow"),             # the tier's, with what was computed before
 }
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -103,6 +104,7 @@ class Row(NamedTuple):
     tensor_parallel: int
     adapter: str
     itl_target_ms: float | None
+    disk: str
 
     def __str__(self) -> str:
         """Return the values of the axes that have several."""
@@ -153,6 +155,12 @@ def prompt_for(hit: str, prefix: tuple[int, ...], block_size: int) -> tuple[int,
         "blocks": in_blocks, "inside": in_blocks - 3, "all": in_blocks,
     }[hit]  # fmt: skip
     return prefix[:num_common] + (() if hit == "all" else random_tokens(2, 5))
+
+
+def common_length(prefix: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    """Return how many tokens two runs begin with alike."""
+    differing = (place for place, (a, b) in enumerate(zip(prefix, prompt, strict=False)) if a != b)
+    return next(differing, min(len(prefix), len(prompt)))
 
 
 def params_of(sampling: str, branches: str = "one", grammar: str = "none") -> SamplingParams:
@@ -251,6 +259,66 @@ def speculation(row: Row, folder: Path) -> dict[str, Any] | None:
     return {"method": "draft_model", "model": str(DEMO_DRAFT if row.model == "demo_model" else folder)}
 
 
+def has_disk(row: Row) -> bool:
+    """Return whether a row has a disk tier: it needs the prefix cache, and one rank of the C++ kernels."""
+    return row.disk != "none" and row.hit != "off" and row.tensor_parallel == 1 and bool(usable_isas())
+
+
+def keep_on_disk(llm: LLM, prefix: tuple[int, ...], adapter: LoRARequest | None) -> None:
+    """Let an engine compute a prefix and write it to its disk; then its cache is empty."""
+    ask(llm, prefix, "one", "greedy", adapter=adapter)
+    engine = llm._engine.engine
+    engine.disk.drain(60.0)
+    pool = engine.scheduler.cache.prefixes.pool
+    for block in pool.allocate(pool.num_free_blocks):
+        pool.release(block)
+
+
+def spoil(directory: Path, slot_bytes: int) -> None:
+    """Change a byte of every second block that a closed store has, the second one first."""
+    for path in directory.glob("*/*/blocks"):
+        with path.open("r+b") as file:
+            for offset in range(slot_bytes, path.stat().st_size, 2 * slot_bytes):
+                file.seek(offset + 5)
+                octet = file.read(1)
+                file.seek(offset + 5)
+                file.write(bytes([octet[0] ^ 1]))
+
+
+def slow_down(llm: LLM) -> None:
+    """Let the store of an engine tell of what it has done at every fifth look alone."""
+    store, looks = llm._engine.engine.disk._store, count(1)
+    finished = store.finished
+    store.finished = lambda: [] if next(looks) % 5 else finished()
+
+
+@contextmanager
+def with_disk(
+    row: Row, prefix: tuple[int, ...], adapter: LoRARequest | None, open_llm: Callable[..., LLM]
+) -> Iterator[LLM]:
+    """Open the engine of a row over a folder to which an engine has written the prefix, the same one or another."""
+    with tempfile.TemporaryDirectory() as name:
+        directory, size = Path(name, "kept"), "64MiB"
+        with open_llm(kv_disk_dir=directory, kv_disk_size=size) as llm:
+            sizes = llm._engine.engine.disk._store._writer.sizes
+            if row.disk == "full":
+                size = 65536 + 3 * (sizes.slot_bytes + 4096)
+            else:
+                keep_on_disk(llm, prefix, adapter)
+            if row.disk == "warm":
+                yield llm
+                return
+        if row.disk == "full":
+            with open_llm(kv_disk_dir=directory, kv_disk_size=size) as llm:
+                keep_on_disk(llm, prefix, adapter)
+        if row.disk == "spoilt":
+            spoil(directory, sizes.slot_bytes)
+        with open_llm(kv_disk_dir=directory, kv_disk_size=size) as llm:
+            if row.disk == "slow":
+                slow_down(llm)
+            yield llm
+
+
 def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] | None = None) -> None:
     """`ranks`: of tensor parallelism; None: threads."""
     if ranks is None and row.tensor_parallel > 1:  # no row without the C++ extension, which the module imports
@@ -277,7 +345,8 @@ def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] | None = None) ->
         for (other, sampling), its in zip(beside, others[: len(beside)], strict=True)
     ]
     set_num_threads(row.num_threads)
-    with ranks_as(ranks or ForkedRanks), model.llm(
+    open_llm = partial(
+        model.llm,
         tensor_parallel_size=row.tensor_parallel,
         block_size=row.block_size,
         max_num_batched_tokens=row.budget,
@@ -288,11 +357,13 @@ def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] | None = None) ->
         num_swap_blocks=1000 // row.block_size if is_swap else None,
         enable_lora=row.adapter != "none",
         itl_target_ms=row.itl_target_ms,
-    ) as llm:
+    )
+    opened = with_disk(row, prefix, own, open_llm) if has_disk(row) else open_llm()
+    with ranks_as(ranks or ForkedRanks), opened as llm:
         fix_times(llm)
         wholes = [list(prompt + each.token_ids) for each in expected] if row.speculation == "oracle" else None
         drafts = None if row.speculation == "none" else let_draft(llm, wholes)
-        if row.hit not in ("off", "cold"):
+        if row.hit not in ("off", "cold") and not has_disk(row):
             ask(llm, prefix, "one", "greedy", adapter=own)
         streams = [
             llm.stream([list(other)], params_of(sampling), lora_request=its)
@@ -311,7 +382,11 @@ def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] | None = None) ->
     assert (stats.used_blocks, stats.swap_used_blocks) == (0, 0)
     if row.preemption == "crowded":
         return
-    assert (output.num_cached_tokens > 0) == (row.hit not in ("off", "cold", "no block"))
+    if not has_disk(row):
+        assert (output.num_cached_tokens > 0) == (row.hit not in ("off", "cold", "no block"))
+    elif row.disk in ("warm", "cold", "slow"):
+        num_stored = min(len(prefix) - len(prefix) % row.block_size, common_length(prefix, prompt))
+        assert (output.num_cached_tokens > 0) == (num_stored >= 2 * row.block_size)
     num_steps = NUM_TOKENS - (len("ne ") if grammar == "forced" else 0)  # at least
     num_preemptions = 0 if row.preemption == "none" else num_steps - 1 if drafts is None else 1
     assert stats.preemptions.get("swap" if is_swap else "recompute", 0) >= num_preemptions

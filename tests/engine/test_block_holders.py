@@ -1,8 +1,12 @@
 """Holders of blocks: labels and requests over the cache's numbers of sequences."""
 
+import random
+from functools import partial
+
 from quire.core.block_map import BlockHolder
 from quire.engine.engine import Engine, count_blocks_by_owner
-from support.scheduling import Harness
+from support.scheduling import Harness, make_disk
+from support.scripted_store import ScriptedStore
 
 
 def test_map_names_request_branch_and_label_of_every_holder() -> None:
@@ -32,6 +36,20 @@ def test_pin_is_shown_too() -> None:
     harness.run()
     shown = Engine(harness.scheduler, harness.executor).block_map(0, 12)
     assert shown.holders == [BlockHolder(-1 - pinned.request_id, "pin", 5, pinned.request_id)]
+
+
+def test_lease_of_a_load_is_shown_by_its_request() -> None:
+    store = ScriptedStore(20, random.Random(0), most_turns=0)
+    for is_loading in (False, True):
+        harness = Harness(num_blocks=12, block_size=4, caching=True, make_disk=partial(make_disk, store=store))
+        assert harness.disk is not None
+        request = harness.add(list(range(9)), max_tokens=1)
+        if is_loading:
+            harness.schedule()                              # nothing else is here: it loads, and waits
+            shown = Engine(harness.scheduler, harness.executor).block_map(0, 12)
+            assert shown.holders == [BlockHolder(-1 - request.request_id, "lease", 8, request.request_id)]
+        harness.run()
+        harness.disk.drain(1.0)
 
 
 def test_swapped_request_is_shown_where_it_is() -> None:

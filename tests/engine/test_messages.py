@@ -151,7 +151,7 @@ kv_stats = st.builds(
 tiers = st.sampled_from(["kv", "swap"])
 owners = st.lists(st.builds(BlockOwner, counts, counts, counts), max_size=2)
 entries = st.builds(BlockEntry, counts, st.sampled_from(["free", "cached", "used"]), tiers, counts, owners)
-holders = st.builds(BlockHolder, counts, st.sampled_from(["sequence", "pin"]), counts, counts, counts, texts)
+holders = st.builds(BlockHolder, counts, st.sampled_from(["sequence", "pin", "lease"]), counts, counts, counts, texts)
 spans = st.lists(counts, max_size=3)
 overviews = st.builds(BlockOverview, counts, spans, spans, st.lists(st.none() | counts, max_size=3))
 maps = st.builds(

@@ -101,6 +101,11 @@ class FakeExecutor:
         self.num_swapped = 0   # blocks, out and in
         self.next_logprobs = next_logprobs  # for beams; may be replaced
 
+    @property
+    def memory(self) -> list[int]:
+        """The slots of the cache, block by block."""
+        return self._slots
+
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 

@@ -5,10 +5,22 @@ import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 
 from quire.cache.block_table import NULL_BLOCK
-from quire.core.config import Batching, CacheConfig, MemoryPolicy, PreemptionMode, SchedulerConfig, SchedulingPolicy
+from quire.cache.disk_tier import DiskTier
+from quire.cache.stored_blocks import StoredBlocks
+from quire.core.config import (
+    Batching,
+    CacheConfig,
+    DiskWritePolicy,
+    MemoryPolicy,
+    PreemptionMode,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
 from quire.core.deltas import SequenceDelta
 from quire.core.errors import InvalidRequestError
 from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan, decode_plan, decode_result, encode
@@ -16,10 +28,12 @@ from quire.core.pooling import GENERATE, BeamTask, PinTask, Scope
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTimes
+from quire.engine.kv_disk import KVDisk
 from quire.scheduling.scheduler import make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
+from support.scripted_store import ScriptedStore
 
 
 def make_request(
@@ -71,6 +85,7 @@ class Harness:
     now_s: float = 0.0  # when requests arrive, and the next step is planned
     sends: bool = False  # plans and results cross a process boundary as bytes
     executor_class: type[FakeExecutor] = FakeExecutor
+    make_disk: "Callable[[Harness], KVDisk] | None" = None
     unprepared: Callable[[Request], Lack | None] = lambda request: None
 
     def __post_init__(self) -> None:
@@ -93,6 +108,7 @@ class Harness:
             self.rates,
         )
         self.requests: dict[int, Request] = {}
+        self.disk = None if self.make_disk is None else self.make_disk(self)
 
     def add(
         self,
@@ -214,6 +230,8 @@ class Harness:
 
     def schedule(self) -> StepPlan:
         """Make a plan, and check the admitted requests: none past a victim, none new while anything is swapped out."""
+        if self.disk is not None:
+            self.disk.step()
         scheduler, before = self.scheduler, list(self.scheduler.queues.running)
         swapped = list(scheduler.queues.swapped)  # they return before anything new, whatever their client's share
         plan = scheduler.schedule(self.now_s)
@@ -329,12 +347,14 @@ def random_run(
     sends: bool = False,
     late: bool = False,
     executor_class: type[FakeExecutor] = FakeExecutor,
+    store: ScriptedStore | None = None,
 ) -> Harness:
     """Random pool, limits, requests, beams, stops, aborts, pins, failures; safety after each step, liveness at the end.
 
     Crowded: long answers that come in all at once, in a pool for few of them, so that most are preempted.
     Windowed: with a sliding window, prefix caching and small blocks, whatever else is drawn.
     Late: with deadlines, on a clock whose steps take any time.
+    Store: of a disk tier; then with prefix caching, whatever else is drawn.
     """
     deadlines = random.Random(f"deadlines of {seed}")
     rng, policies, times = (random.Random(text) for text in (seed, f"policies of {seed}", f"times of {seed}"))
@@ -348,7 +368,7 @@ def random_run(
         budget=rng.choice([1, 2, 3, 7, 16, 64]),
         max_model_len=rng.choice([60, 1 << 20]),
         window=rng.choice([*[None] * (0 if windowed else 3), rng.randint(1, 24)]),
-        caching=rng.random() < 0.7 or windowed,
+        caching=rng.random() < 0.7 or windowed or store is not None,
         num_swap_blocks=rng.choice([0, 1, typical_blocks // 2, *[10 * typical_blocks] * 4]),
         mode=rng.choice(["auto", "recompute", "swap", "swap"]),
         rates=MeasuredRates(
@@ -360,6 +380,7 @@ def random_run(
         max_kv_share=policies.choice([1.0, 1.0, policies.random() or 1.0]),
         sends=sends,
         executor_class=executor_class,
+        make_disk=None if store is None else partial(make_disk, store=store),
     )
     num_clients = policies.choice([1, 2, 5])
     prompts = RandomPrompts(rng, longest_prompt)
@@ -406,6 +427,28 @@ def random_run(
     for request in harness.requests.values():
         harness.assert_right(request, whole=request.request_id not in ended_early)
     return harness
+
+
+def make_disk(harness: Harness, store: ScriptedStore, policy: DiskWritePolicy = "all") -> KVDisk:
+    """Give a harness a disk tier over a store, as after a restart; its clock goes on with each look."""
+    stored = StoredBlocks(store.num_slots, harness.block_size)
+    store.open(harness.executor.memory, harness.block_size)
+    stored.recover(store.recovered())
+    harness.cache.tier = DiskTier(harness.cache, stored, store.scope_key, 1 << 21, policy)
+    return KVDisk(harness.cache.tier, store, count(0.0, 0.0005).__next__)  # type: ignore[arg-type]
+
+
+def random_store(seed: int) -> ScriptedStore:
+    """Return a store that is slow, small, spoilt, or hangs."""
+    rng = random.Random(f"disk of {seed}")
+    return ScriptedStore(
+        rng.choice([0, 1, 20, *[200] * 5]),
+        rng,
+        most_turns=rng.choice([0, 3, 10]),
+        bad_rate=rng.choice([0.0, 0.0, 0.2]),
+        never_rate=rng.choice([0.0, 0.0, 0.2]),
+        num_staged=rng.choice([1, 99, 99]),
+    )
 
 
 def random_deadlines(rng: random.Random) -> dict[str, Any]:

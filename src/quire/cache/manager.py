@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from quire.cache.block_pool import OutOfBlocksError, run_to_the_end
 from quire.cache.block_table import BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import checking_blocks, count_blocks, histogram, view_all, view_blocks
+from quire.cache.disk_tier import DiskTier
 from quire.cache.prefix_tree import NO_MATCH, NONE, PrefixMatch, Scope
 from quire.cache.prefixes import Prefixes
 from quire.cache.swap_space import CacheSwap, SwapSpace
@@ -41,8 +42,8 @@ class KVCacheManager:
     copies_forks = False     # whether `take_copies` returns anything: a fork shares all blocks
 
     __slots__ = (
-        "_num_copied", "_pool", "_sources", "_tables", "_window", "block_size", "has_window", "num_blocks", "pins",
-        "prefixes", "swap", "swap_space",
+        "_num_copied", "_pool", "_sources", "_tables", "_window", "block_size", "has_window", "leases", "num_blocks",
+        "pins", "prefixes", "swap", "swap_space", "tier",
     )
 
     def __init__(self, config: CacheConfig, prefixes: Prefixes | None = None) -> None:
@@ -58,6 +59,8 @@ class KVCacheManager:
         self.swap = CacheSwap(self.swap_space, self._tables, self.prefixes)
         self._sources: list[int] = []            # blocks that the step under way copies from, held until it is over
         self._num_copied = 0                     # blocks, since start
+        self.tier: DiskTier | None = None        # None: nothing is kept on a disk
+        self.leases: dict[int, BlockTable] = {}  # by request id: blocks that the tier fills, and those before them
 
     @property
     def num_free_blocks(self) -> int:
@@ -263,6 +266,42 @@ class KVCacheManager:
         """
         self._tables[seq_id].rewind()
 
+    # --- leases: see quire.cache.disk_tier --------------------------------------------------------------------------
+
+    def lease(
+        self, lease_id: int, token_ids: Sequence[int], scope: Scope, match: PrefixMatch, num_blocks: int
+    ) -> None:
+        """Hold the blocks of a match, and empty ones up to `num_blocks`, which are to be filled with the next tokens.
+
+        Raises OutOfBlocksError, and changes nothing, for want of blocks.
+        """
+        table = self._new_table(0)
+        table.begin(match.blocks, len(match.blocks) * self.block_size)
+        self.prefixes.begin(table, token_ids, scope, len(match.blocks), keeps_all=True)
+        try:
+            table.append((num_blocks - len(match.blocks)) * self.block_size)
+        except OutOfBlocksError:
+            table.free()
+            raise
+        self.leases[lease_id] = table
+
+    def leased_blocks(self, lease_id: int, start: int, stop: int) -> list[int]:
+        """Return blocks [start, stop) of a lease."""
+        return self.leases[lease_id].columns[start:stop].tolist()
+
+    def fill_lease(self, lease_id: int, num_blocks: int) -> None:
+        """Let the first blocks of a lease be found: they are filled. For between two steps."""
+        self.prefixes.publish(self.leases[lease_id], num_blocks * self.block_size)
+
+    def trim_lease(self, lease_id: int, num_blocks: int) -> None:
+        """Release the blocks of a lease but the first, which are filled."""
+        self.leases[lease_id].truncate(num_blocks * self.block_size)
+
+    def end_lease(self, lease_id: int) -> None:
+        """Release all blocks of a lease; what can be found is cached."""
+        table = self.leases.pop(lease_id)
+        self.prefixes.free(table, table.num_tokens)
+
     # --- seen -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> KVStats:
@@ -312,9 +351,11 @@ class KVCacheManager:
         both = [seq_id for seq_id in self._tables if seq_id in self.swap_space]
         assert not both, f"sequences {both} are in the cache and in the swap space"
         yield from self.prefixes.checking()
-        for table in self._tables.values():
+        for table in (*self._tables.values(), *self.leases.values()):
             self.prefixes.check_path(table)
             yield
+        if self.tier is not None:
+            yield from self.tier.checking()
 
     def _new_table(self, num_reserved: int) -> BlockTable:
         return BlockTable(self._pool, self.block_size)
@@ -344,9 +385,10 @@ class KVCacheManager:
             raise ValueError(f"sequence {seq_id} already has a block table")
 
     def _holders(self) -> Mapping[int, BlockTable]:
-        """Return the tables of sequences, by their ids, and of pins, by `-1 - id`."""
+        """Return the tables of sequences, by their ids, and of pins and leases, by `-1 - id`."""
         pinned = {-1 - pin_id: pin.table for pin_id, pin in self.pins.items()}
-        return self._tables | pinned if pinned else self._tables
+        leased = {-1 - lease_id: table for lease_id, table in self.leases.items()}
+        return self._tables | pinned | leased if pinned or leased else self._tables
 
     def _tail_waste_slots(self) -> int:
         """Count the empty slots of blocks in use. All are in last blocks; a shared one is filled alike for all."""

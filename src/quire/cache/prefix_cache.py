@@ -100,10 +100,13 @@ class PrefixCache(Prefixes):
 
     def find(self, table: BlockTable) -> list[int]:
         """Return the full blocks that hold the tokens of a table, as far as they are there."""
-        tree, path = self._tree, table.path
-        if path is None:
-            return []
-        nodes = tree.walk(path.scope, path.token_ids, table.num_filled)
+        path = table.path
+        return [] if path is None else self.blocks_of(path.token_ids[: table.num_filled], path.scope)
+
+    def blocks_of(self, token_ids: Sequence[int], scope: Scope) -> list[int]:
+        """Return the full blocks that hold these tokens, as far as they are there."""
+        tree = self._tree
+        nodes = tree.walk(scope, token_ids, len(token_ids))
         return list(takewhile(lambda block: block not in tree.pending, nodes))
 
     # --- a sequence's path ----------------------------------------------------------------------------------------

@@ -48,6 +48,10 @@ class Prefixes:
         """Return the full blocks that hold the tokens of a table, as far as they are there."""
         return []
 
+    def blocks_of(self, token_ids: Sequence[int], scope: Scope) -> list[int]:
+        """Return the full blocks that hold these tokens, as far as they are there."""
+        return []
+
     # --- a sequence's path ----------------------------------------------------------------------------------------
 
     def begin(

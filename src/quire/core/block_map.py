@@ -13,7 +13,7 @@ from quire.core.outputs import KVStats
 
 Tier = Literal["kv", "swap"]  # the cache itself, and the swap space
 BlockState = Literal["free", "cached", "used"]
-HolderKind = Literal["sequence", "pin"]
+HolderKind = Literal["sequence", "pin", "lease"]
 
 MAX_BLOCKS_SHOWN = 4096   # blocks of one map
 MAX_SPANS = 1024          # an overview has at most so many
@@ -40,6 +40,8 @@ class BlockEntry(msgspec.Struct, gc=False):
 
 class BlockHolder(msgspec.Struct, frozen=True):
     """A holder of blocks. A sequence is branch `branch` of a request, a pin is what a request has left.
+
+    A lease is what is loaded from a disk for a waiting request.
 
     `owner`: the owner's label, "": none.
     """

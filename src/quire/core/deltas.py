@@ -9,12 +9,13 @@ from quire.core.logprob_table import LogprobTable
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
 # the blocks that other requests of its client hold, its grammar being compiled, its adapter being loaded or one too
-# many beside those of running requests.
+# many beside those of running requests, its prefix being loaded from a disk.
 WaitReason = Literal[
-    "max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share", "grammar", "adapter"
+    "max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share", "grammar", "adapter",
+    "kv_load",
 ]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
-PREPARATION: tuple[WaitReason, ...] = ("grammar", "adapter")  # done for a request beside the steps of others
+PREPARATION: tuple[WaitReason, ...] = ("grammar", "adapter", "kv_load")  # done for a request beside the steps of others
 
 
 class TokenLogprobs(NamedTuple):
@@ -68,3 +69,4 @@ class Admission(NamedTuple):
     waited: tuple[int, ...] = ()  # steps, one count per entry of WAIT_REASONS
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0
+    num_disk_tokens: int = 0    # those of num_cached_tokens that were loaded from a disk for it

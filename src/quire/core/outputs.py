@@ -69,6 +69,7 @@ class RequestMetrics:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0            # those of them that were loaded from a disk for it
     waited_steps: dict[str, int] = field(default_factory=dict)
     preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
     num_draft_tokens: int = 0           # verified by steps, all branches together
@@ -191,6 +192,7 @@ class KVStats:
     prefix_queries_tokens: int = 0    # since start
     prefix_hits_tokens: int = 0       # since start
     blocks_by_owner: dict[str, int] | None = None
+    disk: dict[str, float] = field(default_factory=dict)  # of the disk tier, as `quire.engine.kv_disk` counts; {}: none
 
     @property
     def usage(self) -> float:

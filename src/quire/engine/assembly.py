@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from quire.cache.disk_tier import DiskTier
+from quire.cache.stored_blocks import StoredBlocks
 from quire.core.arrays import dtype_name
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.core.errors import ModelError
+from quire.core.errors import ConfigError, ModelError
 from quire.core.optional_package import needs_library
+from quire.core.options import parse_bytes
 from quire.core.sequence import Request
 from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
 from quire.engine.adapters.store import (
@@ -23,7 +26,8 @@ from quire.engine.adapters.store import (
 from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model
 from quire.engine.engine import Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
-from quire.engine.loading import LoadedModel, load
+from quire.engine.kv_disk import KVDisk
+from quire.engine.loading import LoadedModel, kv_identity, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
 from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_recorded_scheduler
@@ -39,10 +43,11 @@ from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError, expert_reads
 from quire.model.decoder import Decoder
+from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
-from quire.scheduling.scheduler import make_scheduler
+from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
 
@@ -68,7 +73,9 @@ class AssembledEngine:
         return self.loaded.model
 
     def close(self) -> None:
-        """End the processes of the other ranks, and the record. Idempotent."""
+        """End the processes of the other ranks, and the record; write what the disk tier has queued. Idempotent."""
+        if self.engine.disk is not None:
+            self.engine.disk.close()
         if self.ranks is not None:
             self.ranks.close()
         if isinstance(self.engine.scheduler, RecordedScheduler):
@@ -259,7 +266,36 @@ def _build(
         scheduler = make_recorded_scheduler(options, scheduling, cache, unprepared)
     if adapters is not None:
         adapters.watch(scheduler)
-    return Engine(scheduler, executor, grammars, adapters)
+    disk = None
+    if options.kv_disk_dir is not None:
+        disk = open_disk(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model)
+    return Engine(scheduler, executor, grammars, adapters, disk=disk)
+
+
+def open_disk(
+    options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler, draft_model: LanguageModel | None
+) -> KVDisk:
+    """Return the disk tier of an engine, with the blocks that its folder has. ConfigError where it cannot be served."""
+    cache = scheduler.cache
+    if not cache.num_blocks:
+        raise ConfigError(f"kv_disk_dir {options.kv_disk_dir!r}: the model keeps no keys and values; leave it out")
+    if loaded.model.back_end.name != "cpp":
+        name = loaded.model.back_end.name
+        raise ConfigError(f"kv_disk_dir {options.kv_disk_dir!r} needs the C++ kernels, not the back end {name}")
+    identity = kv_identity(options, loaded, kv, draft_model)
+    from quire.execution.kv_store import KVStore  # noqa: PLC0415 (needs the extension)
+
+    assert options.kv_disk_dir is not None, "a folder is given"
+    store = KVStore.open(
+        Path(options.kv_disk_dir).expanduser(), options.kv_disk_bytes // options.data_parallel_size, kv.tensors,
+        cache.block_size, identity, parse_bytes(options.kv_disk_write_rate, "kv_disk_write_rate"),
+        options.data_parallel_size,
+    )  # fmt: skip
+    stored = StoredBlocks(store.num_slots, cache.block_size)
+    stored.recover(store.recovered)
+    block_bytes = sum(each.nbytes // len(each) for each in kv.tensors)
+    cache.tier = DiskTier(cache, stored, store.scope_key, block_bytes, options.kv_disk_write_policy)
+    return KVDisk(cache.tier, store)
 
 
 def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet | None") -> "TritonSlots | None":

@@ -16,6 +16,7 @@ from quire.core.owner_labels import UNLABELLED
 from quire.core.plan import StepPlan
 from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTiming, StepWork, chunk_work
+from quire.engine.kv_disk import KVDisk
 from quire.engine.messages import EngineState
 from quire.execution.executor import Executor
 from quire.scheduling.fair_share import FairShare
@@ -43,10 +44,12 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, executor: Executor, grammars: "ConstrainedDecoding | None" = None,
         adapters: "AdapterStore | None" = None, clock: Callable[[], float] = time.monotonic,
+        disk: KVDisk | None = None,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.grammars = grammars            # None: requests with grammars are refused
         self.adapters = adapters            # None: requests with adapters are refused
+        self.disk = disk                    # None: no keys and values are kept on a disk
         self.num_computed_tokens = 0        # computed by the last step
         self.timing: StepTiming | None = None  # how long the last step took; None: it computed nothing
         self.on_submit: Callable[[StepPlan], None] | None = None  # called with each plan before it is submitted
@@ -56,7 +59,6 @@ class Engine:
         self._isolation = Isolation(scheduler)
         # The requests that may have made the last step fail, and whether the only one was being planned or recorded.
         self._suspects: tuple[list[int], bool] = [], False
-        self._has_warned = False            # once the target of a step's time could not be held
         self.executor = executor
         self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs
         self._in_flight = deque[StepPlan]()  # submitted and not collected
@@ -91,6 +93,8 @@ class Engine:
         if self.adapters is not None:
             for request_id in self.adapters.start_step():
                 self.scheduler.fail(request_id, UNLOADABLE, param="model")
+        if self.disk is not None and not self._in_flight:
+            self.disk.step()
         try:
             plan = self.scheduler.schedule(self._clock())
             if not plan.rows:
@@ -118,7 +122,9 @@ class Engine:
         if step.admitted or self._computing:
             self._count_prompts_left(step.admitted)
         self.timing = StepTiming(plan.kind, result.step_s, result.step_ratio)
-        if not self._has_warned and self.scheduler.planner.time.num_unmet:
+        if self.disk is not None:
+            self.disk.last_step_s = result.step_s or 0.0
+        if self.scheduler.planner.time.num_unmet and not self.scheduler.planner.time.has_warned:
             self._warn_of_target()
         if self._isolation.is_active:
             deltas = [delta for delta in deltas if delta.request_id != PROBE_ID]
@@ -126,7 +132,8 @@ class Engine:
 
     def _warn_of_target(self) -> None:
         """Log, once, that steps have no room for prompts within the target."""
-        time, self._has_warned = self.scheduler.planner.time, True
+        time = self.scheduler.planner.time
+        time.has_warned = True
         log.warning(
             "itl_target_ms %.4g cannot be held: beside decodes of %.4g ms no token of a prompt fits, so prompts "
             "advance in one step of %d; the metric quire:itl_target_unmet_total counts such steps",
@@ -150,6 +157,9 @@ class Engine:
 
     def _wait_for_preparation(self) -> None:
         """Wait for what the next waiting request lacks, if there is one."""
+        if self.disk is not None and self.scheduler.queues.wait_reasons.current == "kv_load":
+            self.disk.wait(PREPARATION_WAIT_S)
+            return
         preparing = self.adapters if self.scheduler.queues.wait_reasons.current == "adapter" else self.grammars
         if preparing is not None and self.scheduler.has_requests:
             preparing.wait(PREPARATION_WAIT_S)
@@ -194,7 +204,7 @@ class Engine:
         return [
             Admission(
                 r.request_id, r.num_preemptions, r.num_cached_tokens, tuple(r.waited), r.num_recomputed_tokens,
-                r.num_swapped_blocks,
+                r.num_swapped_blocks, r.num_disk_tokens,
             )
             for r in self.scheduler.step.admitted
             if r.request_id != PROBE_ID
@@ -239,6 +249,7 @@ class Engine:
             swap_s=preemptions.swap_s,
             recompute_s=preemptions.recompute_s,
             recovery_saved_s=preemptions.saved_s,
+            disk={} if self.disk is None else self.disk.stats(),
         )
 
     def block_map(self, first: int, count: int, tier: Tier = "kv") -> BlockMap:
@@ -258,7 +269,7 @@ def count_blocks_by_owner(scheduler: Scheduler) -> dict[str, int]:
 
 
 def list_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[BlockHolder]:
-    """Return the sequences and pins that hold any of these blocks, in order of arrival."""
+    """Return the sequences, and the pins and leases, that hold any of these blocks, in order of arrival."""
     seen = {owner.holder for entry in blocks for owner in entry.owners}
     known = {
         sequence.seq_id: BlockHolder(
@@ -268,6 +279,11 @@ def list_holders(scheduler: Scheduler, blocks: Iterable[BlockEntry]) -> list[Blo
         for sequence in request.live
         if sequence.seq_id in seen
     }
-    pins = [-1 - holder for holder in sorted(seen - known.keys(), reverse=True)]
-    pinned = (BlockHolder(-1 - pin, "pin", scheduler.cache.pins[pin].table.num_tokens, pin) for pin in pins)
-    return [*known.values(), *pinned]
+    pins, leases = scheduler.cache.pins, scheduler.cache.leases
+    request_ids = [-1 - holder for holder in sorted(seen - known.keys(), reverse=True)]
+    others = (
+        BlockHolder(-1 - each, "pin", pins[each].table.num_tokens, each) if each in pins
+        else BlockHolder(-1 - each, "lease", leases[each].num_tokens, each)
+        for each in request_ids
+    )  # fmt: skip
+    return [*known.values(), *others]

@@ -28,6 +28,7 @@ from quire.scheduling.time_budget import ChunkedPrefillBudget, TimeBudget, Whole
 from quire.scheduling.waiting_lines import ByPriority, Lack, LineReader
 
 _SEQ_ID, _NUM_COMPUTED_TOKENS = attrgetter("seq_id"), attrgetter("num_computed_tokens")
+KV_LOAD = Lack("kv_load")
 _DECODES_AT_ONCE = 256  # requests that each run of decodes looks at, at most: decodes and groups may alternate
 
 
@@ -196,6 +197,8 @@ class Planner:
             try:
                 return self._cache.append(sequence.seq_id, num_tokens)
             except OutOfBlocksError:
+                if self._give_back():
+                    continue
                 assert len(step.order) > 1, "the first in order is never preempted"
                 victim = step.order.pop()
                 self.preempt(step, victim)
@@ -241,11 +244,12 @@ class Planner:
             if (shortage := admission.shortage(request)) is not None:
                 return "swapped_first" if is_swapped else shortage
             if is_swapped:
-                if admission.num_spare_blocks_on_swap_in(request) < 0 and queues.running:
-                    return "swapped_first"
+                num_spare = admission.num_spare_blocks_on_swap_in(request)
+                if (shortage := self._block_shortage(num_spare, "swapped_first")) is not None:
+                    return shortage
                 budget -= self._swap_in(step, request, budget)
                 continue
-            if (lack := self._unprepared(request)) is not None:
+            if (lack := self._lack(request)) is not None:
                 self._set_aside(request, lack, reader)
                 continue
             match = admission.match(request)
@@ -255,8 +259,11 @@ class Planner:
                 queues.wait_reasons.count_skipped(request, "pending_prefix")
                 continue
             num_spare = admission.num_spare_blocks(request, match)
-            if num_spare < 0 and queues.running:                        # alone it fits: see AdmissionLimits
-                return "kv_blocks"
+            if (shortage := self._block_shortage(num_spare, "kv_blocks")) is not None:
+                return shortage
+            if self._begin_load(request, match):
+                self._set_aside(request, KV_LOAD, reader)
+                continue
             num_missing = num_missing_tokens(request) - match.num_tokens
             share = self._prefill_budget.share(step, request, num_missing, budget, match.num_tokens)
             if share == 0:
@@ -267,6 +274,38 @@ class Planner:
                 continue
             budget -= self._admit_waiting(step, request, match if num_spare > 0 else match.of_whole_blocks(), share)
         return None
+
+    def _lack(self, request: Request) -> Lack | None:
+        """Return what a waiting request lacks that is made or loaded for it beside the steps; None: nothing."""
+        tier = self._cache.tier
+        if tier is not None and tier.is_loading(request.request_id):
+            return KV_LOAD
+        return self._unprepared(request)
+
+    def _give_back(self) -> bool:
+        """Release the blocks that are held for loads from the disk; return whether there were any."""
+        return self._cache.tier is not None and self._cache.tier.give_back()
+
+    def _block_shortage(self, num_spare: int, reason: WaitReason) -> WaitReason | None:
+        """Return why a request waits for blocks; None: there are enough, or it is alone, and fits (AdmissionLimits).
+
+        Alone, it waits for loads of requests before it; blocks of loads that have ended are given back to it.
+        """
+        if num_spare >= 0:
+            return None
+        if self._queues.running:
+            return reason
+        return "kv_load" if self._cache.tier is not None and self._cache.tier.num_loads else None
+
+    def _begin_load(self, request: Request, match: PrefixMatch) -> bool:
+        """Return whether a waiting request that fits has blocks loaded from the disk first."""
+        tier = self._cache.tier
+        if tier is None or not request.reads_cache:
+            return False
+        sequence, tokens_per_s = request.live[0], self._preemption.rates.prefill_tokens_per_s
+        return tier.begin_load(
+            request.request_id, request.scope, sequence.token_ids, sequence.num_tokens, match, tokens_per_s
+        )
 
     def _exceeds_share(self, request: Request, reader: LineReader) -> bool:
         """Return whether a waiting request, or one before it, would take its client past its share."""
@@ -281,6 +320,7 @@ class Planner:
 
     def _swap_in(self, step: PlanBuilder, request: Request, budget: int) -> int:
         """Swap a request in, and plan its next tokens. Return how many."""
+        self._give_back()
         step.plan.swap_ins.extend(self._queues.swap_in(request))
         self._record_admitted(step, request)
         for sequence in request.live:
@@ -300,7 +340,11 @@ class Planner:
         self._record_admitted(step, request)
         first, *rest = request.live
         self._start(step, request, first, match)
+        num_disk_tokens = 0
+        if self._cache.tier is not None:
+            num_disk_tokens = self._cache.tier.admit(request.request_id, request.scope, first.token_ids, match)
         if request.num_preemptions == 0:
+            request.num_disk_tokens = num_disk_tokens
             request.num_cached_tokens = first.num_computed_tokens
             if request.reads_cache:
                 self._cache.prefixes.count_query(first.num_prompt_tokens, first.num_computed_tokens)

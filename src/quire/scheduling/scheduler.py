@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import count
 
 from quire.cache.block_pool import run_to_the_end
+from quire.cache.disk_tier import DiskTier
 from quire.cache.manager import KVCacheManager, UncachedManager
 from quire.cache.prefix_cache import PrefixCache
 from quire.cache.prefixes import Prefixes
@@ -76,6 +77,7 @@ class Scheduler:
         self.step = PlanBuilder()
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
         self._seq_ids = count()
+        self._aborting: Request | None = None
         self._deadlines = Deadlines(self.queues.requests)
         self._searches = BeamSearches(cache, self.queues)
         self._recorder = ResultRecorder(cache, self.queues, self.order, self._searches, self._finish, self._complete)
@@ -160,15 +162,26 @@ class Scheduler:
 
     def _finish(self, request: Request, sequence: Sequence) -> None:
         """End a branch for good; with the last one the request ends."""
+        if self.cache.tier is not None:
+            self._end_in_tier(self.cache.tier, request, sequence)
         self.queues.finish(request, sequence)
         if not request.live:
             self._searches.remove(request)
             if isinstance(request.task, PinTask):
                 self._update_pin_limits()
 
+    def _end_in_tier(self, tier: DiskTier, request: Request, sequence: Sequence) -> None:
+        """Let the tier know of a branch that ends: as a whole, unless the request is being aborted."""
+        is_whole = request is not self._aborting
+        tier.writes.finish(request.scope, sequence.token_ids, sequence.num_computed_tokens, is_whole=is_whole)
+        if len(request.live) == 1:
+            tier.end(request.request_id)
+
     def _finish_all(self, request: Request) -> None:
+        self._aborting = request
         for sequence in list(request.live):
             self._finish(request, sequence)
+        self._aborting = None
 
     def _update_pin_limits(self) -> None:
         num_pinned = num_pinned_blocks(self.queues.requests.values(), self.cache)
@@ -206,6 +219,8 @@ class Scheduler:
     def schedule_next(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
         has_drafts = self.queues.num_drafted > 0 or self.step.plan.drafts
+        if self.cache.tier is not None and self.cache.tier.num_loads:
+            return None     # blocks are moved between steps, when none is in flight
         if has_drafts or self.cache.has_window or self.admission.has_room_for_next() or self.planner.has_excess():
             return None
         self._ahead = schedule_next(

@@ -40,6 +40,7 @@ class TimeBudget:
     def __init__(self, target_s: float, first_s: float = math.inf, tokens_per_step: int = NO_LIMIT) -> None:
         self.target_s, self._first_s, self._tokens_per_step = target_s, first_s, tokens_per_step
         self.num_unmet = 0                         # steps in which decodes left no room for a token of a prompt
+        self.has_warned = False  # set by the engine, which logs the first such step
         self.times: StepTimes | None = None        # the prices; None: nothing was measured yet
         self._decodes: Callable[[], StepWork] = StepWork
         self._now_s = 0.0

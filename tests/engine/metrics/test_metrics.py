@@ -61,6 +61,9 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:kv_blocks_shared": [{}],
     "quire:kv_blocks_by_owner": [{"owner": "other"}],
     "quire:kv_sequences": [{}],
+    "quire:kv_disk_state": [{}],
+    "quire:kv_disk_blocks": [{"state": state} for state in ("used", "free")],
+    "quire:kv_disk_bytes": [{}],
     "quire:weights_bytes": [{"dtype": "", "quantization": ""}],
     "quire:cuda_graphs": [{"state": state} for state in ("captured", "failed")],
 }
@@ -69,6 +72,16 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:prefix_cache_hits_total": [MODEL],
     "vllm:gpu_prefix_cache_queries_total": [MODEL],
     "vllm:gpu_prefix_cache_hits_total": [MODEL],
+    "vllm:external_prefix_cache_queries_total": [MODEL],
+    "vllm:external_prefix_cache_hits_total": [MODEL],
+    "vllm:kv_offload_load_bytes_total": [MODEL],
+    "vllm:kv_offload_load_time_total": [MODEL],
+    "vllm:kv_offload_store_bytes_total": [MODEL],
+    "vllm:kv_offload_store_time_total": [MODEL],
+    "quire:kv_disk_evicted_blocks_total": [{}],
+    "quire:kv_disk_bad_blocks_total": [{}],
+    "quire:kv_disk_unwritten_blocks_total": [{"reason": reason} for reason in ("dropped", "failed")],
+    "quire:kv_disk_unloaded_total": [{"reason": reason} for reason in ("given_up", "slower")],
     "vllm:num_preemptions_total": [MODEL],
     "vllm:spec_decode_num_drafts_total": [MODEL],
     "vllm:spec_decode_num_draft_tokens_total": [MODEL],
@@ -79,6 +92,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
         MODEL | {"source": source} for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
     ],
     "vllm:prompt_tokens_cached_total": [MODEL],
+    "vllm:prompt_tokens_cached_by_source_total": [MODEL | {"source": source} for source in ("device", "disk")],
     "vllm:generation_tokens_total": [MODEL],
     "vllm:request_success_total": [
         MODEL | {"finished_reason": reason} for reason in ("stop", "length", "repetition", "abort")

@@ -9,7 +9,7 @@ An aborted request is in none of the histograms that are filled at a request's e
 import math
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -262,6 +262,7 @@ _NO_STATS = KVStats(
     block_size=1, total_blocks=1, used_blocks=0, cached_blocks=0, free_blocks=0, shared_blocks=0, num_sequences=0,
     tail_waste_slots=0,
 )  # fmt: skip
+_DISK_STATES = ("is_on", "slots", "stored_blocks", "bytes")   # of KVStats.disk; all else in it is counted since start
 _COUNTERS = (
     "copied_blocks", "evicted_blocks", "swapped_out_blocks", "swapped_in_blocks", "recomputed_tokens", "swap_s",
     "recompute_s", "recovery_saved_s", "prefix_queries_tokens", "prefix_hits_tokens",
@@ -274,6 +275,7 @@ class _Counters:
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
     num_generation_tokens: int = 0
     num_aborted: int = 0
     num_drafts: int = 0
@@ -342,6 +344,7 @@ class EngineMetrics:
         self._counters.num_prompt_tokens += processed.num_prompt_tokens
         for begun in processed.first_tokens:
             self._counters.num_cached_tokens += begun.num_cached_tokens
+            self._counters.num_disk_tokens += begun.num_disk_tokens
         self._counters.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
@@ -431,6 +434,7 @@ class EngineMetrics:
         yield from self._engine_families()
         yield from self._adapter_families()
         yield from self._cache_families()
+        yield from self._disk_families()
         yield from self._request_families()
         yield from self._target_families()
         yield from self._draft_families()
@@ -498,17 +502,46 @@ class EngineMetrics:
         yield counter("vllm:prefix_cache_queries_total", "Tokens looked up.", (model, kv.prefix_queries_tokens))
         yield counter("vllm:prefix_cache_hits_total", "Tokens found.", (model, kv.prefix_hits_tokens))
 
+    def _disk_families(self) -> Iterator[Metric]:
+        """Yield the families of the disk tier: 0 where there is none."""
+        model, own = self._model, self._own
+        disk = defaultdict[str, float](float, self._kv.disk)
+        used = disk["stored_blocks"]
+        slots = {"used": used, "free": disk["slots"] - used}
+        not_written = {"dropped": disk["dropped_blocks"], "failed": disk["failed_blocks"]}
+        not_loaded = {"given_up": disk["cancelled_loads"], "slower": disk["slower_loads"]}
+        yield gauge("quire:kv_disk_state", "1 while KV blocks are written to the disk.", (own, disk["is_on"]))
+        yield gauge("quire:kv_disk_blocks", "Slots of the disk tier.", *by("state", slots, own))
+        yield gauge("quire:kv_disk_bytes", "Bytes of the disk tier's files.", (own, disk["bytes"]))
+        yield counter("quire:kv_disk_evicted_blocks_total", "Stored blocks evicted.", (own, disk["evicted_blocks"]))
+        unwritten = by("reason", not_written, own)
+        yield counter("quire:kv_disk_unwritten_blocks_total", "Blocks to be written that were not.", *unwritten)
+        unloaded = by("reason", not_loaded, own)
+        yield counter("quire:kv_disk_unloaded_total", "Loads that were not made, or not finished.", *unloaded)
+        yield counter("quire:kv_disk_bad_blocks_total", "Blocks read that were spoilt.", (own, disk["bad_blocks"]))
+        queries, hits = (model, disk["queries_tokens"]), (model, disk["hits_tokens"])
+        yield counter("vllm:external_prefix_cache_queries_total", "Tokens looked up in the disk tier.", queries)
+        yield counter("vllm:external_prefix_cache_hits_total", "Tokens loaded from the disk tier.", hits)
+        yield counter("vllm:kv_offload_load_bytes_total", "Bytes read.", (model, disk["loaded_bytes"]))
+        yield counter("vllm:kv_offload_load_time_total", "Seconds of reads.", (model, disk["load_s"]))
+        yield counter("vllm:kv_offload_store_bytes_total", "Bytes written.", (model, disk["written_bytes"]))
+        yield counter("vllm:kv_offload_store_time_total", "Seconds of writes.", (model, disk["write_s"]))
+
     def _request_families(self) -> Iterator[Metric]:
         model, own, requests = self._model, self._own, self._counters
         finished = by("finished_reason", requests.num_finished, model)
         num_prompt_tokens = requests.num_prompt_tokens
         yield counter("vllm:prompt_tokens_total", "Prompt tokens of begun requests.", (model, num_prompt_tokens))
-        num_cached = requests.num_cached_tokens
-        num_computed = num_prompt_tokens - num_cached
-        sources = {"local_compute": num_computed, "local_cache_hit": num_cached, "external_kv_transfer": 0}
+        num_cached, num_loaded = requests.num_cached_tokens, requests.num_disk_tokens
+        sources = {
+            "local_compute": num_prompt_tokens - num_cached, "local_cache_hit": num_cached - num_loaded,
+            "external_kv_transfer": num_loaded,
+        }  # fmt: skip
         by_source = by("source", sources, model)
+        by_tier = by("source", {"device": num_cached - num_loaded, "disk": num_loaded}, model)
         yield counter("vllm:prompt_tokens_by_source_total", "Prompt tokens of begun requests.", *by_source)
         yield counter("vllm:prompt_tokens_cached_total", "Of those, found in the cache.", (model, num_cached))
+        yield counter("vllm:prompt_tokens_cached_by_source_total", "Those, by where they were found.", *by_tier)
         yield counter("vllm:generation_tokens_total", "Output tokens.", (model, requests.num_generation_tokens))
         yield counter("vllm:request_success_total", "Choices that ended, by finish reason.", *finished)
         yield counter("quire:requests_aborted_total", "Requests ended by their client.", (own, requests.num_aborted))
@@ -578,6 +611,8 @@ def _cache_config(ready: Ready, options: EngineOptions) -> Labels:
 def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:
     """Return the statistics of an engine with the counters of earlier engines added."""
     sums = {name: getattr(earlier, name) + getattr(kv, name) for name in _COUNTERS}
+    names = earlier.disk.keys() | kv.disk.keys()
+    disk = {name: kv.disk.get(name, 0) + (name not in _DISK_STATES) * earlier.disk.get(name, 0) for name in names}
     modes = earlier.preemptions.keys() | kv.preemptions.keys()
     preemptions = {mode: earlier.preemptions.get(mode, 0) + kv.preemptions.get(mode, 0) for mode in modes}
-    return replace(kv, preemptions=preemptions, **sums)
+    return replace(kv, preemptions=preemptions, disk=disk, **sums)

@@ -36,6 +36,7 @@ class EngineOptions(  # the fields of the last class come first
         self._check_adapters()
         self._check_swap()
         self._check_batching()
+        self._check_disk_tier()
         if self.enable_sleep_mode and self.is_over_network:
             raise ConfigError(
                 "enable_sleep_mode True: ranks on several machines (nnodes, distributed_executor_backend 'ray') do not "
@@ -68,6 +69,23 @@ class EngineOptions(  # the fields of the last class come first
                     f"{name} needs batching 'continuous' and memory_policy 'paged', got {self.batching!r} and "
                     f"{self.memory_policy!r}"
                 )
+
+    def _check_disk_tier(self) -> None:
+        """Refuse what keeps keys and values on a disk beside what it does not reach."""
+        if self.kv_disk_dir is None:
+            return
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"kv_disk_dir {self.kv_disk_dir!r} needs tensor_parallel_size 1, got {self.tensor_parallel_size}; "
+                "use data_parallel_size"
+            )
+        if self.record is not None:
+            raise ConfigError(
+                f"record {self.record!r} does not go with kv_disk_dir {self.kv_disk_dir!r}: a record has no disk, and "
+                "would be replayed with other plans"
+            )
+        if self.device == "cuda":
+            raise ConfigError(f"kv_disk_dir {self.kv_disk_dir!r} is not served on device 'cuda'")
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)

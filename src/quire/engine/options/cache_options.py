@@ -3,10 +3,18 @@
 from dataclasses import dataclass
 from functools import partial
 
-from quire.core.config import DEFAULT_BLOCK_SIZE, KERNEL_BLOCK_SIZES, KVCacheDtype, MemoryPolicy, PreemptionMode
+from quire.core.config import (
+    DEFAULT_BLOCK_SIZE,
+    KERNEL_BLOCK_SIZES,
+    DiskWritePolicy,
+    KVCacheDtype,
+    MemoryPolicy,
+    PreemptionMode,
+)
 from quire.core.errors import ConfigError
-from quire.core.options import SIZE, option
+from quire.core.options import SIZE, option, parse_bytes
 
+DEFAULT_KV_DISK_SIZE = "20GiB"
 _cache = partial(option, panel="Cache")
 
 
@@ -71,6 +79,26 @@ class CacheOptions:
         True, "keep what has been computed, and find it again for prompts that begin alike",
         row="`True`: what has been computed is kept while there is room, and found again by prompts that begin alike",
     )  # fmt: skip
+    kv_disk_dir: str | None = _cache(
+        None, "keep KV blocks in this folder, also after a restart", metavar="FOLDER", shown_default="none are kept",
+        row="folder in which full KV blocks are kept, and found again after a restart, too; `None`: none are. On a CPU "
+        "with the C++ kernels, and `tensor_parallel_size` 1. It is made if it is not there, belongs to the process "
+        "alone (0700), and holds the users' text in another form ([prefix caching](prefix-caching.md#on-a-disk))",
+    )  # fmt: skip
+    kv_disk_size: int | str | None = _cache(
+        None, "most bytes of that folder; 20GiB", metavar=SIZE, low=1, shown_default="20GiB",
+        row='most bytes of `kv_disk_dir`, shared by all engines of `data_parallel_size`: bytes, or text such as '
+        '`"20GiB"`; `None`: 20 GiB. At least one block',
+    )  # fmt: skip
+    kv_disk_write_policy: DiskWritePolicy = _cache(
+        "finished", "KV blocks that are written",
+        row="blocks that are written to `kv_disk_dir`: `reused`, those that a later request has found in the cache; "
+        "`finished`, also those of requests that have finished; `all`, also those of aborted ones",
+    )  # fmt: skip
+    kv_disk_write_rate: int | str = _cache(
+        "64MiB", "most bytes written per second", metavar=SIZE, low=1,
+        row="most bytes written to `kv_disk_dir` per second: blocks that find no room meanwhile are not written",
+    )  # fmt: skip
     memory_policy: MemoryPolicy = option(
         "paged", "how KV blocks are given out; all but paged reserve one chunk per sequence", kind="none",
         row="`paged`; or a baseline, for measurements: one contiguous chunk per sequence, by a buddy allocator, "
@@ -85,11 +113,32 @@ class CacheOptions:
         "hold; the requests of an `LLM` are of one client",
     )  # fmt: skip
 
+    @property
+    def kv_disk_bytes(self) -> int:
+        """Most bytes of the disk tier of one engine and all others."""
+        return parse_bytes(DEFAULT_KV_DISK_SIZE if self.kv_disk_size is None else self.kv_disk_size, "kv_disk_size")
+
     def _check_cache(self) -> None:
+        parse_bytes(self.kv_disk_write_rate, "kv_disk_write_rate")
+        if self.kv_disk_dir is None and self.kv_disk_size is not None:
+            raise ConfigError(f"kv_disk_size {self.kv_disk_size!r} needs kv_disk_dir")
+        if self.kv_disk_dir is not None:
+            self._check_disk()
         if self.block_size not in KERNEL_BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {KERNEL_BLOCK_SIZES}, got {self.block_size}")
         if self.max_kv_share_per_key < 1 and self.memory_policy != "paged":
             raise ConfigError(
                 f"max_kv_share_per_key {self.max_kv_share_per_key} needs memory_policy 'paged', "
                 f"got {self.memory_policy!r}"
+            )
+
+    def _check_disk(self) -> None:
+        if not self.kv_disk_dir:
+            raise ConfigError("kv_disk_dir is empty; name a folder")
+        _ = self.kv_disk_bytes
+        if not self.enable_prefix_caching:
+            raise ConfigError(f"kv_disk_dir {self.kv_disk_dir!r} needs enable_prefix_caching")
+        if self.memory_policy != "paged":
+            raise ConfigError(
+                f"kv_disk_dir {self.kv_disk_dir!r} needs memory_policy 'paged', got {self.memory_policy!r}"
             )

@@ -57,6 +57,9 @@ class EngineSettings(VllmSettings, total=False):
     num_swap_blocks: int | None
     preemption_mode: Literal["auto", "recompute", "swap"]
     enable_prefix_caching: bool
+    kv_disk_size: int | str | None
+    kv_disk_write_policy: Literal["reused", "finished", "all"]
+    kv_disk_write_rate: int | str
     memory_policy: Literal["paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle"]
     max_kv_share_per_key: float
     max_num_seqs: int | None

@@ -34,6 +34,7 @@ from quire.core.outputs import KVStats
 from quire.core.sequence import Request
 from quire.engine import messages
 from quire.engine.engine import NO_ADAPTERS, Engine
+from quire.engine.kv_disk import KVDisk
 from quire.engine.launcher import Start
 from quire.engine.messages import EngineState, Report
 from quire.engine.processes.liveness import Heartbeat, LayerCost, StallDetector
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 IDLE_CHECK_DELAY_S = 10.0      # idle time before the check for leaked blocks, which takes a second for 500,000 blocks
 OWNER_COUNT_INTERVAL_S = 0.5   # minimum between two counts of blocks by owner, which walk all block tables ...
 OWNER_COUNT_TIME_SHARE = 0.01  # ... and their maximum share of the time
+DISK_WAIT_S = 0.005               # between two looks at the disk tier while the engine is idle
 MAX_ADD_BYTES_PER_STEP = 1 << 18  # Add messages handled between two steps: 4 ms of decoding if all are short
 MAX_COMMANDS_PER_STEP = 512       # others handled between two steps: 3 to 4 ms if all abort a request
 
@@ -249,6 +251,8 @@ class EngineLoop:
         """
         self._heartbeat.pause()
         self._send(messages.Idle(self._state()))
+        if self._engine.disk is not None and not self._finish_disk(self._engine.disk):
+            return
         if not self._is_checked:
             pause_s = self._quiet_since_s + IDLE_CHECK_DELAY_S - time.monotonic()
             if pause_s > 0:
@@ -258,6 +262,18 @@ class EngineLoop:
             while self._check_slice() and self._commands.empty():
                 pass
         self._handle_message(self._commands.get())
+
+    def _finish_disk(self, disk: KVDisk) -> bool:
+        """Write what the disk tier has queued, and report its counts; return False if a command has come meanwhile."""
+        num_left = disk.num_left
+        while disk.num_left:
+            disk.step()
+            with suppress(Empty):
+                self._handle_message(self._commands.get(timeout=DISK_WAIT_S))
+                return False
+        if num_left:
+            self._send(messages.Idle(self._state()))
+        return True
 
     def _check_slice(self) -> bool:
         """Run a slice of the check for leaked blocks; return False after the last one."""
@@ -357,6 +373,8 @@ def _serve_awake(
             raise assembled.ranks.lost
     gc.freeze()  # else a full collection looks through all that was loaded, in the middle of a step
     gc.enable()
+    if assembled.engine.disk is not None:
+        connection.on_end = assembled.engine.disk.close_store
     connection.send(report)
     if assembled.ranks is not None:
         assembled.ranks.on_beat = connection.beat

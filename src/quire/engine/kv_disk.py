@@ -1,0 +1,154 @@
+"""KVDisk: the moves between a KV cache and its store on a disk, made by the engine's thread between two steps.
+
+The tier decides (`quire.cache.disk_tier`), the store reads and writes in threads of its own
+(`quire.execution.kv_store`). A block that is copied out is complete and has no writer, one that is copied in belongs to
+a lease: no step is under way that could touch either, so plans do not mention them. Copying is bounded in time per
+step, and nothing waits for the disk.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.cache.disk_tier import DiskTier
+
+if TYPE_CHECKING:
+    from quire.execution.kv_store import KVStore
+
+log = logging.getLogger(__name__)
+
+MAX_COPY_S = 0.001      # copying out between two steps, at most; one block is always copied
+COPY_SHARE = 0.05       # of the last step's time
+READ_LIMIT_S = 5.0      # if a read takes longer, all loads are given up, and none is begun until it has returned
+DRAIN_S = 2.0           # for queued blocks at the end
+RATE_WEIGHT = 0.2       # of a new measurement in the average of a rate
+
+
+class KVDisk:
+    """A tier and its store. `clock` returns seconds."""
+
+    def __init__(self, tier: DiskTier, store: "KVStore", clock: Callable[[], float] = time.perf_counter) -> None:
+        self.tier, self._store, self._clock = tier, store, clock
+        self._reads: dict[int, float] = {}     # when each job was begun
+        self.last_step_s = math.inf            # seconds of the engine's last step
+        self._num_writing = 0
+        self._most_writing = math.inf          # more is under way: nothing is copied out, since the store was full
+        self._num_read_bytes = self._num_written_bytes = 0
+        self._read_s = self._write_s = 0.0
+
+    @property
+    def num_left(self) -> int:
+        """What is left to do for an idle engine: runs of blocks to write, and writes that will end."""
+        return len(self.tier.writes) + self._num_writing
+
+    def step(self) -> None:
+        """Record what the disk has done, and give it more to do. For between two steps."""
+        if self._num_writing or self._reads:
+            self._collect()
+            self._check_time()
+        self._begin_reads()
+        if len(self.tier.writes) and self._num_writing <= self._most_writing:
+            self._write(min(MAX_COPY_S, COPY_SHARE * self.last_step_s))
+        elif self.tier.stored.forgotten:
+            self._store.forget(self.tier.stored.take_forgotten())
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a read or a write has ended."""
+        self._store.wait(timeout_s)
+
+    def _collect(self) -> None:
+        from quire.execution.kv_store import Written  # noqa: PLC0415 (needs the extension)
+
+        for ended in self._store.finished():
+            if isinstance(ended, Written):
+                self._num_writing -= 1
+                self._write_s += ended.seconds
+                self._num_written_bytes += ended.num_bytes if ended.is_whole else 0
+                self.tier.writes.end(ended.slot, is_ok=ended.is_whole)
+            else:
+                self._end_read(ended.job, ended.num_whole, ended.num_bytes)
+
+    def _end_read(self, job: int, num_whole: int, num_bytes: int) -> None:
+        tier, destinations = self.tier, self.tier.destinations(job)
+        if destinations:
+            self._store.take_into(job, destinations[:num_whole])
+        else:
+            self._store.drop(job)
+        tier.end_read(job, num_whole)
+        seconds = self._clock() - self._reads.pop(job)
+        tier.is_stalled = False
+        self._read_s += seconds
+        self._num_read_bytes += num_bytes
+        if num_whole and seconds > 0:
+            rate = num_whole / seconds
+            before = tier.blocks_per_s
+            tier.blocks_per_s = rate if before is None else before + RATE_WEIGHT * (rate - before)
+
+    def _check_time(self) -> None:
+        """Give up all loads, if the oldest read takes too long."""
+        job = next(iter(self._reads), None)
+        if job is not None and not self.tier.is_stalled and self._clock() - self._reads[job] > READ_LIMIT_S:
+            log.warning("a read of KV blocks takes more than %g s; none is begun until it ends", READ_LIMIT_S)
+            self.tier.is_stalled = True
+            self.tier.give_back()
+
+    def _begin_reads(self) -> None:
+        while (read := self.tier.next_read()) is not None:
+            job, blocks = read
+            if not self._store.begin_read(job, blocks):
+                self.tier.postpone(job)
+                return
+            self._reads[job] = self._clock()
+
+    def _write(self, most_s: float) -> None:
+        """Copy blocks out, one at least, until the time is over or the store has no room for more."""
+        tier, store, started_s = self.tier, self._store, self._clock()
+        self._most_writing = math.inf
+        if not store.is_on:
+            tier.writes.clear()
+            return
+        blocks = tier.writes.blocks()
+        for block, source in blocks:
+            if tier.stored.forgotten:
+                store.forget(tier.stored.take_forgotten())
+            if not store.begin_write(block, source):
+                tier.writes.postpone(block.slot)
+                self._most_writing = self._num_writing // 2     # each try looks up the whole run
+                break
+            self._num_writing += 1
+            if self._clock() - started_s > most_s:
+                break
+        blocks.close()
+
+    def stats(self) -> dict[str, float]:
+        """Return the state of the tier, and its counts since start: `KVStats.disk`."""
+        tier, counts = self.tier, self.tier.counts
+        return {
+            "is_on": float(self._store.is_on and not tier.is_stalled),
+            "slots": tier.stored.num_slots, "stored_blocks": len(tier.stored), "bytes": self._store.num_bytes,
+            "written_blocks": counts.num_written, "written_bytes": self._num_written_bytes, "write_s": self._write_s,
+            "dropped_blocks": counts.num_dropped, "failed_blocks": counts.num_failed_writes,
+            "evicted_blocks": tier.stored.num_evicted,
+            "loaded_blocks": counts.num_loaded, "loaded_bytes": self._num_read_bytes, "load_s": self._read_s,
+            "bad_blocks": counts.num_bad, "cancelled_loads": counts.num_cancelled, "slower_loads": counts.num_slower,
+            "queries_tokens": counts.num_queried_tokens, "hits_tokens": counts.num_hit_tokens,
+        }  # fmt: skip
+
+    def drain(self, timeout_s: float = DRAIN_S) -> None:
+        """Write what is queued, as far as the time and the rate allow. No step is under way."""
+        until_s = self._clock() + timeout_s
+        while self.num_left and self._clock() < until_s:
+            self.step()
+            if self.num_left:
+                self.wait(0.005)
+
+    def close(self) -> None:
+        """Drain, and close the store. Idempotent."""
+        self.drain()
+        self._store.close()
+
+    def close_store(self) -> None:
+        """Write what has been copied out, and close the store: another thread may call it as the process ends."""
+        self._store.close()
