@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterator
-from threading import Event
+from threading import Event, Timer
 
 import pytest
 
@@ -75,6 +75,25 @@ def test_heartbeat_does_not_wait_for_a_reader() -> None:
     assert 0 < len(sent) < 100_000 * LENGTH_BYTES
     assert sent == bytes(len(sent))
     assert len(sent) % LENGTH_BYTES == 0, "a heartbeat was cut"
+
+
+def test_reason_of_an_end_waits_for_a_heartbeat_that_is_being_sent(ends: Ends) -> None:
+    """A busy machine stops the thread that beats at any point: what ranks end with must arrive all the same."""
+    leader, rank, _ = ends
+    leader._sending.acquire()
+    Timer(0.1, leader._sending.release).start()
+    leader.offer(rank_messages.End("rank 0 was closed"))
+    leader.close()
+    assert rank.receive() == rank_messages.End("rank 0 was closed")
+
+
+def test_reason_of_an_end_is_given_up_where_sending_does_not_end(ends: Ends) -> None:
+    leader, rank, _ = ends
+    with leader._sending:
+        leader.offer(rank_messages.End("rank 0 was closed"), 0.01)
+    leader.close()
+    with pytest.raises(EOFError):
+        rank.receive()
 
 
 def test_frame_that_is_no_message_ends_the_channel() -> None:

@@ -288,7 +288,7 @@ class Other:
 def other() -> Iterator[Other]:
     other = Other()
     yield other
-    other.peer.end("the test is over")
+    other.peer.end("the test is over", 0.0)
     other._channel.close()
 
 

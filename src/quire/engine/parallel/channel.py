@@ -19,6 +19,7 @@ import msgspec
 from quire.core.frames import LENGTH_BYTES, frame, has_room, read_frame
 
 BEAT_INTERVAL_S = 0.25
+OFFER_WAIT_S = 1.0      # for what another thread sends: a heartbeat, in the middle of which a busy machine stops it
 CODE_BYTES = 32
 
 
@@ -84,11 +85,14 @@ class Channel:
 
     def beat(self) -> None:
         """Send a heartbeat, unless it would have to wait: then something has just been sent, or is not read."""
-        self._offer(bytes(LENGTH_BYTES))
+        self._offer(bytes(LENGTH_BYTES), 0.0)
 
-    def offer(self, message: msgspec.Struct) -> None:
-        """Send a message, unless it would have to wait, or the other end has closed."""
-        self._offer(frame(message))
+    def offer(self, message: msgspec.Struct, wait_s: float = OFFER_WAIT_S) -> None:
+        """Send a message, unless the other end does not read, or has closed.
+
+        Another thread that is sending has `wait_s` to finish.
+        """
+        self._offer(frame(message), wait_s)
 
     def receive(self) -> Any:  # noqa: ANN401 (what `decode` returns)
         """Wait for the next message. EOFError if the stream has ended."""
@@ -104,8 +108,8 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _offer(self, content: bytes) -> None:
-        if self._sending.acquire(blocking=False):
+    def _offer(self, content: bytes, wait_s: float) -> None:
+        if self._sending.acquire(timeout=wait_s):
             with suppress(OSError, ValueError):  # the thread that reads finds the end
                 if has_room(self._socket):
                     self._socket.sendall(self._sealed(content))

@@ -76,10 +76,10 @@ class Peer:
         """Return the error of a rank that has ended."""
         return RankLostError(f"rank {self.rank} ({self.place}) {reason}")
 
-    def end(self, reason: str) -> None:
-        """Close the channel, which ends the process."""
+    def end(self, reason: str, wait_s: float) -> None:
+        """Close the channel, which ends the process. One of another machine gets the reason, as in `Channel.offer`."""
         if self.process is None:
-            self.channel.offer(rank_messages.End(reason))
+            self.channel.offer(rank_messages.End(reason), wait_s)
         self.channel.close()
 
     def _fail_reads(self) -> None:

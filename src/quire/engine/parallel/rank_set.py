@@ -8,6 +8,7 @@ from then on every step raises RankLostError.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -25,7 +26,7 @@ from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.options.device_options import CpuIsa
 from quire.engine.parallel import rank_messages
-from quire.engine.parallel.channel import BEAT_INTERVAL_S
+from quire.engine.parallel.channel import BEAT_INTERVAL_S, OFFER_WAIT_S
 from quire.engine.parallel.link import Link, RankedModel, RankExchange
 from quire.engine.parallel.peer import Peer, ReportT
 from quire.execution.device import Device, StepLimits
@@ -226,7 +227,7 @@ class RankSet:
         for peer in self.peers:
             if peer.process is not None:
                 peer.process.kill()
-            peer.end(str(error))
+        self._end_peers(str(error))
         if self._exchange is not None:
             self._exchange.interrupt()
         self.on_lost(error)
@@ -248,8 +249,13 @@ class RankSet:
     def dismiss(self, reason: str = "rank 0 was closed") -> None:
         """End the processes without waiting for them."""
         self._is_closing.set()
+        self._end_peers(reason)
+
+    def _end_peers(self, reason: str) -> None:
+        """End all peers. Those that are being sent something have one time together to let the reason through."""
+        until_s = time.monotonic() + OFFER_WAIT_S
         for peer in self.peers:
-            peer.end(reason)
+            peer.end(reason, max(0.0, until_s - time.monotonic()))
 
     def _check(self) -> None:
         if self.lost is not None:
