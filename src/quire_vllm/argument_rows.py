@@ -347,7 +347,13 @@ _DEVICES = (
 )
 
 _CACHE = (
-    *accepted("there are no hashes: tokens are compared", text("prefix_caching_hash_algo")),
+    same(text("prefix_caching_hash_algo"), "names blocks in KV events alone, by SHA-256; the cache compares tokens"),
+    same(
+        config("kv_events_config"),
+        "the messages of vLLM 0.33, block hashes included ([scaling](scaling.md#kv-events)); without an `endpoint` "
+        "127.0.0.1 is bound, not all interfaces; inproc:// ends the start",
+        values.kv_events_json,
+    ),
     *accepted("prefixes are matched to the token, and kept until their blocks are needed",
               number("prefix_match_unit"), number("prefix_cache_retention_interval")),
     *accepted("layers with a window give back the blocks behind it, in one cache",
@@ -362,7 +368,6 @@ _CACHE = (
               number("offload_num_in_group"), number("offload_prefetch_step"), texts("offload_params")),
     *refused("keep blocks on a disk by `--kv-disk-dir` and `--kv-disk-size`; on a CPU, host memory is the KV cache's "
              "own: `--kv-cache-memory`", real("kv_offloading_size", 0), config("kv_transfer_config")),
-    *refused("events of the KV cache are not published", config("kv_events_config")),
     *accepted("preempted requests are swapped to `--swap-space`", text("kv_offloading_backend")),
     *accepted("what sleeps is freed, and loaded again", text("sleep_mode_backend"),
               switch("sleep_mode_offload_cudagraph"), texts("sleep_preserve_parameter_names"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -222,6 +223,15 @@ def _sizes(given: object, shown: str) -> tuple[Any, ...]:
 def json_text(given: object, _shown: str) -> str:
     """Return JSON as a text, which may be given as an object."""
     return given if isinstance(given, str) else json.dumps(given)
+
+
+def kv_events_json(given: object, shown: str) -> str:
+    """Return a `kv_events_config` as a text, with the form of hashes that a variable of vLLM's sets."""
+    settings = parsed_json(given, shown) if isinstance(given, str) else given
+    is_int = os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES")
+    if is_int is None or not isinstance(settings, Mapping):
+        return json_text(given, shown)
+    return json.dumps({"use_int_block_hashes": is_int.strip() != "0"} | dict(settings))
 
 
 def length(given: object, shown: str) -> Any:  # noqa: ANN401 (as `whole_number`)

@@ -24,14 +24,17 @@ from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import NULL_BLOCK
 from quire.cache.prefix_tree import Awaited, PrefixMatch
 from quire.core.config import CacheConfig
+from quire.core.kv_events import KVEventsConfig
 from quire.core.plan import BlockCopy
+from quire.core.pooling import Scope
 from quire.scheduling.scheduler import make_cache
+from support.event_reader import EventReader, findable
 from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 
 MAX_SEQUENCES = 6
 MAX_PINS = 4
 GARBAGE = -1
-SCOPES = (None, "salt")
+SCOPES = (None, Scope("salt"))
 
 Choose = Callable[[int], int]  # a number below the one given
 
@@ -41,7 +44,7 @@ class Live:
     """A sequence as its owner knows it, its table as the worker sees it, and its part in the step under way."""
 
     tokens: list[int]
-    scope: str | None
+    scope: Scope | None
     worker_table: list[int]
     num_computed: int           # written by steps that have succeeded
     is_in_step: bool = False    # the step copies or writes for it
@@ -62,7 +65,7 @@ class Pinned:
     """A prefix as it was when it was pinned, and the blocks that it held then."""
 
     tokens: list[int]
-    scope: str | None
+    scope: Scope | None
     table: list[int]
 
 
@@ -70,7 +73,10 @@ class World:
     """The real cache, a memory, and what sequences are owed."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int | None, num_swap_blocks: int) -> None:
-        self.cache = make_cache(CacheConfig(num_blocks, block_size, window, True, num_swap_blocks))
+        self.cache = make_cache(
+            CacheConfig(num_blocks, block_size, window, True, num_swap_blocks, kv_events=KVEventsConfig())
+        )
+        self.reader = EventReader()
         self.num_blocks, self.block_size, self.window = num_blocks, block_size, window
         self.num_swap_blocks = num_swap_blocks
         self.live: dict[int, Live] = {}
@@ -81,7 +87,7 @@ class World:
         self.swap_memory: dict[tuple[int, int], int] = {}
         self.pinned: dict[int, Pinned] = {}
         self.known: list[list[int]] = [[]]  # tokens of all sequences so far
-        self.awaiting: list[tuple[list[int], str | None, Awaited]] = []  # sequences that wait for what others compute
+        self.awaiting: list[tuple[list[int], Scope | None, Awaited]] = []  # sequences that wait for what others compute
         self.new_ids = count()
         self.seen: Counter[str] = Counter()
 
@@ -370,8 +376,9 @@ class World:
     def check(self) -> None:
         """The cache's own invariants, and: no block in two scopes, none lost, every worker up to date."""
         self.cache.check()
+        self._check_told()
         self._check_awaiting()
-        scopes: dict[int, str | None] = {}
+        scopes: dict[int, Scope | None] = {}
         for seq_id, sequence in self.live.items():
             blocks = self.cache.block_ids(seq_id)
             held = [pair for pair in zip(blocks, sequence.worker_table, strict=True) if pair[0] != NULL_BLOCK]
@@ -389,6 +396,13 @@ class World:
         assert stats.used_blocks == len(in_use)
         assert stats.pinned_blocks == len({block for pinned in self.pinned.values() for block in pinned.table})
         assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == self.num_blocks
+
+    def _check_told(self) -> None:
+        """A reader of all events knows the blocks that can be found now, and no other."""
+        tree = self.cache.prefixes.events
+        assert tree is not None
+        self.seen["removed"] += any(event["type"] == "BlockRemoved" for event in self.reader.apply(tree.take_events()))
+        assert self.reader.blocks == findable(tree)
 
     def _check_awaiting(self) -> None:
         """A wait that goes on is what a new match would say; one that is over is forgotten."""
@@ -408,7 +422,7 @@ class World:
         assert self.cache._tables[seq_id]._first_replaced is not None
         assert not self.live[seq_id].has_appended
 
-    def _check_match(self, match: PrefixMatch, tokens: list[int], scope: str | None) -> None:
+    def _check_match(self, match: PrefixMatch, tokens: list[int], scope: Scope | None) -> None:
         assert match.num_tokens < len(tokens)
         held = [(block, self.block_size) for block in match.blocks]
         if match.num_inside:
@@ -461,7 +475,7 @@ class World:
         self.memory[sequence.worker_table[column], offset] = content
 
 
-def digest(tokens: list[int], scope: str | None, position: int) -> int:
+def digest(tokens: list[int], scope: Scope | None, position: int) -> int:
     """What keys and values at a position depend on, as a number that is never GARBAGE."""
     return hash((SCOPES.index(scope), *tokens[: position + 1])) & (2**62 - 1)
 
@@ -674,7 +688,7 @@ def test_random_lives_see_everything_that_can_happen() -> None:
         seen += random_life(random.Random(seed), 200)
     assert set(seen) == {
         *("reforked", "found", "inside", "pending", "full", "adopted", "stored", "evicted", "pinned", "tail"),
-        *("swapped_out", "shared_out", "swap space full", "retracted", "copy_retracted"),
+        *("removed", "swapped_out", "shared_out", "swap space full", "retracted", "copy_retracted"),
         *("swapped_in", "found_on_return", "no room to return", "swapped ended"),
         *("truncated", "truncated_shared", "truncated_swapped", "cut", "left the window"),
     }

@@ -22,7 +22,7 @@ OWN = {"Authorization": "Bearer mine"}
 # Options of the engine.
 SURVIVORS = {
     "/", "/status", "/version", "/load", "/metrics", "/v1/models", "/v1/models/{model_id}", "/v1/prefixes",
-    "/v1/requests/{request_id}/explain", "/debug/top",
+    "/v1/requests/{request_id}/explain", "/debug/top", "/kv_event_sources",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import BlockTable
+from quire.cache.kv_events import TreeWithEvents
 from quire.cache.pins import Pins
 from quire.cache.prefix_tree import NO_MATCH, Awaited, PrefixMatch, Scope
 from quire.core.config import CacheConfig
@@ -15,10 +16,11 @@ from quire.core.config import CacheConfig
 class Prefixes:
     """The pool of a cache in which no sequence finds the blocks of another.
 
-    `can_be_found`: whether some do, in a prefix cache.
+    `can_be_found`: whether some do, in a prefix cache. `events` tells which; None: nothing is told.
     """
 
     can_be_found = False
+    events: TreeWithEvents | None = None
 
     def __init__(self, config: CacheConfig) -> None:
         self.pool = BlockPool(config.num_blocks, may_be_empty=not config.has_blocks)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from quire.core.errors import ConfigError
+from quire.core.kv_events import KVEventsConfig
 
 PreemptionKind = Literal["recompute", "swap"]          # how a preempted request resumes
 PreemptionMode = Literal["auto", "recompute", "swap"]  # auto: the cheaper of the two
@@ -42,7 +43,8 @@ class CacheConfig:
     kept while there is room, and found again by those that begin alike. `num_swap_blocks`: places outside of the cache,
     of the same size, for the blocks of preempted requests. `memory_policy`: how blocks are given out; those but `paged`
     are what paging is compared with, in chunks of a sequence, and neither cache prefixes nor swap.
-    `has_blocks`: False for a model that keeps no keys and values; there are 0 blocks then.
+    `has_blocks`: False for a model that keeps no keys and values; there are 0 blocks then. `kv_events`: None, what can
+    be found is not told.
     """
 
     num_blocks: int
@@ -52,6 +54,7 @@ class CacheConfig:
     num_swap_blocks: int = 0
     memory_policy: MemoryPolicy = "paged"
     has_blocks: bool = True
+    kv_events: KVEventsConfig | None = None
 
     def __post_init__(self) -> None:
         if self.has_blocks and self.num_blocks < 1:

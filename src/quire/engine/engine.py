@@ -70,6 +70,8 @@ class Engine:
             raise InvalidRequestError(message, param="structured_outputs")
         if request.scope.adapter is not None and self.adapters is None:
             raise InvalidRequestError(NO_ADAPTERS, param="model")
+        if (events := self.scheduler.cache.prefixes.events) is not None and request.scope.adapter is not None:
+            events.know_adapter(request.scope.adapter, request.adapter_name, request.adapter_folder)
         request.arrived_s = self._clock() - age_s
         self.scheduler.add(request)
 
@@ -211,12 +213,13 @@ class Engine:
         ]  # fmt: skip
 
     def state(self, kv: KVStats) -> EngineState:
-        """Return the state between two steps; `kv` are statistics of the cache.
+        """Return the state between two steps, with the events since the last call; `kv` are statistics of the cache.
 
         The adapters of requests, and the shares of clients, are counted when blocks by owner are: that takes time with
         the number of requests.
         """
         scheduler, is_count_due = self.scheduler, kv.blocks_by_owner is not None
+        events = scheduler.cache.prefixes.events
         return EngineState(
             num_running=len(scheduler.queues.running),
             num_waiting=len(scheduler.queues.waiting) + len(scheduler.queues.held),
@@ -233,6 +236,7 @@ class Engine:
             graphs=self.executor.graphs,
             adapters=self.adapters.use() if self.adapters is not None and is_count_due else None,
             shares=scheduler.order.served() if isinstance(scheduler.order, FairShare) and is_count_due else None,
+            kv_events=b"" if events is None else events.take_events(),
         )
 
     def kv_stats(self, *, by_owner: bool = True) -> KVStats:

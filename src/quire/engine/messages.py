@@ -197,6 +197,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     num_itl_unmet: int = 0              # steps in which decodes left no time for a prompt that wanted some
     graphs: GraphCounts = GraphCounts()  # after the last step
     shares: dict[str, float] | None = None  # as `FairShare.served`; None: not counted with this report
+    kv_events: bytes = b""              # what can be found in the cache since the last report: `TreeWithEvents`
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):

@@ -119,6 +119,7 @@ def size_engine(
             options.data_parallel_size * limits.num_swap_shares,
         ),
         memory_policy=options.memory_policy,
+        kv_events=options.kv_events,
     )
     return cache, scheduler
 
@@ -155,6 +156,8 @@ def _without_cache(
         scheduling_policy=options.scheduling_policy,
         chunks_prompts=False,
     )
+    if options.kv_events is not None:
+        raise ConfigError("kv_events_config: the model keeps no keys and values, so there is no prefix cache")
     return CacheConfig(0, options.block_size, enable_prefix_caching=False, has_blocks=False), scheduler
 
 

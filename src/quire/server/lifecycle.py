@@ -161,6 +161,7 @@ async def close_service(service: Service) -> None:
     await service.templates.close()
     await service.grammars.close()
     await service.client.close()
+    await asyncio.to_thread(service.metrics.close_events)
     if service.traces is not None:
         await asyncio.to_thread(service.traces.close)
 
@@ -193,6 +194,8 @@ async def connect(
         client, options, names, metrics, templates, can_sleep=engine.enable_sleep_mode, model_source=engine.model
     )  # fmt: skip
     try:
+        if engine.kv_events is not None:
+            service.metrics.open_events(engine.kv_events)
         await _load_adapters(service)
     except BaseException:
         await close_service(service)

@@ -68,6 +68,7 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:cuda_graphs": [{"state": state} for state in ("captured", "failed")],
 }
 COUNTERS: dict[str, list[dict[str, str]]] = {
+    "quire:kv_event_batches_total": [OWN | {"state": state} for state in ("published", "dropped")],
     "vllm:prefix_cache_queries_total": [MODEL],
     "vllm:prefix_cache_hits_total": [MODEL],
     "vllm:gpu_prefix_cache_queries_total": [MODEL],

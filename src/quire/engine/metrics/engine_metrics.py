@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -29,6 +29,9 @@ from quire.engine.messages import EngineState, Ready, Stepped
 from quire.engine.metrics.step_ring import StepRing
 from quire.engine.options import EngineOptions
 from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
+
+if TYPE_CHECKING:
+    from quire.engine.event_publisher import KVEventPublisher
 
 _TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -273,6 +276,7 @@ _COUNTERS = (
 class _Counters:
     """Counters since the start of the server, and the level of the sleep."""
 
+    targets: TargetCounts
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_disk_tokens: int = 0
@@ -303,6 +307,7 @@ class EngineMetrics:
     ) -> None:
         self.num_queued = 0     # requests sent to the engine that have not run yet, for `Metrics.exposition`
         self.steps: StepRing | None = None                          # None: the latest steps are not kept
+        self.events: KVEventPublisher | None = None                 # None: what is in the cache is not published
         self._admissions, self._number = admissions, number
         self._options = options
         self._model: Labels = {"model_name": model_name} | self._own
@@ -311,10 +316,9 @@ class EngineMetrics:
         self._earlier: KVStats | None = None                        # counters of the engines before this one
         self._blocks_by_owner = {OTHER: 0}                          # a label once seen stays, at 0
         self._ready: Ready | None = None                            # None: the engine has not started yet
-        self._counters = _Counters()
+        self._counters = _Counters(TargetCounts(options.ttft_target_s, options.itl_target_s))
         self._adapters = NO_ADAPTER_USE, 0.0                        # and when they were counted, in seconds since 1970
         self._histograms = RequestHistograms()
-        self._targets = TargetCounts(options.ttft_target_s, options.itl_target_s)
 
     @property
     def _own(self) -> Labels:
@@ -348,7 +352,7 @@ class EngineMetrics:
         self._counters.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
-            self._targets.count(ended)
+            self._counters.targets.count(ended)
         late_ids = set()
         for delta in step.deltas:
             if delta.num_draft_tokens:
@@ -400,9 +404,13 @@ class EngineMetrics:
         self._adapters = NO_ADAPTER_USE._replace(max_running=used.max_running), counted_s
         if self.steps is not None:
             self.steps.engine_died()
+        if self.events is not None:
+            self.events.clear()
 
     def _update_state(self, state: EngineState) -> None:
         self._state = state
+        if state.kv_events and self.events is not None:
+            self.events.publish(state.kv_events)
         if state.adapters is not None:
             self._adapters = state.adapters, time.time()
         if state.kv is not None:
@@ -415,7 +423,7 @@ class EngineMetrics:
         is_unbegun = delta.error is not None
         self._counters.num_late["prompt" if is_unbegun else "decoding"] += 1
         if is_unbegun:
-            self._targets.count_unbegun()
+            self._counters.targets.count_unbegun()
 
     def _count_draft(self, num_tokens: int, num_accepted: int) -> None:
         self._counters.num_drafts += 1
@@ -466,6 +474,8 @@ class EngineMetrics:
         yield gauge("vllm:engine_sleep_state", "1 for the state that the engine is in.", *by_state)
         restarts = own, self._counters.num_restarts
         yield counter("quire:engine_restarts_total", "Engines that replaced a dead one.", restarts)
+        batches = {"published": 0, "dropped": 0} if self.events is None else self.events.num_batches
+        yield counter("quire:kv_event_batches_total", "Batches of KV events.", *by("state", batches, own))
 
     def _adapter_families(self) -> Iterator[Metric]:
         adapters, counted_s = self._adapters
@@ -550,7 +560,7 @@ class EngineMetrics:
 
     def _target_families(self) -> Iterator[Metric]:
         """Yield the counts of requests by target, from 0: a share needs both."""
-        own, targets = self._own, self._targets
+        own, targets = self._own, self._counters.targets
         with_target = by("target", targets.num_with, own)
         yield counter("quire:requests_with_target_total", "Requests that ended, by target of time.", *with_target)
         on_target = by("target", targets.num_on, own)

@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from quire.core.kv_events import KVEventsConfig
 from quire.core.outputs import KVStats
 from quire.engine.metrics.engine_metrics import AdmissionRate, EngineMetrics, NumTokens, by, counter
 from quire.engine.metrics.step_ring import StepRing
@@ -112,6 +113,19 @@ class Metrics(Collector):
         numbers = count()
         for engine in self.engines:
             engine.steps = StepRing(numbers)
+
+    def open_events(self, config: KVEventsConfig) -> None:
+        """Publish what is in the cache of each engine from now on. ConfigError if an address is taken."""
+        from quire.engine.event_publisher import KVEventPublisher  # noqa: PLC0415 (needs an optional package)
+
+        for number, engine in enumerate(self.engines):
+            engine.events = KVEventPublisher(config, number)
+
+    def close_events(self) -> None:
+        """Tell that no block can be found, and close the publishers, after up to a second each. Idempotent."""
+        for engine in self.engines:
+            if engine.events is not None:
+                engine.events.close()
 
     def refused(self, reason: str) -> None:
         """Count a call that was not admitted, for one of REFUSALS."""

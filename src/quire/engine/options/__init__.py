@@ -61,7 +61,7 @@ class EngineOptions(  # the fields of the last class come first
         is_baseline = (self.batching, self.memory_policy) != ("continuous", "paged")
         asked = {
             "speculative_config": self.speculation is not None, "enable_lora": self.enable_lora,
-            "record": self.record is not None,
+            "record": self.record is not None, "kv_events_config": self.kv_events is not None,
         }  # fmt: skip
         for name, is_asked in asked.items():
             if is_asked and is_baseline:

@@ -12,6 +12,8 @@ from quire.core.config import (
     PreemptionMode,
 )
 from quire.core.errors import ConfigError
+from quire.core.kv_events import DEFAULT_ENDPOINT, HashAlgorithm, KVEventsConfig, parse_kv_events
+from quire.core.optional_package import needs_library
 from quire.core.options import SIZE, option, parse_bytes
 
 DEFAULT_KV_DISK_SIZE = "20GiB"
@@ -99,6 +101,19 @@ class CacheOptions:
         "64MiB", "most bytes written per second", metavar=SIZE, low=1,
         row="most bytes written to `kv_disk_dir` per second: blocks that find no room meanwhile are not written",
     )  # fmt: skip
+    kv_events_config: str = _cache(
+        "", "events of the prefix cache for routers, as JSON: enable_kv_cache_events, endpoint, ...", metavar="JSON",
+        row="events of the prefix cache over ZMQ, in vLLM's form, for servers: a JSON object with "
+        "`enable_kv_cache_events` (false), `publisher` (`zmq`; `null`: off), `endpoint` "
+        f"(`{DEFAULT_ENDPOINT}`), `replay_endpoint` (none), `topic` (empty), `buffer_steps` (10,000), `buffer_bytes` "
+        "(64 MiB), `hwm` and `max_queue_size` (100,000), `use_int_block_hashes` (true) "
+        "([scaling.md](scaling.md#kv-events)). Needs `quire[events]`",
+    )  # fmt: skip
+    prefix_caching_hash_algo: HashAlgorithm = _cache(
+        "sha256", "names of blocks in events, as vLLM computes them",
+        row="how blocks are named in events, as vLLM does: `sha256` or `sha256_cbor`; `xxhash` and `xxhash_cbor` are "
+        "refused with events, and have no effect without them: the cache compares tokens",
+    )  # fmt: skip
     memory_policy: MemoryPolicy = option(
         "paged", "how KV blocks are given out; all but paged reserve one chunk per sequence", kind="none",
         row="`paged`; or a baseline, for measurements: one contiguous chunk per sequence, by a buddy allocator, "
@@ -118,12 +133,22 @@ class CacheOptions:
         """Most bytes of the disk tier of one engine and all others."""
         return parse_bytes(DEFAULT_KV_DISK_SIZE if self.kv_disk_size is None else self.kv_disk_size, "kv_disk_size")
 
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Where events are published; None: they are off. Raises ConfigError for what is not supported."""
+        return parse_kv_events(self.kv_events_config, self.prefix_caching_hash_algo)
+
     def _check_cache(self) -> None:
         parse_bytes(self.kv_disk_write_rate, "kv_disk_write_rate")
         if self.kv_disk_dir is None and self.kv_disk_size is not None:
             raise ConfigError(f"kv_disk_size {self.kv_disk_size!r} needs kv_disk_dir")
         if self.kv_disk_dir is not None:
             self._check_disk()
+        if self.kv_events is not None:
+            if not self.enable_prefix_caching:
+                raise ConfigError("kv_events_config tells what is in the prefix cache: it needs enable_prefix_caching")
+            with needs_library("kv_events_config", "zmq", "'quire[events]'"):
+                import zmq  # noqa: F401, PLC0415 (an optional package)
         if self.block_size not in KERNEL_BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {KERNEL_BLOCK_SIZES}, got {self.block_size}")
         if self.max_kv_share_per_key < 1 and self.memory_policy != "paged":

@@ -60,6 +60,8 @@ class EngineSettings(VllmSettings, total=False):
     kv_disk_size: int | str | None
     kv_disk_write_policy: Literal["reused", "finished", "all"]
     kv_disk_write_rate: int | str
+    kv_events_config: str
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
     memory_policy: Literal["paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle"]
     max_kv_share_per_key: float
     max_num_seqs: int | None

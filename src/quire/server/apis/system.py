@@ -30,6 +30,14 @@ async def load(request: Request) -> Response:
     return JSONResponse({"server_load": request.app.state.service.num_open_calls})
 
 
+@router.get("/kv_event_sources")
+async def kv_event_sources(request: Request) -> Response:
+    """Return where the KV events of each engine are published, by its number; nothing if they are off."""
+    engines = request.app.state.service.metrics.engines
+    sources = {number: each.events.source for number, each in enumerate(engines) if each.events is not None}
+    return JSONResponse(sources)
+
+
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Answer 200 while new requests are admitted."""

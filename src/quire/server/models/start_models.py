@@ -33,6 +33,8 @@ def start_models(engine: EngineOptions, options: ServerOptions) -> NoReturn:
         raise ConfigError(f"models_dir takes the place of MODEL, and there is {engine.model!r}")
     if engine.nnodes > 1:
         raise ConfigError("models_dir is of one machine, and nnodes is above 1")
+    if engine.kv_events is not None:
+        raise ConfigError("models_dir: kv_events_config is of one model, and servers of several would share its ports")
     tls = tls_context(options)
     with bind(options.host, options.port) if options.uds is None else bind_path(options.uds) as listener:
         for number in STOP_SIGNALS:
