@@ -1,53 +1,75 @@
 """What a record costs an engine, and how fast it is replayed: steps of decodes without a model, on the real classes.
 
-Engines with and without a record alternate. The recorder runs in a process of its own, so it has a CPU of its own here.
+Engines without either, with a record, and with the ring of recent plans take turns, some steps at a time. Times are of
+the CPU of the engine's thread, so that other work on the machine is not part of them; the recorder's process has a CPU
+of its own here.
 """
 
+import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.engine.engine import Engine, RecentPlans
 from quire.engine.options import EngineOptions
+from quire.engine.recording.fault_files import encode_whole
 from quire.engine.recording.record import RecordStart, read_record
 from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_recorded_scheduler
 from quire.engine.recording.replay import RecordReplay
-from quire.scheduling.scheduler import Scheduler, make_scheduler
-from quire_lab.bench.control_plane import us_per_sequence_and_step
+from quire.scheduling.scheduler import Scheduler
+from quire_lab.bench.control_plane import decoding_engine
 
-ROUNDS, PROMPT_LEN, BLOCK_SIZE = 5, 64, 16
+ROUNDS, STEPS, PROMPT_LEN, BLOCK_SIZE = 40, 100, 64, 16
 
 
 def main() -> None:
-    """Print the microseconds per sequence of a step without and with a record, its bytes, and the rate of a replay."""
-    for num_seqs, num_steps in ((16, 3000), (64, 1500), (256, 600)):
+    """Print the CPU time of a step without and with a record, its bytes, and the rate of a replay."""
+    for num_seqs in map(int, sys.argv[1:] or (16, 64, 256)):
         with tempfile.TemporaryDirectory() as folder:
-            _measure(num_seqs, num_steps, Path(folder))
+            _measure(num_seqs, Path(folder))
 
 
-def _measure(num_seqs: int, num_steps: int, folder: Path) -> None:
-    options, recorded = EngineOptions(record=str(folder)), list[RecordedScheduler]()
+@dataclass(slots=True)
+class _Timed:
+    name: str
+    engine: Engine
+    step_us: list[float] = field(default_factory=list)
 
+    def run(self) -> None:
+        began_s = time.thread_time()
+        for _ in range(STEPS):
+            self.engine.step()
+        self.step_us.append((time.thread_time() - began_s) / STEPS * 1e6)
+
+
+def _measure(num_seqs: int, folder: Path) -> None:
     def make(config: SchedulerConfig, cache: CacheConfig) -> Scheduler:
-        scheduler = make_recorded_scheduler(options, config, cache, lambda request: None)
-        assert isinstance(scheduler, RecordedScheduler)
-        recorded.append(scheduler)
-        while len([*folder.iterdir()]) < len(recorded):     # the recorder loads what it needs
+        scheduler = make_recorded_scheduler(EngineOptions(record=str(folder)), config, cache, lambda request: None)
+        while not [*folder.iterdir()]:                          # the recorder loads what it needs
             time.sleep(0.01)
         return scheduler
 
-    plain_us, recorded_us = list[float](), list[float]()
+    steps = ROUNDS * STEPS
+    plain = _Timed("nothing", decoding_engine(num_seqs, steps, PROMPT_LEN, BLOCK_SIZE))
+    recorded = _Timed("a record", decoding_engine(num_seqs, steps, PROMPT_LEN, BLOCK_SIZE, make=make))
+    ringed = _Timed("the ring", decoding_engine(num_seqs, steps, PROMPT_LEN, BLOCK_SIZE))
+    ringed.engine.recent = RecentPlans(4 << 20, encode_whole)
+    timed = [plain, recorded, ringed]
     for _ in range(ROUNDS):
-        plain_us.append(us_per_sequence_and_step(num_seqs, num_steps, PROMPT_LEN, BLOCK_SIZE, make_scheduler))
-        recorded_us.append(us_per_sequence_and_step(num_seqs, num_steps, PROMPT_LEN, BLOCK_SIZE, make))
-        recorded[-1].sink.close()
-    more_us = median(recorded_us) - median(plain_us)
-    print(
-        f"{num_seqs} sequences: {median(plain_us):.2f} us ({min(plain_us):.2f} to {max(plain_us):.2f}) without, "
-        f"{median(recorded_us):.2f} ({min(recorded_us):.2f} to {max(recorded_us):.2f}) with a record: "
-        f"{more_us / median(plain_us):.0%} more, {more_us * num_seqs:.0f} us per step"
-    )
+        for each in timed:
+            each.run()
+    scheduler = recorded.engine.scheduler
+    assert isinstance(scheduler, RecordedScheduler)
+    scheduler.sink.close()
+    for each in timed:
+        more_us = median(us - base_us for us, base_us in zip(each.step_us, plain.step_us, strict=True))
+        print(
+            f"{num_seqs} sequences, {each.name}: {median(each.step_us):.1f} us per step (least "
+            f"{min(each.step_us):.1f}), {more_us:+.1f} us, {more_us / median(plain.step_us):+.1%}"
+        )
     path = next(folder.iterdir())
     began_s = time.perf_counter()
     events = (event for _, event in read_record(path))

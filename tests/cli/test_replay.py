@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.core.plan import MeasuredRates
+from quire.core.plan import MeasuredRates, StepPlan
 from quire.core.step_times import StepTimes
+from quire.execution.worker import Worker
 from quire.scheduling.preemption import PreemptionPolicy
 from support.command_line import Run
 from support.records import Records
@@ -144,3 +145,41 @@ def test_wrong_flags_are_told(run: Run, path: Path, arguments: tuple[object, ...
 def test_missing_file_is_told(run: Run, tmp_path: Path) -> None:
     ran = run("replay", tmp_path / "none.quirelog")
     assert (ran.code, ran.err) == (1, f"quire: {tmp_path}/none.quirelog: No such file or directory\n")
+
+
+# --- files of faults --------------------------------------------------------------------------------------------------
+
+
+class FaultError(RuntimeError):
+    """A step that has failed."""
+
+
+def test_steps_before_a_fault_are_shown(
+    demo_model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = Worker.execute
+
+    def failing(worker: Worker, plan: StepPlan) -> object:
+        if any(new.num_prompt_tokens == 3 for new in plan.new_rows):
+            raise FaultError("a prompt that no file may have")
+        return execute(worker, plan)
+
+    monkeypatch.setattr(Worker, "execute", failing)
+    greedy = SamplingParams(max_tokens=6, ignore_eos=True)
+    folder = tmp_path / "faults"
+    with LLM(str(demo_model), num_kv_blocks=64, max_model_len=200, fault_folder=str(folder)) as llm:
+        llm.generate([[5, 6, 7, 8]], greedy, use_tqdm=False)
+        with pytest.raises(FaultError):
+            llm.generate([[5, 6, 7, 8, 9], [7, 8, 9]], greedy, use_tqdm=False)
+        llm.generate([[5, 6, 7, 8]], greedy, use_tqdm=False)
+    (path,) = folder.iterdir()
+    ran = run("replay", path)
+    assert ran.code == 0, ran.err
+    assert "before a fault, which can be shown (--until STEP) and not made again" in ran.out
+    assert "\nFaultError\n" in ran.out
+    assert "3 prompt tokens" in ran.out
+    assert "a prompt that" not in ran.out
+    assert run("replay", path, "--until", 3).out.splitlines()[-1].startswith("  ")
+    refused = run("replay", path, "--check")
+    assert (refused.code, "the one flag for it is until" in refused.err) == (1, True)
+    assert "until must be from 1 to" in run("replay", path, "--until", 99).err

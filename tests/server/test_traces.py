@@ -126,7 +126,7 @@ def server(demo_model: Path, collector: Collector) -> Iterator[OpenAIServer]:
     """Serve with so few blocks that two long answers do not fit."""
     engine = EngineOptions(
         model=str(demo_model), max_num_seqs=4, max_model_len=512, num_kv_blocks=40, num_swap_blocks=40,
-        preemption_mode="swap",
+        preemption_mode="swap", max_num_batched_tokens=128,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traces, "GATHERING_S", 0.01)
@@ -205,6 +205,25 @@ def test_preempted_span_lies_in_the_stage_that_it_interrupts(server: OpenAIServe
         assert ("wait", "swapped_first") in [
             (event.name, attributes_of(event).get("quire.wait.reason")) for event in span.events
         ]
+
+
+def test_prompt_in_several_steps_has_an_event_at_the_end_of_each(
+    server: OpenAIServer, collector: Collector
+) -> None:
+    prompt = [*range(300, 600)]
+    root, stages = collector.call(server.ask(COMPLETIONS, prompt=prompt, **GREEDY)["id"])
+    check_tree(root, stages)
+    (prefill,) = (span for span in stages if span.name == "prefill")
+    chunks = [attributes_of(event) for event in prefill.events if event.name == "chunk"]
+    assert [each["quire.chunk.computed_tokens"] for each in chunks] == [128, 256]
+    assert [each["quire.chunk.tokens"] for each in chunks] == [128, 128]
+    times = [event.time_unix_nano for event in prefill.events]
+    assert prefill.start_time_unix_nano < times[0] < times[1] < prefill.end_time_unix_nano
+    again = collector.call(server.ask(COMPLETIONS, prompt=[*prompt[:160], *range(1, 161)], **GREEDY)["id"])
+    events = [event for span in again[1] if span.name == "prefill" for event in span.events]
+    assert [attributes_of(event)["quire.chunk.tokens"] for event in events] == [128], "behind 160 tokens of the cache"
+    short = collector.call(server.ask(COMPLETIONS, prompt=[1, 2, 3], **GREEDY)["id"])
+    assert not [event for span in short[1] if span.name == "prefill" for event in span.events]
 
 
 def test_callers_trace_goes_on_and_its_choice_holds(server: OpenAIServer, collector: Collector) -> None:

@@ -8,7 +8,7 @@ import pytest
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.sequence import Request
 from quire.core.version import __version__
-from quire.engine.recording.record import Event, RecordStart, read_record
+from quire.engine.recording.record import Event, RecordStart, Sent, decode_sent, encode_event, read_record
 from quire.engine.recording.recorded_scheduler import RecordedScheduler
 from quire.engine.recording.recorder import Recorder
 from quire.engine.recording.replay import RecordReplay
@@ -17,6 +17,18 @@ from quire.scheduling.waiting_lines import Lack
 from support import scheduling
 
 MAX_BYTES = 1 << 30
+
+
+class _Sink:
+    """Gives events to a recorder of this process, as a line gives them to one of another."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.flush, self.close = recorder.flush, recorder.close
+
+    def put(self, event: Sent) -> None:
+        (event,) = decode_sent(b"\x91" + encode_event(event))
+        self._recorder.put(event)
 
 
 class Records:
@@ -36,7 +48,7 @@ class Records:
         self._num_made += 1
         start = RecordStart(__version__, config, cache, self._keeps_tokens)
         recorder = self.recorder = Recorder(start, self._folder, str(self._num_made), self._max_bytes)
-        return RecordedScheduler(config, make_cache(cache), recorder, unprepared)
+        return RecordedScheduler(config, make_cache(cache), _Sink(recorder), unprepared)
 
     @property
     def path(self) -> Path:

@@ -76,6 +76,7 @@ class Harness:
     max_kv_share: float = 1.0
     itl_target_s: float = math.inf
     ttft_target_s: float = math.inf
+    measured_share: float = 0.0
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     logprobs: dict[tuple[int, int], float] = field(default_factory=dict)  # deltas of whole answers of beam searches
@@ -90,7 +91,8 @@ class Harness:
 
     def __post_init__(self) -> None:
         cache_config = CacheConfig(
-            self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks, self.policy
+            self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks, self.policy,
+            measured_share=self.measured_share,
         )
         config = SchedulerConfig(
             self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching, self.scheduling_policy,

@@ -160,7 +160,7 @@ class BlockPool:
             blocks.extend(range(first_unused, self._next_unused))
         while len(blocks) < count:
             if not self._freed:
-                self._freed += self._cached.evict()
+                self._freed += self._evict()
                 self.num_evicted += len(self._freed)
             blocks.append(self._freed.pop())
         for block in blocks:
@@ -168,6 +168,10 @@ class BlockPool:
         self._num_by_owners[0] -= count
         self._num_by_owners[1] += count
         return blocks
+
+    def _evict(self) -> list[int]:
+        """Give up some cached blocks, which are free."""
+        return self._cached.evict()
 
     def share(self, block: int) -> None:
         """Add one owner to a block in use or cached."""

@@ -14,6 +14,7 @@ from itertools import takewhile
 from quire.cache.block_pool import BlockPool, in_slices
 from quire.cache.block_table import NULL_BLOCK, BlockTable
 from quire.cache.kv_events import TreeWithEvents
+from quire.cache.measured_pool import MeasuredPool
 from quire.cache.pins import Pins
 from quire.cache.prefix_tree import NONE, Awaited, EvictionQueue, Path, PrefixMatch, PrefixTree, Scope, as_bytes
 from quire.cache.prefixes import Prefixes
@@ -29,7 +30,11 @@ class PrefixCache(Prefixes):
     def __init__(self, config: CacheConfig) -> None:
         self.events = None if config.kv_events is None else TreeWithEvents(config)
         self._tree = PrefixTree(config.num_blocks, config.block_size) if self.events is None else self.events
-        self.pool = BlockPool(config.num_blocks, EvictionQueue(self._tree, config.num_blocks))
+        cached = EvictionQueue(self._tree, config.num_blocks)
+        self.pool = (
+            MeasuredPool(config.num_blocks, cached, config.measured_share) if config.measured_share > 0
+            else BlockPool(config.num_blocks, cached)
+        )  # fmt: skip
         self._size = config.block_size
         self.pins = Pins(config.num_blocks, config.block_size)
         self._window = config.sliding_window

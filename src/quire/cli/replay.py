@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +21,11 @@ from quire.core.sequence import Request
 from quire.engine.recording.record import (
     Added,
     Event,
+    Fault,
     Planned,
     RecordError,
     RecordStart,
+    Repeated,
     Resumed,
     RolledBack,
     Updated,
@@ -52,6 +55,7 @@ def replay(
     """Make the decisions of a recorded engine again, and compare each plan with that of the record.
 
     The first difference is shown with both plans, and the exit code is 1; a file that cannot be read to its end: 2.
+    The steps before a fault, in a file that an engine has written without --record, are only shown.
     """
     if until is not None and until < 1:
         raise ConfigError(f"until must be at least 1, got {until}")
@@ -63,6 +67,13 @@ def replay(
     try:
         _, start = next(events)
         assert isinstance(start, RecordStart), "the reader looks at it"
+        first = next(events, None)
+        if first is not None and isinstance(first[1], Fault):
+            if check or execute or explain is not None or policy is not None:
+                raise ConfigError("the file of a fault can only be shown: the one flag for it is until")
+            _show_fault(first[1], events, until)
+            return
+        events = chain([] if first is None else [first], events)
         run = RecordReplay(start)
         asked = None if policy is None else RecordedRequests(start)
         if execute:
@@ -121,6 +132,47 @@ def _print_step(run: RecordReplay) -> None:
         f"{kv.used_blocks} used, {kv.cached_blocks} cached, {kv.free_blocks} free"
     )
     for name, values in shown(run.plan).items():
+        typer.echo(f"  {name}: {values}")
+
+
+def _show_fault(fault: Fault, events: Iterable[tuple[int, Event]], until: int | None) -> None:
+    """Print where an engine failed, its requests, and one of the plans before: the last one, or that of `until`."""
+    plans = [event for _, event in events if isinstance(event, Planned | Repeated)]
+    last = fault.first_step + len(plans) - 1
+    typer.echo(
+        f"steps {fault.first_step:,} to {last:,} before a fault, which can be shown (--until STEP) and not made again: "
+        f"the file has no state to begin from\n{fault.error}"
+    )
+    for each in fault.requests:
+        branches = "; ".join(
+            f"{computed} tokens computed, {output} given" + (f", row {row}" if row >= 0 else "")
+            for computed, output, row in each.branches
+        )
+        typer.echo(
+            f"request {each.request_id}{' (at fault)' if each.is_at else ''}: {each.state}, {each.num_prompt_tokens} "
+            f"prompt tokens, {each.num_preemptions} preemptions: {branches}"
+        )
+    shown_step = last if until is None else until
+    if plans and not fault.first_step <= shown_step <= last:
+        raise ConfigError(f"until must be from {fault.first_step} to {last}, got {until}")
+    whole, plan = fault.first_step, None
+    for number, event in enumerate(plans[: shown_step - fault.first_step + 1], fault.first_step):
+        if isinstance(event, Planned):
+            whole, plan = number, event.plan
+    if plans:
+        _print_recent(shown_step, whole, plan, plans[shown_step - fault.first_step])
+
+
+def _print_recent(step: int, whole: int, plan: bytes | None, event: Planned | Repeated) -> None:
+    """Print a plan before a fault, `plan` being that of the last step, `whole`, with other rows."""
+    again = "" if step == whole else f" the rows of step {whole} once more, {step - whole} steps later"
+    typer.echo(f"step {step}, at {event.now_s:.6f} s:{again}")
+    if isinstance(event, Repeated):
+        for name in ("table_rows", "table_columns", "table_blocks"):
+            if values := getattr(event, name):
+                typer.echo(f"  {name}: {values}")
+        typer.echo(f"step {whole}:")
+    for name, values in shown(plan).items():
         typer.echo(f"  {name}: {values}")
 
 

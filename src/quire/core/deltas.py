@@ -18,6 +18,14 @@ WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 PREPARATION: tuple[WaitReason, ...] = ("grammar", "adapter", "kv_load")  # done for a request beside the steps of others
 
 
+class BlockLife(NamedTuple):
+    """A cached KV block that was evicted: seconds since its allocation, since its last use, and between its uses."""
+
+    lifetime_s: float
+    idle_s: float
+    reuse_gaps_s: list[float]
+
+
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position: the token that stands there first, then the most likely ones.
 

@@ -2,7 +2,7 @@
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.deltas import FinishReason
 from quire.core.displays import html_of_cache, html_of_request
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+MAX_CHUNKS_KEPT = 64        # of one request, the first ones
 MAX_PREEMPTIONS_KEPT = 64  # records of one request, the newest; RequestMetrics.num_preemptions counts all
 
 
@@ -55,6 +56,13 @@ class Preemption:
         return None if self.recovered_s is None else self.recovered_s - self.preempted_s
 
 
+class PromptChunk(NamedTuple):
+    """The end of a step that computed a part of a prompt and not its end. Times as in `RequestMetrics`."""
+
+    ended_s: float
+    num_computed_tokens: int
+
+
 @dataclass(slots=True)
 class RequestMetrics:
     """When things happened to a request, in seconds on one monotonic clock, and what it waited for.
@@ -72,6 +80,7 @@ class RequestMetrics:
     num_disk_tokens: int = 0            # those of them that were loaded from a disk for it
     waited_steps: dict[str, int] = field(default_factory=dict)
     preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
+    chunks: list[PromptChunk] = field(default_factory=list)  # the first MAX_CHUNKS_KEPT of a prompt in several steps
     num_draft_tokens: int = 0           # verified by steps, all branches together
     num_accepted_tokens: int = 0        # drafts that were kept
     engine: int = 0                     # the engine that computes the request, of several behind one server

@@ -30,6 +30,7 @@ from quire.engine.kv_disk import KVDisk
 from quire.engine.loading import LoadedModel, kv_identity, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
+from quire.engine.recording.fault_files import keep_recent_plans
 from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_recorded_scheduler
 from quire.engine.requests.input_processor import InputProcessor
 from quire.engine.sizing import size_engine
@@ -269,7 +270,10 @@ def _build(
     disk = None
     if options.kv_disk_dir is not None:
         disk = open_disk(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model)
-    return Engine(scheduler, executor, grammars, adapters, disk=disk)
+    engine = Engine(scheduler, executor, grammars, adapters, disk=disk)
+    if options.record is None:
+        keep_recent_plans(engine, options, scheduling, cache)
+    return engine
 
 
 def open_disk(

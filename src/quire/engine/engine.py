@@ -8,8 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.core.block_map import BlockEntry, BlockHolder, BlockMap, Tier
-from quire.core.deltas import Admission, SequenceDelta
+from quire.core.deltas import Admission, BlockLife, SequenceDelta
 from quire.core.errors import InvalidRequestError, RankLostError
 from quire.core.outputs import KVStats
 from quire.core.owner_labels import UNLABELLED
@@ -21,6 +23,7 @@ from quire.engine.messages import EngineState
 from quire.execution.executor import Executor
 from quire.scheduling.fair_share import FairShare
 from quire.scheduling.isolation import PROBE_ID, Isolation
+from quire.scheduling.queues import RequestQueues
 from quire.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # they load the kernels and llguidance, which a simulated engine does not need
@@ -32,6 +35,81 @@ log = logging.getLogger(__name__)
 PREPARATION_WAIT_S = 0.005  # for a grammar or an adapter, if nothing else is to be done; commands are handled between
 UNLOADABLE = "its LoRA adapter cannot be loaded any more: the files have changed, or are gone"
 NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off"
+
+
+_WHOLE_EVERY = 16               # plans
+_ENTRY_BYTES = 48               # of Python, besides the content
+_encode = msgspec.msgpack.Encoder().encode
+_REPEATED = b"\x95\xa8repeated"    # how a `recording.record.Repeated` begins
+
+
+class RecentPlans:
+    """Ring of the latest plans, as events of a record, in at most `max_bytes`. `on_fault`: called when a step failed.
+
+    Keeping a plan as an object would cost more than encoding it: its lists would not be in the CPU's caches any more
+    when they are freed. Plans that compute for the same rows as the one before are kept as their new blocks, but for
+    every 16th.
+    """
+
+    def __init__(self, max_bytes: int, encode_whole: Callable[[float, StepPlan], bytes]) -> None:
+        self._encode_whole = encode_whole
+        self.on_fault: Callable[[Exception, Scheduler], object] = lambda error, scheduler: None
+        self.steps = deque[bytes]()
+        self.num_steps = 0              # since start
+        self.num_bytes = 0
+        self._max_bytes, self._num_repeats, self._last = max_bytes, 0, StepPlan()
+
+    def add(self, now_s: float, plan: StepPlan) -> None:
+        """Keep the next plan, and give up the oldest beyond the bound."""
+        last, self._last = self._last, plan
+        if (
+            self._num_repeats < _WHOLE_EVERY - 1 and plan.rows == last.rows and plan.counts == last.counts
+            and len(plan.sample_rows) == len(last.sample_rows) and not plan.new_rows and not plan.copies
+            and not plan.drafts and not plan.swap_outs and not plan.row_forks and not plan.swap_ins
+        ):  # fmt: skip
+            self._num_repeats += 1
+            step = _encode(("repeated", now_s, plan.table_rows, plan.table_columns, plan.table_blocks))
+        else:
+            self._num_repeats = 0
+            step = self._encode_whole(now_s, plan)
+        self.num_steps += 1
+        self.steps.append(step)
+        self.num_bytes += len(step) + _ENTRY_BYTES
+        if self.num_bytes > self._max_bytes:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Give up the oldest plans, some at once, and the repeats of one that is not there any more."""
+        kept = self._max_bytes - self._max_bytes // 16
+        while self.steps and (self.num_bytes > kept or self.steps[0].startswith(_REPEATED)):
+            self.num_bytes -= len(self.steps.popleft()) + _ENTRY_BYTES
+        if not self.steps:
+            self._num_repeats = _WHOLE_EVERY    # the next plan is whole
+
+
+class PromptsLeft:
+    """Prompts of running requests that are not computed to their ends, after the last step that computed some."""
+
+    def __init__(self, queues: RequestQueues) -> None:
+        self._queues = queues
+        self.requests = dict[int, Request]()       # those that may have such a prompt, by id
+        self.work = StepWork()
+        self.chunks: list[tuple[int, int]] = []     # ids of requests, and the tokens that are computed
+
+    def count(self, admitted: Iterable[Request]) -> None:
+        """Count anew, with requests that were just admitted."""
+        self.requests.update((request.request_id, request) for request in admitted)
+        self.work, self.chunks = StepWork(), []
+        for request_id, request in list(self.requests.items()):
+            num_left = num_computed = 0
+            if self._queues.is_running(request):
+                num_computed = request.live[0].num_computed_tokens
+                num_left = request.live[0].num_prompt_tokens - num_computed
+            if num_left > 0:
+                self.chunks.append((request_id, num_computed))
+                self.work += chunk_work(num_computed, num_left)
+            else:
+                del self.requests[request_id]
 
 
 class Engine:
@@ -52,15 +130,14 @@ class Engine:
         self.disk = disk                    # None: no keys and values are kept on a disk
         self.num_computed_tokens = 0        # computed by the last step
         self.timing: StepTiming | None = None  # how long the last step took; None: it computed nothing
+        self.recent: RecentPlans | None = None  # None: plans are not kept
         self.on_submit: Callable[[StepPlan], None] | None = None  # called with each plan before it is submitted
         self._clock = clock
-        self._prompts_left = StepWork()     # work of running requests, after the last step
-        self._computing = dict[int, Request]()  # requests that may have some of it, by id
+        self.prompts_left = PromptsLeft(scheduler.queues)
         self._isolation = Isolation(scheduler)
         # The requests that may have made the last step fail, and whether the only one was being planned or recorded.
         self._suspects: tuple[list[int], bool] = [], False
         self.executor = executor
-        self._max_steps_in_flight = executor.max_steps_in_flight  # above 1: the next step is planned while one runs
         self._in_flight = deque[StepPlan]()  # submitted and not collected
 
     def add(self, request: Request, age_s: float = 0.0) -> None:
@@ -98,39 +175,46 @@ class Engine:
         if self.disk is not None and not self._in_flight:
             self.disk.step()
         try:
-            plan = self.scheduler.schedule(self._clock())
+            now_s = self._clock()
+            plan = self.scheduler.schedule(now_s)
+            if self.recent is not None:
+                self.recent.add(now_s, plan)
             if not plan.rows:
                 if not (deltas := self.scheduler.take_deltas()):
                     self._wait_for_preparation()
                 return deltas
             if not self._in_flight:
                 self._submit(plan)
-            can_be_ahead = len(self._in_flight) < self._max_steps_in_flight and not self._isolation.is_active
+            can_be_ahead = len(self._in_flight) < self.executor.max_steps_in_flight and not self._isolation.is_active
             if can_be_ahead and (ahead := self.scheduler.schedule_next()) is not None:
                 self._submit(ahead)
             self._in_flight.popleft()
             result = self.executor.collect()
             deltas = self.scheduler.update(plan, result)
-        except BaseException:
-            self._discard()
-            is_certain = self.scheduler.step.at is not None
-            self._suspects = self.scheduler.roll_back(), is_certain
+        except BaseException as error:
+            self._undo(error)
             raise
         if self._in_flight and not self.scheduler.has_requests:
             self._discard()                             # steps of requests that have just ended
             self.scheduler.roll_back()
         step = self.scheduler.step
         self.num_computed_tokens = step.num_tokens
-        if step.admitted or self._computing:
-            self._count_prompts_left(step.admitted)
+        if step.admitted or self.prompts_left.requests:
+            self.prompts_left.count(step.admitted)
         self.timing = StepTiming(plan.kind, result.step_s, result.step_ratio)
         if self.disk is not None:
             self.disk.last_step_s = result.step_s or 0.0
         if self.scheduler.planner.time.num_unmet and not self.scheduler.planner.time.has_warned:
             self._warn_of_target()
-        if self._isolation.is_active:
-            deltas = [delta for delta in deltas if delta.request_id != PROBE_ID]
-        return deltas + self._isolation.record_success()
+        return self._isolation.record_success(deltas)
+
+    def _undo(self, error: BaseException) -> None:
+        """Take back a step that has failed or was interrupted: what it affected is queued again."""
+        if not self._isolation.is_active:               # else it is the same fault, met again
+            self.report_fault(error)
+        self._discard()
+        is_certain = self.scheduler.step.at is not None
+        self._suspects = self.scheduler.roll_back(), is_certain
 
     def _warn_of_target(self) -> None:
         """Log, once, that steps have no room for prompts within the target."""
@@ -141,21 +225,6 @@ class Engine:
             "advance in one step of %d; the metric quire:itl_target_unmet_total counts such steps",
             time.target_s * 1000, time.decode_s * 1000, time.num_between,
         )  # fmt: skip
-
-    def _count_prompts_left(self, admitted: Iterable[Request]) -> None:
-        """Count the work of prompt tokens that running requests, some of them just admitted, have still to compute."""
-        self._computing.update((request.request_id, request) for request in admitted)
-        left = StepWork()
-        for request_id, request in list(self._computing.items()):
-            num_left = num_computed = 0
-            if self.scheduler.queues.is_running(request):
-                num_computed = request.live[0].num_computed_tokens
-                num_left = request.live[0].num_prompt_tokens - num_computed
-            if num_left > 0:
-                left += chunk_work(num_computed, num_left)
-            else:
-                del self._computing[request_id]
-        self._prompts_left = left
 
     def _wait_for_preparation(self) -> None:
         """Wait for what the next waiting request lacks, if there is one."""
@@ -183,6 +252,11 @@ class Engine:
         """Wait for the steps in flight, whose requests have ended."""
         self._discard()
 
+    def report_fault(self, error: BaseException) -> None:
+        """Have the plans before an error of the engine written to a file, where they are kept. Once for each error."""
+        if self.recent is not None and isinstance(error, Exception):
+            self.recent.on_fault(error, self.scheduler)
+
     def recover(self, error: Exception) -> list[SequenceDelta]:
         """Recover from a step that has just failed: the next steps isolate the request that makes them fail.
 
@@ -197,6 +271,14 @@ class Engine:
         if not self._isolation.record_failure(suspects, reason, is_certain=is_certain):
             raise error
         return [delta for delta in self.scheduler.take_deltas() if delta.request_id != PROBE_ID]
+
+    def take_block_lives(self) -> list[BlockLife]:
+        """Return, once, the measured blocks that were evicted."""
+        measured = self.scheduler.measured
+        if measured is None:
+            return []
+        lives, measured.lives = measured.lives, []
+        return lives
 
     @property
     def admissions(self) -> list[Admission]:
@@ -230,7 +312,7 @@ class Engine:
             num_running_seqs=scheduler.queues.num_running_seqs,
             waits_for=scheduler.queues.wait_reasons.current,
             num_deferred=scheduler.queues.num_deferred,
-            prompts_left=self._prompts_left,
+            prompts_left=self.prompts_left.work,
             step_times=scheduler.planner.time.times,
             num_itl_unmet=scheduler.planner.time.num_unmet,
             graphs=self.executor.graphs,

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import msgspec
 
 from quire.core.block_map import BlockMap, Tier
-from quire.core.deltas import Admission, SequenceDelta, WaitReason
+from quire.core.deltas import Admission, BlockLife, SequenceDelta, WaitReason
 from quire.core.errors import USER_ERRORS, EngineError, error_of
 from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
@@ -210,6 +210,8 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True, frozen=True):
     state: EngineState
     preempted: list[int] = []           # ids of requests
     timing: StepTiming | None = None    # None: nothing was computed
+    block_lives: list[BlockLife] = []   # measured blocks that were evicted
+    chunks: list[tuple[int, int]] = []  # requests with a prompt that is not computed yet: ids, tokens that are
 
 
 class Idle(msgspec.Struct, tag="idle", array_like=True, frozen=True):

@@ -209,9 +209,13 @@ class LocalEngine(OfflineEngine):
         try:
             admissions = engine.admissions
             self.outputs.record_scheduled(engine.scheduler.step.preempted, admissions, started_s)
-            processed = self.outputs.process(deltas, time.monotonic())
+            now_s = time.monotonic()
+            if chunks := engine.prompts_left.chunks:
+                self.outputs.record_chunks(chunks, now_s)
+            processed = self.outputs.process(deltas, now_s)
             step = Stepped(
-                started_s, engine.num_computed_tokens, admissions, deltas, _NO_STATE, timing=engine.timing
+                started_s, engine.num_computed_tokens, admissions, deltas, _NO_STATE, timing=engine.timing,
+                block_lives=engine.take_block_lives(),
             )
             self._observer.on_step(step, processed)
             self.unread |= {request_id: self.outputs.output(request_id) for request_id in processed.ready}

@@ -120,6 +120,7 @@ def size_engine(
         ),
         memory_policy=options.memory_policy,
         kv_events=options.kv_events,
+        measured_share=options.kv_cache_metrics_sample if options.kv_cache_metrics else 0.0,
     )
     return cache, scheduler
 

@@ -46,7 +46,6 @@ class Isolation:
         self._accusation: _Accusation | None = None
         self.is_active = self._has_culprit = False  # active: some requests are held until suspects have been tested
         self._num_fruitless = self._num_quiet_steps = self._num_blank = 0
-        self.is_watching = False                # whether `record_success` has anything to do
 
     def start_step(self) -> None:
         """Hold every request that the next step must not compute for; release all if no suspect is left."""
@@ -60,7 +59,6 @@ class Isolation:
 
         `is_certain`: the failure arose while the only suspect was planned or recorded.
         """
-        self.is_watching = True
         alive = [each for each in suspects if each in self._scheduler.queues.requests]
         if self._accusation is not None or not self._may_go_on(alive):
             return False
@@ -75,20 +73,23 @@ class Isolation:
             self._suspect(alive)
         return True
 
-    def record_success(self) -> list[SequenceDelta]:
-        """Take a step that has succeeded. Return the error of a request that is thereby known to make steps fail."""
+    def record_success(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
+        """Take a step that has succeeded, and return its deltas, without those of a probe.
+
+        The error of a request that is thereby known to make steps fail is one more.
+        """
         self._num_blank = 0
         if not self.is_active:
             self._num_quiet_steps += 1
-            self.is_watching = self._num_quiet_steps < QUIET_STEPS
-            return []
+            return deltas
+        deltas = [delta for delta in deltas if delta.request_id != PROBE_ID]
         if self._accusation is None or PROBE_ID in self._scheduler.queues.requests:
-            return []
+            return deltas
         accused, self._accusation = self._accusation, None
         self._has_culprit = True
         if not self._scheduler.abort(accused.request_id):
-            return []                                                   # its client has disconnected
-        return [SequenceDelta(accused.request_id, 0, [], error=accused.reason)]
+            return deltas                                               # its client has disconnected
+        return [*deltas, SequenceDelta(accused.request_id, 0, [], error=accused.reason)]
 
     def _may_go_on(self, alive: list[int]) -> bool:
         """Count failures for which no request answers: one in succession is borne, as are some isolations in vain."""

@@ -17,6 +17,7 @@ from itertools import count
 from quire.cache.block_pool import run_to_the_end
 from quire.cache.disk_tier import DiskTier
 from quire.cache.manager import KVCacheManager, UncachedManager
+from quire.cache.measured_pool import MeasuredPool
 from quire.cache.prefix_cache import PrefixCache
 from quire.cache.prefixes import Prefixes
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
@@ -77,7 +78,8 @@ class Scheduler:
         self.step = PlanBuilder()
         self._ahead: PlanBuilder | None = None      # the step after the one under way, if it has been planned already
         self._seq_ids = count()
-        self._aborting: Request | None = None
+        pool = cache.prefixes.pool
+        self.measured = pool if isinstance(pool, MeasuredPool) else None    # a pool that measures its blocks
         self._deadlines = Deadlines(self.queues.requests)
         self._searches = BeamSearches(cache, self.queues)
         self._recorder = ResultRecorder(cache, self.queues, self.order, self._searches, self._finish, self._complete)
@@ -160,28 +162,25 @@ class Scheduler:
         self._finish(request, sequence)
         return True
 
-    def _finish(self, request: Request, sequence: Sequence) -> None:
-        """End a branch for good; with the last one the request ends."""
+    def _finish(self, request: Request, sequence: Sequence, *, is_whole: bool = True) -> None:
+        """End a branch for good; with the last one the request ends. `is_whole`: it has its last token."""
         if self.cache.tier is not None:
-            self._end_in_tier(self.cache.tier, request, sequence)
+            self._end_in_tier(self.cache.tier, request, sequence, is_whole=is_whole)
         self.queues.finish(request, sequence)
         if not request.live:
             self._searches.remove(request)
             if isinstance(request.task, PinTask):
                 self._update_pin_limits()
 
-    def _end_in_tier(self, tier: DiskTier, request: Request, sequence: Sequence) -> None:
-        """Let the tier know of a branch that ends: as a whole, unless the request is being aborted."""
-        is_whole = request is not self._aborting
+    def _end_in_tier(self, tier: DiskTier, request: Request, sequence: Sequence, *, is_whole: bool) -> None:
+        """Let the tier know of a branch that ends."""
         tier.writes.finish(request.scope, sequence.token_ids, sequence.num_computed_tokens, is_whole=is_whole)
         if len(request.live) == 1:
             tier.end(request.request_id)
 
     def _finish_all(self, request: Request) -> None:
-        self._aborting = request
         for sequence in list(request.live):
-            self._finish(request, sequence)
-        self._aborting = None
+            self._finish(request, sequence, is_whole=False)
 
     def _update_pin_limits(self) -> None:
         num_pinned = num_pinned_blocks(self.queues.requests.values(), self.cache)
@@ -195,6 +194,8 @@ class Scheduler:
         `now_s`: the time by the clock of `Request.arrived_s`. First, requests past their deadlines end.
         Returns the plan of `schedule_next`, which admits no request, if there is one.
         """
+        if self.measured is not None:
+            self.measured.now_s = now_s
         if now_s >= self._deadlines.next_s:
             for request in self._deadlines.take_passed(now_s):
                 self._end_late(request)

@@ -176,6 +176,7 @@ async def connect(
     names = options.served_model_name or (engine.model or DEMO_NAME,)
     num_engines = len(children)
     metrics = Metrics(names[0], None, num_engines, engine)
+    metrics.measure_energy()
     owners = OwnerLabels(options.max_metric_labels)
     client: BaseClient
     if num_engines > 1:

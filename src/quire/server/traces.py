@@ -294,9 +294,8 @@ def _engine_stages(metrics: RequestMetrics, num_tokens: int, clock: _Clock) -> I
     if metrics.first_scheduled_s is None:
         return
     cached = {"quire.prompt.tokens": num_tokens, "quire.prompt.cached_tokens": metrics.num_cached_tokens}
-    yield clock.span(
-        "prefill", metrics.first_token_s or metrics.finished_s, cached, preemptions=metrics.preemptions
-    )
+    until_s = metrics.first_token_s or metrics.finished_s
+    yield clock.span("prefill", until_s, cached, [*_chunks(metrics, clock)], metrics.preemptions)
     if metrics.first_token_s is None:
         return
     drafts = _NONE
@@ -304,6 +303,15 @@ def _engine_stages(metrics: RequestMetrics, num_tokens: int, clock: _Clock) -> I
         num_accepted = metrics.num_accepted_tokens
         drafts = {"quire.drafts.tokens": metrics.num_draft_tokens, "quire.drafts.accepted_tokens": num_accepted}
     yield clock.span("decode", metrics.finished_s, drafts, preemptions=metrics.preemptions)
+
+
+def _chunks(metrics: RequestMetrics, clock: _Clock) -> Iterator[Event]:
+    """Yield an event at the end of each step that computed a part of the prompt, but the last one: the span's end."""
+    num_before = metrics.num_cached_tokens
+    for ended_s, num_computed in metrics.chunks:
+        tokens = {"quire.chunk.tokens": max(0, num_computed - num_before), "quire.chunk.computed_tokens": num_computed}
+        yield Event("chunk", min(max(ended_s, clock.now_s), clock.end_s), tokens)
+        num_before = num_computed
 
 
 def _waits(waited_steps: Mapping[str, int], at_s: float) -> list[Event]:

@@ -13,7 +13,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.core.deltas import Admission, FinishReason, SequenceDelta
-from quire.core.errors import InvalidRequestError, RequestFailedError
+from quire.core.errors import ConfigError, InvalidRequestError, RequestFailedError
 from quire.core.outputs import KVStats, RequestMetrics, RequestOutput
 from quire.core.plan import GraphCounts
 from quire.core.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ from quire.core.step_times import StepTiming
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
 from quire.engine.metrics.engine_metrics import CACHE_LABELS, LONGEST_S, RETRY_AFTER_S, TargetCounts
-from quire.engine.metrics.page import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Metrics
+from quire.engine.metrics.page import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Histogram, Metrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient
 from quire.engine.processes.streams import RequestStream
@@ -134,6 +134,9 @@ HISTOGRAMS = (
     "vllm:request_params_n",
     "vllm:request_params_max_tokens",
     "vllm:iteration_tokens_total",
+    "vllm:kv_block_lifetime_seconds",
+    "vllm:kv_block_idle_before_evict_seconds",
+    "vllm:kv_block_reuse_gap_seconds",
     "quire:step_computed_tokens",
     "quire:step_seconds",
     "quire:step_prediction_ratio",
@@ -216,6 +219,31 @@ def test_gauges_and_counters_of_the_contract_are_there_from_the_start_with_all_l
         found = page.by_labels(name)
         assert found.keys() == dict.fromkeys(label_sets(*(OWN | each for each in labels))).keys(), name
         assert sum(found.values()) == (name == "vllm:engine_sleep_state"), name     # which is awake
+
+
+def test_bounds_of_a_family_are_replaced() -> None:
+    options = EngineOptions(custom_histogram_buckets='{"request_latency": [0.5, 2], "request_tokens": [7]}')
+    found = {each.name: each for each in Metrics("tiny", options=options).values()}
+    bounds = {name: [*each.buckets] for name, each in found.items() if isinstance(each, Histogram)}
+    assert bounds["vllm:e2e_request_latency_seconds"] == ["0.5", "2.0", "+Inf"]
+    assert bounds["vllm:request_prompt_tokens"] == ["7.0", "+Inf"]
+    default = {name: [*each.buckets] for each in Metrics("tiny").values() if isinstance(each, Histogram)
+               for name in [each.name]}  # fmt: skip
+    assert bounds["vllm:time_to_first_token_seconds"] == default["vllm:time_to_first_token_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[1]", "must be a JSON object"),
+        ('{"latency": [1]}', "can have request_latency, .* got 'latency'"),
+        *((f'{{"request_latency": {bounds}}}', "request_latency must be a list of 1 to 100 numbers above 0, each")
+          for bounds in ("[]", "3", "[0, 1]", "[1, 1]", "[2, 1]", "[true]", '["1"]', "[1e999]", f"{[*range(1, 102)]}")),
+    ],
+)  # fmt: skip
+def test_bounds_that_are_none_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        EngineOptions(custom_histogram_buckets=text)
 
 
 @pytest.mark.parametrize("name", HISTOGRAMS)

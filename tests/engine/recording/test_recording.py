@@ -2,6 +2,8 @@
 
 import random
 import re
+import subprocess
+import sys
 import zlib
 from array import array
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.core.config import PreemptionKind
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
@@ -32,11 +34,14 @@ from quire.engine.recording.record import (
     shown,
 )
 from quire.engine.recording.replay import DifferenceError
+from quire.kernels.cpp.isas import usable_isas
 from quire.scheduling.planner import Planner
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.waiting_lines import Lack
 from support.openai_server import openai_server
+from support.peft_folders import write_adapter
 from support.ragged_executor import RaggedExecutor
+from support.random_model import write_random_model
 from support.records import Records, events_of, replayed
 from support.scheduling import Harness, random_run
 from support.server import wait_until
@@ -298,6 +303,59 @@ def test_engine_is_repeated(settings: dict[str, Any], demo_model: Path, tmp_path
     assert run.num_requests >= 12
     assert sum(run.scheduler.preemption.stats.num_preemptions.values()) > 0
     assert run.scheduler.cache.prefixes.num_found > 0
+
+
+def test_run_with_adapters_is_repeated(tmp_path: Path) -> None:
+    folder, records = tmp_path / "model", tmp_path / "records"
+    folder.mkdir()
+    model = write_random_model(folder)
+    adapters = [LoRARequest(f"lora-{i}", i, str(write_adapter(tmp_path / f"{i}", model, i))) for i in (1, 2)]
+    prompts = [{"prompt_token_ids": [5 + i % 4] * (20 + i)} for i in range(9)]
+    settings = {"enable_lora": True, "max_loras": 1, "num_kv_blocks": 24, "block_size": 8, "record": str(records)}
+    with LLM(model, **settings) as llm:
+        llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[None, *adapters] * 3)
+    events = whole_record(records)
+    run = replayed(events)
+    assert run.num_requests == 9
+    lacks = {reason for each in events if isinstance(each, Planned) for _, reason, _ in each.lacks}
+    assert lacks == {"adapter"}
+    assert not any(b"lora-" in part for path in records.iterdir() for part in unpacked(path))
+
+
+_REPLAY = """
+import sys
+from pathlib import Path
+from quire.engine.recording.record import read_record
+from quire.engine.recording.replay import RecordReplay
+(_, start), *others = read_record(Path(sys.argv[1]))
+run = RecordReplay(start)
+for _, event in others:
+    run.apply(event)
+loaded = {name.partition(".")[0] if "_kernels" not in name else "_kernels" for name in sys.modules}
+print(run.num_steps, sorted(loaded & {"torch", "_kernels", "llguidance", "transformers", "tokenizers"}))
+"""
+
+
+@pytest.mark.skipif(len(usable_isas()) < 2, reason="needs two instruction sets of the C++ kernels")
+def test_nothing_of_the_machine_is_in_the_plans(demo_model: Path, tmp_path: Path) -> None:
+    """Engines with other kernels and threads make the same plans; another process repeats them without any kernel."""
+    plans = []
+    for number, isa in enumerate((usable_isas()[0], usable_isas()[-1])):
+        with LLM(num_kv_blocks=24, max_model_len=200, record=str(tmp_path / str(number)), cpu_isa=isa) as llm:
+            for first in (5, 5, 300):
+                prompts = [{"prompt_token_ids": [*range(first, first + length)]} for length in (9, 40, 41, 70, 90)]
+                llm.generate(prompts, replace_n(GREEDY, 2), use_tqdm=False)
+        events = whole_record(tmp_path / str(number))
+        plans.append([each.plan for each in events if isinstance(each, Planned)])
+    assert plans[0] == plans[1]
+    (path,) = (tmp_path / "0").iterdir()
+    environment = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1", "TZ": "Asia/Tokyo", "LC_ALL": "C"}
+    ran = subprocess.run(
+        [sys.executable, "-c", _REPLAY, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    num_steps = sum("rows" in shown(plan) for plan in plans[0])
+    assert ran.stdout == f"{num_steps} []\n"
 
 
 def test_record_of_an_engine_that_is_killed_is_whole(demo_model: Path, tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ _LATENCY_BOUNDS_S = (
 _STEP_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0,
 )
+_RESIDENCY_BOUNDS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
+)  # fmt: skip
 _RATIO_BOUNDS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0, 5.0)
 _PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
 _CHOICE_BOUNDS = (1, 2, 5, 10, 20)
@@ -71,9 +74,18 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:request_params_n": ("Choices of a request.", _CHOICE_BOUNDS),
     "vllm:request_params_max_tokens": ("Most output tokens of a choice.", _REQUEST_BOUNDS_TOKENS),
     "vllm:iteration_tokens_total": ("Prompts that begin and output tokens in one engine step.", _STEP_BOUNDS_TOKENS),
+    "vllm:kv_block_lifetime_seconds": ("Allocation of a KV block to its eviction.", _RESIDENCY_BOUNDS_S),
+    "vllm:kv_block_idle_before_evict_seconds": ("Last use of a KV block to its eviction.", _RESIDENCY_BOUNDS_S),
+    "vllm:kv_block_reuse_gap_seconds": ("Between two uses of a KV block.", _RESIDENCY_BOUNDS_S),
     "quire:step_computed_tokens": ("Tokens computed in one engine step.", _STEP_BOUNDS_TOKENS),
     "quire:step_prediction_ratio": ("Seconds of a step over those predicted.", _RATIO_BOUNDS),
 }
+_FAMILIES: Mapping[str, Sequence[float]] = {    # as vLLM divides them
+    "request_latency": _LATENCY_BOUNDS_S, "time_to_first_token": _TTFT_BOUNDS_S, "inter_token_latency": _ITL_BOUNDS_S,
+    "iteration_tokens": _STEP_BOUNDS_TOKENS, "request_params_n": _CHOICE_BOUNDS,
+    "request_num_preemptions": _PREEMPTION_BOUNDS, "request_tokens": _REQUEST_BOUNDS_TOKENS,
+    "kv_cache_residency": _RESIDENCY_BOUNDS_S,
+}  # fmt: skip
 
 
 class BucketCounts:
@@ -101,8 +113,12 @@ class BucketCounts:
 class RequestHistograms:
     """Histograms of requests and steps."""
 
-    def __init__(self) -> None:
-        self._by_name = {name: BucketCounts(name, *about) for name, about in _HISTOGRAMS.items()}
+    def __init__(self, bounds_by_family: Mapping[str, Sequence[float]]) -> None:
+        own = {id(default): bounds_by_family.get(family, default) for family, default in _FAMILIES.items()}
+        self._by_name = {
+            name: BucketCounts(name, about, own.get(id(default), default))
+            for name, (about, default) in _HISTOGRAMS.items()
+        }
         about = "quire:step_seconds", "Seconds of one engine step.", _STEP_BOUNDS_S
         self._step_s: dict[str, BucketCounts] = {kind: BucketCounts(*about) for kind in get_args(StepKind)}
 
@@ -127,6 +143,11 @@ class RequestHistograms:
             ttft_s.observe(metrics.first_token_s - metrics.arrival_s)
         for ended in processed.finished:
             _observe_all(self._by_name, _of_end(ended))
+        for life in step.block_lives:
+            self._by_name["vllm:kv_block_lifetime_seconds"].observe(life.lifetime_s)
+            self._by_name["vllm:kv_block_idle_before_evict_seconds"].observe(life.idle_s)
+            for gap_s in life.reuse_gaps_s:
+                self._by_name["vllm:kv_block_reuse_gap_seconds"].observe(gap_s)
 
     def families(self, labels: dict[str, str], own: dict[str, str]) -> Iterator[HistogramMetricFamily]:
         """Yield the families of all histograms; `labels` are those of vLLM's, `own` of Quire's."""
@@ -318,7 +339,7 @@ class EngineMetrics:
         self._ready: Ready | None = None                            # None: the engine has not started yet
         self._counters = _Counters(TargetCounts(options.ttft_target_s, options.itl_target_s))
         self._adapters = NO_ADAPTER_USE, 0.0                        # and when they were counted, in seconds since 1970
-        self._histograms = RequestHistograms()
+        self._histograms = RequestHistograms(options.histogram_bounds)
 
     @property
     def _own(self) -> Labels:

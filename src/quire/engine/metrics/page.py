@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from quire.core.kv_events import KVEventsConfig
 from quire.core.outputs import KVStats
+from quire.engine.metrics.energy import EnergyCollector
 from quire.engine.metrics.engine_metrics import AdmissionRate, EngineMetrics, NumTokens, by, counter
 from quire.engine.metrics.step_ring import StepRing
 from quire.engine.options import EngineOptions
@@ -126,6 +127,10 @@ class Metrics(Collector):
         for engine in self.engines:
             if engine.events is not None:
                 engine.events.close()
+
+    def measure_energy(self) -> None:
+        """Have the page tell the energy of the machine from now on, where the system tells it."""
+        self._registry.register(EnergyCollector())
 
     def refused(self, reason: str) -> None:
         """Count a call that was not admitted, for one of REFUSALS."""

@@ -37,6 +37,7 @@ class EngineOptions(  # the fields of the last class come first
         self._check_swap()
         self._check_batching()
         self._check_disk_tier()
+        self._check_histograms()
         if self.enable_sleep_mode and self.is_over_network:
             raise ConfigError(
                 "enable_sleep_mode True: ranks on several machines (nnodes, distributed_executor_backend 'ray') do not "

@@ -71,6 +71,15 @@ class CacheOptions:
         row="folder of the swap file; `None`: the directory for temporary files. The file has no name, takes all its "
         "room at start, and is freed with the process",
     )  # fmt: skip
+    kv_cache_metrics: bool = _cache(
+        False, "measure how long cached KV blocks are kept and when they are used again",
+        row="`True`: metrics of how long cached blocks are kept, and when they are used again "
+        "([metrics.md](metrics.md#histograms))",
+    )  # fmt: skip
+    kv_cache_metrics_sample: float = _cache(
+        0.01, "share of the blocks that are measured", low=0, is_low_excluded=True, high=1, metavar="SHARE",
+        row="share of the blocks that `kv_cache_metrics` measures, above 0 and at most 1",
+    )  # fmt: skip
     preemption_mode: PreemptionMode = _cache(
         "auto", "how a preempted request comes back",
         row="how a preempted request is resumed: `recompute`; `swap`, its blocks are moved out and back in; `auto`, "

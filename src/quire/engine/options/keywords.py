@@ -55,6 +55,8 @@ class EngineSettings(VllmSettings, total=False):
     num_kv_blocks: int | None
     swap_space: int | str | None
     num_swap_blocks: int | None
+    kv_cache_metrics: bool
+    kv_cache_metrics_sample: float
     preemption_mode: Literal["auto", "recompute", "swap"]
     enable_prefix_caching: bool
     kv_disk_size: int | str | None
@@ -74,6 +76,9 @@ class EngineSettings(VllmSettings, total=False):
     record: str | None
     record_tokens: bool
     record_bytes: int | str
+    fault_bytes: int | str
+    fault_folder: str | None
+    custom_histogram_buckets: str
     spec_method: str | None
     spec_model: str | None
     spec_tokens: int | None

@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
+from quire.core.checks import shown
 from quire.core.config import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -11,9 +13,15 @@ from quire.core.config import (
     Batching,
     SchedulingPolicy,
 )
-from quire.core.options import MS, SIZE, option, parse_ms
+from quire.core.errors import ConfigError
+from quire.core.options import MS, SIZE, option, parse_json_object, parse_ms
 from quire.core.speculation import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculationConfig, parse_speculation
 
+HISTOGRAM_FAMILIES = (
+    "request_latency", "time_to_first_token", "inter_token_latency", "iteration_tokens", "request_params_n",
+    "request_num_preemptions", "request_tokens", "kv_cache_residency",
+)  # fmt: skip
+MAX_BUCKETS = 100              # of a family: each is a series for every histogram and engine
 _speculation = partial(option, panel="Speculation")
 _scheduling = partial(option, panel="Scheduling")
 
@@ -74,6 +82,23 @@ class SchedulingOptions:
         "128MiB", "bound of the record of one engine, of which the latest part is kept", metavar=SIZE, low=1,
         row="bound of the record of one engine, of which the latest part is kept: bytes, or text as above",
     )  # fmt: skip
+    fault_bytes: int | str = _scheduling(
+        "4MiB", "memory for the latest plans, which are written to a file when a step fails; 0: none", metavar=SIZE,
+        low=0,
+        row="memory for the latest plans of one engine, which are written to a file of `fault_folder` when a step "
+        "fails and `quire replay` shows: bytes, or text as above; 0: none. With `record` there are its files instead",
+    )  # fmt: skip
+    fault_folder: str | None = _scheduling(
+        None, "folder for the latest plans before a fault", metavar="FOLDER",
+        shown_default="quire-faults-UID where the system has temporary files",
+        row="folder for the latest 16 of these files; `None`: `quire-faults-UID` where the system has temporary files",
+    )  # fmt: skip
+    custom_histogram_buckets: str = _scheduling(
+        "", "bounds of histograms of /metrics, as JSON: families with lists of numbers", metavar="JSON",
+        row="bounds of the buckets of histograms ([metrics.md](metrics.md#histograms)), by family, as a JSON object of "
+        f"lists: `{'`, `'.join(HISTOGRAM_FAMILIES)}`. At most {MAX_BUCKETS} numbers above 0, each larger than the one "
+        "before; of families that are left out the default",
+    )  # fmt: skip
     batching: Batching = option(
         "continuous", "static: whole batches, one after the other; needs contiguous-max", kind="none",
         row="`continuous`; or `static`, with `contiguous-max`: as many as fit run as one batch until the last has "
@@ -98,6 +123,32 @@ class SchedulingOptions:
     def ttft_target_s(self) -> float:
         """The time to a first token for which prompts are hurried, in seconds; infinity without one."""
         return math.inf if self.ttft_target_ms is None else parse_ms(self.ttft_target_ms, "ttft_target_ms") / 1000
+
+    @property
+    def histogram_bounds(self) -> dict[str, list[float]]:
+        """Bounds of buckets by family, where they are not the default. Raises ConfigError for others."""
+        return _histogram_bounds(self.custom_histogram_buckets)
+
+    def _check_histograms(self) -> None:
+        _histogram_bounds(self.custom_histogram_buckets)
+
+
+def _histogram_bounds(text: str) -> dict[str, list[float]]:
+    name = "custom_histogram_buckets"
+    found = parse_json_object(text, name)
+    for family, bounds in found.items():
+        if family not in HISTOGRAM_FAMILIES:
+            raise ConfigError(f"{name} can have {', '.join(HISTOGRAM_FAMILIES)}, got {shown(family)}")
+        numbers = bounds if isinstance(bounds, list) else []
+        is_right = 0 < len(numbers) <= MAX_BUCKETS and all(
+            isinstance(each, int | float) and not isinstance(each, bool) and 0 < each < math.inf for each in numbers
+        )
+        if not is_right or any(low >= high for low, high in pairwise(numbers)):
+            raise ConfigError(
+                f"{name}: {family} must be a list of 1 to {MAX_BUCKETS} numbers above 0, each larger than the one "
+                f"before, got {shown(bounds)}"
+            )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)

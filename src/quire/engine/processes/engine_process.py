@@ -239,7 +239,9 @@ class EngineLoop:
         state, preempted = self._state(), engine.scheduler.step.preempted
         self._send(
             messages.Stepped(
-                started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted, engine.timing
+                started_s, engine.num_computed_tokens, engine.admissions, deltas, state, preempted, engine.timing,
+                [] if engine.scheduler.measured is None else engine.take_block_lives(),
+                engine.prompts_left.chunks,
             )
         )
 
@@ -386,6 +388,9 @@ def _serve_awake(
     heartbeat.start()
     try:
         return EngineLoop(assembled.engine, commands, connection.send, heartbeat, timed).run()
+    except Exception as error:
+        assembled.engine.report_fault(error)        # one that no step has raised: leaked blocks, a broken invariant
+        raise
     finally:
         heartbeat.stop()
         gc.unfreeze()

@@ -112,7 +112,10 @@ class RequestStreams:
             self.queued.discard(admission.request_id)
         if step.preempted or step.admissions:
             self._outputs.record_scheduled(step.preempted, step.admissions, step.started_s)
-        return self._outputs.process_in_slices(step.deltas, time.monotonic())
+        now_s = time.monotonic()
+        if step.chunks:
+            self._outputs.record_chunks(step.chunks, now_s)
+        return self._outputs.process_in_slices(step.deltas, now_s)
 
     def wake(self, request_ids: Iterable[int]) -> None:
         """Notify the readers of requests with new outputs."""

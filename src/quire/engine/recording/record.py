@@ -19,7 +19,7 @@ from msgspec import Struct
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.errors import EngineError
-from quire.core.plan import NewRow, StepPlan
+from quire.core.plan import NewRow, StepPlan, StepResult
 from quire.core.version import __version__
 from quire.engine.options import EngineOptions
 
@@ -47,6 +47,13 @@ class RecordStart(Struct, tag="start", array_like=True, frozen=True):
     has_tokens: bool
     options: str = ""
     settings: EngineOptions | None = None
+
+
+def record_start(options: EngineOptions, config: SchedulerConfig, cache: CacheConfig) -> RecordStart:
+    """Return the first event of an engine's record."""
+    digest = blake2b(msgspec.json.encode(options), digest_size=8).hexdigest()
+    settings = options if options.record_tokens else None
+    return RecordStart(__version__, config, cache, options.record_tokens, digest, settings)
 
 
 class Recording(Struct, array_like=True, frozen=True):
@@ -88,6 +95,20 @@ class Updated(Struct, tag="result", array_like=True, frozen=True):
     result: msgspec.Raw
 
 
+class PlanChecked(Struct, tag="checked", array_like=True, frozen=True):
+    """A step was planned: `Planned` on its way to a recorder, which makes the plan itself and compares the checksum."""
+
+    now_s: float | None
+    checksum: int | None
+    lacks: list[tuple[int, WaitReason, bool]] = []
+
+
+class Returned(Struct, tag="result", array_like=True, frozen=True):
+    """`Updated` on its way to a recorder: encoded with its result at once."""
+
+    result: StepResult
+
+
 class RolledBack(Struct, tag="rolled_back", array_like=True, frozen=True):
     """A step had failed, and was rolled back."""
 
@@ -108,13 +129,49 @@ class Resumed(Struct, tag="resumed", array_like=True, frozen=True):
     state: bytes
 
 
+class FaultRequest(Struct, array_like=True, frozen=True):
+    """A request of an engine at a fault. `branches`: computed tokens, output tokens and row of each unfinished one.
+
+    `is_at`: it was being planned or recorded.
+    """
+
+    request_id: int
+    state: str
+    num_prompt_tokens: int
+    branches: list[tuple[int, int, int]]
+    num_preemptions: int
+    is_at: bool
+
+
+class Fault(Struct, tag="fault", array_like=True, frozen=True):
+    """The second event of the file of a fault. Those behind it are the plans before, which can only be shown.
+
+    `error`: its type, and the functions that it went through, without its text.
+    """
+
+    error: str
+    first_step: int
+    requests: list[FaultRequest]
+
+
+class Repeated(Struct, tag="repeated", array_like=True, frozen=True):
+    """A plan, in the file of a fault, that computes for the rows of the one before, with these new table entries."""
+
+    now_s: float
+    table_rows: list[int]
+    table_columns: list[int]
+    table_blocks: list[int]
+
+
 class Closed(Struct, tag="closed", array_like=True, frozen=True):
     """The last event: the engine had ended, or the record had for this reason."""
 
     reason: str = ""
 
 
-Event = RecordStart | Added | RequestEnded | Planned | Updated | RolledBack | Requeued | Held | Resumed | Closed
+_Call = Added | RequestEnded | RolledBack | Requeued | Held
+Event = RecordStart | Planned | Updated | Resumed | Fault | Repeated | Closed | _Call
+Sent = PlanChecked | Returned | _Call           # by an engine, to its recorder
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -148,8 +205,8 @@ def _as_bytes(value: object) -> bytes:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_as_bytes)
 _decode_plan = msgspec.msgpack.Decoder(RecordedPlan).decode
-encode_event = _encoder.encode
-decode_event = msgspec.msgpack.Decoder(Event).decode
+encode_event, encode_into = _encoder.encode, _encoder.encode_into
+decode_sent = msgspec.msgpack.Decoder(list[PlanChecked | Updated | _Call]).decode
 _decode_events = msgspec.msgpack.Decoder(list[Event]).decode
 
 
@@ -175,6 +232,37 @@ def _table(block_ids: Iterable[int]) -> "array[int]":
 def decode_plan(plan: bytes) -> RecordedPlan:
     """Return the plan that was encoded."""
     return _decode_plan(plan)
+
+
+_WHOLE_EVERY = 16                 # plans
+
+
+class PlanChecksum:
+    """Running checksum of the plans of a run: equal where these are, and the ones before.
+
+    Most plans decode the sequences of the plan before once more, from the next position on: looking at all of their
+    entries takes 2 % of the time of scheduling them. So every 16th plan and those that change rows are part of it as
+    wholes, and of the others their lengths, new blocks and last entry. A decision that differs is in the state of a
+    scheduler, so it shows in the plans behind it, too.
+    """
+
+    def __init__(self) -> None:
+        self._last, self._value, self._num_left = StepPlan(), 0, _WHOLE_EVERY
+
+    def add(self, plan: StepPlan) -> int:
+        """Return the checksum behind the next plan."""
+        if plan is self._last:          # it was planned while another step ran
+            return self._value
+        self._last, self._num_left = plan, self._num_left - 1
+        if not self._num_left or plan.new_rows or plan.copies or plan.row_forks or plan.swap_outs or not plan.rows:
+            self._num_left = _WHOLE_EVERY
+            digest = blake2b(encode_plan(plan), digest_size=8).digest()
+            figures: tuple[int, ...] = (int.from_bytes(digest, "big"),)     # hashes of bytes differ by process
+        else:
+            rows = plan.rows
+            figures = (len(rows), rows[-1], plan.starts[-1], len(plan.sample_rows), *plan.table_blocks)
+        self._value = hash((self._value, figures))
+        return self._value
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -205,7 +293,7 @@ def read_record(path: Path) -> Iterator[tuple[int, Event]]:
             raise RecordError(f"{path}: no record of Quire: it begins with other bytes (offset 0)")
         if (written := _HEAD.unpack(start)[1]) != FORMAT:
             raise RecordError(f"{path}: a record of format {written}; this Quire reads format {FORMAT} (offset 8)")
-        offset, is_first = _HEAD.size, True
+        offset, is_first, event = _HEAD.size, True, None
         while frame := file.read(_CHUNK.size):
             length, digest = _CHUNK.unpack(frame) if len(frame) == _CHUNK.size else (0, b"")
             packed = file.read(length)
@@ -217,8 +305,8 @@ def read_record(path: Path) -> Iterator[tuple[int, Event]]:
                 yield offset, event
                 is_first = False
             offset += _CHUNK.size + length
-        if is_first:
-            raise RecordError(f"{path}: cut off at offset {offset}, before its first event")
+        if not isinstance(event, Closed):
+            raise RecordError(f"{path}: cut off at offset {offset}: its last event is not the end of a record")
 
 
 def _events(path: Path, offset: int, packed: bytes, digest: bytes) -> list[Event]:

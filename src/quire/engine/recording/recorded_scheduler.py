@@ -1,6 +1,7 @@
-"""A scheduler that tells of each call that changes its later plans, and of each plan: the events of a record.
+"""A scheduler that tells of each call that changes its later plans, with a checksum of each plan.
 
-It plans what a scheduler without a record plans. Texts of errors, logprobs of requests that do not search, and vectors
+It plans what a scheduler without a record plans. A recorder makes the same plans from these calls, so that the engine
+has not to encode them. Texts of errors, logprobs of requests that do not search, and vectors
 are left out: no plan depends on them.
 """
 
@@ -9,8 +10,8 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Collection
-from hashlib import blake2b
 from pathlib import Path
+from struct import Struct as Layout
 from typing import Protocol
 
 import msgspec
@@ -19,28 +20,28 @@ from quire.cache.manager import KVCacheManager
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import SequenceDelta, WaitReason
 from quire.core.errors import ConfigError
-from quire.core.frames import frame
+from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.options import parse_bytes
-from quire.core.plan import StepPlan, StepResult, encode
+from quire.core.plan import StepPlan, StepResult
 from quire.core.pooling import BeamTask
 from quire.core.sequence import Request
-from quire.core.version import __version__
 from quire.engine.launcher import STOP_TIMEOUT_S, start_module, wait_or_kill
 from quire.engine.messages import add_message
 from quire.engine.options import EngineOptions
 from quire.engine.recording.record import (
     Added,
-    Event,
     Held,
-    Planned,
+    PlanChecked,
+    PlanChecksum,
     Recording,
-    RecordStart,
     RequestEnded,
     Requeued,
+    Returned,
     RolledBack,
-    Updated,
+    Sent,
     encode_event,
-    encode_plan,
+    encode_into,
+    record_start,
 )
 from quire.scheduling.scheduler import Scheduler, make_cache
 from quire.scheduling.waiting_lines import Lack
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 class Sink(Protocol):
     """What takes the events: a recorder, or the way to one in another process."""
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Sent) -> None:
         """Take the next event."""
 
     def flush(self) -> None:
@@ -69,6 +70,7 @@ class RecordedScheduler(Scheduler):
         unprepared: Callable[[Request], Lack | None] = lambda request: None,
     ) -> None:  # fmt: skip
         self.sink, self._put, self._flush = sink, sink.put, sink.flush
+        self._checksum = PlanChecksum()
         self._lacks: list[tuple[int, WaitReason, bool]] = []      # met by the step under way
 
         def asked(request: Request) -> Lack | None:
@@ -101,24 +103,24 @@ class RecordedScheduler(Scheduler):
 
     def schedule(self, now_s: float = 0.0) -> StepPlan:
         """Plan the next step, as `Scheduler.schedule`."""
-        self._lacks = []
-        encoded = None
+        self._lacks = lacks = list[tuple[int, WaitReason, bool]]()
         try:
             plan = super().schedule(now_s)
-            encoded = encode_plan(plan)
-        finally:
-            self._put(Planned(now_s, encoded, self._lacks))
+        except BaseException:
+            self._put(PlanChecked(now_s, None, lacks))
+            raise
+        self._put(PlanChecked(now_s, self._checksum.add(plan), lacks))
         return plan
 
     def schedule_next(self) -> StepPlan | None:
         """Plan the step after the one under way, as `Scheduler.schedule_next`."""
         plan = super().schedule_next()
-        self._put(Planned(None, None if plan is None else encode_plan(plan)))
+        self._put(PlanChecked(None, None if plan is None else self._checksum.add(plan)))
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
         """Record a step, as `Scheduler.update`."""
-        self._put(Updated(msgspec.Raw(encode(self._planned_by(result)))))
+        self._put(Returned(self._planned_by(result)))
         deltas = super().update(plan, result)
         if not self.queues.requests:
             self._flush()
@@ -163,6 +165,8 @@ class RecordedScheduler(Scheduler):
 
 _SENT_BYTES, _SENT_S = 1 << 16, 0.1  # events are sent together, so many bytes or seconds of them
 _MAX_UNSENT_BYTES = 64 << 20    # beyond, the recorder does not keep up, and the record ends
+_BATCH_HEAD = Layout(">IBI")    # of a frame with a list of msgpack
+_LIST = 0xDD
 
 
 class Line:
@@ -171,21 +175,29 @@ class Line:
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         connection.setblocking(False)
         self._process, self._connection = process, connection
-        self._is_over, self._due_s, self._due_bytes = False, 0.0, _SENT_BYTES   # when to send next
+        self._is_over, self._due_s = False, 0.0                 # when to send next
+        self._batch, self._num_events = bytearray(_BATCH_HEAD.size), 0
         self._unsent = bytearray()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Sent) -> None:
         """Send an event, soon."""
-        if not self._is_over:
-            self._unsent += frame(event)
-            now_s = event.now_s if isinstance(event, Planned) and event.now_s is not None else 0.0
-            if len(self._unsent) >= self._due_bytes or now_s >= self._due_s:
-                self.flush()
-                self._due_s = max(self._due_s, now_s + _SENT_S)
-                self._due_bytes = len(self._unsent) + _SENT_BYTES
+        if self._is_over:
+            return
+        encode_into(event, self._batch, -1)
+        self._num_events += 1
+        if len(self._batch) >= _SENT_BYTES:
+            self.flush()
+        elif type(event) is PlanChecked and event.now_s is not None and event.now_s >= self._due_s:
+            self._due_s = event.now_s + _SENT_S
+            self.flush()
 
     def flush(self) -> None:
         """Send what has been put."""
+        if self._num_events:
+            _BATCH_HEAD.pack_into(self._batch, 0, len(self._batch) - LENGTH_BYTES, _LIST, self._num_events)
+            self._unsent += self._batch
+            self._num_events = 0
+            del self._batch[_BATCH_HEAD.size :]
         try:
             while self._unsent and not self._is_over:
                 del self._unsent[: self._connection.send(self._unsent)]
@@ -223,9 +235,7 @@ def make_recorded_scheduler(
         raise ConfigError(f"record: {folder}: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"record: {folder}: no file can be written there")
-    digest = blake2b(msgspec.json.encode(options), digest_size=8).hexdigest()
-    settings = options if options.record_tokens else None
-    start = RecordStart(__version__, config, cache, options.record_tokens, digest, settings)
+    start = record_start(options, config, cache)
     process, connection = start_module("quire.engine.recording.recorder")
     max_bytes = parse_bytes(options.record_bytes, "record_bytes")
     connection.sendall(frame(Recording(start, str(folder.resolve()), max_bytes)))

@@ -22,13 +22,14 @@ from quire.engine.recording.record import (
     Added,
     Closed,
     Event,
+    PlanChecked,
     Recording,
     RecordStart,
     Resumed,
     RolledBack,
     Updated,
     chunk,
-    decode_event,
+    decode_sent,
     encode_event,
     head,
 )
@@ -69,25 +70,28 @@ class Recorder:
         numbers = range(max(0, self._num_files - 2), self._num_files)
         return [self._folder / f"{self._name}-{number}.quirelog" for number in numbers]
 
-    def put(self, event: Event) -> None:
+    def put(self, event: PlanChecked | Event) -> None:
         """Take the next event."""
         if self.is_over:
-            return None
-        sealed = self._sealed(event)
+            return
+        try:
+            if isinstance(event, PlanChecked):
+                sealed: Event = self._replay.check(event)
+            else:
+                sealed = self._sealed(event)
+                self._replay.apply(sealed)
+        except DifferenceError as difference:
+            self.close(f"step {difference.step} could not be repeated: {difference.why or 'another plan'}")
+            return
         encoded = encode_event(sealed)
         self._events.append(encoded)
         self._num_pending += len(encoded)
-        try:
-            self._replay.apply(sealed)
-        except DifferenceError as difference:
-            return self.close(f"step {difference.step} could not be repeated: {difference.why or 'another plan'}")
         if isinstance(event, RolledBack):
             self._keep()
         if self._num_pending >= _CHUNK_BYTES:
             self.flush()
         if self._num_bytes >= self._max_bytes // 2 and self._replay.is_between_steps:
             self._go_on()
-        return None
 
     def flush(self) -> None:
         """Write what was taken."""
@@ -161,8 +165,9 @@ def main() -> None:
     recording = msgspec.msgpack.decode(first, type=Recording)
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
     recorder = Recorder(recording.start, Path(recording.folder), name, recording.max_bytes)
-    while not recorder.is_over and (event := read_frame(events)) is not None:
-        recorder.put(decode_event(event))
+    while not recorder.is_over and (sent := read_frame(events)) is not None:
+        for event in decode_sent(sent):
+            recorder.put(event)
     recorder.close()
 
 

@@ -1,6 +1,8 @@
 """Replay of a record: its calls on a scheduler of its own, which must make the plans of the record."""
 
-from quire.core.deltas import SequenceDelta
+from collections.abc import Iterable
+
+from quire.core.deltas import SequenceDelta, WaitReason
 from quire.core.plan import StepPlan, decode_result
 from quire.core.sequence import Request
 from quire.engine.messages import AddRequest, decode_command
@@ -8,10 +10,14 @@ from quire.engine.recording.record import (
     Added,
     Closed,
     Event,
+    Fault,
     Held,
+    PlanChecked,
+    PlanChecksum,
     Planned,
     RecordError,
     RecordStart,
+    Repeated,
     RequestEnded,
     Requeued,
     Resumed,
@@ -46,6 +52,7 @@ class RecordReplay:
         self._num_open = 0                                  # steps that were planned and are not over
         self.end: str | None = None                         # why the record ends; None: it does not, yet
         self.plan: bytes | None = None                      # the last one
+        self._checksum = PlanChecksum()
         self.now_s = 0.0                                    # when the last step was planned, by the engine's clock
         self.deltas: list[SequenceDelta] = []               # the last step's that is over
         self._lacks: dict[int, Lack] = {}                   # met by the step that is planned next
@@ -57,8 +64,10 @@ class RecordReplay:
             raise DifferenceError(self.num_steps, None, None, repr(self._fault)) from self._fault
         scheduler = self.scheduler
         match event:
-            case Planned():
-                self._plan(event)
+            case Planned(now_s, plan, lacks):
+                self._plan(now_s, lacks, plan)
+                if self.plan != plan:
+                    raise DifferenceError(self.num_steps, plan, self.plan)
             case Updated(result):
                 self._update(result)
             case Added(arrived_s, message):
@@ -80,8 +89,8 @@ class RecordReplay:
                 self._resume(state)
             case Closed(reason):
                 self.end = reason
-            case RecordStart():
-                raise AssertionError("a record starts once")
+            case RecordStart() | Fault() | Repeated():
+                raise RecordError(f"a record with an event {type(event).__name__} where there is none")
 
     @property
     def is_between_steps(self) -> bool:
@@ -102,28 +111,41 @@ class RecordReplay:
         except Exception as error:
             raise RecordError(f"the state at the beginning of the record cannot be read: {error!r}") from error
 
-    def _plan(self, event: Planned) -> None:
-        self._lacks = {request_id: Lack(reason, is_for_all) for request_id, reason, is_for_all in event.lacks}
+    def check(self, event: PlanChecked) -> Planned:
+        """Plan a step, and return it as a record has it. DifferenceError if the checksum is another."""
+        has_plan = event.checksum is not None
+        plan = self._plan(event.now_s, event.lacks, b"" if has_plan else None)
+        if (None if plan is None else self._checksum.add(plan)) != event.checksum:
+            raise DifferenceError(self.num_steps, None, self.plan, "another checksum, of it or of one shortly before")
+        return Planned(event.now_s, self.plan, event.lacks)
+
+    def _plan(
+        self, now_s: float | None, lacks: Iterable[tuple[int, WaitReason, bool]], recorded: bytes | None
+    ) -> StepPlan | None:
+        """Plan a step, by `schedule_next` without a time. `recorded` is None if that may fail, or give no plan."""
+        if self._fault is not None:
+            raise DifferenceError(self.num_steps, recorded, None, repr(self._fault)) from self._fault
+        self._lacks = {request_id: Lack(reason, is_for_all) for request_id, reason, is_for_all in lacks}
         plan: StepPlan | None = None
-        is_known = self._num_open > 0 and event.now_s is not None       # it was planned while another ran
+        is_known = self._num_open > 0 and now_s is not None             # it was planned while another ran
+        self.plan = None
         try:
-            if event.now_s is None:
+            if now_s is None:
                 plan = self.scheduler.schedule_next()
             else:
-                self.now_s = event.now_s
-                plan = self.scheduler.schedule(event.now_s)
+                self.now_s = now_s
+                plan = self.scheduler.schedule(now_s)
         except Exception as error:
-            if event.plan is not None or event.now_s is None:
-                raise DifferenceError(self.num_steps + 1, event.plan, None, repr(error)) from error
+            if recorded is not None or now_s is None:
+                raise DifferenceError(self.num_steps + 1, recorded, None, repr(error)) from error
             self._fault = error
-            return
+            return None
         self._num_open += plan is not None and bool(plan.rows) and not is_known
-        if event.now_s is not None and plan is not None and plan.rows:
+        if now_s is not None and plan is not None and plan.rows:
             self.num_steps += 1
             self.num_sequence_steps += len(plan.rows)
-        self.plan = planned = None if plan is None else encode_plan(plan)
-        if planned != event.plan:
-            raise DifferenceError(self.num_steps, event.plan, planned)
+        self.plan = None if plan is None else encode_plan(plan)
+        return plan
 
     def _update(self, result: bytes) -> None:
         self._num_open -= 1

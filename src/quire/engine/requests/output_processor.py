@@ -20,10 +20,12 @@ from quire.core.deltas import WAIT_REASONS, Admission, FinishReason, SequenceDel
 from quire.core.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError
 from quire.core.logprob_table import LogprobBuffer, LogprobTable, Position, unpacked, width_of
 from quire.core.outputs import (
+    MAX_CHUNKS_KEPT,
     MAX_PREEMPTIONS_KEPT,
     CompletionOutput,
     Logprob,
     Preemption,
+    PromptChunk,
     RequestMetrics,
     RequestOutput,
 )
@@ -331,6 +333,14 @@ class OutputProcessor:
         for admission in admissions:
             if admission.request_id in self._requests:
                 _record_admission(self._requests[admission.request_id].metrics, admission, now_s)
+
+    def record_chunks(self, chunks: Iterable[tuple[int, int]], now_s: float) -> None:
+        """Record steps of prompts that are computed in several: request ids, and tokens that are computed now."""
+        for request_id, num_computed in chunks:
+            if request_id in self._requests:
+                kept = self._requests[request_id].metrics.chunks
+                if len(kept) < MAX_CHUNKS_KEPT and (not kept or kept[-1].num_computed_tokens != num_computed):
+                    kept.append(PromptChunk(now_s, num_computed))
 
     def process(self, deltas: Iterable[SequenceDelta], now_s: float) -> ProcessedStep:
         """Process the deltas of a step. Deltas of branches and requests that have ended are ignored.
