@@ -29,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
     """Return the options of servers that would have been started; none is."""
     calls = list[ServerOptions]()
 
-    def start(engine: EngineOptions, options: ServerOptions) -> None:
+    def start(engine: EngineOptions, options: ServerOptions, fetch: object) -> None:
         calls.append(options)
 
     monkeypatch.setattr("quire.cli.serve.start", start)

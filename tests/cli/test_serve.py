@@ -23,7 +23,7 @@ NOT_LANDED = ["pipeline-parallel"]
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """Return what servers would have been started with; none is."""
     calls: Started = []
-    monkeypatch.setattr("quire.cli.serve.start", lambda engine, options: calls.append((engine, options)))
+    monkeypatch.setattr("quire.cli.serve.start", lambda engine, options, fetch: calls.append((engine, options)))
     return calls
 
 

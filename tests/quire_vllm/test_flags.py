@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {"max_num_seqs": 256, "itl_target_ms": "500"}
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """Return what servers would have been started with; none is."""
     calls: Started = []
-    monkeypatch.setattr("quire.cli.serve.start", lambda engine, options: calls.append((engine, options)))
+    monkeypatch.setattr("quire.cli.serve.start", lambda engine, options, fetch: calls.append((engine, options)))
     return calls
 
 

@@ -22,15 +22,20 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
         from quire.server.models.start_models import start_models  # noqa: PLC0415 (aiohttp, for several models)
 
         start_models(engine, server)
+    if engine.node_rank == 0:
+        start(engine, server, fetch)
+    else:
+        fetch(engine)
+        logs.share(server.log_level, server.log_format, server.log_file)
+        run_other_node(engine, server.restart_engine)
+
+
+def fetch(engine: EngineOptions) -> None:
+    """Fetch the model of a hub that is not on this machine."""
     if engine.model is not None and not os.path.exists(engine.model):
         from quire.cli.models.pull_command import fetch_missing  # noqa: PLC0415 (NumPy, for models of a hub)
 
         fetch_missing(engine)
-    if engine.node_rank == 0:
-        start(engine, server)
-    else:
-        logs.share(server.log_level, server.log_format, server.log_file)
-        run_other_node(engine, server.restart_engine)
 
 
 def run_other_node(engine: EngineOptions, num_restarts: int) -> NoReturn:

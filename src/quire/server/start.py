@@ -1,4 +1,4 @@
-"""Start of a server in the cheapest order: check options, bind the port, start the engines, then load the HTTP server.
+"""Start of a server in the cheapest order: options, port, a model of a hub, the engines, then the HTTP server.
 
 An engine's process loads its libraries and the weights while this one loads the HTTP server, so this module imports
 nothing heavy at the top.
@@ -7,6 +7,7 @@ nothing heavy at the top.
 import gc
 import os
 import signal
+from collections.abc import Callable
 from typing import NoReturn
 
 from quire.core import logs
@@ -20,10 +21,13 @@ from quire.server.signals import STOP_SIGNALS, StoppedError, exit_on_signal
 FULL_COLLECTION = 1000   # collections of the middle generation between two full ones: 7 million new objects
 
 
-def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
+def start(
+    engine: EngineOptions, options: ServerOptions, fetch: Callable[[EngineOptions], object] = lambda engine: None
+) -> NoReturn:
     """Serve until a stop signal, then end the process; the status is 0 after a drain.
 
-    Raises ConfigError, ModelError or EngineDeadError if the server cannot start; no process or socket is left then.
+    `fetch` is called when the port is bound: no model is fetched for a server that cannot start. Raises ConfigError,
+    ModelError or EngineDeadError if the server cannot start; no process or socket is left then.
     """
     if engine.enable_sleep_mode and options.api_key and options.operator_api_key is None:
         raise ConfigError(
@@ -39,6 +43,7 @@ def start(engine: EngineOptions, options: ServerOptions) -> NoReturn:
     with bind(options.host, options.port) if options.uds is None else bind_path(options.uds) as listener:
         for number in STOP_SIGNALS:
             signal.signal(number, exit_on_signal)
+        fetch(engine)
         children = spawn_engines(engine)
         try:
             gc.disable()  # imported modules are never freed

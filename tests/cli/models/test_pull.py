@@ -6,7 +6,7 @@ The hub is a small server of this machine (support/hub_server.py), its client th
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from quire.core.errors import ModelError
 from quire.core.hub import HUB_FILES, HubName, aliases_file, gguf_tags, parse_hub_name, pick_gguf
 from quire.engine.options import EngineOptions
 from quire.model.resolve import DEMO_MODEL, resolve_model
+from quire.server.options import ServerOptions
 from support.command_line import Run
 from support.gguf_files import convert
 from support.hub_server import COMMIT, HubServer, running_hub
@@ -161,7 +162,12 @@ def test_serve_makes_the_same_checks_with_its_own_options(
     hub: HubServer, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[EngineOptions] = []
-    monkeypatch.setattr("quire.cli.serve.start", lambda engine, options: started.append(engine))
+
+    def start(engine: EngineOptions, options: ServerOptions, fetch: Callable[[EngineOptions], object]) -> None:
+        fetch(engine)       # as a server that has its port
+        started.append(engine)
+
+    monkeypatch.setattr("quire.cli.serve.start", start)
     config = (DEMO_MODEL / "config.json").read_bytes()
     for changes, arguments, told in (
         ({"architectures": ["NoModelForCausalLM"]}, ("--model-impl", "quire"), "NoModelForCausalLM"),
