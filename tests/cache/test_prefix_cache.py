@@ -199,6 +199,22 @@ class TestPending:
         found = match(manager, [*PROMPT, 1])
         assert (found.is_pending, found.blocks, found.num_tokens) == (True, [0, 1], 8)
 
+    def test_block_that_was_computed_before_is_not_pending_when_others_behind_it_are(self) -> None:
+        """Decoding has filled it, and not published it; its owners end before the step is over."""
+        manager = make()
+        manager.create(0, PROMPT[:8])
+        for _ in range(8):
+            manager.append(0, 1)
+            manager.end_step()
+        manager.fork(0, 1, [*PROMPT[:8], *range(100, 108)])
+        manager.append(1, 8)
+        found = match(manager, PROMPT[:9])
+        assert (found.is_pending, found.num_tokens) == (False, 8)
+        manager.free(1, 8)
+        manager.free(0, 8)
+        manager.check()
+        assert match(manager, PROMPT[:9]).num_tokens == 8
+
     @pytest.mark.parametrize("num_cached", [0, 8])
     def test_block_under_way_is_pending_in_a_table_that_a_fork_shares(self, num_cached: int) -> None:
         """What a sequence is compared with first may be a branch that was forked in the step under way."""

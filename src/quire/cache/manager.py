@@ -134,7 +134,8 @@ class KVCacheManager:
                 if was_cut:
                     self._hold(update.copy.src)     # the prefix cache may have been its only other reader
             if can_be_awaited and count > 1:
-                self.prefixes.publish(table, table.num_tokens, is_pending=True)    # a prefill is to fill them
+                # A prefill is to fill them; what decoding has filled before is found at once.
+                self.prefixes.publish(table, table.num_tokens, num_computed=table.num_tokens - count)
         return update
 
     def append_where_room(self, seq_ids: Iterable[int]) -> tuple[list[int], dict[int, TableUpdate | None]]:

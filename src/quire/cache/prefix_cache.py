@@ -139,16 +139,18 @@ class PrefixCache(Prefixes):
             path.num_blocks, path.swap_in_pending = num_found, True
             self._swapping_in.append(path)
 
-    def publish(self, table: BlockTable, num_tokens: int, *, is_pending: bool = False) -> None:
+    def publish(self, table: BlockTable, num_tokens: int, *, num_computed: int | None = None) -> None:
         """Put the full blocks of the first `num_tokens` tokens into the tree, or adopt those that it has.
 
-        Ends where another sequence computes the same block in this step: that one will be adopted later. `is_pending`:
-        this sequence computes them in this step, so they become pending nodes unless the tree has the same ones.
+        Ends where another sequence computes the same block in this step: that one will be adopted later.
+        `num_computed`: this sequence computes the tokens behind these in this step, so blocks with any of them become
+        pending nodes, unless the tree has the same ones.
         """
         path, stop = table.path, num_tokens // self._size
         if path is None or path.swap_in_pending or path.num_blocks >= stop:
             return
         tree, node, first = self._tree, self._last_node(path, table), path.num_blocks
+        first_pending = stop if num_computed is None else num_computed // self._size
         packed = as_bytes(path.token_ids[first * self._size : stop * self._size])
         for column in range(first, stop):
             block = table.columns[column]
@@ -159,9 +161,9 @@ class PrefixCache(Prefixes):
             if found is None:
                 tree.insert(node, key, block)
                 found = block
-                if is_pending:
+                if column >= first_pending:
                     self._await(path, column, block)
-            elif is_pending or found in tree.pending:
+            elif num_computed is not None or found in tree.pending:
                 return
             elif found != block:
                 table.replace(column, found)

@@ -67,8 +67,8 @@ class Prefixes:
     def swap_in(self, table: BlockTable, num_found: int) -> None:
         """Begin a path anew for a sequence that the step under way swaps in, with the columns that it found."""
 
-    def publish(self, table: BlockTable, num_tokens: int, *, is_pending: bool = False) -> None:
-        """Let the full blocks of the first `num_tokens` tokens be found; `is_pending`: when the step is over."""
+    def publish(self, table: BlockTable, num_tokens: int, *, num_computed: int | None = None) -> None:
+        """Let the full blocks of the first `num_tokens` tokens be found; those behind `num_computed` after the step."""
 
     def publish_all(self, tables: Iterable[BlockTable]) -> None:
         """Let all full blocks be found."""
