@@ -180,11 +180,20 @@ def test_map_of_a_step_of_the_past_is_shown_again(server: ServerProcess) -> None
         async with httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client:
             await client.post(url, json=body | {"n": 1, "max_tokens": 4, "stream": False})
             await page.open(f"{server.url}/debug/blocks", password=KEY)
-            async with client.stream("POST", url, json=body):
+
+            async def generate() -> None:       # again and again, however slow the page is
+                while True:
+                    (await client.post(url, json=body | {"stream": False})).raise_for_status()
+
+            generating = asyncio.create_task(generate())
+            try:
                 await page.until("document.querySelectorAll('#holders .swatch').length === 4")
                 await page.until("document.querySelector('#moment-step').textContent.includes('4 sequences')")
                 told = await page.text("#moment-step")      # steps that come later have a map before them
                 await page.until(f"document.querySelector('#moment-step').textContent !== {told!r}")
+            finally:
+                generating.cancel()
+                await asyncio.wait([generating])
         await page.until("document.querySelector('#used').textContent === '0'")
         assert await page.text("#map-hint") == ""
         found = (

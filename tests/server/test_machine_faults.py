@@ -28,7 +28,8 @@ WALL_CLOCKS = {
     *("server/apis/responses/responses_builder.py", "server/apis/embeddings/embedding_routes.py"),
     *("server/adapter_names.py", "server/pages/page_routes.py", "cli/top/reading.py"),
     *("server/models/models_app.py", "server/models/ollama.py", "server/models/ollama_forms.py"),
-    *("server/apis/profile_routes.py", "engine/recording/recorder.py"),
+    *("server/apis/profile_routes.py", "engine/recording/recorder.py", "engine/event_publisher.py"),
+    "engine/recording/fault_files.py",
 }
 
 

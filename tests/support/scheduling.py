@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_table import NULL_BLOCK
 from quire.cache.disk_tier import DiskTier
@@ -33,7 +33,9 @@ from quire.scheduling.scheduler import make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from support.beam_reference import Found, reference_search
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, expected_tokens
-from support.scripted_store import ScriptedStore
+
+if TYPE_CHECKING:  # it needs the extension
+    from support.scripted_store import ScriptedStore
 
 
 def make_request(
@@ -349,7 +351,7 @@ def random_run(
     sends: bool = False,
     late: bool = False,
     executor_class: type[FakeExecutor] = FakeExecutor,
-    store: ScriptedStore | None = None,
+    store: "ScriptedStore | None" = None,
 ) -> Harness:
     """Random pool, limits, requests, beams, stops, aborts, pins, failures; safety after each step, liveness at the end.
 
@@ -431,7 +433,7 @@ def random_run(
     return harness
 
 
-def make_disk(harness: Harness, store: ScriptedStore, policy: DiskWritePolicy = "all") -> KVDisk:
+def make_disk(harness: Harness, store: "ScriptedStore", policy: DiskWritePolicy = "all") -> KVDisk:
     """Give a harness a disk tier over a store, as after a restart; its clock goes on with each look."""
     stored = StoredBlocks(store.num_slots, harness.block_size)
     store.open(harness.executor.memory, harness.block_size)
@@ -440,8 +442,10 @@ def make_disk(harness: Harness, store: ScriptedStore, policy: DiskWritePolicy = 
     return KVDisk(harness.cache.tier, store, count(0.0, 0.0005).__next__)  # type: ignore[arg-type]
 
 
-def random_store(seed: int) -> ScriptedStore:
+def random_store(seed: int) -> "ScriptedStore":
     """Return a store that is slow, small, spoilt, or hangs."""
+    from support.scripted_store import ScriptedStore
+
     rng = random.Random(f"disk of {seed}")
     return ScriptedStore(
         rng.choice([0, 1, 20, *[200] * 5]),
