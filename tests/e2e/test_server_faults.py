@@ -36,12 +36,13 @@ class Watched:
         self.server, self._mark, self._temporary = server, mark.encode(), temporary
 
     def remains(self) -> list[str]:
-        """Name what is there of it: processes, the port, files."""
+        """Name what is there of it: processes, the port, files; plans before a fault are kept."""
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
         found = [f"process {pid}" for pid in pids if is_running(pid) and self._mark in _environment(pid)]
         found += [f"port {self.server.port}"] if _is_open(self.server.port) else []
         shared = [f"shared memory {path}" for path in Path("/dev/shm").glob("*quire*")]
-        return found + shared + [f"file {path}" for path in self._temporary.iterdir()]
+        files = [path for path in self._temporary.iterdir() if not path.name.startswith("quire-faults-")]
+        return found + shared + [f"file {path}" for path in files]
 
     def assert_gone(self) -> None:
         """Wait until nothing is left."""

@@ -41,7 +41,7 @@ def _in_kept_groups(routing: Routing, keys: Tensor) -> Tensor:
     """Return keys [num_rows, num_experts] with those outside of each row's kept groups -inf."""
     if routing.num_groups == 1:
         return keys
-    groups = keys.view(len(keys), routing.num_groups, -1)
+    groups = keys.view(len(keys), routing.num_groups, keys.shape[1] // routing.num_groups)
     sums = groups.sort(dim=2, descending=True).values[:, :, :2].sum(dim=2)
     kept = sums.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_kept_groups]
     is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, kept, True)
