@@ -79,7 +79,7 @@ bool are_sides_results(const Pieces& pieces, const std::uint8_t* is_result, long
 
         bool operator==(const Form&) const = default;
     };
-    std::vector<Form> forms;  // of those pieces: nearly all are written like <0x0A>
+    std::vector<Form> forms;  // byte pieces' texts: nearly all are written like <0x0A>
     for (long piece = 0; piece < num_pieces; piece++) {
         const Text text = pieces.text(piece);
         if (text.size < 2 || is_result[piece]) continue;
@@ -132,7 +132,7 @@ private:
     struct Symbol {
         Text text;
         std::int32_t piece, merged;  // itself, and with the next one
-        std::int64_t rank;           // of the merge with the next one
+        std::int64_t rank;           // rank of the merge with the next one
     };
 
     void look_right(std::size_t i) {

@@ -52,7 +52,7 @@ from quire.engine.options import EngineOptions
 from quire.scheduling.limits import AdmissionLimits
 from quire.scheduling.scheduler import Scheduler, make_cache
 
-st.register_type_strategy(int, st.integers(-(2**63), 2**64 - 1))  # of fields that no strategy names: what msgpack takes
+st.register_type_strategy(int, st.integers(-(2**63), 2**64 - 1))  # fields that no strategy names: what msgpack takes
 counts = st.integers(0, 2**63 - 1)
 request_ids = st.integers(-(2**63), 2**63 - 1)
 token_ids = st.lists(st.integers(0, MAX_INT), max_size=5)

@@ -309,7 +309,7 @@ def test_each_engine_has_a_folder(opened: Store, place: Path) -> None:
     assert second.read([0]) == opened.read([0]) == 1
     assert sorted(each.name for each in folder_of(place).parent.iterdir()) == ["0", "1"]
     opened.store.close()
-    third = open_store(place)  # in the place of the first
+    third = open_store(place)  # takes the place of the first
     assert third.store.recovered == [opened.blocks[0]]
     second.store.close()
     third.store.close()

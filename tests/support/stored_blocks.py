@@ -22,7 +22,7 @@ from quire.execution import kv_folder, kv_slots, kv_store
 from quire.execution.kv_store import FOLDER_BYTES, KVStore, LoadedBlocks, Written
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 16, 12, 6
-SHAPES = ((NUM_BLOCKS, 2, 24), (NUM_BLOCKS, 7), (NUM_BLOCKS, 2, 24))  # of tensors, block by block
+SHAPES = ((NUM_BLOCKS, 2, 24), (NUM_BLOCKS, 7), (NUM_BLOCKS, 2, 24))  # tensors, block by block
 BLOCK_BYTES = 2 * (2 * 24 + 7 + 2 * 24)
 IDENTITY = KVIdentity("spec", "weights", "bfloat16", "", "bfloat16", BLOCK_SIZE, "layout", "cpp avx2", "rotary", "", "")
 MOMENTS = ("before", "half", "after")
@@ -69,7 +69,7 @@ class Store:
 
     def __init__(self, store: KVStore, tensors: list[np.ndarray[Any, Any]]) -> None:
         self.store, self.tensors = store, tensors
-        self.blocks: dict[int, StoredBlock] = {}   # by slot, as in the next
+        self.blocks: dict[int, StoredBlock] = {}   # slot: what is written there
         self.paths: dict[int, Path_] = {}
         texts = {store.scope_key(text): text for text in SCOPES}
         for block in store.recovered:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MAX_LOADS = 8            # requests that load at once; each load holds blocks
 MIN_BLOCKS = 2           # fewer are computed
 MAX_QUEUED_BYTES = 16 << 20  # tokens of queued runs, 4 bytes each: 4 million
-JOB_BYTES = 8 << 20      # of one read: two milliseconds of copying
+JOB_BYTES = 8 << 20      # one read: two milliseconds of copying
 MAX_JOBS = 4             # reads at once
 RETRY = 16               # one of so many loads that seem slower than computing is made, to measure again
 TRUSTED_BLOCKS = 64      # loaded, before their rate counts
@@ -48,7 +48,7 @@ class _Load:
     path: list[int]          # slots
     first: int               # blocks before it were found in the cache
     num_begun: int           # leading blocks of the path that were found or are being read
-    num_filled: int          # that can be used
+    num_filled: int          # usable tokens
     num_jobs: int = 0        # reads under way
     is_over: bool = False    # nothing more is read for it
 
@@ -187,7 +187,7 @@ class DiskTier:
         self._cache, self.stored = cache, stored
         self._keys = _ScopeKeys(scope_key)
         self._size, self._job_blocks = cache.block_size, max(1, JOB_BYTES // block_bytes)
-        self._loads: dict[int, _Load] = {}         # by request id, until the request is admitted or ends
+        self._loads: dict[int, _Load] = {}         # request id: until the request is admitted or ends
         self._looked_up = set[int]()               # waiting requests that load nothing more
         self._behind: dict[int, _Load] = {}        # waiting requests, and the load that each waits for
         self._jobs: dict[int, _Job] = {}
@@ -195,7 +195,7 @@ class DiskTier:
         self._next_job = 0
         self.counts = TierCounts()
         self.writes = WriteQueue(cache, stored, self._keys, self.counts, policy)
-        self.blocks_per_s: float | None = None     # of loads, measured by the caller
+        self.blocks_per_s: float | None = None     # speed of loads, measured by the caller
         self.is_stalled = False                    # set by the caller: reads do not return, so none is begun
 
     # --- loads ----------------------------------------------------------------------------------------------------

@@ -169,8 +169,8 @@ class TreeWithEvents(PrefixTree):
         self._is_first = True                        # nothing was told yet
         self._new: dict[int, None] = {}              # nodes that have not been told, parents before children
         self._removed: list[BlockName] = []          # told, and gone since
-        self._hashes: list[bytes | None] = [None] * config.num_blocks  # of nodes that have been told
-        self._keys_of: dict[int, ExtraKeys] = {}     # of nodes of an adapter that have been told
+        self._hashes: list[bytes | None] = [None] * config.num_blocks  # nodes that have been told
+        self._keys_of: dict[int, ExtraKeys] = {}     # an adapter's nodes that have been told
         self._adapters = OrderedDict[str, tuple[str, str]]()  # digest: name and folder, the latest last
 
     def know_adapter(self, digest: str, name: str, folder: str) -> None:
@@ -200,7 +200,7 @@ class TreeWithEvents(PrefixTree):
         The first events of a tree begin with AllBlocksCleared: what an earlier one had is gone. A reader of all events
         knows exactly the nodes that can be found now.
         """
-        if self._is_first:                           # of an engine that was restarted, or has slept
+        if self._is_first:                           # the engine was restarted, or has slept
             self._is_first = False
             events: list[BlockStored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
         elif self._new or self._removed:

@@ -60,7 +60,7 @@ class KVCacheManager:
         self._sources: list[int] = []            # blocks that the step under way copies from, held until it is over
         self._num_copied = 0                     # blocks, since start
         self.tier: DiskTier | None = None        # None: nothing is kept on a disk
-        self.leases: dict[int, BlockTable] = {}  # by request id: blocks that the tier fills, and those before them
+        self.leases: dict[int, BlockTable] = {}  # request id: blocks that the tier fills, and those before
 
     @property
     def num_free_blocks(self) -> int:

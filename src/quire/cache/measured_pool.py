@@ -21,7 +21,7 @@ class MeasuredPool(BlockPool):
     def __init__(self, num_blocks: int, cached: CachedBlocks, share: float) -> None:
         super().__init__(num_blocks, cached)
         self._limit, self._num_allocated = int(share * _SPAN), 0
-        self._uses: dict[int, list[float]] = {}     # of measured blocks: when allocated, and the latest uses
+        self._uses: dict[int, list[float]] = {}     # measured blocks: when allocated, and the latest uses
         self.lives: list[BlockLife] = []            # blocks evicted since this was last emptied
         self.now_s = 0.0
 

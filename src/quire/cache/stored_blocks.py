@@ -29,7 +29,7 @@ class StoredBlocks:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self.num_slots = num_slots
         self._tree = PrefixTree(num_slots, block_size)     # pending: nodes with bytes that are being written
-        self._num_bytes = block_size * _TOKEN_BYTES        # of one node's tokens
+        self._num_bytes = block_size * _TOKEN_BYTES        # one node's tokens
         self._order = OrderedDict[int, None]()             # the least recently used slot first
         self._free = list(range(num_slots))                # a heap: the file of a store ends with its highest slot
         self._held = Counter[int]()                        # reads and writes of each slot

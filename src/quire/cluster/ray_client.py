@@ -140,9 +140,6 @@ class RayClient(SingleEngine):
         """0: Ray Serve checks the health of replicas."""
         return 0.0
 
-    def _check_serves(self) -> None:
-        """Do nothing: Ray Serve replaces replicas that die."""
-
     async def _sleep(self, level: int) -> None:
         raise ConfigError("replicas on Ray do not sleep; Ray Serve starts and ends them by their load")
 

@@ -15,7 +15,7 @@ PreemptionKind = Literal["recompute", "swap"]          # how a preempted request
 PreemptionMode = Literal["auto", "recompute", "swap"]  # auto: the cheaper of the two
 MemoryPolicy = Literal["paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle"]
 SchedulingPolicy = Literal["priority", "fcfs", "fair"]  # order of admission: see quire.scheduling.waiting_lines
-DiskWritePolicy = Literal["reused", "finished", "all"]  # of blocks that are written to a disk
+DiskWritePolicy = Literal["reused", "finished", "all"]  # blocks that are written to a disk
 Batching = Literal["continuous", "static"]             # whether requests join and leave between steps, or all at once
 
 DEFAULT_BLOCK_SIZE = 16                 # tokens

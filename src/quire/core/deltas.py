@@ -77,4 +77,4 @@ class Admission(NamedTuple):
     waited: tuple[int, ...] = ()  # steps, one count per entry of WAIT_REASONS
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0
-    num_disk_tokens: int = 0    # those of num_cached_tokens that were loaded from a disk for it
+    num_disk_tokens: int = 0    # part of num_cached_tokens, loaded from a disk for it

@@ -19,14 +19,14 @@ class KVIdentity:
 
     model: str         # digest of the spec: sizes, windows, epsilons, activations
     weights: str       # digest of every byte of every tensor that was read
-    dtype: str         # of weights and activations
-    quantization: str  # of the weights, and the arithmetic of their products; empty: none
+    dtype: str         # weights and activations
+    quantization: str  # weights, and the arithmetic of their products; empty: none
     kv_dtype: str      # stored elements, and scales
     block_size: int    # tokens of a block
-    layout: str        # of a block's bytes: tensors and their shapes
+    layout: str        # a block's bytes: tensors and their shapes
     arithmetic: str    # back end, and the instruction set or the architecture of its kernels
     rotary: str        # digest of the tables of cosines and sines, which the longest sequence may change
-    parallel: str      # of tensor parallelism: mode, ranks and this rank
+    parallel: str      # tensor parallelism: mode, ranks and this rank
     draft: str         # digest of the draft model's identity, if a block has its keys and values; empty: none
     epoch: int = KV_EPOCH
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_CHUNKS_KEPT = 64        # of one request, the first ones
+MAX_CHUNKS_KEPT = 64        # first ones of one request
 MAX_PREEMPTIONS_KEPT = 64  # records of one request, the newest; RequestMetrics.num_preemptions counts all
 
 
@@ -77,7 +77,7 @@ class RequestMetrics:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
-    num_disk_tokens: int = 0            # those of them that were loaded from a disk for it
+    num_disk_tokens: int = 0            # part of num_cached_tokens, loaded from a disk for it
     waited_steps: dict[str, int] = field(default_factory=dict)
     preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
     chunks: list[PromptChunk] = field(default_factory=list)  # the first MAX_CHUNKS_KEPT of a prompt in several steps
@@ -201,7 +201,7 @@ class KVStats:
     prefix_queries_tokens: int = 0    # since start
     prefix_hits_tokens: int = 0       # since start
     blocks_by_owner: dict[str, int] | None = None
-    disk: dict[str, float] = field(default_factory=dict)  # of the disk tier, as `quire.engine.kv_disk` counts; {}: none
+    disk: dict[str, float] = field(default_factory=dict)  # disk tier, as `quire.engine.kv_disk` counts; {}: none
 
     @property
     def usage(self) -> float:

@@ -90,7 +90,7 @@ class Request:
     must_see_tokens: bool = False     # before the next draw, by the scheduler: see quire.scheduling.async_scheduling
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # prompt tokens found in the cache at its first admission
-    num_disk_tokens: int = 0          # those of them that were loaded from a disk for it
+    num_disk_tokens: int = 0          # part of num_cached_tokens, loaded from a disk for it
     waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.queues
     num_recomputed_tokens: int = 0    # lost by the last preemption and computed again
     num_swapped_blocks: int = 0       # moved by the last preemption, out and in

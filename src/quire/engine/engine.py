@@ -38,7 +38,7 @@ NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off"
 
 
 _WHOLE_EVERY = 16               # plans
-_ENTRY_BYTES = 48               # of Python, besides the content
+_ENTRY_BYTES = 48               # Python's own, besides the content
 _encode = msgspec.msgpack.Encoder().encode
 _REPEATED = b"\x95\xa8repeated"    # how a `recording.record.Repeated` begins
 
@@ -92,7 +92,7 @@ class PromptsLeft:
 
     def __init__(self, queues: RequestQueues) -> None:
         self._queues = queues
-        self.requests = dict[int, Request]()       # those that may have such a prompt, by id
+        self.requests = dict[int, Request]()       # open ones that may have such a prompt, by id
         self.work = StepWork()
         self.chunks: list[tuple[int, int]] = []     # ids of requests, and the tokens that are computed
 

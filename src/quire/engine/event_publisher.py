@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 CLEARED = msgspec.msgpack.encode([{"type": "AllBlocksCleared"}])
 AFTER_LAST = (-1).to_bytes(8, "big", signed=True)   # the number behind the last replayed batch
 LINGER_MS = 500          # for what was published before the end
-_NUM_REPLAY_FRAMES = 3   # of a request: the sender's identity, nothing, a number
+_NUM_REPLAY_FRAMES = 3   # a request: the sender's identity, nothing, a number
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
@@ -169,7 +169,7 @@ class _PublisherThread:
                 if self._replays is not None and self._replays in ready:
                     self._send_again(self._replays, self._replays.recv_multipart())
         except zmq.ContextTerminated:
-            pass
+            pass                    # closed before the thread had read all
         finally:
             for socket in (self._batches, self._published, self._replays):
                 if socket is not None:

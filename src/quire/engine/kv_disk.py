@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_COPY_S = 0.001      # copying out between two steps, at most; one block is always copied
-COPY_SHARE = 0.05       # of the last step's time
+COPY_SHARE = 0.05       # share of the last step's time
 READ_LIMIT_S = 5.0      # if a read takes longer, all loads are given up, and none is begun until it has returned
 DRAIN_S = 2.0           # for queued blocks at the end
-RATE_WEIGHT = 0.2       # of a new measurement in the average of a rate
+RATE_WEIGHT = 0.2       # weight of a new measurement in the average of a rate
 
 
 class KVDisk:

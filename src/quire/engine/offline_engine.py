@@ -21,7 +21,7 @@ from quire.engine.sleeping import SleepingEngine
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-OPEN_REQUESTS = "requests are open, as of `stream`: end them before the sleep"
+OPEN_REQUESTS = "requests are open, such as those of `stream`: end them before the sleep"
 
 
 class OfflineEngine(ABC):

@@ -20,7 +20,7 @@ from quire.core.kv_identity import KVIdentity
 
 MAX_FOLDERS = 64  # engines of one identity in a directory
 KEY_BYTES = 32
-FILES = ("blocks", "index", "key", "identity.json", "lock")  # in the order of their deletion
+FILES = ("blocks", "index", "key", "identity.json", "lock")  # deleted in this order
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 

@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 STAGING_BYTES = 64 << 20  # for blocks on their way out, and as many for those on their way in
-EXTENT_BYTES = 64 << 20   # of `blocks`, allocated at a time
+EXTENT_BYTES = 64 << 20   # `blocks` grows by so much at a time
 PIECE_BYTES = 1 << 20     # digested by the calling thread alone: a step's kernels keep the others
-FOLDER_BYTES = 64 << 10   # of directories and small files
+FOLDER_BYTES = 64 << 10   # directories and small files
 CLOSE_S = 10.0            # most time for what is staged at the end
 
 
@@ -110,8 +110,8 @@ class KVStore:
         self._table, self._folder = table, folder
         self._cache, self._done = cache, _Finished()
         self._reads: dict[int, _Read] = {}   # jobs that hold places
-        self._running = set[int]()           # those of them that the thread has not finished
-        self._dropped = set[int]()           # those of them that will not be taken
+        self._running = set[int]()           # jobs that the thread has not finished
+        self._dropped = set[int]()           # jobs that will not be taken
         if folder is not None:
             self.recovered = table.read(folder.index_file)
             self._writer = BlockWriter(folder, sizes, table, self._done)
@@ -326,7 +326,7 @@ class BlockWriter:
     def __init__(self, folder: KVFolder, sizes: SlotSizes, table: SlotTable, done: _Finished) -> None:
         self.sizes, self.staging = sizes, _Staging(sizes)
         self.failure: OSError | None = None
-        self.num_bytes = os.fstat(folder.blocks_file).st_size  # of `blocks`
+        self.num_bytes = os.fstat(folder.blocks_file).st_size  # the size of `blocks`
         self.jobs: SimpleQueue[_Write | list[int] | None] = SimpleQueue()
         self._slots_bytes = sizes.num_slots * sizes.slot_bytes
         self._folder, self._table, self._done = folder, table, done

@@ -68,8 +68,8 @@ class ExpertNames:
     """
 
     router: str = "mlp.gate"
-    router_bias: str = "mlp.gate.e_score_correction_bias"  # of the choice: a tensor, its whole name
-    is_bias_row: bool = False                              # that tensor is [1, num_experts]
+    router_bias: str = "mlp.gate.e_score_correction_bias"  # a tensor's whole name: it takes part in the choice alone
+    is_bias_row: bool = False                              # the tensor is [1, num_experts]
     expert_in: tuple[str, ...] = (GATE, UP)
     expert_out: str = DOWN
     stacked: tuple[StackedTensor, ...] = STACKED
@@ -172,7 +172,7 @@ class Experts:
     is_sigmoid: bool = False           # weights are sigmoids of scores, not a softmax
     has_choice_bias: bool = False      # experts are chosen by their weights plus a bias of each
     factor: float = 1.0                # on the weights of a token's experts
-    num_groups: int = 1                # of equal size; a token's experts are in the best `num_kept_groups`
+    num_groups: int = 1                # equal in size; a token's experts are in the best `num_kept_groups`
     num_kept_groups: int = 1
 
     def __post_init__(self) -> None:

@@ -218,7 +218,7 @@ def test_gauges_and_counters_of_the_contract_are_there_from_the_start_with_all_l
         assert types[name.removesuffix("_total")] == type_of, name
         found = page.by_labels(name)
         assert found.keys() == dict.fromkeys(label_sets(*(OWN | each for each in labels))).keys(), name
-        assert sum(found.values()) == (name == "vllm:engine_sleep_state"), name     # which is awake
+        assert sum(found.values()) == (name == "vllm:engine_sleep_state"), name     # the engine is awake
 
 
 def test_bounds_of_a_family_are_replaced() -> None:

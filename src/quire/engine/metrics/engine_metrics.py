@@ -286,7 +286,7 @@ _NO_STATS = KVStats(
     block_size=1, total_blocks=1, used_blocks=0, cached_blocks=0, free_blocks=0, shared_blocks=0, num_sequences=0,
     tail_waste_slots=0,
 )  # fmt: skip
-_DISK_STATES = ("is_on", "slots", "stored_blocks", "bytes")   # of KVStats.disk; all else in it is counted since start
+_DISK_STATES = ("is_on", "slots", "stored_blocks", "bytes")   # KVStats.disk's; all else in it is counted since start
 _COUNTERS = (
     "copied_blocks", "evicted_blocks", "swapped_out_blocks", "swapped_in_blocks", "recomputed_tokens", "swap_s",
     "recompute_s", "recovery_saved_s", "prefix_queries_tokens", "prefix_hits_tokens",

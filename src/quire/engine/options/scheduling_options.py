@@ -21,7 +21,7 @@ HISTOGRAM_FAMILIES = (
     "request_latency", "time_to_first_token", "inter_token_latency", "iteration_tokens", "request_params_n",
     "request_num_preemptions", "request_tokens", "kv_cache_residency",
 )  # fmt: skip
-MAX_BUCKETS = 100              # of a family: each is a series for every histogram and engine
+MAX_BUCKETS = 100              # most of a family: each is a series for every histogram and engine
 _speculation = partial(option, panel="Speculation")
 _scheduling = partial(option, panel="Scheduling")
 

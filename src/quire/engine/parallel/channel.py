@@ -130,8 +130,8 @@ class Channel:
                     self._heard_s = time.monotonic()
                     if content and not handles(message := self._decode(content)):
                         self._received.put(message)
-        except (OSError, ValueError, msgspec.DecodeError):  # closed here, or what was read makes no sense
-            pass
+        except (OSError, ValueError, msgspec.DecodeError):
+            pass  # closed here, or what was read makes no sense: `on_end` tells
         finally:
             self._received.put(None)
             on_end()

@@ -367,6 +367,7 @@ class EngineClient(SingleEngine):
             await asyncio.wait(self._tasks)
 
     def _check_serves(self) -> None:
+        """As in `BaseClient`, inlined: once a request."""
         if self._death.done():
             raise EngineDeadError(self._death.result())
         if self.sleeping:

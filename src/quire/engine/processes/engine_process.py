@@ -201,7 +201,7 @@ class EngineLoop:
     def _fall_asleep(self, command: messages.Sleep | messages.Wake) -> None:
         """End the loop, unless requests are left; the engine is awake until then."""
         while self._pending_adds:
-            self._add_pending()                 # those that were aborted are not added
+            self._add_pending()                 # aborted ones are not added
         if isinstance(command, messages.Wake):
             self._send(messages.SleepReply(command))
         elif self._engine.scheduler.has_requests:

@@ -37,7 +37,7 @@ from quire.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-MAX_FAULT_FILES = 16            # of a folder; the oldest are removed
+MAX_FAULT_FILES = 16            # most in a folder; the oldest are removed
 _MAX_REQUESTS = 1024
 _MAX_FRAMES = 12
 

@@ -171,7 +171,7 @@ class Closed(Struct, tag="closed", array_like=True, frozen=True):
 
 _Call = Added | RequestEnded | RolledBack | Requeued | Held
 Event = RecordStart | Planned | Updated | Resumed | Fault | Repeated | Closed | _Call
-Sent = PlanChecked | Returned | _Call           # by an engine, to its recorder
+Sent = PlanChecked | Returned | _Call           # what an engine sends to its recorder
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

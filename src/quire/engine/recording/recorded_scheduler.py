@@ -165,7 +165,7 @@ class RecordedScheduler(Scheduler):
 
 _SENT_BYTES, _SENT_S = 1 << 16, 0.1  # events are sent together, so many bytes or seconds of them
 _MAX_UNSENT_BYTES = 64 << 20    # beyond, the recorder does not keep up, and the record ends
-_BATCH_HEAD = Layout(">IBI")    # of a frame with a list of msgpack
+_BATCH_HEAD = Layout(">IBI")    # head of a frame with a list of msgpack
 _LIST = 0xDD
 
 

@@ -44,7 +44,7 @@ from quire.kernels.triton.triton_norm import TritonNorm
 
 MAX_ROWS = 64
 LEAST_COLUMNS, LEAST_PROGRAMS = 16, 96  # narrower tiles are taken until a launch has so many programs
-MAX_SHARED_TILES = 192  # in a launch with parts: with more tiles there are enough programs without
+MAX_SHARED_TILES = 192  # a launch with parts: with more tiles there are enough programs without
 AHEAD = 8192  # weights that a program fetches before the wait: 8 MiB in 512 programs, 3 us of a card's memory
 SECTOR = tl.constexpr(16)  # elements that the L2 cache fetches at least: 32 bytes
 

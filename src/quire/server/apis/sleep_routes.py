@@ -15,7 +15,7 @@ from quire.server.errors import ApiError, asleep, invalid
 from quire.server.http.application import check_operator
 from quire.server.service import Service
 
-MODES = ("abort", "wait")   # of the calls that run
+MODES = ("abort", "wait")   # what becomes of the calls that run
 POLL_S = 0.02
 
 router = APIRouter(tags=["system"])

@@ -80,8 +80,8 @@ class ModelProcess:
                     on_ready()
                 elif line.startswith(ERROR):
                     reason = line.removeprefix(ERROR)
-        except (OSError, ValueError):   # it was killed, or writes a line without end
-            pass
+        except (OSError, ValueError):
+            pass  # it was killed, or writes a line without end: its status tells
         finally:
             writer.close()
             status = await asyncio.to_thread(self._wait)

@@ -7,7 +7,7 @@ import { ask, byId, element, paint, show, tell } from "./dom.js";
 const NUM_COLUMNS = 32;
 const NUM_BLOCKS = 1024; // in a window
 const PAUSE_MS = 1000;
-const MOST_CHARS = 1 << 25; // of the past maps that this page keeps, as JSON
+const MOST_CHARS = 1 << 25; // past maps that this page keeps, as JSON
 const ENGINE = encodeURIComponent(new URLSearchParams(location.search).get("engine") ?? "0"); // of several
 const charts = new Charts(ENGINE);
 
