@@ -1,9 +1,11 @@
 """Several models behind one server: real processes, and the demo model under several names."""
 
+import asyncio
 import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +15,12 @@ import httpx
 import pytest
 
 from quire.core.errors import ConfigError, ModelError
+from quire.engine.options import EngineOptions
 from quire.model.resolve import DEMO_MODEL
 from quire.server.models.model_folder import ModelFolder
+from quire.server.models.model_process import ModelProcess
+from quire.server.models.models_app import ModelsApp
+from quire.server.models.supervisor import Supervisor
 from quire.server.options import ServerOptions
 from support.gguf_files import convert
 from support.server import ANSWER_LIMIT_S, ServerProcess, is_running, running_server, wait_until
@@ -141,6 +147,41 @@ def test_killed_model_is_an_error_for_what_it_had_and_is_loaded_again(server: Se
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "model_died"
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "model_died")
     assert complete(server, "one").json()["model"] == "one"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
+def test_death_is_told_once_the_next_request_loads_the_model_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, is_stream: bool
+) -> None:
+    def wait(process: ModelProcess) -> int:
+        """Notice the end late, as on a busy machine."""
+        time.sleep(0.5)
+        return process.process.wait()
+
+    async def killed_and_asked_again() -> tuple[str, httpx.Response]:
+        options = ServerOptions(models_dir=str(folder))
+        supervisor = Supervisor(EngineOptions(num_kv_blocks=64), options)
+        transport = httpx.ASGITransport(ModelsApp(supervisor, options))
+        body = {"model": "one", "prompt": "import os", "raw": True, "stream": is_stream}
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=ANSWER_LIMIT_S) as client:
+            try:
+                async with supervisor.lend("one") as process:
+                    pid = process.process.pid
+                with stopped_children(pid):
+                    killed = asyncio.create_task(client.post(path, json=body))
+                    while not process.session.connector._acquired:
+                        await asyncio.sleep(0.01)
+                    os.kill(pid, signal.SIGKILL)
+                    first = await killed
+                return first.text, await client.post(path, json=body | {"max_tokens": 1, "stream": False})
+            finally:
+                await supervisor.close()
+
+    monkeypatch.setattr(ModelProcess, "_wait", wait)
+    told, again = asyncio.run(killed_and_asked_again())
+    assert "the server of model 'one' has died; the next request loads it again" in told
+    assert again.status_code == 200, again.text
 
 
 def test_client_that_goes_gives_up_its_place_and_its_wait(server: ServerProcess) -> None:

@@ -65,6 +65,7 @@ class ModelProcess:
             connector=aiohttp.UnixConnector(uds, limit=0), auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None), skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )  # fmt: skip
+        self.has_ended = asyncio.Event()    # set by the supervisor, which lends it no more
         self._num_lent = 0
         self._is_free = asyncio.Event()
         self._is_free.set()

@@ -12,7 +12,6 @@ from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import parse_qs
 
-import aiohttp
 import msgspec
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -210,20 +209,14 @@ class ModelsApp:
 
     async def _forward(self, scope: Scope, body: bytes, sender: "_Reply", name: str, *, is_use: bool = True) -> None:
         """Send a request to the server of a model, and its answer back. ApiError 502 where that dies before."""
-        async with self._supervisor.lend(name, is_use=is_use) as process:
-            try:
+        try:
+            async with self._supervisor.lend(name, is_use=is_use) as process:
                 await _relay(process, scope, body, sender)
-            except (aiohttp.ClientError, OSError) as error:
-                failure = ApiError(
-                    502, f"the server of model {name!r} has died; the next request loads it again", type="server_error",
-                    code="model_died", headers={"Retry-After": "1"},
-                )  # fmt: skip
-                if sender.status is None:
-                    raise failure from error
-                if not sender.is_stream:
-                    raise           # uvicorn closes the connection: the client sees that the answer is not whole
-                event = b"data: " + msgspec.json.encode(failure.body) + b"\n\n"
-                await sender.send({"type": "http.response.body", "body": event})
+        except ApiError as failure:
+            if sender.status is None or not sender.is_stream:
+                raise       # behind a status the connection is closed: the client sees that the answer is not whole
+            event = b"data: " + msgspec.json.encode(failure.body) + b"\n\n"
+            await sender.send({"type": "http.response.body", "body": event})
 
 
 async def _relay(process: ModelProcess, scope: Scope, body: bytes, sender: "_Reply") -> None:

@@ -103,14 +103,21 @@ class OllamaRoutes:
             (path, (made if path == _CHATS else texts) | options | fields | {"model": name})
             for path, fields in _requests(body, is_chat=is_chat)
         ]
-        async with self._supervisor.lend(name, kept_s) as process:
-            loaded_s = time.monotonic()
-            async with await _first_answer(process, requests, headers) as response:
-                times_s = {"total_duration": -began_s, "load_duration": loaded_s - began_s}
-                if body.stream:
-                    await _stream(response, form, times_s, loaded_s, send)
-                else:
-                    await _send_json(_whole(await response.json(), form, times_s), send)
+        is_begun = False
+        try:
+            async with self._supervisor.lend(name, kept_s) as process:
+                loaded_s = time.monotonic()
+                async with await _first_answer(process, requests, headers) as response:
+                    times_s = {"total_duration": -began_s, "load_duration": loaded_s - began_s}
+                    if body.stream:
+                        is_begun = True
+                        await _stream(response, form, times_s, loaded_s, send)
+                    else:
+                        await _send_json(_whole(await response.json(), form, times_s), send)
+        except ApiError as failure:
+            if not is_begun:
+                raise
+            await _send_line({"error": failure.message}, send, is_last=True)
 
     async def _load(self, name: str, kept_s: float | None, form: AnswerForm, send: Send) -> None:
         """Load or, with `kept_s` of 0, unload a model: what a request without a text is for."""
@@ -170,16 +177,13 @@ async def _first_answer(
 ) -> aiohttp.ClientResponse:
     """Return the answer to the first request, or to the second for want of a chat template. ApiError of a refusal."""
     for number, (path, request) in enumerate(requests, 1):
-        try:
-            response = await process.session.post(
-                f"http://model{path}", data=msgspec.json.encode(request),
-                headers=headers | {"Content-Type": "application/json"},
-            )  # fmt: skip
-            if response.status == 200:
-                return response
-            error = (await response.json())["error"]
-        except (aiohttp.ClientError, OSError) as failed:
-            raise ApiError(502, "the model's server has died; the next request loads it again") from failed
+        response = await process.session.post(
+            f"http://model{path}", data=msgspec.json.encode(request),
+            headers=headers | {"Content-Type": "application/json"},
+        )  # fmt: skip
+        if response.status == 200:
+            return response
+        error = (await response.json())["error"]
         if number == len(requests) or "no chat template" not in error["message"]:
             told = {name: value for name, value in response.headers.items() if name.lower() == "retry-after"}
             raise ApiError(response.status, error["message"], code=error.get("code"), headers=told)
@@ -198,31 +202,27 @@ def _whole(answer: Json, form: AnswerForm, times_s: dict[str, float]) -> Json:
 async def _stream(
     response: aiohttp.ClientResponse, form: AnswerForm, times_s: dict[str, float], asked_s: float, send: Send
 ) -> None:
-    """Send an answer line by line, calls at its end; an error, or the end of the model's server, is the last line."""
+    """Send an answer line by line, calls at its end; an error is the last line."""
     head = [(b"content-type", NDJSON.encode())]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     calls: dict[int, Json] = {}
     reason, usage, first_s = None, dict[str, Any](), math.inf
-    try:
-        async for event in _events(response):
-            if "error" in event:
-                await _send_line({"error": event["error"]["message"]}, send, is_last=True)
-                return
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                delta = choice.get("delta") or {"content": choice.get("text")}
-                reason = choice.get("finish_reason") or reason
-                for call in delta.get("tool_calls") or ():
-                    known = calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})["function"]
-                    known["name"] += call["function"].get("name") or ""
-                    known["arguments"] += call["function"].get("arguments") or ""
-                content, thinking = delta.get("content") or "", delta.get("reasoning") or ""
-                if content or thinking:
-                    first_s = min(first_s, time.monotonic())
-                    await _send_line(form.part(content, thinking), send)
-    except (aiohttp.ClientError, OSError):
-        await _send_line({"error": "the model's server has died; the next request loads it again"}, send, is_last=True)
-        return
+    async for event in _events(response):
+        if "error" in event:
+            await _send_line({"error": event["error"]["message"]}, send, is_last=True)
+            return
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            delta = choice.get("delta") or {"content": choice.get("text")}
+            reason = choice.get("finish_reason") or reason
+            for call in delta.get("tool_calls") or ():
+                known = calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})["function"]
+                known["name"] += call["function"].get("name") or ""
+                known["arguments"] += call["function"].get("arguments") or ""
+            content, thinking = delta.get("content") or "", delta.get("reasoning") or ""
+            if content or thinking:
+                first_s = min(first_s, time.monotonic())
+                await _send_line(form.part(content, thinking), send)
     if calls:
         await _send_line(form.part("", "", tool_calls([calls[index] for index in sorted(calls)])), send)
     ended_s = time.monotonic()

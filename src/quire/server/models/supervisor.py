@@ -5,14 +5,16 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
+
+import aiohttp
 
 from quire.engine.options import EngineOptions
 from quire.server.errors import ApiError, overloaded
 from quire.server.models.model_folder import ModelFolder
-from quire.server.models.model_process import ModelProcess
+from quire.server.models.model_process import KILL_AFTER_S, ModelProcess
 from quire.server.models.places import Admit, Fail, Places, StartModel, State, StopModel
 from quire.server.options import ServerOptions
 
@@ -39,7 +41,8 @@ class Supervisor:
     ) -> AsyncIterator[ModelProcess]:
         """Wait until a model answers, and keep it loaded meanwhile; arguments as `Places.arrive` has them.
 
-        Raises ApiError 503 for one that cannot be loaded, 429 where too many requests wait for models.
+        Raises ApiError 503 for one that cannot be loaded, 429 where too many requests wait for models, and 502 where
+        the process dies meanwhile: once its end is known here, since the next request would be sent to it until then.
         """
         num_waiting, limit = self.places.num_waiting, self._options.max_queued_requests
         if num_waiting >= limit:
@@ -49,7 +52,16 @@ class Supervisor:
         self.places.arrive(name, ticket, time.monotonic(), keep_alive_s, is_use=is_use)
         self._act()
         try:
-            yield await admission
+            process = await admission
+            try:
+                yield process
+            except (aiohttp.ClientError, OSError) as error:
+                with suppress(TimeoutError):    # it is alive, and closed one connection
+                    await asyncio.wait_for(process.has_ended.wait(), KILL_AFTER_S)
+                raise ApiError(
+                    502, f"the server of model {name!r} has died; the next request loads it again", type="server_error",
+                    code="model_died", headers={"Retry-After": "1"},
+                ) from error  # fmt: skip
         finally:
             del self._admissions[ticket]
             if admission.done() and not admission.cancelled() and admission.exception() is None:
@@ -123,6 +135,7 @@ class Supervisor:
         self.places.has_ended(name, f"model {name!r} could not be loaded, or has died: {reason}", time.monotonic())
         self._act()
         if ended is not None:
+            ended.has_ended.set()
             await ended.close()
 
     def _set_timer(self) -> None:
