@@ -103,7 +103,7 @@ def test_stream_that_is_closed_while_its_prefix_loads_leaves_no_block(tmp_path: 
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         stream = llm.stream([{"prompt_token_ids": PROMPT}, {"prompt_token_ids": [5]}], params)
         assert next(stream).prompt_token_ids == [5], "it passes the one that loads"
-        assert engine.scheduler.cache.tier.num_loads == 1
+        assert engine.scheduler.cache.loads.num_loads == 1
         stream.close()  # type: ignore[attr-defined]
         engine.scheduler.check()
         assert llm.kv_stats().used_blocks == 0

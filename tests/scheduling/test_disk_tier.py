@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 
-from quire.cache import disk_tier
+from quire.cache import disk_tier, loads
+from quire.cache.disk_tier import DiskTier
 from quire.core.config import DiskWritePolicy
 from quire.core.plan import MeasuredRates
 from quire.core.sequence import Request, SequenceStatus
-from quire.engine import kv_disk
+from quire.engine import kv_reads
 from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 from support.scheduling import Harness, make_disk, random_run, random_store
 from support.scripted_store import ScriptedStore
@@ -56,11 +57,17 @@ def filled(store: ScriptedStore, prompt: list[int] = PREFIX) -> ScriptedStore:
     return store
 
 
+def tier_of(harness: Harness) -> DiskTier:
+    assert harness.cache.loads is not None
+    assert harness.cache.loads.disk is not None
+    return harness.cache.loads.disk
+
+
 def until_loading(harness: Harness, request: Request) -> None:
     """Step until a request waits for a load."""
-    tier = harness.cache.tier
-    assert tier is not None
-    while not tier.is_loading(request.request_id):
+    found = harness.cache.loads
+    assert found is not None
+    while not found.is_loading(request.request_id):
         assert request.live[0].status is SequenceStatus.WAITING, "admitted without a load"
         harness.step()
 
@@ -126,8 +133,7 @@ def test_block_that_cannot_be_read_is_computed_with_all_behind_it(num_good: int)
     request = harness.add([*PREFIX, 1], **END)
     settle(harness)
     assert request.num_disk_tokens in (0, 4 * num_good)
-    assert harness.cache.tier is not None
-    assert len(harness.cache.tier.stored) <= num_good
+    assert len(tier_of(harness).stored) <= num_good
 
 
 def test_bad_block_is_forgotten_with_its_children() -> None:
@@ -191,7 +197,7 @@ def test_request_that_is_alone_with_a_load_waits_for_it_and_then_fits() -> None:
 
 
 def test_read_that_never_returns_is_given_up_and_none_is_begun_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_disk, "READ_LIMIT_S", 0.5)
+    monkeypatch.setattr(kv_reads, "READ_LIMIT_S", 0.5)
     store = filled(store_of(hangs=True))
     harness = open_harness(store)
     first = harness.add([*PREFIX, 1], **END)
@@ -204,8 +210,8 @@ def test_read_that_never_returns_is_given_up_and_none_is_begun_after_it(monkeypa
 
 
 def test_loads_that_have_not_begun_to_read_are_given_up_with_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_disk, "READ_LIMIT_S", 0.5)
-    monkeypatch.setattr(disk_tier, "MAX_JOBS", 1)
+    monkeypatch.setattr(kv_reads, "READ_LIMIT_S", 0.5)
+    monkeypatch.setattr(loads, "MAX_JOBS", 1)
     store = filled(filled(store_of(), [9] * 20), PREFIX)
     store.hangs = True
     harness = open_harness(store)
@@ -216,7 +222,7 @@ def test_loads_that_have_not_begun_to_read_are_given_up_with_one_that_hangs(monk
 
 
 def test_loads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "MAX_LOADS", 2)
+    monkeypatch.setattr(loads, "MAX_LOADS", 2)
     store = store_of(most_turns=5)
     prompts = [[number] * 12 for number in range(6)]
     for prompt in prompts:
@@ -227,11 +233,11 @@ def test_loads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     settle(harness)
     harness = open_harness(store)
     requests = [harness.add([*prompt, 1], **END) for prompt in prompts]
-    tier, most = harness.cache.tier, 0
-    assert tier is not None
+    found, most = harness.cache.loads, 0
+    assert found is not None
     while harness.scheduler.has_requests:
         harness.step()
-        most = max(most, tier.num_loads)
+        most = max(most, found.num_loads)
     assert most == 2
     assert [request.num_disk_tokens for request in requests] == [12] * 6
 
@@ -239,8 +245,7 @@ def test_loads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_load_that_would_take_longer_than_computing_is_not_begun() -> None:
     store = filled(store_of())
     harness = open_harness(store, rates=MeasuredRates(prefill_tokens_per_s=100.0))
-    tier = harness.cache.tier
-    assert tier is not None
+    tier = tier_of(harness)
     tier.counts.num_loaded, tier.blocks_per_s = disk_tier.TRUSTED_BLOCKS, 24.0
     harness.add([1], **END)
     harness.run()                      # the rate of prefills comes with a result
@@ -348,8 +353,8 @@ def two_lives(seed: int, **kind: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", ["plain", "crowded", "windowed", "late"])
 def test_random_runs_over_a_store_are_safe_live_and_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "MIN_BLOCKS", 1)
-    monkeypatch.setattr(kv_disk, "READ_LIMIT_S", 0.02)
+    monkeypatch.setattr(loads, "MIN_BLOCKS", 1)
+    monkeypatch.setattr(kv_reads, "READ_LIMIT_S", 0.02)
     totals = [two_lives(seed, **{} if kind == "plain" else {kind: True}) for seed in range(10, 24)]
     assert sum(written for written, _ in totals) > 100
     assert sum(loaded for _, loaded in totals) > 20
@@ -359,6 +364,6 @@ def test_random_runs_over_a_store_are_safe_live_and_right(kind: str, monkeypatch
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["plain", "crowded", "windowed", "late"])
 def test_many_random_runs_over_a_store_are_safe_live_and_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "MIN_BLOCKS", 1)
-    monkeypatch.setattr(kv_disk, "READ_LIMIT_S", 0.02)
+    monkeypatch.setattr(loads, "MIN_BLOCKS", 1)
+    monkeypatch.setattr(kv_reads, "READ_LIMIT_S", 0.02)
     fuzz(lambda seed: two_lives(seed, **{} if kind == "plain" else {kind: True}), 100 * STEPS_PER_RUN)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_table import NULL_BLOCK
 from quire.cache.disk_tier import DiskTier
+from quire.cache.loads import Loads
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.config import (
     Batching,
@@ -438,8 +439,9 @@ def make_disk(harness: Harness, store: "ScriptedStore", policy: DiskWritePolicy 
     stored = StoredBlocks(store.num_slots, harness.block_size)
     store.open(harness.executor.memory, harness.block_size)
     stored.recover(store.recovered())
-    harness.cache.tier = DiskTier(harness.cache, stored, store.scope_key, 1 << 21, policy)
-    return KVDisk(harness.cache.tier, store, count(0.0, 0.0005).__next__)  # type: ignore[arg-type]
+    loads = harness.cache.loads = Loads(harness.cache, 1 << 21)
+    loads.disk = DiskTier(harness.cache, stored, store.scope_key, policy)
+    return KVDisk(loads, loads.disk, store, count(0.0, 0.0005).__next__)  # type: ignore[arg-type]
 
 
 def random_store(seed: int) -> "ScriptedStore":

@@ -1,13 +1,10 @@
-"""DiskTier: the decisions of a disk tier: blocks to write, blocks to load, and leases. No clock, no I/O.
+"""DiskTier: the decisions of a disk tier: blocks to write, and what loads find in it. No clock, no I/O.
 
 Blocks are written when they are likely to be asked for again: those of a prefix that a request has found in the cache,
 and those of a finished request, which its next turn begins with. Such a run of tokens is queued; its blocks are looked
 up again when they are copied, so a queued run keeps no block and slows down no eviction.
 
-A request that would compute tokens that are stored waits while they are loaded (`kv_load`). Its lease holds the blocks
-that were found in the cache and those that are being filled: a table, which publishes what has been filled as any
-sequence does. From then on these are ordinary cached blocks: the request is admitted with what is there. A block that
-cannot be read ends the load, and is computed. Leases are the first to be given back when blocks are short.
+A load of stored blocks (`quire.cache.loads`) keeps their slots. Requests with one prefix load it once.
 """
 
 from array import array
@@ -16,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.loads import Load, Wanted
 from quire.cache.prefix_tree import PrefixMatch, Scope, as_bytes
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.config import DiskWritePolicy
@@ -27,11 +24,7 @@ if TYPE_CHECKING:
 
     from quire.cache.manager import KVCacheManager
 
-MAX_LOADS = 8            # requests that load at once; each load holds blocks
-MIN_BLOCKS = 2           # fewer are computed
 MAX_QUEUED_BYTES = 16 << 20  # tokens of queued runs, 4 bytes each: 4 million
-JOB_BYTES = 8 << 20      # one read: two milliseconds of copying
-MAX_JOBS = 4             # reads at once
 RETRY = 16               # one of so many loads that seem slower than computing is made, to measure again
 TRUSTED_BLOCKS = 64      # loaded, before their rate counts
 MAX_KEYS = 4096          # scopes with keys in memory
@@ -39,26 +32,45 @@ _TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
-    """The blocks that are loaded for a request: those of `path` from `first` on."""
+class StoredLoad(Load):
+    """A load of blocks in the slots of `path`."""
 
-    request_id: int
-    scope: bytes
-    packed: bytes
-    path: list[int]          # slots
-    first: int               # blocks before it were found in the cache
-    num_begun: int           # leading blocks of the path that were found or are being read
-    num_filled: int          # usable tokens
-    num_jobs: int = 0        # reads under way
-    is_over: bool = False    # nothing more is read for it
+    source: "DiskTier"
+    scope: bytes = b""
+    packed: bytes = b""
+    path: Sequence[int] = ()
 
+    def same(self) -> Load | None:
+        """Return a load under way that reads the first block of this one."""
+        return self.source.readers.get(self.path[self.first])
 
-class _Job(NamedTuple):
-    """A read of blocks [start, stop) of a load's path."""
+    def begin(self) -> None:
+        """Keep the slots."""
+        slots, tier = self.path[self.first :], self.source
+        tier.stored.hold(slots)
+        tier.stored.touch(self.path)
+        tier.readers.update(dict.fromkeys(slots, self))
 
-    load: _Load
-    start: int
-    stop: int
+    def records(self, start: int, stop: int) -> list[StoredBlock]:
+        """Return the records of blocks [start, stop)."""
+        stored = self.source.stored
+        return [stored.record(self.path, index, self.scope, self.packed) for index in range(start, stop)]
+
+    def record_read(self, start: int, stop: int, num_whole: int, *, is_used: bool) -> None:
+        """Record a read; a block that is not what was written is removed, with all below it."""
+        counts = self.source.counts
+        counts.num_loaded += num_whole if is_used else 0
+        if num_whole < stop - start:
+            counts.num_bad += 1
+            self.source.stored.remove(self.path[start + num_whole])
+
+    def release(self) -> None:
+        """Release the slots."""
+        slots, readers = self.path[self.first :], self.source.readers
+        for slot in slots:
+            if readers.get(slot) is self:
+                del readers[slot]
+        self.source.stored.release(slots)
 
 
 class _QueuedRun(NamedTuple):
@@ -177,204 +189,64 @@ class WriteQueue:
 
 
 class DiskTier:
-    """Decides what is written to a store and loaded from it. `scope_key`: of the store, 32 bytes of a scope's text."""
+    """Decides what is written to a store, and is a source of loads.
+
+    `scope_key`: of the store, 32 bytes of a scope's text.
+    """
 
     def __init__(
         self, cache: "KVCacheManager", stored: StoredBlocks, scope_key: "Callable[[bytes], bytes]",
-        block_bytes: int, policy: DiskWritePolicy = "finished",
+        policy: DiskWritePolicy = "finished",
     ) -> None:  # fmt: skip
-        assert cache.prefixes.can_be_found, "a disk tier without a prefix cache"
-        self._cache, self.stored = cache, stored
+        self.stored, self._size = stored, cache.block_size
         self._keys = _ScopeKeys(scope_key)
-        self._size, self._job_blocks = cache.block_size, max(1, JOB_BYTES // block_bytes)
-        self._loads: dict[int, _Load] = {}         # request id: until the request is admitted or ends
-        self._looked_up = set[int]()               # waiting requests that load nothing more
-        self._behind: dict[int, _Load] = {}        # waiting requests, and the load that each waits for
-        self._jobs: dict[int, _Job] = {}
-        self._readers: dict[int, _Load] = {}       # the load of each slot that is read for one
-        self._next_job = 0
+        self.readers: dict[int, Load] = {}         # the load of each slot that is read for one
         self.counts = TierCounts()
         self.writes = WriteQueue(cache, stored, self._keys, self.counts, policy)
         self.blocks_per_s: float | None = None     # speed of loads, measured by the caller
         self.is_stalled = False                    # set by the caller: reads do not return, so none is begun
 
-    # --- loads ----------------------------------------------------------------------------------------------------
-
     @property
-    def num_loads(self) -> int:
-        """Loads under way."""
-        return sum(not load.is_over for load in self._loads.values())
+    def is_ready(self) -> bool:
+        """Return whether it may have anything, and answers."""
+        return not self.is_stalled and len(self.stored) > 0
 
-    def is_loading(self, request_id: int) -> bool:
-        """Return whether a waiting request waits for a load, its own or another's."""
-        load = self._loads.get(request_id) or self._behind.get(request_id)
-        return load is not None and not load.is_over
-
-    def begin_load(
-        self, request_id: int, scope: Scope, token_ids: Sequence[int], num_tokens: int, match: PrefixMatch,
-        prefill_tokens_per_s: float | None,
-    ) -> bool:  # fmt: skip
-        """Load what is stored behind a match of a request's first tokens; return whether it waits for that.
-
-        A request loads once between two admissions. While others load the same, it waits for them, and looks again.
-        """
-        if request_id in self._looked_up or self.is_stalled or not len(self.stored):
-            return False
-        num_found, num_full = len(match.blocks), num_tokens // self._size
-        if num_full - num_found < MIN_BLOCKS:
-            return False
-        key, packed = self._keys[scope], as_bytes(token_ids[: num_full * self._size])
+    def find(self, wanted: Wanted, num_found: int) -> StoredLoad | None:
+        """Return a load of what is stored behind the first `num_found` blocks; None: nothing."""
+        num_full = wanted.num_tokens // self._size
+        key, packed = self._keys[wanted.scope], as_bytes(wanted.token_ids[: num_full * self._size])
         path = self.stored.find(key, packed)
-        if len(path) - num_found >= MIN_BLOCKS:
-            same = self._readers.get(path[num_found])
-            if same is None and self.num_loads >= MAX_LOADS:
-                same = next(load for load in self._loads.values() if not load.is_over)
-            if same is not None and not same.is_over:
-                self._behind[request_id] = same
-                return True
-        self._behind.pop(request_id, None)
-        self._looked_up.add(request_id)
-        self.counts.num_queried_tokens += num_tokens - match.num_tokens
-        if len(path) - num_found < MIN_BLOCKS or not self._is_faster(prefill_tokens_per_s):
-            return False
-        try:
-            self._cache.lease(request_id, token_ids, scope, match, len(path))
-        except OutOfBlocksError:
-            return False
-        self.stored.hold(path[num_found:])
-        self.stored.touch(path)
-        load = self._loads[request_id] = _Load(request_id, key, packed, path, num_found, num_found, num_found)
-        self._readers.update(dict.fromkeys(path[num_found:], load))
-        return True
+        if len(path) <= num_found:
+            return None
+        return StoredLoad(self, wanted.request_id, num_found, len(path), num_found, num_found,
+                          scope=key, packed=packed, path=path)  # fmt: skip
 
-    def _is_faster(self, prefill_tokens_per_s: float | None) -> bool:
-        """Return whether loading is expected to take less time than computing; unknown rates are for loading."""
-        if self.blocks_per_s is None or prefill_tokens_per_s is None or self.counts.num_loaded < TRUSTED_BLOCKS:
+    def is_worth(self, wanted: Wanted, match: PrefixMatch, load: Load | None) -> bool:
+        """Count a request that looks for tokens here once; return whether loading is expected to be faster.
+
+        Unknown rates are for loading.
+        """
+        self.counts.num_queried_tokens += wanted.num_tokens - match.num_tokens
+        if load is None:
+            return False
+        if self.blocks_per_s is None or wanted.tokens_per_s is None or self.counts.num_loaded < TRUSTED_BLOCKS:
             return True
-        if self.blocks_per_s * self._size >= prefill_tokens_per_s:
+        if self.blocks_per_s * self._size >= wanted.tokens_per_s:
             return True
         self.counts.num_slower += 1
         return self.counts.num_slower % RETRY == 0
 
-    def next_read(self) -> tuple[int, list[StoredBlock]] | None:
-        """Return the next read, a job and its blocks, to be begun at once; None: none is due."""
-        if len(self._jobs) >= MAX_JOBS or not self._loads:
-            return None
-        load = next((each for each in self._loads.values() if not each.is_over and self._is_due(each)), None)
-        if load is None:
-            return None
-        start, stop = load.num_begun, min(load.num_begun + self._job_blocks, len(load.path))
-        load.num_begun = stop
-        load.num_jobs += 1
-        self._next_job += 1
-        self._jobs[self._next_job] = _Job(load, start, stop)
-        blocks = [self.stored.record(load.path, index, load.scope, load.packed) for index in range(start, stop)]
-        return self._next_job, blocks
+    def record_hit(self, num_tokens: int) -> None:
+        """Count tokens that were loaded, of a request that is admitted with them."""
+        self.counts.num_hit_tokens += num_tokens
 
-    @staticmethod
-    def _is_due(load: _Load) -> bool:
-        return load.num_begun < len(load.path) and load.num_jobs < 2  # one is copied while the next is read
-
-    def postpone(self, job: int) -> None:
-        """Take back the read that `next_read` has returned last: the store cannot begin it now."""
-        load, start, _ = self._jobs.pop(job)
-        load.num_begun = start
-        load.num_jobs -= 1
-
-    def destinations(self, job: int) -> list[int]:
-        """Return the blocks of the cache that a read that has ended is to be copied to; none if no one waits for it."""
-        load, start, stop = self._jobs[job]
-        if load.is_over or load.num_filled != start:
-            return []
-        return self._cache.leased_blocks(load.request_id, start, stop)
-
-    def end_read(self, job: int, num_whole: int) -> None:
-        """Record a read: its first `num_whole` blocks are good, and have been copied to their destinations.
-
-        Reads end in the order in which they were begun.
-        """
-        load, start, stop = self._jobs.pop(job)
-        load.num_jobs -= 1
-        if num_whole < stop - start:
-            self.counts.num_bad += 1
-            self.stored.remove(load.path[start + num_whole])
-        if not load.is_over and load.num_filled == start:
-            load.num_filled = start + num_whole
-            self.counts.num_loaded += num_whole
-            self._cache.fill_lease(load.request_id, load.num_filled)
-            if num_whole < stop - start or load.num_filled == len(load.path):
-                self._end(load)
-        else:
-            assert load.is_over, f"a read of blocks {start} to {stop} of a load of which {load.num_filled} are filled"
-            self._release(load)
-
-    def _end(self, load: _Load) -> None:
-        """End a load: what has not been filled is free."""
-        load.is_over = True
-        self._cache.trim_lease(load.request_id, load.num_filled)
-        self._release(load)
-
-    def _release(self, load: _Load) -> None:
-        """Release the slots of a load that is over, when no read is under way."""
-        if load.is_over and not load.num_jobs:
-            slots = load.path[load.first :]
-            for slot in slots:
-                if self._readers.get(slot) is load:
-                    del self._readers[slot]
-            self.stored.release(slots)
-
-    def admit(self, request_id: int, scope: Scope, token_ids: Sequence[int], match: PrefixMatch) -> int:
-        """End the lease of a request that is admitted with a match, and shares its blocks; return its loaded tokens.
-
-        What it has found without the tier is reused, and worth writing.
-        """
-        load = self._drop(request_id)
-        num_found = len(match.blocks)
-        num_loaded = 0 if load is None else max(0, min(num_found, load.num_filled) - load.first)
-        self.counts.num_hit_tokens += num_loaded * self._size
-        if num_found > num_loaded:
-            self.writes.add(scope, token_ids, num_found)
-        return min(num_loaded * self._size, match.num_tokens)
-
-    def end(self, request_id: int) -> None:
-        """End the lease of a request that has ended, wherever it was."""
-        self._drop(request_id)
-
-    def _drop(self, request_id: int) -> _Load | None:
-        self._looked_up.discard(request_id)
-        self._behind.pop(request_id, None)
-        load = self._loads.pop(request_id, None)
-        if load is not None:
-            if not load.is_over:
-                self._end(load)
-            self._cache.end_lease(request_id)
-        return load
-
-    def give_back(self) -> bool:
-        """End all leases, for want of blocks or of answers; return whether there were any.
-
-        What they have filled is cached.
-        """
-        request_ids = list(self._loads)
-        for request_id in request_ids:
-            self.cancel(request_id)
-        return bool(request_ids)
-
-    def cancel(self, request_id: int) -> None:
-        """Give up a load, done or not: the request is admitted with what is there by then."""
-        self.counts.num_cancelled += not self._loads[request_id].is_over
-        self._drop(request_id)
-        self._looked_up.add(request_id)
-
-    # --- checks ---------------------------------------------------------------------------------------------------
+    def record_cancelled(self) -> None:
+        """Count a load that was given up."""
+        self.counts.num_cancelled += 1
 
     def checking(self) -> Iterator[None]:
-        """Assert, in slices, that the stored tree is sound, and that leases, loads and reads agree."""
+        """Assert, in slices, that the stored tree and the queue are sound."""
         yield from self.stored.checking()
-        leased = [*self._cache.leases]
-        assert leased == [*self._loads], f"leases of {leased}, but loads of {[*self._loads]}"
-        for load in self._loads.values():
-            assert load.first <= load.num_filled <= load.num_begun <= len(load.path), f"{load}"
         self.writes.check()
         yield
 

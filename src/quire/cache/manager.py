@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from quire.cache.block_pool import OutOfBlocksError, run_to_the_end
 from quire.cache.block_table import BlockTable, TableUpdate, blocks_for
 from quire.cache.block_view import checking_blocks, count_blocks, histogram, view_all, view_blocks
-from quire.cache.disk_tier import DiskTier
+from quire.cache.loads import Loads
 from quire.cache.prefix_tree import NO_MATCH, NONE, PrefixMatch, Scope
 from quire.cache.prefixes import Prefixes
 from quire.cache.swap_space import CacheSwap, SwapSpace
@@ -42,8 +42,8 @@ class KVCacheManager:
     copies_forks = False     # whether `take_copies` returns anything: a fork shares all blocks
 
     __slots__ = (
-        "_num_copied", "_pool", "_sources", "_tables", "_window", "block_size", "has_window", "leases", "num_blocks",
-        "pins", "prefixes", "swap", "swap_space", "tier",
+        "_num_copied", "_pool", "_sources", "_tables", "_window", "block_size", "has_window", "leases", "loads",
+        "num_blocks", "pins", "prefixes", "swap", "swap_space",
     )
 
     def __init__(self, config: CacheConfig, prefixes: Prefixes | None = None) -> None:
@@ -59,8 +59,8 @@ class KVCacheManager:
         self.swap = CacheSwap(self.swap_space, self._tables, self.prefixes)
         self._sources: list[int] = []            # blocks that the step under way copies from, held until it is over
         self._num_copied = 0                     # blocks, since start
-        self.tier: DiskTier | None = None        # None: nothing is kept on a disk
-        self.leases: dict[int, BlockTable] = {}  # request id: blocks that the tier fills, and those before
+        self.loads: Loads | None = None          # None: nothing is loaded from elsewhere
+        self.leases: dict[int, BlockTable] = {}  # request id: blocks that a load fills, and those before
 
     @property
     def num_free_blocks(self) -> int:
@@ -267,7 +267,7 @@ class KVCacheManager:
         """
         self._tables[seq_id].rewind()
 
-    # --- leases: see quire.cache.disk_tier --------------------------------------------------------------------------
+    # --- leases: see quire.cache.loads -----------------------------------------------------------------------------
 
     def lease(
         self, lease_id: int, token_ids: Sequence[int], scope: Scope, match: PrefixMatch, num_blocks: int
@@ -355,8 +355,8 @@ class KVCacheManager:
         for table in (*self._tables.values(), *self.leases.values()):
             self.prefixes.check_path(table)
             yield
-        if self.tier is not None:
-            yield from self.tier.checking()
+        if self.loads is not None:
+            yield from self.loads.checking()
 
     def _new_table(self, num_reserved: int) -> BlockTable:
         return BlockTable(self._pool, self.block_size)

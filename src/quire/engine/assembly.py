@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from quire.cache.disk_tier import DiskTier
+from quire.cache.loads import Loads
+from quire.cache.manager import KVCacheManager
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.arrays import dtype_name
 from quire.core.config import CacheConfig, SchedulerConfig
@@ -297,9 +299,16 @@ def open_disk(
     )  # fmt: skip
     stored = StoredBlocks(store.num_slots, cache.block_size)
     stored.recover(store.recovered)
-    block_bytes = sum(each.nbytes // len(each) for each in kv.tensors)
-    cache.tier = DiskTier(cache, stored, store.scope_key, block_bytes, options.kv_disk_write_policy)
-    return KVDisk(cache.tier, store)
+    loads = loads_of(cache, kv)
+    loads.disk = DiskTier(cache, stored, store.scope_key, options.kv_disk_write_policy)
+    return KVDisk(loads, loads.disk, store)
+
+
+def loads_of(cache: KVCacheManager, kv: KVCache) -> Loads:
+    """Return the loads of a cache, made at the first call."""
+    if cache.loads is None:
+        cache.loads = Loads(cache, sum(each.nbytes // len(each) for each in kv.tensors))
+    return cache.loads
 
 
 def _adapter_slots(options: EngineOptions, model: LanguageModel, ranks: "RankSet | None") -> "TritonSlots | None":

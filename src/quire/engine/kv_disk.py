@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.cache.disk_tier import DiskTier
+from quire.cache.disk_tier import DiskTier, StoredLoad
+from quire.cache.loads import Loads
+from quire.engine.kv_reads import READ_LIMIT_S, BlockReads
 
 if TYPE_CHECKING:
     from quire.execution.kv_store import KVStore
@@ -21,22 +23,23 @@ log = logging.getLogger(__name__)
 
 MAX_COPY_S = 0.001      # copying out between two steps, at most; one block is always copied
 COPY_SHARE = 0.05       # share of the last step's time
-READ_LIMIT_S = 5.0      # if a read takes longer, all loads are given up, and none is begun until it has returned
 DRAIN_S = 2.0           # for queued blocks at the end
 RATE_WEIGHT = 0.2       # weight of a new measurement in the average of a rate
 
 
 class KVDisk:
-    """A tier and its store. `clock` returns seconds."""
+    """A tier of loads, and its store. `clock` returns seconds."""
 
-    def __init__(self, tier: DiskTier, store: "KVStore", clock: Callable[[], float] = time.perf_counter) -> None:
-        self.tier, self._store, self._clock = tier, store, clock
-        self._reads: dict[int, float] = {}     # when each job was begun
+    def __init__(
+        self, loads: Loads, tier: DiskTier, store: "KVStore", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.tier, self._loads, self._store, self._clock = tier, loads, store, clock
+        self._reads = BlockReads[StoredLoad](loads, tier, self._begin_read, store, clock)
         self.last_step_s = math.inf            # seconds of the engine's last step
         self._num_writing = 0
         self._most_writing = math.inf          # more is under way: nothing is copied out, since the store was full
-        self._num_read_bytes = self._num_written_bytes = 0
-        self._read_s = self._write_s = 0.0
+        self._num_written_bytes = 0
+        self._write_s = 0.0
 
     @property
     def num_left(self) -> int:
@@ -45,10 +48,13 @@ class KVDisk:
 
     def step(self) -> None:
         """Record what the disk has done, and give it more to do. For between two steps."""
-        if self._num_writing or self._reads:
+        if self._num_writing or len(self._reads):
             self._collect()
-            self._check_time()
-        self._begin_reads()
+            if not self.tier.is_stalled and self._reads.are_late:
+                log.warning("a read of KV blocks takes more than %g s; none is begun until it ends", READ_LIMIT_S)
+                self.tier.is_stalled = True
+                self._loads.give_back(self.tier)
+        self._reads.begin()
         if len(self.tier.writes) and self._num_writing <= self._most_writing:
             self._write(min(MAX_COPY_S, COPY_SHARE * self.last_step_s))
         elif self.tier.stored.forgotten:
@@ -68,39 +74,14 @@ class KVDisk:
                 self._num_written_bytes += ended.num_bytes if ended.is_whole else 0
                 self.tier.writes.end(ended.slot, is_ok=ended.is_whole)
             else:
-                self._end_read(ended.job, ended.num_whole, ended.num_bytes)
+                rate = self._reads.end(ended)
+                self.tier.is_stalled = False
+                if rate is not None:
+                    before = self.tier.blocks_per_s
+                    self.tier.blocks_per_s = rate if before is None else before + RATE_WEIGHT * (rate - before)
 
-    def _end_read(self, job: int, num_whole: int, num_bytes: int) -> None:
-        tier, destinations = self.tier, self.tier.destinations(job)
-        if destinations:
-            self._store.take_into(job, destinations[:num_whole])
-        else:
-            self._store.drop(job)
-        tier.end_read(job, num_whole)
-        seconds = self._clock() - self._reads.pop(job)
-        tier.is_stalled = False
-        self._read_s += seconds
-        self._num_read_bytes += num_bytes
-        if num_whole and seconds > 0:
-            rate = num_whole / seconds
-            before = tier.blocks_per_s
-            tier.blocks_per_s = rate if before is None else before + RATE_WEIGHT * (rate - before)
-
-    def _check_time(self) -> None:
-        """Give up all loads, if the oldest read takes too long."""
-        job = next(iter(self._reads), None)
-        if job is not None and not self.tier.is_stalled and self._clock() - self._reads[job] > READ_LIMIT_S:
-            log.warning("a read of KV blocks takes more than %g s; none is begun until it ends", READ_LIMIT_S)
-            self.tier.is_stalled = True
-            self.tier.give_back()
-
-    def _begin_reads(self) -> None:
-        while (read := self.tier.next_read()) is not None:
-            job, blocks = read
-            if not self._store.begin_read(job, blocks):
-                self.tier.postpone(job)
-                return
-            self._reads[job] = self._clock()
+    def _begin_read(self, job: int, load: StoredLoad, start: int, stop: int) -> bool:
+        return self._store.begin_read(job, load.records(start, stop))
 
     def _write(self, most_s: float) -> None:
         """Copy blocks out, one at least, until the time is over or the store has no room for more."""
@@ -131,7 +112,8 @@ class KVDisk:
             "written_blocks": counts.num_written, "written_bytes": self._num_written_bytes, "write_s": self._write_s,
             "dropped_blocks": counts.num_dropped, "failed_blocks": counts.num_failed_writes,
             "evicted_blocks": tier.stored.num_evicted,
-            "loaded_blocks": counts.num_loaded, "loaded_bytes": self._num_read_bytes, "load_s": self._read_s,
+            "loaded_blocks": counts.num_loaded, "loaded_bytes": self._reads.num_bytes,
+            "load_s": self._reads.seconds,
             "bad_blocks": counts.num_bad, "cancelled_loads": counts.num_cancelled, "slower_loads": counts.num_slower,
             "queries_tokens": counts.num_queried_tokens, "hits_tokens": counts.num_hit_tokens,
         }  # fmt: skip

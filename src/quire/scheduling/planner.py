@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.block_table import TableUpdate
+from quire.cache.loads import Wanted
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_tree import NO_MATCH, PrefixMatch
 from quire.core.config import SchedulerConfig
@@ -277,14 +278,14 @@ class Planner:
 
     def _lack(self, request: Request) -> Lack | None:
         """Return what a waiting request lacks that is made or loaded for it beside the steps; None: nothing."""
-        tier = self._cache.tier
-        if tier is not None and tier.is_loading(request.request_id):
+        loads = self._cache.loads
+        if loads is not None and loads.is_loading(request.request_id):
             return KV_LOAD
         return self._unprepared(request)
 
     def _give_back(self) -> bool:
-        """Release the blocks that are held for loads from the disk; return whether there were any."""
-        return self._cache.tier is not None and self._cache.tier.give_back()
+        """Release the blocks that are held for loads; return whether there were any."""
+        return self._cache.loads is not None and self._cache.loads.give_back()
 
     def _block_shortage(self, num_spare: int, reason: WaitReason) -> WaitReason | None:
         """Return why a request waits for blocks; None: there are enough, or it is alone, and fits (AdmissionLimits).
@@ -295,17 +296,16 @@ class Planner:
             return None
         if self._queues.running:
             return reason
-        return "kv_load" if self._cache.tier is not None and self._cache.tier.num_loads else None
+        return "kv_load" if self._cache.loads is not None and self._cache.loads.num_loads else None
 
     def _begin_load(self, request: Request, match: PrefixMatch) -> bool:
-        """Return whether a waiting request that fits has blocks loaded from the disk first."""
-        tier = self._cache.tier
-        if tier is None or not request.reads_cache:
+        """Return whether a waiting request that fits has blocks loaded first."""
+        loads = self._cache.loads
+        if loads is None or not request.reads_cache:
             return False
         sequence, tokens_per_s = request.live[0], self._preemption.rates.prefill_tokens_per_s
-        return tier.begin_load(
-            request.request_id, request.scope, sequence.token_ids, sequence.num_tokens, match, tokens_per_s
-        )
+        wanted = Wanted(request.request_id, request.scope, sequence.token_ids, sequence.num_tokens, tokens_per_s)
+        return loads.begin(wanted, match)
 
     def _exceeds_share(self, request: Request, reader: LineReader) -> bool:
         """Return whether a waiting request, or one before it, would take its client past its share."""
@@ -340,11 +340,11 @@ class Planner:
         self._record_admitted(step, request)
         first, *rest = request.live
         self._start(step, request, first, match)
-        num_disk_tokens = 0
-        if self._cache.tier is not None:
-            num_disk_tokens = self._cache.tier.admit(request.request_id, request.scope, first.token_ids, match)
+        num_loaded_tokens = 0
+        if self._cache.loads is not None:
+            num_loaded_tokens = self._cache.loads.admit(request.request_id, request.scope, first.token_ids, match)
         if request.num_preemptions == 0:
-            request.num_disk_tokens = num_disk_tokens
+            request.num_disk_tokens = num_loaded_tokens
             request.num_cached_tokens = first.num_computed_tokens
             if request.reads_cache:
                 self._cache.prefixes.count_query(first.num_prompt_tokens, first.num_computed_tokens)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import count
 
 from quire.cache.block_pool import run_to_the_end
-from quire.cache.disk_tier import DiskTier
+from quire.cache.loads import Loads
 from quire.cache.manager import KVCacheManager, UncachedManager
 from quire.cache.measured_pool import MeasuredPool
 from quire.cache.prefix_cache import PrefixCache
@@ -164,19 +164,21 @@ class Scheduler:
 
     def _finish(self, request: Request, sequence: Sequence, *, is_whole: bool = True) -> None:
         """End a branch for good; with the last one the request ends. `is_whole`: it has its last token."""
-        if self.cache.tier is not None:
-            self._end_in_tier(self.cache.tier, request, sequence, is_whole=is_whole)
+        if self.cache.loads is not None:
+            self._end_in_loads(self.cache.loads, request, sequence, is_whole=is_whole)
         self.queues.finish(request, sequence)
         if not request.live:
             self._searches.remove(request)
             if isinstance(request.task, PinTask):
                 self._update_pin_limits()
 
-    def _end_in_tier(self, tier: DiskTier, request: Request, sequence: Sequence, *, is_whole: bool) -> None:
-        """Let the tier know of a branch that ends."""
-        tier.writes.finish(request.scope, sequence.token_ids, sequence.num_computed_tokens, is_whole=is_whole)
+    def _end_in_loads(self, loads: Loads, request: Request, sequence: Sequence, *, is_whole: bool) -> None:
+        """End the load of a request with its last branch, and write what a branch leaves to the disk."""
+        if loads.disk is not None:
+            writes, num_computed = loads.disk.writes, sequence.num_computed_tokens
+            writes.finish(request.scope, sequence.token_ids, num_computed, is_whole=is_whole)
         if len(request.live) == 1:
-            tier.end(request.request_id)
+            loads.end(request.request_id)
 
     def _finish_all(self, request: Request) -> None:
         for sequence in list(request.live):
@@ -220,7 +222,7 @@ class Scheduler:
     def schedule_next(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""
         has_drafts = self.queues.num_drafted > 0 or self.step.plan.drafts
-        if self.cache.tier is not None and self.cache.tier.num_loads:
+        if self.cache.loads is not None and self.cache.loads.num_loads:
             return None     # blocks are moved between steps, when none is in flight
         if has_drafts or self.cache.has_window or self.admission.has_room_for_next() or self.planner.has_excess():
             return None
