@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.cache.loads import Load, Wanted
+from quire.cache.loads import KVLoad, Wanted
 from quire.cache.prefix_tree import PrefixMatch, Scope, as_bytes
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.config import DiskWritePolicy
@@ -32,7 +32,7 @@ _TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
-class StoredLoad(Load):
+class StoredLoad(KVLoad):
     """A load of blocks in the slots of `path`."""
 
     source: "DiskTier"
@@ -40,7 +40,7 @@ class StoredLoad(Load):
     packed: bytes = b""
     path: Sequence[int] = ()
 
-    def same(self) -> Load | None:
+    def same(self) -> KVLoad | None:
         """Return a load under way that reads the first block of this one."""
         return self.source.readers.get(self.path[self.first])
 
@@ -200,7 +200,7 @@ class DiskTier:
     ) -> None:  # fmt: skip
         self.stored, self._size = stored, cache.block_size
         self._keys = _ScopeKeys(scope_key)
-        self.readers: dict[int, Load] = {}         # the load of each slot that is read for one
+        self.readers: dict[int, KVLoad] = {}       # the load of each slot that is read for one
         self.counts = TierCounts()
         self.writes = WriteQueue(cache, stored, self._keys, self.counts, policy)
         self.blocks_per_s: float | None = None     # speed of loads, measured by the caller
@@ -221,7 +221,7 @@ class DiskTier:
         return StoredLoad(self, wanted.request_id, num_found, len(path), num_found, num_found,
                           scope=key, packed=packed, path=path)  # fmt: skip
 
-    def is_worth(self, wanted: Wanted, match: PrefixMatch, load: Load | None) -> bool:
+    def is_worth(self, wanted: Wanted, match: PrefixMatch, load: KVLoad | None) -> bool:
         """Count a request that looks for tokens here once; return whether loading is expected to be faster.
 
         Unknown rates are for loading.

@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Load(ABC):
+class KVLoad(ABC):
     """The loading of blocks [first, num_blocks) of a request's tokens from a source; each has a subclass."""
 
     source: "LoadSource"
@@ -49,7 +49,7 @@ class Load(ABC):
     is_over: bool = False    # nothing more is read for it
 
     @abstractmethod
-    def same(self) -> "Load | None":
+    def same(self) -> "KVLoad | None":
         """Return a load under way that reads the first block of this one."""
 
     @abstractmethod
@@ -75,10 +75,10 @@ class LoadSource(Protocol):
     def is_ready(self) -> bool:
         """Return whether it may have anything, and answers."""
 
-    def find(self, wanted: Wanted, num_found: int) -> Load | None:
+    def find(self, wanted: Wanted, num_found: int) -> KVLoad | None:
         """Return a load of what is there behind the first `num_found` blocks; None: nothing."""
 
-    def is_worth(self, wanted: Wanted, match: PrefixMatch, load: Load | None) -> bool:
+    def is_worth(self, wanted: Wanted, match: PrefixMatch, load: KVLoad | None) -> bool:
         """Count a request that looks for tokens here once; return whether `load` is to be made."""
 
     def record_hit(self, num_tokens: int) -> None:
@@ -91,7 +91,7 @@ class LoadSource(Protocol):
 class _Job(NamedTuple):
     """A read of blocks [start, stop) of a load."""
 
-    load: Load
+    load: KVLoad
     start: int
     stop: int
 
@@ -104,9 +104,9 @@ class Loads:
         self._cache, self._size = cache, cache.block_size
         self._job_blocks = max(1, JOB_BYTES // block_bytes)
         self.disk: DiskTier | None = None
-        self._loads: dict[int, Load] = {}         # request id: until the request is admitted or ends
+        self._loads: dict[int, KVLoad] = {}       # request id: until the request is admitted or ends
         self._looked_up = set[int]()              # waiting requests that load nothing more
-        self._behind: dict[int, Load] = {}        # waiting requests, and the load that each waits for
+        self._behind: dict[int, KVLoad] = {}      # waiting requests, and the load that each waits for
         self._jobs: dict[int, _Job] = {}
         self._next_job = 0
 
@@ -153,7 +153,7 @@ class Loads:
         self._loads[request_id] = load
         return True
 
-    def next_read(self, source: LoadSource) -> tuple[int, Load, int, int] | None:
+    def next_read(self, source: LoadSource) -> tuple[int, KVLoad, int, int] | None:
         """Return a source's next read, to be begun at once: a job, the load, its blocks [start, stop). None: none."""
         if not self._loads or sum(job.load.source is source for job in self._jobs.values()) >= MAX_JOBS:
             return None
@@ -168,7 +168,7 @@ class Loads:
         return self._next_job, load, start, stop
 
     @staticmethod
-    def _is_due(load: Load) -> bool:
+    def _is_due(load: KVLoad) -> bool:
         # One is copied while the next is read.
         return not load.is_over and load.num_begun < load.num_blocks and load.num_jobs < 2
 
@@ -203,14 +203,14 @@ class Loads:
             assert load.is_over, f"a read of blocks {start} to {stop} of a load of which {load.num_filled} are filled"
             self._release(load)
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: KVLoad) -> None:
         """End a load: what has not been filled is free."""
         load.is_over = True
         self._cache.trim_lease(load.request_id, load.num_filled)
         self._release(load)
 
     @staticmethod
-    def _release(load: Load) -> None:
+    def _release(load: KVLoad) -> None:
         if load.is_over and not load.num_jobs:
             load.release()
 
@@ -232,7 +232,7 @@ class Loads:
         """End the lease of a request that has ended, wherever it was."""
         self._drop(request_id)
 
-    def _drop(self, request_id: int) -> Load | None:
+    def _drop(self, request_id: int) -> KVLoad | None:
         self._looked_up.discard(request_id)
         self._behind.pop(request_id, None)
         load = self._loads.pop(request_id, None)

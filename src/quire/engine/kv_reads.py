@@ -7,11 +7,11 @@ reader, a store on a disk or a connection to another engine, reads in threads of
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from quire.cache.loads import Load, Loads, LoadSource
+from quire.cache.loads import KVLoad, Loads, LoadSource
 
 READ_LIMIT_S = 5.0      # a read that takes longer is late: loads from its source are given up
 
-L = TypeVar("L", bound=Load)
+L = TypeVar("L", bound=KVLoad)
 
 
 class EndedRead(Protocol):
