@@ -23,15 +23,12 @@ class Rate:
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
+        self.per_s: float | None = None     # the amount per second; None before the first measurement
 
     def add(self, amount: float, seconds: float) -> None:
         self._amount = self._amount * FADING + amount
         self._seconds = self._seconds * FADING + seconds
-
-    @property
-    def per_s(self) -> float | None:
-        """The amount per second; None before the first measurement."""
-        return self._amount / self._seconds if self._seconds > 0 else None
+        self.per_s = self._amount / self._seconds if self._seconds > 0 else None
 
 
 Floats = NDArray[np.float64]

@@ -69,7 +69,7 @@ class StepCompute:
         inputs = self.batch.inputs(plan, has_tables=has_tables)
         if self.adapters is not None and (adapters := self.adapters.of_step(plan)) is not None:
             inputs = inputs._replace(forward=replace(inputs.forward, adapters=adapters))
-        if self.grammars is not None:
+        if self.grammars is not None and (self.grammars.states or plan.new_rows):   # else no row has a grammar
             self.grammars.apply(plan)
             step = self.grammars.start_step(
                 inputs.sample_rows, inputs.sample_num_tokens, self.batch.token_ids, inputs.drafts, inputs.rows

@@ -125,7 +125,8 @@ class QueueReservations:
             self._metrics.refused("key_limit")
             raise too_many_requests(held, most)
         limit, num_queued = limits.max_queued_requests, self.num_preparing + client.num_queued
-        if num_queued + num_requests > limit + client.num_free_seqs:
+        num_beyond = num_queued + num_requests - limit
+        if num_beyond > 0 and num_beyond > client.num_free_seqs:
             self._metrics.queue_full("max_num_queued_reqs")
             raise overloaded(num_queued, limit, self._metrics.retry_after_s(num_queued))
 

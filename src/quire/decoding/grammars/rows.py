@@ -37,7 +37,7 @@ class GrammarRows:
 
     def __init__(self, cache: GrammarCache, vocab_size: int, *, jumps_forward: bool) -> None:
         self._cache, self._vocab_size, self._jumps_forward = cache, vocab_size, jumps_forward
-        self._states = dict[int, RowState]()
+        self.states = dict[int, RowState]()  # of the rows with grammars alone
         self._num_steps = 0
         self._num_threads = min(max(find_cpus().num_usable, 2), MAX_THREADS)  # one slow mask delays no other
         self._threads = ThreadPoolExecutor(self._num_threads, "masks")
@@ -46,15 +46,15 @@ class GrammarRows:
     def apply(self, plan: StepPlan) -> None:
         """Give each forked row of a plan the state of its source, and each new row its grammar, or none."""
         for fork in plan.row_forks:
-            source = self._states.get(fork.source)
+            source = self.states.get(fork.source)
             if source is not None and fork.row != fork.source:
-                self._states[fork.row] = source.fork()
+                self.states[fork.row] = source.fork()
         for new in plan.new_rows:
             params = new.params.structured_outputs
             if params is not None:
-                self._states[new.row] = RowState(new, params)
-            elif self._states:
-                self._states.pop(new.row, None)
+                self.states[new.row] = RowState(new, params)
+            elif self.states:
+                self.states.pop(new.row, None)
 
     def start_step(
         self,
@@ -70,7 +70,7 @@ class GrammarRows:
         [max_rows, max_len]: the tokens of every row, drafts included; computed_rows int64 [num_entries]: those that the
         step computes, sampled or not.
         """
-        if not self._states:
+        if not self.states:
             return None
         self._num_steps += 1
         if self._num_steps % IDLE_STEPS == 0:
@@ -78,7 +78,7 @@ class GrammarRows:
         drafted = {each.row: each.token_ids for each in drafts}
         entries, samples = dict[int, Entry](), list[int]()
         for sample, row in enumerate(rows.tolist()):
-            state = self._states.get(row)
+            state = self.states.get(row)
             if state is None:
                 continue
             if row not in entries:  # else a sample behind a draft
@@ -94,7 +94,7 @@ class GrammarRows:
 
     def drop_idle(self, num_steps: int = IDLE_STEPS) -> None:
         """Drop the matchers of rows that were not sampled in the last `num_steps` steps."""
-        for state in self._states.values():
+        for state in self.states.values():
             if state.last_step <= self._num_steps - num_steps:
                 state.drop()
 

@@ -178,8 +178,8 @@ class FusedOps:
         """Run the stretch; activations that it reads may be overwritten."""
         if inputs.keys and inputs.keys[0] is not self._first_keys():
             self._use_caches(inputs)
-        num_tokens, positions, slots = inputs.metadata.num_tokens, inputs.positions, inputs.slot_mapping
-        assert num_tokens == len(positions) == len(slots)
+        num_tokens, positions, slots = len(inputs.positions), inputs.positions, inputs.slot_mapping
+        assert num_tokens == inputs.metadata.query_starts[-1] == len(slots)
         assert positions.dtype == slots.dtype == np.int64
         assert positions.flags.c_contiguous, "positions with gaps"
         assert slots.flags.c_contiguous, "slots with gaps"

@@ -185,7 +185,7 @@ async def constrain(service: Service, call: ApiRequest, fields: Mapping[str, Any
 async def prepare(
     service: Service, call: ApiRequest, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
 ) -> None:
-    """Add an engine request for each prompt of a call: all are tokenized, and their sum is checked, before.
+    """Add an engine request for each prompt of a call.
 
     A prompt that is too long for the model is reported before the sum: clients look for that error and shorten it.
     """
@@ -202,29 +202,31 @@ async def prepare(
 def _prepare(
     service: Service, call: ApiRequest, tokenize: Callable[[Any], TokenizedPrompt], prompts: Sequence[Any]
 ) -> None:
-    limits, params, checked = service.client.inputs.limits, call.checked.params, call.checked
-    tokenized: list[TokenizedPrompt] = []
+    weight = service.options.weight_of(call.key_number)
+    requests: list[PreparedRequest] = []
     num_tokens = 0
     for prompt in prompts:
         adapter = service.adapter_of(call.model)
         tokens = tokenize(prompt)._replace(cache_salt=call.cache_salt, key_number=call.key_number, adapter=adapter)
-        tokenized.append(tokens)
-        most = limits.most_tokens(len(tokens.token_ids), params.n) if call.cuts_max_tokens else 0
-        if 0 < most < (params.max_tokens or 0):
-            params = replace(params, max_tokens=most)
-            checked = service.client.inputs.check_params(params, checked.beam, checked.priority, is_own=True)
-        limits.check_admissible(len(tokens.token_ids), params.max_tokens or 1, params.n)
+        if call.cuts_max_tokens:
+            _cut_max_tokens(service, call, len(tokens.token_ids))
+        requests.append(service.client.prepare(tokens, call.checked, call.client_id, weight))
         num_tokens += len(tokens.token_ids)
-        _check_total(num_tokens, params, service.options)
-    weight = service.options.weight_of(call.key_number)
-    requests = []
-    for prompt in tokenized:
-        requests.append(service.client.prepare(prompt, checked, call.client_id, weight))  # noqa: PERF401 (a call less)
+        _check_total(num_tokens, call.checked.params, service.options)
     if call.reading is not None:
         kept = service.formats.kept_token_ids
         reasoning = call.reading.reasoning
         requests = [request._replace(kept_token_ids=kept, reasoning=reasoning) for request in requests]
-    call.requests, call.checked, call.tokenized_s = requests, checked, time.monotonic()
+    call.requests, call.tokenized_s = requests, time.monotonic()
+
+
+def _cut_max_tokens(service: Service, call: ApiRequest, num_prompt_tokens: int) -> None:
+    """Bound the answer of a call by what fits behind its prompt, if anything does."""
+    inputs, checked, params = service.client.inputs, call.checked, call.checked.params
+    most = inputs.limits.most_tokens(num_prompt_tokens, params.n)
+    if 0 < most < (params.max_tokens or 0):
+        params = replace(params, max_tokens=most)
+        call.checked = inputs.check_params(params, checked.beam, checked.priority, is_own=True)
 
 
 def cut_header(asked: int | None, call: ApiRequest) -> dict[str, str]:

@@ -20,11 +20,8 @@ class ClientDisconnectedError(Exception):
 class Disconnect:
     """Notice of the end of a client's connection, for the response that is being computed."""
 
-    __slots__ = ("has_happened", "response")
-
-    def __init__(self) -> None:
-        self.has_happened = False
-        self.response: ActiveResponse | None = None
+    has_happened = False
+    response: "ActiveResponse | None" = None
 
     def notify(self) -> None:
         """Cancel the response: its client has disconnected."""
