@@ -18,13 +18,17 @@ from support.engine_process import until
 
 
 class Scarce(socket.socket):
-    """A listener of a process that has no more descriptors, for as long as it is told."""
+    """A listener of a process that has no more descriptors, for as long as it is told.
+
+    The first try is followed by another one soon, later ones by none.
+    """
 
     num_tries, is_scarce = 0, True
 
     def accept(self) -> tuple[socket.socket, object]:
         self.num_tries += 1
         if self.is_scarce:
+            http_server.PAUSE_S = 0.01 if self.num_tries == 1 else 3600
             raise OSError(errno.EMFILE, "too many open files")
         return super().accept()
 
@@ -38,7 +42,7 @@ class Greeter(asyncio.Protocol):
 
 
 def test_door_without_descriptors_tries_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "PAUSE_S", 0.05)
+    monkeypatch.setattr(http_server, "PAUSE_S", http_server.PAUSE_S)     # which the listener sets
 
     async def run() -> None:
         with Scarce() as listener:
@@ -46,8 +50,6 @@ def test_door_without_descriptors_tries_now_and_then(monkeypatch: pytest.MonkeyP
             listener.listen()
             accepting = Listener(listener, Greeter)
             reader, writer = await asyncio.open_connection(*listener.getsockname())
-            await until(lambda: listener.num_tries == 1)
-            monkeypatch.setattr(http_server, "PAUSE_S", 3600)
             await until(lambda: listener.num_tries == 2)  # it has been opened again, and is shut for an hour
             await asyncio.sleep(0.1)
             assert listener.num_tries == 2
