@@ -27,6 +27,7 @@ def values_of(llm: LLM) -> dict[str, Any]:
     return {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize(
     "settings",
     [

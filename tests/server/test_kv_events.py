@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from support.event_reader import EventReader
-from support.metrics_page import read_metrics
+from support.metrics_page import num_restarts, read_metrics
 from support.server import ServerProcess, running_server, wait_until
 
 CONFIG = {
@@ -25,7 +25,7 @@ LIMIT_MS = 20_000
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     """Return a server with events, and with 64 blocks."""
-    with running_server(*FLAGS, "--kv-events-config", json.dumps(CONFIG)) as server:
+    with running_server(*FLAGS, "--kv-events-config", json.dumps(CONFIG), is_new=False) as server:
         yield server
 
 
@@ -96,7 +96,7 @@ def test_router_knows_what_is_cached_until_the_engine_dies(server: ServerProcess
         wait_until(agrees)
         os.kill(server.engine_pid(), signal.SIGKILL)
         wait_until(lambda: not router.read().blocks)
-        wait_until(lambda: server.get("/health").status_code == 200)
+        wait_until(lambda: num_restarts(server.url) == 1)
         ask(server, PROMPT)
         wait_until(lambda: router.read().num_cached(PROMPT, 16) == 96)
     finally:

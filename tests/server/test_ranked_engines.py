@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from support.metrics_page import read_metrics
+from support.metrics_page import num_restarts
 from support.server import ANSWER_LIMIT_S, ServerProcess, engine_pids, is_running, running_server, wait_until
 from support.stopping import stopped
 
@@ -27,20 +27,15 @@ def ranks_of(engine: int) -> list[int]:
     return list(map(int, Path(f"/proc/{engine}/task/{engine}/children").read_text().split()))
 
 
-def restarts(server: ServerProcess) -> float:
-    name = "quire:engine_restarts_total"
-    return sum(value for key, value in read_metrics(server.url).items() if key.startswith(name))
-
-
 def test_all_ranks_are_started_again_when_one_was_killed() -> None:
-    with running_server("-tp", "2", "--restart-engine", "1", *SIZES) as server:
+    with running_server("-tp", "2", "--restart-engine", "1", *SIZES, is_new=False) as server:
         expected = token_ids(server)
         engine = server.engine_pid()
         (rank,) = ranks_of(engine)
         os.kill(rank, signal.SIGKILL)
         wait_until(lambda: not is_running(engine))
-        wait_until(lambda: server.get("/health").status_code == 200)
-        assert restarts(server) == 1
+        wait_until(lambda: num_restarts(server.url) == 1)
+        assert server.get("/health").status_code == 200
         (again,) = ranks_of(server.engine_pid())
         assert again != rank
         assert token_ids(server) == expected
@@ -58,7 +53,7 @@ def test_killed_rank_ends_its_engine_alone() -> None:
         wait_until(lambda: not is_running(first))
         assert server.get("/health").status_code == 200
         assert token_ids(server) == expected
-        wait_until(lambda: restarts(server) == 1)
+        wait_until(lambda: num_restarts(server.url) == 1)
         assert is_running(second)
         assert is_running(ranks[1])
         assert token_ids(server) == expected

@@ -24,6 +24,12 @@ def read_metrics(url: str) -> Mapping[str, float]:
     return samples
 
 
+def num_restarts(url: str) -> float:
+    """Return how many engines, of all that the server has, have taken the place of a dead one and are ready."""
+    name = "quire:engine_restarts_total"
+    return sum(value for key, value in read_metrics(url).items() if key.startswith(name))
+
+
 def is_idle(url: str) -> bool:
     """Whether no request waits or runs, and none has left a block behind."""
     samples = read_metrics(url)

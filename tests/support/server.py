@@ -146,15 +146,16 @@ def running_server(
     env: dict[str, str] | None = None,
     command: tuple[str, ...] = (),
     entry: str = ENTRY,
-    is_new: bool = False,
+    is_new: bool | None = None,
 ) -> Iterator[ServerProcess]:
     """Start `quire serve --port 0` with more arguments, wait until it is ready, and end it afterwards.
 
-    It is a fork, unless it `is_new`, or has a command or code of its own, or restarts its engine: tests look at what it
-    does until the new one is ready, and a fork is ready at once.
+    It is a fork, unless it `is_new`: by default if it has a command or code of its own, or restarts its engine, as most
+    tests of that look at what it does until the new one is ready, and a fork is ready at once.
     """
-    is_forked = not (is_new or command or entry != ENTRY or "--restart-engine" in arguments)
-    server = ServerProcess("--port", "0", *arguments, env=env, command=command, entry=entry, is_forked=is_forked)
+    if is_new is None:
+        is_new = bool(command) or entry != ENTRY or "--restart-engine" in arguments
+    server = ServerProcess("--port", "0", *arguments, env=env, command=command, entry=entry, is_forked=not is_new)
     try:
         server.wait_ready()
         yield server

@@ -16,6 +16,7 @@ from quire.engine.parallel.link import RankedModel
 from quire.kernels.cpp.isas import usable_isas
 from quire.model.sharding import ADDED_BYTES
 from support.faults import raising
+from support.metrics_page import num_restarts
 from support.nodes import NodeCommand, as_flags, free_port, running_node
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model
@@ -147,7 +148,7 @@ def test_a_step_that_fails_on_a_rank_fails_alone_and_a_killed_rank_ends_all(
         with pytest.raises(RankLostError, match=r"rank 1 \(127.0.0.1\) has ended"):
             for _ in outputs:
                 pass
-        status, output = command.wait(5)
+        status, output = command.wait()
         assert (status, output.splitlines()[-1]) == (1, "quire: the process of rank 1 has ended")
         assert not command.pids()
 
@@ -179,7 +180,7 @@ def test_rank_with_other_settings_is_refused_on_both_nodes(folder: Path, other: 
         with pytest.raises(ConfigError) as raised:
             LLM(folder, **settings)
         assert str(raised.value) == message
-        status, output = command.wait(10)
+        status, output = command.wait()
         assert (status, output.splitlines()[-1]) == (1, f"quire: {message}")
 
 
@@ -192,7 +193,7 @@ def test_rank_of_another_version_is_refused_on_both_nodes(folder: Path, tmp_path
         with pytest.raises(ConfigError) as raised:
             LLM(folder, **settings)
         assert str(raised.value) == message
-        status, output = command.wait(10)
+        status, output = command.wait()
         assert (status, output.splitlines()[-1]) == (1, f"quire: {message}")
         assert not command.pids()
 
@@ -207,7 +208,7 @@ def test_rank_with_another_model_is_refused_on_both_nodes(folder: Path, tmp_path
         with pytest.raises(ConfigError) as raised:
             LLM(folder, **settings)
         assert str(raised.value) == f"rank 1: {message}"
-        status, output = command.wait(10)
+        status, output = command.wait()
         assert (status, output.splitlines()[-1]) == (1, f"quire: {message}")
         assert not command.pids()
 
@@ -222,8 +223,8 @@ def test_server_over_two_nodes_is_restarted(demo_model: Path, tmp_path: Path) ->
     restarts = ["--restart-engine", "1"]
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with (
-        running_node(str(demo_model), *flags, *restarts, "--node-rank", "1") as command,
-        running_server(str(demo_model), *flags, *restarts) as server,
+        running_node(str(demo_model), *flags, *restarts, "--node-rank", "1", is_forked=True) as command,
+        running_server(str(demo_model), *flags, *restarts, is_new=False) as server,
     ):
 
         def token_ids() -> list[list[int]]:
@@ -236,13 +237,12 @@ def test_server_over_two_nodes_is_restarted(demo_model: Path, tmp_path: Path) ->
         assert expected[0] != expected[1]
         _, member = command.pids()
         os.kill(member, signal.SIGKILL)
-        wait_until(lambda: server.get("/health").status_code == 503)
-        wait_until(lambda: server.get("/health").status_code == 200)
+        wait_until(lambda: num_restarts(server.url) == 1)
         assert token_ids() == expected
         assert server.post("/v1/unload_lora_adapter", names).status_code == 200
         assert server.post("/v1/completions", body | {"model": "sql"}).status_code == 404
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         command.process.send_signal(signal.SIGTERM)
-        command.wait(10)
+        command.wait()
         assert not command.pids()

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from quire.core.errors import ConfigError, ModelError
+from quire.engine import launcher
 from quire.engine.options import EngineOptions
 from quire.model.resolve import DEMO_MODEL
 from quire.server.models.model_folder import ModelFolder
@@ -22,6 +23,7 @@ from quire.server.models.model_process import ModelProcess
 from quire.server.models.models_app import ModelsApp
 from quire.server.models.supervisor import Supervisor
 from quire.server.options import ServerOptions
+from support.forked_engines import fork_module
 from support.gguf_files import convert
 from support.server import ANSWER_LIMIT_S, ServerProcess, is_running, running_server, wait_until
 from support.stopping import stopped_children
@@ -179,6 +181,7 @@ def test_death_is_told_once_the_next_request_loads_the_model_again(
                 await supervisor.close()
 
     monkeypatch.setattr(ModelProcess, "_wait", wait)
+    monkeypatch.setattr(launcher, "start_module", lambda _, env: fork_module("support.forked_server", env=env))
     told, again = asyncio.run(killed_and_asked_again())
     assert "the server of model 'one' has died; the next request loads it again" in told
     assert again.status_code == 200, again.text
