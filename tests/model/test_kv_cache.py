@@ -56,14 +56,15 @@ def test_empty_cache_takes_no_memory() -> None:
 
 
 def test_layers_may_differ_and_are_split_by_model(back_end: BackEnd) -> None:
-    joined = geometry("float32").joined(KVGeometry((LayerKV(1, 16, "bfloat16"), LayerKV(3, 24, "float32"))))
+    others = LayerKV(1, 16, "bfloat16"), LayerKV(3, 24, "float32"), LayerKV(1, 40, "float32", value_dim=0)
+    joined = geometry("float32").joined(KVGeometry(others))
     cache = KVCache.allocate(joined, 5, 16, back_end)
     assert [tensor.nbytes for tensor in cache.tensors] == joined.tensor_bytes(5 * 16)
-    assert [dtype_name(each.dtype) for each in cache.keys] == ["float32"] * 3 + ["bfloat16", "float32"]
-    target, draft = cache.split([3, 2])
+    assert [dtype_name(each.dtype) for each in cache.keys] == ["float32"] * 3 + ["bfloat16", "float32", "float32"]
+    target, draft = cache.split([3, 3])
     assert all(a is b for a, b in zip(target.keys + draft.keys, cache.keys, strict=True))
     assert all(a is b for a, b in zip(target.values + draft.values, cache.values, strict=True))
-    with pytest.raises(AssertionError, match=r"\[3\] of 5 layers"):
+    with pytest.raises(AssertionError, match=r"\[3\] of 6 layers"):
         cache.split([3])
 
 

@@ -39,6 +39,13 @@ def test_planned_bytes_of_a_quantized_cache_are_the_geometry_s(name: str) -> Non
     assert geometry.bytes_per_token == 2 * 3 * 2 * (8 + (0 if name == "fp8" else 4))
 
 
+def test_layers_without_values_have_a_tensor_of_keys_alone() -> None:
+    """The cache of a DeepSeek V2-Lite: a latent of 512 and a rotated key of 64 for each token, 31 kB over 27 layers."""
+    latent = KVGeometry((LayerKV(1, 576, "bfloat16", value_dim=0),) * 27)
+    assert latent.bytes_per_token == 27 * 1152
+    assert latent.joined(KVGeometry.of(SPEC, "bfloat16")).tensor_bytes(1) == [1152] * 27 + [32] * 6
+
+
 def test_joined_geometry_has_the_layers_of_every_model() -> None:
     draft = KVGeometry((LayerKV(1, 16, "float32"),))
     target = KVGeometry.of(SPEC, "bfloat16")

@@ -13,13 +13,17 @@ from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.layers import Linear
 from quire.kernels.program import Activations, LayerInputs
+from quire.kernels.reference.back_ends import REFERENCE
 from quire.kernels.tensors import added, like
+from quire.model.checkpoints.dummy_weights import DummyCheckpoint
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
-from quire.model.config import read_config, spec_from_config
+from quire.model.config import num_parameters, read_config, spec_from_config
 from quire.model.decoder import Decoder
+from quire.model.kv_cache import LayerKV
 from quire.model.sharding import Cut, Ranks, Shard
-from quire.model.spec import LayerSpec, Part, SpecError
+from quire.model.spec import Attention, FeedForward, LayerSpec, Part, Rotary, SpecError
 from quire.model.weights import WeightReader
+from support.zero_model import spec_of
 
 TOKENS = torch.randint(96, (20,), generator=torch.Generator().manual_seed(2)).tolist()
 
@@ -81,7 +85,8 @@ def test_layers_may_differ(
     positions: tuple[str, str], write_llama: Callable[..., Path], back_end: BackEnd, paged_runner: Callable
 ) -> None:
     def change(layer: LayerSpec, index: int) -> LayerSpec:
-        return replace(layer, norm_position=positions[index], window=None if index else 7, attention_scale=0.2 + index)
+        layer = layer.with_attention(window=None if index else 7, attention_scale=0.2 + index)
+        return replace(layer, norm_position=positions[index])
 
     folder = write_llama()
     found = paged_runner(load(folder, back_end, change)).run("a", TOKENS, [13])
@@ -89,6 +94,39 @@ def test_layers_may_differ(
     assert torch.equal(found, paged_runner(load(folder, single_ops, change)).run("a", TOKENS, [13]))
     alike = paged_runner(load(folder, back_end, lambda layer, index: layer)).run("a", TOKENS, [13])
     assert not torch.allclose(found, alike, atol=0.1)
+
+
+MIXED = replace(spec_of("Llama"), rotary=Rotary(8, 10_000.0, 64), layers=(
+    LayerSpec(Attention(4, 2, 16), FeedForward(24, "silu_and_mul")),
+    LayerSpec(None, FeedForward(40, "silu_and_mul")),
+    LayerSpec(Attention(6, 1, 8, window=5), None),
+    LayerSpec(Attention(2, 2, 32, has_rotary=False), FeedForward(24, "silu_and_mul")),
+))  # fmt: skip
+
+
+def test_heads_may_differ_by_layer_and_a_sublayer_may_be_missing(back_end: BackEnd, paged_runner: Callable) -> None:
+    model = load_mixed(back_end)
+    assert model.kv_geometry.layers == (
+        LayerKV(2, 16, "float32"), LayerKV(1, 8, "float32", window=5), LayerKV(2, 32, "float32")
+    )  # fmt: skip
+    found = paged_runner(model).run("a", TOKENS, [13])
+    single_ops = replace(back_end, fuse=lambda program: program)
+    assert torch.equal(found, paged_runner(load_mixed(single_ops)).run("a", TOKENS, [13]))
+    chunks = paged_runner(load_mixed(back_end)).run("a", TOKENS, [3, 9, 17])
+    torch.testing.assert_close(chunks, found, rtol=0, atol=0 if back_end.is_exact else 1e-5)
+    expected = paged_runner(load_mixed(REFERENCE)).run("a", TOKENS, [13])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert model.num_parameters == num_parameters(MIXED)
+
+
+def load_mixed(back_end: BackEnd) -> Decoder:
+    weights = WeightReader(DummyCheckpoint(MIXED), MIXED.weights, back_end, "float32", "cpu")
+    return Decoder(MIXED, weights, 64, 64)
+
+
+def test_layers_of_one_sublayer_have_no_norm_after_both() -> None:
+    with pytest.raises(SpecError, match="layers of one sublayer with post norms are not supported"):
+        LayerSpec(None, FeedForward(24, "silu_and_mul"), norm_position="post")
 
 
 def test_part_without_a_place_is_refused(write_llama: Callable[..., Path], back_end: BackEnd) -> None:

@@ -35,14 +35,13 @@ def spec_of(num_heads: int, num_kv_heads: int) -> DecoderSpec:
 def test_a_rank_has_whole_groups_or_a_part_of_one(
     num_heads: int, num_kv_heads: int, num_ranks: int, expected: list[object]
 ) -> None:
-    assert head_ranges(spec_of(num_heads, num_kv_heads).layers[0], num_ranks) == expected
+    assert head_ranges(spec_of(num_heads, num_kv_heads).attentions[0], num_ranks) == expected
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("num_ranks", range(1, 13))
 def test_every_head_is_on_one_rank_beside_its_kv_head(num_kv_heads: int, num_ranks: int) -> None:
-    layer = spec_of(12, num_kv_heads).layers[0]
-    ranges = head_ranges(layer, num_ranks)
+    ranges = head_ranges(spec_of(12, num_kv_heads).attentions[0], num_ranks)
     assert [head for heads in ranges for head in range(*heads.query)] == list(range(12))
     group = 12 // num_kv_heads
     for heads in ranges:
@@ -64,8 +63,8 @@ def test_cut_that_leaves_a_rank_without_a_part_is_refused() -> None:
 
 
 def test_rows_of_fused_modules_are_counted_from_the_first() -> None:
-    shard, layer = Shard(1, 2), spec_of(14, 2).layers[0]
-    ranges = shard.qkv_ranges(layer)
+    shard, attention = Shard(1, 2), spec_of(14, 2).attentions[0]
+    ranges = shard.qkv_ranges(attention)
     assert ranges == ((448, 896), (64, 128), (64, 128))
     assert shifted(ranges, (896, 128, 128)) == [(448, 896), (960, 1024), (1088, 1152)]
 

@@ -142,7 +142,7 @@ class ExpertReads(NamedTuple):
 
 def expert_reads(spec: DecoderSpec) -> ExpertReads | None:
     """Return the experts of a model, alike in all layers that have them; None if no layer has."""
-    mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, Experts)]
+    mixtures = [each for each in spec.feed_forwards if isinstance(each, Experts)]
     if not mixtures:
         return None
     linear = [shape for shape in _shapes_of_layers(spec) if isinstance(shape, LinearShape)]

@@ -30,7 +30,8 @@ class TextCache:
 
     def __init__(self, spec: DecoderSpec, dtype: DType, back_end: BackEnd) -> None:
         stored = back_end.cache_layout.stored_dtype(dtype, "auto")
-        self._geometry = KVGeometry((LayerKV(spec.num_kv_heads, spec.head_dim, *stored),))
+        attention = spec.attentions[0]  # heads of an encoder are alike in all layers
+        self._geometry = KVGeometry((LayerKV(attention.num_kv_heads, attention.head_dim, *stored),))
         self._num_layers, self._back_end = spec.num_layers, back_end
         self._num_blocks, self._cache = 0, KVCache([], [], BLOCK_SIZE)
 
@@ -128,8 +129,9 @@ class Decoder:
 
     @property
     def layer_flops(self) -> tuple[float, float]:
-        """Operations of a layer: per token, and per pair of a token and one that it attends to."""
-        return 2.0 * num_layer_weights(self.spec) / self.spec.num_layers, 4.0 * self.spec.num_heads * self.spec.head_dim
+        """Operations of a layer: per token, and per pair of a token and one that it attends to; means over layers."""
+        num_layers = self.spec.num_layers
+        return 2.0 * num_layer_weights(self.spec) / num_layers, self.spec.attended_flops / num_layers
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run one step: write the tokens' keys and values, return their hidden states [num_tokens, hidden_size].

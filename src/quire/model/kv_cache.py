@@ -22,24 +22,36 @@ from quire.model.spec import DecoderSpec, widest_window
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Keys and values of one layer: [num_heads, head_dim] each per token, `num_heads` being KV heads."""
+    """Keys and values of one layer: per token keys [num_heads, head_dim] and values [num_heads, value_dim].
+
+    `num_heads`: KV heads.
+    """
 
     num_heads: int
     head_dim: int
     dtype: str                       # stored elements; a torch dtype's name
     scale_dtype: str | None = None   # one scale per token and head; None: no scales
     window: int | None = None        # tokens that a token sees, itself included; None: all
+    value_dim: int | None = None     # None: head_dim; 0: values are parts of the keys, and have no tensor of their own
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys, and as many of its values."""
+    def key_bytes(self) -> int:
+        """Bytes of one token's keys."""
+        return self._vector_bytes(self.head_dim)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one token's values."""
+        return self._vector_bytes(self.head_dim if self.value_dim is None else self.value_dim)
+
+    def _vector_bytes(self, dim: int) -> int:
         scale_bytes = 0 if self.scale_dtype is None else ELEMENT_BYTES[self.scale_dtype]
-        return self.num_heads * (self.head_dim * ELEMENT_BYTES[self.dtype] + scale_bytes)
+        return self.num_heads * (dim * ELEMENT_BYTES[self.dtype] + scale_bytes) if dim else 0
 
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Keys and values of a model, layer by layer."""
+    """Keys and values of a model, by the layers that keep some."""
 
     layers: tuple[LayerKV, ...]
 
@@ -49,7 +61,7 @@ class KVGeometry:
 
         An encoder keeps nothing: its geometry has no layers.
         """
-        kept = (each for each in spec.layers if each.is_causal)
+        kept = (each for each in spec.attentions if each.is_causal)
         layers = (LayerKV(each.num_kv_heads, each.head_dim, dtype, scale_dtype, each.window) for each in kept)
         return cls(tuple(layers))
 
@@ -64,7 +76,7 @@ class KVGeometry:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return 2 * sum(layer.bytes_per_token for layer in self.layers)
+        return sum(layer.key_bytes + layer.value_bytes for layer in self.layers)
 
     @property
     def quantized_dtype(self) -> str:
@@ -78,8 +90,9 @@ class KVGeometry:
         return widest_window([layer.window for layer in self.layers])
 
     def tensor_bytes(self, num_tokens: int) -> list[int]:
-        """Return the bytes of each tensor of a cache of `num_tokens` tokens: keys of all layers, then their values."""
-        return 2 * [num_tokens * layer.bytes_per_token for layer in self.layers]
+        """Return the bytes of each of `KVCache.tensors` of a cache of `num_tokens` tokens."""
+        values = (layer.value_bytes for layer in self.layers if layer.value_bytes)
+        return [num_tokens * num_bytes for num_bytes in (*(layer.key_bytes for layer in self.layers), *values)]
 
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector register; a page has more
@@ -87,7 +100,9 @@ ALIGNMENT = 64  # bytes: a cache line, and a vector register; a page has more
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of all layers, each [num_blocks, ...] in the back end's layout.
+    """Keys and values of the layers that keep some, each [num_blocks, ...] in the back end's layout.
+
+    Values of a layer without values have no elements.
 
     The layers may be those of several models: one block table serves all, and whatever copies, swaps or clears a block
     does so in `tensors`, that is for every model.
@@ -122,6 +137,8 @@ class KVCache:
             layout.shapes(num_blocks, block_size, layer.num_heads, layer.head_dim, dtype, each.scale_bytes)
             for layer, dtype, each in zip(geometry.layers, dtypes, stored, strict=True)
         ]
+        pairs = zip(shapes, geometry.layers, strict=True)
+        shapes = [(keys, (num_blocks, 0) if layer.value_dim == 0 else values) for (keys, values), layer in pairs]
         keys, values = (
             [
                 taken(allocator(math.prod(shape[kind]) * dtype.itemsize)).view(dtype).reshape(shape[kind])
@@ -133,8 +150,8 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of which block i is a part of block i: keys of all layers, then values."""
-        return [*self.keys, *self.values]
+        """Every tensor of which block i is a part of block i: keys of all layers, then values where there are any."""
+        return [*self.keys, *(values for values in self.values if 0 not in values.shape[1:])]
 
     def joined(self, other: "KVCache") -> "KVCache":
         """Return the cache of two models, the layers of `other` last, which may have more blocks."""

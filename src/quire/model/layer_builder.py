@@ -18,9 +18,9 @@ from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Norm,
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec
 from quire.kernels.program import INPUT, Op, Program
 from quire.kernels.tensors import DType, Tensor
-from quire.model.shapes import DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
+from quire.model.shapes import AttentionShapes, DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
 from quire.model.sharding import Cut, Range, Ranks, Shard
-from quire.model.spec import DecoderSpec, Experts, NormKind, Place, Rotary, SpecError
+from quire.model.spec import Attention, DecoderSpec, Experts, NormKind, Place, Rotary, SpecError
 from quire.model.weights import WeightReader
 
 OFFSETS: dict[NormKind, float] = {"rms_float": 0.0, "rms_offset": 1.0}  # added to weights, in float32
@@ -38,10 +38,11 @@ class ProgramInputs:
 
 def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs) -> Program:
     """Read the layers and the final norm; return their program, of single ops."""
-    found, is_summed = list[Op](), True
+    found, num_caches, is_summed = list[Op](), 0, True
     for index in range(spec.num_layers):
-        layer = LayerBuilder(spec, index, weights.layer(index), shared, is_summed=is_summed)
+        layer = LayerBuilder(spec, index, weights.layer(index), shared, num_caches, is_summed=is_summed)
         layer.build()
+        num_caches += spec.layers[index].attention is not None
         found += layer.ops
         is_summed = layer.is_summed
     shape = DecoderShapes.of(spec).final_norm
@@ -67,15 +68,18 @@ def _norm_of_stream(name: str, norm: Norm, out: str, *, is_summed: bool) -> Op:
 class LayerBuilder:
     """Builder of one layer. Each method appends ops, so that calls are in the order in which a layer runs.
 
-    `is_summed`: the stream has the output of the last sublayer; else that is in `x`, and the next norm adds it.
+    `cache_index`: of the layer's keys and values, if it has any. `is_summed`: the stream has the output of the last
+    sublayer; else that is in `x`, and the next norm adds it.
     """
 
     def __init__(
-        self, spec: DecoderSpec, index: int, weights: WeightReader, shared: ProgramInputs, *, is_summed: bool
-    ) -> None:
+        self, spec: DecoderSpec, index: int, weights: WeightReader, shared: ProgramInputs, cache_index: int, *,
+        is_summed: bool,
+    ) -> None:  # fmt: skip
         self.ops: list[Op] = []
         self.is_summed = is_summed
-        self._spec, self._layer, self._index, self._stem = spec, spec.layers[index], index, f"layers.{index}."
+        self._spec, self._layer, self._cache_index = spec, spec.layers[index], cache_index
+        self._stem = f"layers.{index}."
         self._shapes = LayerShapes.of(spec, self._layer)
         self._weights, self._shared, self._ranks = weights, shared, shared.ranks
         self._parts = list(self._layer.parts)
@@ -91,13 +95,15 @@ class LayerBuilder:
 
     def _pre_norm(self) -> None:
         """Append norm, attention, add; norm, feed-forward, add (Radford et al. 2019), maybe with norms of outputs."""
-        self.attention(self.norm_of_stream("attention_norm", self._shapes.attention_norm, "x"))
-        self.feed_forward(self.norm_of_stream("feed_forward_norm", self._shapes.feed_forward_norm, "x"), "x")
+        if self._layer.mixer is not None:
+            self.mixer(self.norm_of_stream("attention_norm", self._shapes.attention_norm, "x"))
+        if self._layer.feed_forward is not None:
+            self.feed_forward(self.norm_of_stream("feed_forward_norm", self._shapes.feed_forward_norm, "x"), "x")
 
     def _post_norm(self) -> None:
         """Append attention, add, norm; feed-forward, add, norm (Vaswani et al. 2017)."""
         self.sum_stream("sum")
-        self.attention(INPUT)
+        self.mixer(INPUT)
         self.norm("attention_norm", self._shapes.attention_norm, "x", INPUT, residual=INPUT)
         self.feed_forward(INPUT, "x")
         self.norm("feed_forward_norm", self._shapes.feed_forward_norm, "x", INPUT, residual=INPUT)
@@ -106,7 +112,7 @@ class LayerBuilder:
     def _output_norm(self) -> None:
         """Append attention, norm, add; feed-forward, norm, add (OLMo et al. 2024)."""
         self.sum_stream("sum")
-        self.attention(INPUT)
+        self.mixer(INPUT)
         self.norm("attention_norm", self._shapes.attention_norm, "x", "x")
         self.sum_stream("attention_sum")
         self.feed_forward(INPUT, "x")
@@ -115,7 +121,7 @@ class LayerBuilder:
     def _parallel(self) -> None:
         """Append sublayers that read the same stream; their sum is added to it (Wang and Komatsuzaki 2021)."""
         own_norm = self._shapes.feed_forward_norm
-        self.attention(
+        self.mixer(
             self.norm_of_stream("attention_norm", self._shapes.attention_norm, "normed" if own_norm is None else "x")
         )
         if own_norm is not None:
@@ -160,20 +166,28 @@ class LayerBuilder:
         if self._ranks is not None and self._ranks.shard.mode == "gather":
             self.ops.append(special_ops.GatherOp(f"{self._stem}{name}_gather", x, self._ranks.gather(cut)))
 
-    def attention(self, source: str) -> None:
+    def mixer(self, source: str) -> None:
+        """Append the mixer of `source`. The output is `x`, not added to the stream."""
+        mixer, shapes = self._layer.mixer, self._shapes.mixer
+        assert isinstance(mixer, Attention), "a mixer of no known kind"
+        assert isinstance(shapes, AttentionShapes)
+        self._attention(mixer, shapes, source)
+        self._end_sublayer("attention_out", "x", self._shapes.attention_output_norm)
+
+    def _attention(self, attention: Attention, shapes: AttentionShapes, source: str) -> None:
         """Append attention of `source`: project, normalize per head, rotate and write to the cache, attend, project.
 
-        The output is `x`, not added to the stream. A rank has its heads alone; a norm over all heads of a token needs
-        them all, so there each rank projects them all.
+        A rank has its heads alone; a norm over all heads of a token needs them all, so there each rank projects them
+        all.
         """
-        layer, shapes, weights, ranks = self._layer, self._shapes, self._weights, self._ranks
-        heads, taken, ranges = Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim), None, None
+        weights, ranks = self._weights, self._ranks
+        heads, taken, ranges = Heads(attention.num_heads, attention.num_kv_heads, attention.head_dim), None, None
         own = heads
         if ranks is not None:
-            taken = ranks.shard.heads(layer)
-            own = Heads(taken.num_heads, taken.num_kv_heads, layer.head_dim)
-            if not layer.is_query_key_norm_over_heads:
-                heads, ranges = own, list(ranks.shard.qkv_ranges(layer))
+            taken = ranks.shard.heads(attention)
+            own = Heads(taken.num_heads, taken.num_kv_heads, attention.head_dim)
+            if not attention.is_query_key_norm_over_heads:
+                heads, ranges = own, list(ranks.shard.qkv_ranges(attention))
         self.linear("qkv", shapes.qkv, source, "qkv", ranges)
         self._append("split_heads", ops.SplitHeadsOp(f"{self._stem}split_heads", heads))
         if shapes.query_norm is not None and shapes.key_norm is not None:
@@ -182,54 +196,59 @@ class LayerBuilder:
                 make_norm(self._spec, weights, shapes.query_norm, query_heads),
                 make_norm(self._spec, weights, shapes.key_norm, kv_heads),
             )
-            is_over_heads = layer.is_query_key_norm_over_heads
+            is_over_heads = attention.is_query_key_norm_over_heads
             self.ops.append(special_ops.QKNormOp(f"{self._stem}query_key_norm", *norms, heads, is_over_heads))
-        if layer.qkv_limit:
-            self.ops.append(special_ops.ClipOp(f"{self._stem}qkv_clip", heads, layer.qkv_limit))
+        if attention.qkv_limit:
+            self.ops.append(special_ops.ClipOp(f"{self._stem}qkv_clip", heads, attention.qkv_limit))
         if taken is not None and heads != own:
             first = taken.query[0], taken.kv[0]
             self.ops.append(special_ops.TakeHeadsOp(f"{self._stem}take_heads", heads, first, own))
-        self.attend(own, None if taken is None else taken.query)
-        self._attention_out()
-        self._end_sublayer("attention_out", "x", shapes.attention_output_norm)
+        self._attend(attention, shapes, own, None if taken is None else taken.query)
+        cut = None if ranks is None else ranks.shard.attended_cut(attention)
+        self._mixer_out("attention_out", shapes.attention_out, "attended", cut)
 
-    def attend(self, heads: Heads, query_heads: Range | None) -> None:
+    def _attend(
+        self, attention: Attention, shapes: AttentionShapes, heads: Heads, query_heads: Range | None
+    ) -> None:
         """Append rotation, write and attention of projected heads; `query_heads`: of all, those of a rank."""
-        layer, shapes, weights, shared = self._layer, self._shapes, self._weights, self._shared
+        weights, shared = self._weights, self._shared
         scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
-        rotary, table, is_interleaved = self._spec.rotary_of(layer), None, False
+        rotary, table, is_interleaved = self._spec.rotary_of(attention), None, False
         if rotary is not None:
             table, is_interleaved = shared.cos_sin[rotary], rotary.is_interleaved
         rotation = RotarySpec(heads, table, is_interleaved, scales)
         name, write = f"{self._stem}rotary_write", weights.back_end.write_kv
-        self._append("rotary_write", ops.RotaryWriteOp(name, self._index, rotation, write))
-        if layer.position_scale is not None:
+        self._append("rotary_write", ops.RotaryWriteOp(name, self._cache_index, rotation, write))
+        if attention.position_scale is not None:
             assert table is not None, "factors of positions without rotary positions"
-            factors = weights.taken(weights.rounded(_position_factors(*layer.position_scale, len(table))))
+            factors = weights.taken(weights.rounded(_position_factors(*attention.position_scale, len(table))))
             self.ops.append(special_ops.PositionScaleOp(f"{self._stem}position_scale", heads, factors))
         sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, query_heads)
-        spec = AttentionSpec(heads, layer.scale, layer.window, layer.softcap, sinks, layer.is_causal, scales)
+        spec = AttentionSpec(
+            heads, attention.scale, attention.window, attention.softcap, sinks, attention.is_causal, scales
+        )
         attend = weights.back_end.paged_attention
-        self._append("attention", ops.AttentionOp(f"{self._stem}attention", self._index, spec, attend))
+        self._append("attention", ops.AttentionOp(f"{self._stem}attention", self._cache_index, spec, attend))
         if self._ranks is not None:
-            self.exchange("attention", "attended", self._ranks.shard.attended_cut(layer))
+            self.exchange("attention", "attended", self._ranks.shard.attended_cut(attention))
 
-    def _attention_out(self) -> None:
-        shape, ranks = self._shapes.attention_out, self._ranks
+    def _mixer_out(self, name: Place, shape: LinearShape, x: str, cut: Cut | None) -> None:
+        """Append the last projection of a mixer; `cut`: the ranks' columns of x, None: there is one rank."""
+        ranks = self._ranks
         if ranks is None or ranks.shard.mode == "gather":
-            self.linear("attention_out", shape, "attended", "x", self._ranges(shape))
+            self.linear(name, shape, x, "x", self._ranges(shape))
             return
-        inputs, hook = ranks.shard.attended_cut(self._layer).of(ranks.shard.rank), ranks.sum(self._spec.hidden_size)
+        assert cut is not None, "columns of ranks"
+        inputs, hook = cut.of(ranks.shard.rank), ranks.sum(self._spec.hidden_size)
         linear, _ = self._weights.partial_linear(
             shape, lambda unit: inputs, dtype=hook.partial_dtype, has_bias=ranks.shard.rank == 0  # adds it once
         )
-        self._append("attention_out", special_ops.SummedLinearOp(
-            f"{self._stem}attention_out", linear, "attended", "x", hook, inputs
-        ))  # fmt: skip
+        self._append(name, special_ops.SummedLinearOp(self._stem + name, linear, x, "x", hook, inputs))
 
     def feed_forward(self, source: str, out: str) -> None:
         """Append a feed-forward of `source`: two projections, or a mixture of experts. The stream lacks its output."""
         shapes, mixture, ranks = self._shapes, self._layer.feed_forward, self._ranks
+        assert mixture is not None, "a layer without a feed-forward"
         name: Place = "feed_forward_out"
         if isinstance(mixture, Experts):
             assert shapes.experts is not None

@@ -5,11 +5,10 @@ Mistral and Qwen are Llama with a few fields changed: biases, norms on query and
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.rope import rotary_from_config
-from quire.model.spec import Activation, DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import Activation, Attention, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 DEFAULT_WINDOW = 4096  # where config.json leaves the key out; null means no window
 DEFAULT_FIRST_WINDOWED_LAYER = 28
@@ -41,17 +40,20 @@ def llama(
     has_head_dim = config.has("head_dim")
     head_dim = config.size("head_dim", limit=MAX_HEAD_DIM) if has_head_dim else config.divided("hidden_size", num_heads)
     max_position_embeddings = config.size("max_position_embeddings", limit=MAX_POSITIONS)
+    has_bias = config.flag("attention_bias", False)
     layer = LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=config.size("num_key_value_heads", num_heads),
-        head_dim=head_dim,
+        mixer=Attention(
+            num_heads=num_heads,
+            num_kv_heads=config.size("num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            has_qkv_bias=has_bias,
+            has_attention_out_bias=has_bias,
+        ),
         feed_forward=FeedForward(
             size=config.size("intermediate_size"),
             activation=config.choice("hidden_act", ACTIVATIONS, default="silu") if activation is None else activation,
             has_bias=config.flag("mlp_bias", False),
         ),
-        has_qkv_bias=config.flag("attention_bias", False),
-        has_attention_out_bias=config.flag("attention_bias", False),
     )
     return DecoderSpec(
         vocab_size=config.size("vocab_size"),
@@ -79,7 +81,7 @@ def ministral3(config: ConfigReader) -> DecoderSpec:
     rope = config.nested("rope_parameters", config.section("rope_parameters"))
     if rope.has("llama_4_scaling_beta"):
         beta, length = rope.number("llama_4_scaling_beta"), rope.size("original_max_position_embeddings")
-        spec = spec.with_layers(partial(replace, position_scale=(beta, length)))
+        spec = spec.with_attention(position_scale=(beta, length))
     window = config.size("sliding_window") if config.has("sliding_window") else None
     return spec.with_windows((window,) * spec.num_layers)
 
@@ -93,14 +95,14 @@ def qwen2(config: ConfigReader) -> DecoderSpec:
 def qwen3(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen3 (2025): norms on query and key, heads with a width of their own."""
     spec = llama(config.with_default("head_dim", QWEN3_HEAD_DIM))
-    layer = replace(_without_mlp_bias(spec.layers[0]), has_query_key_norm=True)
-    return replace(spec, layers=(layer,) * spec.num_layers).with_windows(_qwen_windows(config, spec.num_layers))
+    spec = spec.with_layers(_without_mlp_bias).with_attention(has_query_key_norm=True)
+    return spec.with_windows(_qwen_windows(config, spec.num_layers))
 
 
 def _with_biases(spec: DecoderSpec, *, has_qkv_bias: bool) -> DecoderSpec:
-    """Return a spec of equal layers without biases, but for those of query, key and value."""
-    layer = replace(_without_mlp_bias(spec.layers[0]), has_qkv_bias=has_qkv_bias, has_attention_out_bias=False)
-    return replace(spec, layers=(layer,) * spec.num_layers)
+    """Return a spec without biases, but for those of query, key and value."""
+    spec = spec.with_layers(_without_mlp_bias)
+    return spec.with_attention(has_qkv_bias=has_qkv_bias, has_attention_out_bias=False)
 
 
 def _without_mlp_bias(layer: LayerSpec) -> LayerSpec:

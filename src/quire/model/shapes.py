@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from quire.core.errors import ModelError
-from quire.model.spec import Activation, DecoderSpec, ExpertNames, Experts, FeedForward, LayerSpec
+from quire.model.spec import Activation, Attention, DecoderSpec, ExpertNames, Experts, FeedForward, LayerSpec
 
 
 class TableShape(NamedTuple):
@@ -121,15 +121,39 @@ class ExpertShapes(NamedTuple):
         return (self.router, *(layer for expert in self.experts for layer in expert))
 
 
-class LayerShapes(NamedTuple):
-    """One layer; `up` and `down` are those of a dense feed-forward, else there are `experts`."""
+class AttentionShapes(NamedTuple):
+    """Attention."""
 
-    attention_norm: NormShape | None
     qkv: LinearShape
     query_norm: NormShape | None
     key_norm: NormShape | None
     sinks: VectorShape | None
     attention_out: LinearShape
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, attention: Attention) -> "AttentionShapes":
+        """Return the shapes of the attention of a layer."""
+        names, width = spec.weights, spec.hidden_size
+        num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        rows = tuple(count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads))
+        groups = num_kv_heads if names.is_qkv_grouped else 1
+        return cls(
+            qkv=LinearShape(names.qkv, rows, width, attention.has_qkv_bias, num_groups=groups),
+            query_norm=_head_norm(spec, attention, names.query_norm, num_heads),
+            key_norm=_head_norm(spec, attention, names.key_norm, num_kv_heads),
+            sinks=_vector(names.sinks, num_heads) if attention.has_sinks else None,
+            attention_out=LinearShape((names.attention_out,), (width,), rows[0], attention.has_attention_out_bias),
+        )
+
+
+class LayerShapes(NamedTuple):
+    """One layer; `up` and `down` are those of a dense feed-forward, else there are `experts`, or none.
+
+    `mixer`: a tuple of the kind of the layer's mixer, with linear layers by the names of their ops.
+    """
+
+    attention_norm: NormShape | None
+    mixer: AttentionShapes | None
     feed_forward_norm: NormShape | None
     up: LinearShape | None
     down: LinearShape | None
@@ -140,27 +164,25 @@ class LayerShapes(NamedTuple):
     @classmethod
     def of(cls, spec: DecoderSpec, layer: LayerSpec) -> "LayerShapes":
         """Return the shapes of a layer of a model."""
-        names, width, feed_forward = spec.weights, spec.hidden_size, layer.feed_forward
-        rows = tuple(count * layer.head_dim for count in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads))
-        groups = layer.num_kv_heads if names.is_qkv_grouped else 1
+        names, width, mixer, feed_forward = spec.weights, spec.hidden_size, layer.mixer, layer.feed_forward
         up, down, experts = None, None, None
         if isinstance(feed_forward, FeedForward):
             up, down = _feed_forward(names.feed_forward_in, names.feed_forward_out, width, feed_forward)
-        else:
+        elif feed_forward is not None:
             experts = ExpertShapes.of(names.experts or ExpertNames(), width, feed_forward)
+
+        def norm(module: str | None, sublayer: object) -> NormShape | None:
+            return _norm_or_none(spec, None if sublayer is None else module, width)
+
         return cls(
-            attention_norm=_norm_or_none(spec, names.attention_norm if layer.has_attention_norm else None, width),
-            qkv=LinearShape(names.qkv, rows, width, layer.has_qkv_bias, num_groups=groups),
-            query_norm=_head_norm(spec, layer, names.query_norm, layer.num_heads),
-            key_norm=_head_norm(spec, layer, names.key_norm, layer.num_kv_heads),
-            sinks=_vector(names.sinks, layer.num_heads) if layer.has_sinks else None,
-            attention_out=LinearShape((names.attention_out,), (width,), rows[0], layer.has_attention_out_bias),
-            feed_forward_norm=_norm_or_none(spec, names.feed_forward_norm, width),
+            attention_norm=norm(names.attention_norm if layer.has_attention_norm else None, mixer),
+            mixer=None if mixer is None else AttentionShapes.of(spec, mixer),
+            feed_forward_norm=norm(names.feed_forward_norm, feed_forward),
             up=up,
             down=down,
             experts=experts,
-            attention_output_norm=_norm_or_none(spec, names.attention_output_norm, width),
-            feed_forward_output_norm=_norm_or_none(spec, names.feed_forward_output_norm, width),
+            attention_output_norm=norm(names.attention_output_norm, mixer),
+            feed_forward_output_norm=norm(names.feed_forward_output_norm, feed_forward),
         )
 
     @property
@@ -168,17 +190,23 @@ class LayerShapes(NamedTuple):
         """The feed-forward, or those of all experts: the layer to the inner width, and the one back."""
         if self.experts is not None:
             return self.experts.experts
-        assert self.up is not None
-        assert self.down is not None
-        return [(self.up, self.down)]
+        return [] if self.up is None or self.down is None else [(self.up, self.down)]
+
+    @property
+    def linears(self) -> dict[str, LinearShape]:
+        """The linear layers without experts, by the names of their ops."""
+        named = ({} if self.mixer is None else self.mixer._asdict()) | {
+            "feed_forward_in": self.up, "feed_forward_out": self.down
+        }  # fmt: skip
+        return {name: shape for name, shape in named.items() if isinstance(shape, LinearShape)}
 
 
 def layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> tuple[Shape | None, ...]:
     """Return the shapes of a layer, with those of its experts and of the parts that its family adds."""
     shapes = LayerShapes.of(spec, layer)
-    single = (shape for shape in shapes if not isinstance(shape, ExpertShapes))
+    single = (shape for shape in shapes if not isinstance(shape, AttentionShapes | ExpertShapes))
     experts = () if shapes.experts is None else (*shapes.experts.layers, shapes.experts.bias)
-    return (*single, *experts, *(shape for part in layer.parts for shape in part.shapes))
+    return (*single, *(shapes.mixer or ()), *experts, *(shape for part in layer.parts for shape in part.shapes))
 
 
 class DecoderShapes(NamedTuple):
@@ -243,10 +271,10 @@ def _norm_or_none(spec: DecoderSpec, module: str | None, width: int) -> NormShap
     return None if module is None else _norm(spec, module, width)
 
 
-def _head_norm(spec: DecoderSpec, layer: LayerSpec, module: str | None, num_heads: int) -> NormShape | None:
-    width = layer.head_dim * (num_heads if layer.is_query_key_norm_over_heads else 1)
-    norm = _norm_or_none(spec, module, width) if layer.has_query_key_norm else None
-    if norm is None or not layer.is_query_key_norm_by_head:
+def _head_norm(spec: DecoderSpec, attention: Attention, module: str | None, num_heads: int) -> NormShape | None:
+    width = attention.head_dim * (num_heads if attention.is_query_key_norm_over_heads else 1)
+    norm = _norm_or_none(spec, module, width) if attention.has_query_key_norm else None
+    if norm is None or not attention.is_query_key_norm_by_head:
         return norm
     return norm._replace(num_heads=num_heads, has_bias=False)
 

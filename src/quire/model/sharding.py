@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
-from quire.model.spec import DecoderSpec, LayerSpec
+from quire.model.spec import Attention, DecoderSpec, LayerSpec
 
 if TYPE_CHECKING:  # they load NumPy, and options are read without it
     from quire.kernels.layers import GatherHook, Linear, SumHook
@@ -78,13 +78,13 @@ class Shard:
             )
         return Cut(tuple(min(bound * unit, width) for bound in _even_bounds(-(-width // unit), self.num_ranks)))
 
-    def heads(self, layer: LayerSpec) -> HeadRange:
+    def heads(self, attention: Attention) -> HeadRange:
         """Return the heads of this rank."""
-        return head_ranges(layer, self.num_ranks)[self.rank]
+        return head_ranges(attention, self.num_ranks)[self.rank]
 
-    def attended_cut(self, layer: LayerSpec) -> Cut:
+    def attended_cut(self, attention: Attention) -> Cut:
         """Return the ranks' columns of what attention returns."""
-        last = [heads.query[1] * layer.head_dim for heads in head_ranges(layer, self.num_ranks)]
+        last = [heads.query[1] * attention.head_dim for heads in head_ranges(attention, self.num_ranks)]
         return Cut((0, *last))
 
     def ranges(self, shape: LinearShape) -> list[Range]:
@@ -93,30 +93,35 @@ class Shard:
 
     def adapted_ranges(self, layer: LayerSpec, op: str, shape: LinearShape) -> list[Range]:
         """Return this rank's outputs of the linear op `op` of a layer, `qkv` or another one, module by module."""
-        if op != "qkv":
+        if op != "qkv" or layer.attention is None:
             return self.ranges(shape)
-        if layer.is_query_key_norm_over_heads:  # needs the outputs of all heads
+        if layer.attention.is_query_key_norm_over_heads:  # needs the outputs of all heads
             return [(0, count) for count in shape.num_rows]
-        return list(self.qkv_ranges(layer))
+        return list(self.qkv_ranges(layer.attention))
 
-    def qkv_ranges(self, layer: LayerSpec) -> tuple[Range, Range, Range]:
+    def qkv_ranges(self, attention: Attention) -> tuple[Range, Range, Range]:
         """Return this rank's outputs of the query, key and value projections."""
-        query, kv = ((start * layer.head_dim, stop * layer.head_dim) for start, stop in self.heads(layer))
+        query, kv = ((start * attention.head_dim, stop * attention.head_dim) for start, stop in self.heads(attention))
         return query, kv, kv
 
     def local_spec(self, spec: DecoderSpec) -> DecoderSpec:
         """Return a spec with this rank's heads: its KV cache is that of a rank."""
-        heads = self.heads(spec.layers[0])
-        return spec.with_heads(heads.num_heads, heads.num_kv_heads)
+        return spec.with_layers(self._local_layer)
+
+    def _local_layer(self, layer: LayerSpec) -> LayerSpec:
+        if layer.attention is None:
+            return layer
+        heads = self.heads(layer.attention)
+        return layer.with_attention(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
 
 
-def head_ranges(layer: LayerSpec, num_ranks: int) -> list[HeadRange]:
+def head_ranges(attention: Attention, num_ranks: int) -> list[HeadRange]:
     """Return the heads of each rank.
 
     KV heads are divided, each with the query heads that read it; where there are fewer than ranks, the query heads of a
     KV head are divided among the ranks that have a copy of it. Raises ConfigError if there are more ranks than heads.
     """
-    num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
+    num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
     if num_ranks > num_heads:
         raise ConfigError(f"tensor_parallel_size {num_ranks} is above the model's {num_heads} attention heads")
     group = num_heads // num_kv_heads
@@ -134,11 +139,12 @@ def head_ranges(layer: LayerSpec, num_ranks: int) -> list[HeadRange]:
 
 def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") -> None:
     """Raise ConfigError for a model that cannot be split over so many ranks."""
-    head_ranges(spec.layers[0], num_ranks)
+    for attention in spec.attentions:
+        head_ranges(attention, num_ranks)
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")
-    sizes = [size for layer in spec.layers for size in layer.feed_forward.sizes]
+    sizes = [size for feed_forward in spec.feed_forwards for size in feed_forward.sizes]
     narrowest = min([spec.hidden_size, spec.vocab_size, *sizes])
     if narrowest < num_ranks:
         raise ConfigError(f"tensor_parallel_size {num_ranks} is above the {narrowest} outputs of a layer of the model")

@@ -211,24 +211,19 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One layer: attention and a feed-forward, each with a norm and a residual connection. Layers may differ."""
+class Attention:
+    """Softmax attention over cached keys and values; several query heads share a KV head (Ainslie et al. 2023)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    feed_forward: FeedForward | Experts
     attention_scale: float | None = None        # None: 1 / sqrt(head_dim)
     window: int | None = None                   # tokens looked back on, itself included
-    norm_position: NormPosition = "pre"
-    has_attention_norm: bool = True             # False: attention reads the stream itself
     has_qkv_bias: bool = False
     has_attention_out_bias: bool = False
     has_query_key_norm: bool = False
     is_query_key_norm_over_heads: bool = False  # all heads of a token together
     is_query_key_norm_by_head: bool = False     # each head has weights of its own, and no bias
-    is_parallel: bool = False                   # attention and feed-forward read the same stream
-    residual_multiplier: float = 1.0            # factor on what each sublayer adds to the stream
     softcap: float = 0.0                        # scores become softcap * tanh(score / softcap); 0: none
     has_sinks: bool = False                     # a score for each head, of one more key without values
     qkv_limit: float = 0.0                      # normed queries, keys, and values are clipped to +- limit; 0: not
@@ -236,7 +231,6 @@ class LayerSpec:
     has_rotary: bool = True                     # False: no positions in this layer
     rotary: Rotary | None = None                # this layer's alone; None: the decoder's
     is_causal: bool = True                      # False: a token attends to those after it as well
-    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -246,6 +240,45 @@ class LayerSpec:
     def scale(self) -> float:
         """The factor on attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def width(self) -> int:
+        """Columns of all query heads, and of what attention returns."""
+        return self.num_heads * self.head_dim
+
+
+Mixer = Attention  # kinds of sublayers that move information between the tokens of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: a mixer and a feed-forward, each with a norm and a residual connection. Layers may differ.
+
+    Either may be missing, with its norm: a Nemotron-H has layers of one sublayer.
+    """
+
+    mixer: Mixer | None
+    feed_forward: FeedForward | Experts | None
+    norm_position: NormPosition = "pre"
+    has_attention_norm: bool = True             # False: the mixer reads the stream itself
+    is_parallel: bool = False                   # mixer and feed-forward read the same stream
+    residual_multiplier: float = 1.0            # factor on what each sublayer adds to the stream
+    parts: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_whole = self.mixer is not None and self.feed_forward is not None
+        if not is_whole and (self.is_parallel or self.norm_position not in ("pre", "around")):
+            raise SpecError(f"layers of one sublayer with {self.norm_position} norms are not supported")
+
+    @property
+    def attention(self) -> Attention | None:
+        """The mixer if it is attention."""
+        return self.mixer if isinstance(self.mixer, Attention) else None
+
+    def with_attention(self, **changes: Any) -> "LayerSpec":  # noqa: ANN401 (any field)
+        """Return the layer with changed fields of its attention; the same if it has none."""
+        attention = self.attention
+        return self if attention is None else replace(self, mixer=replace(attention, **changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,24 +327,35 @@ class DecoderSpec:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
         if self.rotary is not None:
             object.__setattr__(self, "max_position_embeddings", self.rotary.max_positions)
-        if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in self.layers}) != 1:
-            raise SpecError("layers with different heads are not supported yet")
-        if len({layer.is_causal for layer in self.layers}) != 1:
+        if len({attention.is_causal for attention in self.attentions}) > 1:
             raise SpecError("causal layers together with others are not supported yet")
-        for rotary in self.rotaries:
-            if rotary.head_dim % 2:
+        if not self.is_causal and len({(each.num_kv_heads, each.head_dim) for each in self.attentions}) > 1:
+            raise SpecError("encoders of layers with different heads are not supported yet")
+        for attention in self.attentions:
+            rotary = self.rotary_of(attention)
+            if rotary is not None and rotary.head_dim % 2:
                 raise SpecError(f"rotary embedding needs an even head_dim, got {rotary.head_dim}")
-            if not 0 < rotary.head_dim <= self.head_dim:
-                raise SpecError(f"rotary embedding of {rotary.head_dim} dimensions of heads of {self.head_dim}")
+            if rotary is not None and not 0 < rotary.head_dim <= attention.head_dim:
+                raise SpecError(f"rotary embedding of {rotary.head_dim} dimensions of heads of {attention.head_dim}")
 
-    def rotary_of(self, layer: LayerSpec) -> Rotary | None:
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The layers that are attention, in order: each has a KV cache, unless it is of an encoder."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForward | Experts, ...]:
+        """The feed-forwards of the layers that have one."""
+        return tuple(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
+
+    def rotary_of(self, attention: Attention) -> Rotary | None:
         """Return the rotary embedding of a layer; None for none."""
-        return (layer.rotary or self.rotary) if layer.has_rotary else None
+        return (attention.rotary or self.rotary) if attention.has_rotary else None
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """The different rotary embeddings of the layers."""
-        found = (self.rotary_of(layer) for layer in self.layers)
+        found = map(self.rotary_of, self.attentions)
         return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))
 
     @property
@@ -320,22 +364,28 @@ class DecoderSpec:
 
     @property
     def num_heads(self) -> int:
-        """Attention heads of each layer."""
-        return self.layers[0].num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key-value heads of each layer."""
-        return self.layers[0].num_kv_heads
+        """Attention heads of the layer with the most."""
+        return max((attention.num_heads for attention in self.attentions), default=0)
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].head_dim
+        """Dimensions of the widest heads."""
+        return max((attention.head_dim for attention in self.attentions), default=0)
+
+    @property
+    def mixed_width(self) -> int:
+        """Columns of the widest output of a mixer, before its last projection."""
+        return max((layer.mixer.width for layer in self.layers if layer.mixer is not None), default=0)
+
+    @property
+    def attended_flops(self) -> int:
+        """Operations of all layers for a pair of a token and one that it attends to."""
+        return sum(4 * attention.width for attention in self.attentions)
 
     @property
     def is_causal(self) -> bool:
         """Whether it is a decoder; else an encoder."""
-        return self.layers[0].is_causal
+        return all(attention.is_causal for attention in self.attentions)
 
     @property
     def generates(self) -> bool:
@@ -344,28 +394,28 @@ class DecoderSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
-        return tuple(layer.window for layer in self.layers)
+        """The window of each layer that is attention."""
+        return tuple(attention.window for attention in self.attentions)
 
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> "DecoderSpec":
         """Return the spec with all layers changed."""
         return replace(self, layers=tuple(map(change, self.layers)))
 
-    def with_windowed_layers(self, types: Sequence[str], **changes: Any) -> "DecoderSpec":  # noqa: ANN401 (any field)
-        """Return the spec with changed fields in the layers of the type `sliding_attention`; `types`: of all layers."""
-        pairs = zip(self.layers, types, strict=True)
-        layers = (replace(layer, **changes) if kind == "sliding_attention" else layer for layer, kind in pairs)
-        return replace(self, layers=tuple(layers))
+    def with_attention(self, **changes: Any) -> "DecoderSpec":  # noqa: ANN401 (any field)
+        """Return the spec with changed fields in the attention of all layers that have it."""
+        return self.with_layers(lambda layer: layer.with_attention(**changes))
 
-    def with_heads(self, num_heads: int, num_kv_heads: int) -> "DecoderSpec":
-        """Return the spec with other numbers of heads of the same size."""
-        return self.with_layers(lambda layer: replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads))
+    def with_windowed_layers(self, types: Sequence[str], **changes: Any) -> "DecoderSpec":  # noqa: ANN401 (any field)
+        """Return the spec with changed attention in the layers of the type `sliding_attention`; `types`: of all."""
+        pairs = zip(self.layers, types, strict=True)
+        layers = (layer.with_attention(**changes) if kind == "sliding_attention" else layer for layer, kind in pairs)
+        return replace(self, layers=tuple(layers))
 
     def with_windows(self, windows: Sequence[int | None]) -> "DecoderSpec":
         """Return the spec with these windows, one per layer. Raises SpecError for another number of them."""
         if len(windows) != self.num_layers:
             raise SpecError(f"windows: {len(windows)} entries for {self.num_layers} layers")
-        layers = (replace(layer, window=window) for layer, window in zip(self.layers, windows, strict=True))
+        layers = (layer.with_attention(window=each) for layer, each in zip(self.layers, windows, strict=True))
         return replace(self, layers=tuple(layers))
 
     @property

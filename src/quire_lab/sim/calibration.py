@@ -98,7 +98,7 @@ def fit_hardware(
         name,
         memory_bytes,
         bytes_per_s=kv_bytes / read_s,
-        flops_per_s=4 * spec.num_layers * spec.num_heads * spec.head_dim / attended_s,
+        flops_per_s=spec.attended_flops / attended_s,
         bandwidth_share=1.0,
         flops_share=1.0,
         step_s=0.0,

@@ -145,8 +145,8 @@ def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, scale_bytes: int = 0) -
 
     `scale_bytes`: of the scale that is stored for each token and head; 0: none is.
     """
-    num_layers = spec.num_layers if spec.is_causal else 0
-    return 2 * num_layers * spec.num_kv_heads * (spec.head_dim * itemsize + scale_bytes)
+    kept = [each for each in spec.attentions if each.is_causal]
+    return sum(2 * each.num_kv_heads * (each.head_dim * itemsize + scale_bytes) for each in kept)
 
 
 def stored_kv_bytes_per_token(spec: DecoderSpec, kv_cache_dtype: str) -> int:
@@ -160,7 +160,7 @@ def _shapes_of_shard(
 ) -> list[Shape | None]:
     """Return the shapes of what a rank has of a layer: a part of the linear layers but routers, and everything else."""
     of_layer = LayerShapes.of(spec, layer)
-    qkv = of_layer.qkv
+    qkv = of_layer.linears.get("qkv")
     if shard.mode == "reduce":
         own = _summed_shapes(layer, of_layer, shard, quantization, stem)
         return [own.get(shape, shape) for shape in layer_shapes(spec, layer)]
@@ -176,15 +176,15 @@ def _summed_shapes(
     layer: LayerSpec, shapes: LayerShapes, shard: Shard, quantization: Quantization, stem: str
 ) -> dict[Shape | None, Shape]:
     """Return a rank's shapes of the linear layers but routers, of which those behind another are divided by inputs."""
-    qkv, out = shapes.qkv, shapes.attention_out
 
     def of_inputs(shape: LinearShape, inputs: Range) -> LinearShape:
         return shape._replace(width=inputs[1] - inputs[0], has_bias=shape.has_bias and shard.rank == 0)
 
-    own: dict[Shape | None, Shape] = {
-        qkv: _own_part(qkv, shard.adapted_ranges(layer, "qkv", qkv)),
-        out: of_inputs(out, shard.attended_cut(layer).of(shard.rank)),
-    }
+    own: dict[Shape | None, Shape] = {}
+    if layer.attention is not None and shapes.mixer is not None:
+        qkv, out = shapes.mixer.qkv, shapes.mixer.attention_out
+        own[qkv] = _own_part(qkv, shard.adapted_ranges(layer, "qkv", qkv))
+        own[out] = of_inputs(out, shard.attended_cut(layer.attention).of(shard.rank))
     for up, down in shapes.feed_forwards:
         group_size = quantization.scheme([stem + down.modules[0]]).group_size
         one_scale = group_size in (0, WHOLE_ROW) or group_size >= down.width

@@ -22,7 +22,7 @@ from quire.core.errors import ConfigError
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.model.config import num_layer_weights
 from quire.model.quantization import UNQUANTIZED, Quantization
-from quire.model.sharding import ADDED_BYTES, Mode, head_ranges
+from quire.model.sharding import ADDED_BYTES, Mode, Shard
 from quire.model.spec import DecoderSpec
 from quire_lab.sim.footprint import DTYPE_BYTES, scheme_bits, stored_kv_bytes_per_token
 
@@ -142,16 +142,15 @@ class Exchanges(NamedTuple):
     ) -> "Exchanges":
         """Return those of a step of `num_tokens`, `itemsize` that of an activation; the head's logits do not count.
 
-        All-reduces are two per layer, in the activations' dtype over a ring (Shoeybi et al. 2019).
+        All-reduces are one per sublayer, in the activations' dtype over a ring (Shoeybi et al. 2019).
         """
-        others = num_ranks - 1
+        others, mixers = num_ranks - 1, [layer.mixer for layer in spec.layers if layer.mixer is not None]
+        num_sums = len(mixers) + len(spec.feed_forwards)
         if mode == "gather":  # attention, its second layer, the inner activation, the second layer of it
-            widths = (
-                layer.num_heads * layer.head_dim + layer.feed_forward.active_size + 2 * spec.hidden_size
-                for layer in spec.layers
-            )
-            return cls(4 * spec.num_layers, sum(widths) * num_tokens * itemsize * others // num_ranks)
-        num_sums, partial_bytes = 2 * spec.num_layers, 4 * num_tokens * spec.hidden_size
+            inner = [*(each.width for each in mixers), *(each.active_size for each in spec.feed_forwards)]
+            width = sum(inner) + num_sums * spec.hidden_size
+            return cls(2 * num_sums, width * num_tokens * itemsize * others // num_ranks)
+        partial_bytes = 4 * num_tokens * spec.hidden_size
         if mode == "all-reduce":
             return cls(num_sums, num_sums * 2 * num_tokens * spec.hidden_size * itemsize * others // num_ranks)
         if partial_bytes <= ADDED_BYTES:
@@ -180,10 +179,9 @@ class CostModel:
         mode: ExchangeMode = "all-reduce",
     ) -> None:
         itemsize = DTYPE_BYTES[dtype]
-        ranges = head_ranges(spec.layers[0], num_devices)
+        local = [Shard(rank, num_devices).local_spec(spec) for rank in range(num_devices)]
         # The device with the most decides: the others wait for it.
-        num_heads, num_kv_heads = max(each.num_heads for each in ranges), max(each.num_kv_heads for each in ranges)
-        kv_bytes = stored_kv_bytes_per_token(spec.with_heads(num_heads, num_kv_heads), kv_dtype or dtype)
+        kv_bytes = max(stored_kv_bytes_per_token(each, kv_dtype or dtype) for each in local)
         self.spec, self.hardware, self._ranks = spec, hardware, (num_devices, mode)
         self._itemsize, self._window = itemsize, spec.sliding_window
         self._layer_share, self._head_share = (  # share of the bytes of an unquantized weight
@@ -196,7 +194,7 @@ class CostModel:
         self._s_per_flop = 1 / (hardware.flops_per_s * hardware.flops_share)
         self._block_bytes = kv_bytes * block_size
         self._s_per_context_token = kv_bytes * self._s_per_byte * attention_factor
-        num_attended_flops = 4 * spec.num_layers * num_heads * spec.head_dim
+        num_attended_flops = max(each.attended_flops for each in local)
         self._s_per_attended_token = num_attended_flops * self._s_per_flop * attention_factor
         self._linear_s = cache(self._linear_time_s)
 

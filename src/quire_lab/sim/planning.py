@@ -155,8 +155,8 @@ def _default_positions(model: FoundModel, options: EngineOptions) -> int:
 def _workspace_bytes(model: FoundModel, options: EngineOptions, num_tokens: int, num_devices: int) -> int:
     """Return the bytes of a device for the activations of a step of `num_tokens` and for its logits, in float32."""
     spec = model.spec
-    inner = max(layer.feed_forward.active_size for layer in spec.layers)
-    widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.num_heads * spec.head_dim) // num_devices
+    inner = max((each.active_size for each in spec.feed_forwards), default=0)
+    widest = 2 * spec.hidden_size + max(2 * inner, 3 * spec.mixed_width) // num_devices
     return num_tokens * widest * DTYPE_BYTES[model.dtype] + options.resolved_max_num_seqs * spec.vocab_size * 4
 
 

@@ -301,13 +301,7 @@ def _targets(spec: DecoderSpec, shard: Shard, summed_inputs: Mapping[str, Range]
     found = []
     for index, layer in enumerate(spec.layers):
         shapes, stem = LayerShapes.of(spec, layer), spec.weights.layer.format(layer=index)
-        linears = {
-            "qkv": shapes.qkv, "attention_out": shapes.attention_out, "feed_forward_in": shapes.up,
-            "feed_forward_out": shapes.down,
-        }  # fmt: skip
-        for name, shape in linears.items():
-            if shape is None:  # experts, which adapters do not change
-                continue
+        for name, shape in shapes.linears.items():  # adapters change no experts
             op, first = f"layers.{index}.{name}", 0
             ranges = shard.adapted_ranges(layer, name, shape)
             if op in summed_inputs:

@@ -30,8 +30,8 @@ class MemoryLayout(NamedTuple):
     @classmethod
     def of(cls, spec: DecoderSpec, max_num_seqs: int, num_ranks: int) -> "MemoryLayout":
         """Return the layout for a model: a row of any activation, in float32, and of all sums fits into a region."""
-        inner = max(layer.feed_forward.active_size for layer in spec.layers)
-        widest = max(inner, num_ranks * spec.hidden_size, spec.num_heads * spec.head_dim)
+        inner = max((each.active_size for each in spec.feed_forwards), default=0)
+        widest = max(inner, num_ranks * spec.hidden_size, spec.mixed_width)
         return cls(max(REGION_BYTES, 4 * widest), max(max_num_seqs, MIN_LOGIT_ROWS), spec.vocab_size)
 
 

@@ -20,8 +20,8 @@ WEIGHTS = replace(LLAMA_WEIGHTS, feed_forward_norm=None)
 def cohere(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Command R or Command R+."""
     spec = _cohere(config)
-    norms = {"has_query_key_norm": True, "is_query_key_norm_by_head": True}
-    return spec.with_layers(partial(replace, **norms)) if config.flag("use_qk_norm", False) else spec
+    has_norms = config.flag("use_qk_norm", False)
+    return spec.with_attention(has_query_key_norm=has_norms, is_query_key_norm_by_head=has_norms)
 
 
 def _cohere(config: ConfigReader) -> DecoderSpec:
@@ -42,7 +42,7 @@ def cohere2(config: ConfigReader) -> DecoderSpec:
     windowed = config.size("sliding_window_pattern", WINDOWED_LAYERS + 1) - 1
     types = config.layer_types(spec.num_layers, windowed=windowed)
     layers = (
-        replace(layer, window=window) if kind == "sliding_attention" else replace(layer, has_rotary=False)
+        layer.with_attention(**({"window": window} if kind == "sliding_attention" else {"has_rotary": False}))
         for layer, kind in zip(spec.layers, types, strict=True)
     )
     return replace(spec, layers=tuple(layers))

@@ -13,6 +13,7 @@ from quire.model.rope import rotary_of_layer_type
 from quire.model.spec import (
     ACTIVATIONS,
     Activation,
+    Attention,
     Classifier,
     DecoderSpec,
     FeedForward,
@@ -70,19 +71,17 @@ def bert(config: ConfigReader) -> DecoderSpec:
     config.choice("position_embedding_type", {"absolute": None}, default="absolute")
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
     layer = LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=config.divided("hidden_size", num_heads),
+        mixer=Attention(
+            num_heads, num_heads, config.divided("hidden_size", num_heads), has_qkv_bias=True,
+            has_attention_out_bias=True, is_causal=False,
+        ),
         feed_forward=FeedForward(
             size=config.size("intermediate_size"),
             activation=config.choice("hidden_act", ACTIVATIONS, default="gelu"),
             has_bias=True,
         ),
         norm_position="post",
-        has_qkv_bias=True,
-        has_attention_out_bias=True,
-        is_causal=False,
-    )
+    )  # fmt: skip
     return DecoderSpec(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,
@@ -164,18 +163,16 @@ def modernbert(config: ConfigReader) -> DecoderSpec:
         config.number(key, default)
         for key, default in (("global_rope_theta", FULL_THETA), ("local_rope_theta", WINDOWED_THETA))
     )
+    has_bias = config.flag("attention_bias", False)
     layer = LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
+        mixer=Attention(
+            num_heads, num_heads, head_dim, has_qkv_bias=has_bias, has_attention_out_bias=has_bias, is_causal=False
+        ),
         feed_forward=FeedForward(
             size=config.size("intermediate_size"),
             activation=config.choice("hidden_activation", GATES, default="gelu"),
             has_bias=config.flag("mlp_bias", False),
         ),
-        has_qkv_bias=config.flag("attention_bias", False),
-        has_attention_out_bias=config.flag("attention_bias", False),
-        is_causal=False,
     )
     full_every = config.size("global_attn_every_n_layers", FULL_EVERY)
     default = ["sliding_attention" if index % full_every else "full_attention" for index in range(num_layers)]

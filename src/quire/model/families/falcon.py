@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.rope import rotary_from_config
-from quire.model.spec import ACTIVATIONS, DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import ACTIVATIONS, Attention, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 DEFAULT_POSITIONS = 2048
 WEIGHTS = WeightMap(
@@ -38,17 +38,20 @@ def falcon(config: ConfigReader) -> DecoderSpec:
     num_kv_heads = config.size("num_kv_heads", num_heads)
     hidden_size, has_bias = config.size("hidden_size"), config.flag("bias", False)
     length = config.size("max_position_embeddings", DEFAULT_POSITIONS, limit=MAX_POSITIONS)
-    layer = LayerSpec(
+    attention = Attention(
         num_heads=num_heads,
         num_kv_heads=1 if is_multi_query else num_kv_heads if is_new else num_heads,
         head_dim=config.divided("hidden_size", num_heads),
+        has_qkv_bias=has_bias,
+        has_attention_out_bias=has_bias,
+    )
+    layer = LayerSpec(
+        mixer=attention,
         feed_forward=FeedForward(
             size=config.size("ffn_hidden_size", 4 * hidden_size),
             activation=config.choice("activation", ACTIVATIONS, default="gelu"),
             has_bias=has_bias,
         ),
-        has_qkv_bias=has_bias,
-        has_attention_out_bias=has_bias,
         is_parallel=is_parallel,
     )
     weights = replace(WEIGHTS, is_qkv_grouped=not is_multi_query)
@@ -63,7 +66,7 @@ def falcon(config: ConfigReader) -> DecoderSpec:
         max_position_embeddings=length,
         norm="layer",
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        rotary=rotary_from_config(config, layer.head_dim, length),
+        rotary=rotary_from_config(config, attention.head_dim, length),
         is_head_tied=config.flag("tie_word_embeddings", True),
         weights=weights,
     )

@@ -49,7 +49,7 @@ def gemma3_text(config: ConfigReader) -> DecoderSpec:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         config.reject(key, why="Gemma 3 has norms on queries and keys in place of softcaps")
     plain = config.replaced(rope_scaling=None, rope_parameters=None)
-    spec = _around(plain).with_layers(partial(replace, has_query_key_norm=True))
+    spec = _around(plain).with_attention(has_query_key_norm=True)
     length, head_dim = config.size("max_position_embeddings"), spec.head_dim
     full = rotary_of_layer_type(config, "full_attention", config.number("rope_theta", FULL_THETA), head_dim, length)
     theta = config.number("rope_local_base_freq", WINDOWED_THETA)
@@ -75,5 +75,5 @@ def _gemma(config: ConfigReader, activation: Activation) -> DecoderSpec:
 def _around(config: ConfigReader, softcap: float = 0.0) -> DecoderSpec:
     spec = _gemma(config, config.choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh"))
     scale = config.number("query_pre_attn_scalar", DEFAULT_SCALAR) ** -0.5
-    change = partial(replace, norm_position="around", attention_scale=scale, softcap=softcap)
-    return replace(spec, weights=AROUND).with_layers(change)
+    spec = replace(spec, weights=AROUND).with_attention(attention_scale=scale, softcap=softcap)
+    return spec.with_layers(partial(replace, norm_position="around"))

@@ -1,9 +1,8 @@
 """GPT-2: LayerNorm before each sublayer, learned positions, biases everywhere (Radford et al. 2019)."""
 
-from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.spec import ACTIVATIONS, DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import ACTIVATIONS, Attention, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 WEIGHTS = WeightMap(
     prefixes=("transformer.", ""),
@@ -30,22 +29,18 @@ def gpt2(config: ConfigReader) -> DecoderSpec:
     scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
     layer = LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
+        mixer=Attention(num_heads, num_heads, head_dim, has_qkv_bias=True, has_attention_out_bias=True),
         feed_forward=FeedForward(
             size=config.size("n_inner", 4 * hidden_size),
             activation=config.choice("activation_function", ACTIVATIONS, default="gelu_new"),
             has_bias=True,
         ),
-        has_qkv_bias=True,
-        has_attention_out_bias=True,
     )
     scales = (scale / (index + 1 if by_layer else 1) for index in range(num_layers))
     return DecoderSpec(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,
-        layers=tuple(replace(layer, attention_scale=each) for each in scales),
+        layers=tuple(layer.with_attention(attention_scale=each) for each in scales),
         max_position_embeddings=config.size("n_positions"),
         norm="layer",
         norm_eps=config.number("layer_norm_epsilon", 1e-5),

@@ -2,7 +2,7 @@
 
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.rope import DEFAULT_THETA, rotary_from_config
-from quire.model.spec import ACTIVATIONS, DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import ACTIVATIONS, Attention, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 PARTIAL_ROTARY = 0.25
 WEIGHTS = WeightMap(
@@ -31,16 +31,12 @@ def gpt_neox(config: ConfigReader) -> DecoderSpec:
     head_dim = config.divided("hidden_size", num_heads)
     length = config.size("max_position_embeddings", limit=MAX_POSITIONS)
     layer = LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
+        mixer=Attention(num_heads, num_heads, head_dim, has_qkv_bias=has_bias, has_attention_out_bias=has_bias),
         feed_forward=FeedForward(
             size=config.size("intermediate_size"),
             activation=config.choice("hidden_act", ACTIVATIONS, default="gelu"),
             has_bias=True,
         ),
-        has_qkv_bias=has_bias,
-        has_attention_out_bias=has_bias,
         is_parallel=config.flag("use_parallel_residual", True),
     )
     return DecoderSpec(

@@ -57,6 +57,5 @@ def gpt_oss(config: ConfigReader) -> DecoderSpec:
     mixture = Experts(num_experts, num_active, expert, is_normalized=True, has_router_bias=True)
     window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
     spec = spec.with_windowed_layers(config.layer_types(spec.num_layers, windowed=1), window=window)
-    return replace(spec, weights=WEIGHTS).with_layers(
-        lambda layer: replace(layer, feed_forward=mixture, has_sinks=True)
-    )
+    spec = replace(spec, weights=WEIGHTS).with_attention(has_sinks=True)
+    return spec.with_layers(lambda layer: replace(layer, feed_forward=mixture))

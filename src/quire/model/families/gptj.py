@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.model.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.model.families.gpt2 import WEIGHTS as GPT2_WEIGHTS
 from quire.model.rope import DEFAULT_THETA
-from quire.model.spec import ACTIVATIONS, DecoderSpec, FeedForward, LayerSpec, Rotary
+from quire.model.spec import ACTIVATIONS, Attention, DecoderSpec, FeedForward, LayerSpec, Rotary
 
 ROTARY_DIM = 64
 WEIGHTS = replace(
@@ -25,9 +25,7 @@ def gptj(config: ConfigReader) -> DecoderSpec:
     num_heads, hidden_size = config.size("n_head"), config.size("n_embd")
     length = config.size("n_positions", limit=MAX_POSITIONS)
     layer = LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=config.divided("n_embd", num_heads),
+        mixer=Attention(num_heads, num_heads, config.divided("n_embd", num_heads)),
         feed_forward=FeedForward(
             size=config.size("n_inner", 4 * hidden_size),
             activation=config.choice("activation_function", ACTIVATIONS, default="gelu_new"),

@@ -12,7 +12,8 @@ from quire.model.spec import DecoderSpec, interleaved
 def granite(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Granite without experts."""
     scale, residual = config.number("attention_multiplier", 1.0), config.number("residual_multiplier", 1.0)
-    spec = llama(config).with_layers(partial(replace, attention_scale=scale, residual_multiplier=residual))
+    spec = llama(config).with_layers(partial(replace, residual_multiplier=residual))
+    spec = spec.with_attention(attention_scale=scale)
     embedding, logit = config.number("embedding_multiplier", 1.0), 1 / config.number("logits_scaling", 1.0)
     return replace(spec, embedding_multiplier=embedding, logit_multiplier=logit)
 
@@ -34,7 +35,7 @@ def glm4(config: ConfigReader) -> DecoderSpec:
     for key, default in defaults.items():
         config = config.with_default(key, default)
     spec = llama(config, partial_rotary=0.5)
-    spec = spec.with_layers(partial(replace, norm_position="around", has_attention_out_bias=False))
+    spec = spec.with_layers(partial(replace, norm_position="around")).with_attention(has_attention_out_bias=False)
     return interleaved(replace(spec, weights=GLM_WEIGHTS))
 
 
@@ -71,7 +72,7 @@ def smollm3(config: ConfigReader) -> DecoderSpec:
     default = ["full_attention" if each else "sliding_attention" for each in rotated]
     types = config.layer_types(spec.num_layers, default=default)
     layers = (
-        replace(layer, has_rotary=has_rotary, window=window if kind == "sliding_attention" else None)
+        layer.with_attention(has_rotary=has_rotary, window=window if kind == "sliding_attention" else None)
         for layer, has_rotary, kind in zip(spec.layers, rotated, types, strict=True)
     )
     return replace(spec, layers=tuple(layers))
@@ -87,9 +88,9 @@ def stablelm(config: ConfigReader) -> DecoderSpec:
         config.reject(key, False, why="biases are those of use_qkv_bias")
     is_parallel, has_bias = config.flag("use_parallel_residual", False), config.flag("use_qkv_bias", False)
     spec = llama(config, partial_rotary=STABLELM_ROTARY)
-    spec = spec.with_layers(partial(replace, has_qkv_bias=has_bias, is_parallel=is_parallel))
+    spec = spec.with_layers(partial(replace, is_parallel=is_parallel)).with_attention(has_qkv_bias=has_bias)
     if config.flag("qk_layernorm", False):
-        spec = spec.with_layers(partial(replace, has_query_key_norm=True, is_query_key_norm_by_head=True))
+        spec = spec.with_attention(has_query_key_norm=True, is_query_key_norm_by_head=True)
     weights = replace(LLAMA_WEIGHTS, query_norm=STABLELM_NORMS.format("q"), key_norm=STABLELM_NORMS.format("k"))
     weights = replace(weights, feed_forward_norm=None) if is_parallel else weights
     return replace(spec, norm="layer", norm_eps=config.number("layer_norm_eps", 1e-5), weights=weights)

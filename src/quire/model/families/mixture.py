@@ -82,10 +82,8 @@ def olmoe(config: ConfigReader) -> DecoderSpec:
     spec = _llama_without_mlp_bias(config.with_default("rms_norm_eps", NORM_EPS))
     is_normalized = config.flag("norm_topk_prob", False)
     mixture = _experts(config, 64, 8, config.size("intermediate_size"), is_normalized=is_normalized)
-    norms = {"has_query_key_norm": True, "is_query_key_norm_over_heads": True}
-    return replace(spec, weights=WEIGHTS).with_layers(
-        partial(replace, feed_forward=mixture, qkv_limit=limit, **norms)
-    )
+    spec = replace(spec, weights=WEIGHTS).with_layers(partial(replace, feed_forward=mixture))
+    return spec.with_attention(qkv_limit=limit, has_query_key_norm=True, is_query_key_norm_over_heads=True)
 
 
 def qwen2_moe(config: ConfigReader) -> DecoderSpec:
@@ -98,7 +96,7 @@ def qwen2_moe(config: ConfigReader) -> DecoderSpec:
     default = [LAYER_TYPES[index % 2 if index < last else 1] for index in range(spec.num_layers)]
     types = config.layer_types(spec.num_layers, default=default)
     spec = spec.with_windows([window if kind == LAYER_TYPES[0] else None for kind in types])
-    return _with_experts(config, spec.with_layers(partial(replace, has_qkv_bias=has_bias)), mixture)
+    return _with_experts(config, spec.with_attention(has_qkv_bias=has_bias), mixture)
 
 
 def qwen3_moe(config: ConfigReader) -> DecoderSpec:
@@ -106,20 +104,20 @@ def qwen3_moe(config: ConfigReader) -> DecoderSpec:
     spec = _llama_without_mlp_bias(config)
     spec = spec.with_windows((_qwen_window(config),) * spec.num_layers)
     mixture = _qwen_experts(config, 128, 8, 768)
-    return _with_experts(config, spec.with_layers(partial(replace, has_query_key_norm=True)), mixture)
+    return _with_experts(config, spec.with_attention(has_query_key_norm=True), mixture)
 
 
 def glm4_moe(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a GLM-4.5, 4.6 or 4.7 (Zhipu AI 2025): half of a head's dimensions are rotated."""
     spec = _llama_without_mlp_bias(config.with_default("rms_norm_eps", NORM_EPS), partial_rotary=0.5)
     has_norms = config.flag("use_qk_norm", False)
-    spec = spec.with_layers(partial(replace, has_attention_out_bias=False, has_query_key_norm=has_norms))
+    spec = spec.with_attention(has_attention_out_bias=False, has_query_key_norm=has_norms)
     return _with_biased_experts(config, spec, num_experts=128, num_active=8, num_dense=1, is_normalized=True)
 
 
 def dots1(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a dots.llm1 (Huo et al. 2025)."""
-    spec = _llama_without_mlp_bias(config).with_layers(partial(replace, has_query_key_norm=True))
+    spec = _llama_without_mlp_bias(config).with_attention(has_query_key_norm=True)
     window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
     last_full = config.size("max_window_layers", spec.num_layers, least=0)
     default = [LAYER_TYPES[1 if window is None or index < last_full else 0] for index in range(spec.num_layers)]
@@ -139,9 +137,9 @@ def minimax_m2(config: ConfigReader) -> DecoderSpec:
     spec = _llama_without_mlp_bias(config, partial_rotary=1.0)
     mixture = _experts(config, 256, 8, config.size("intermediate_size"), is_normalized=True)
     mixture = replace(mixture, is_sigmoid=True, has_choice_bias=True)
-    norms = {"has_query_key_norm": True, "is_query_key_norm_over_heads": True}
     spec = replace(spec, weights=_without_later_layers(MINIMAX_WEIGHTS, spec.num_layers))
-    return spec.with_layers(partial(replace, feed_forward=mixture, **norms))
+    spec = spec.with_attention(has_query_key_norm=True, is_query_key_norm_over_heads=True)
+    return spec.with_layers(partial(replace, feed_forward=mixture))
 
 
 def ernie4_5_moe(config: ConfigReader) -> DecoderSpec:

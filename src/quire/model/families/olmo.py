@@ -11,7 +11,7 @@ from quire.model.config_reader import ConfigReader
 from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
 from quire.model.llama import llama
 from quire.model.rope import rotary_of_layer_type
-from quire.model.spec import DecoderSpec, LayerSpec
+from quire.model.spec import DecoderSpec
 
 NORM_EPS = 1e-5
 DEFAULT_WINDOW = 4096
@@ -26,7 +26,7 @@ def olmo(config: ConfigReader) -> DecoderSpec:
     """Return the spec of an OLMo 1."""
     config.reject("mlp_bias", False, why="its feed-forward has no biases")
     limit = config.number("clip_qkv") if config.has("clip_qkv") else 0.0
-    spec = llama(config).with_layers(partial(replace, qkv_limit=limit))
+    spec = llama(config).with_attention(qkv_limit=limit)
     return replace(spec, norm="layer", norm_eps=NORM_EPS, norm_has_weight=False, norm_has_bias=False)
 
 
@@ -35,8 +35,9 @@ def olmo2(config: ConfigReader) -> DecoderSpec:
     config.reject("mlp_bias", False, why="its feed-forward has no biases")
     config.reject("clip_qkv", why="queries, keys and values are not clipped")
     config = config.with_default("rms_norm_eps", NORM_EPS)
-    layers = llama(config).with_layers(_with_norms)
-    return replace(layers, norm="rms_float", weights=WEIGHTS)
+    spec = llama(config).with_attention(has_query_key_norm=True, is_query_key_norm_over_heads=True)
+    spec = spec.with_layers(partial(replace, norm_position="output"))
+    return replace(spec, norm="rms_float", weights=WEIGHTS)
 
 
 def olmo3(config: ConfigReader) -> DecoderSpec:
@@ -51,7 +52,3 @@ def olmo3(config: ConfigReader) -> DecoderSpec:
     window = config.nullable_size("sliding_window", DEFAULT_WINDOW)
     types = config.layer_types(spec.num_layers, windowed=WINDOWED_LAYERS)
     return replace(spec, rotary=full).with_windowed_layers(types, window=window, rotary=windowed)
-
-
-def _with_norms(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, norm_position="output", has_query_key_norm=True, is_query_key_norm_over_heads=True)

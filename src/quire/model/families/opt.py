@@ -4,7 +4,7 @@ The 350m model alone normalizes after each sublayer and has embeddings narrower 
 """
 
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.spec import Activation, DecoderSpec, FeedForward, LayerSpec, WeightMap
+from quire.model.spec import Activation, Attention, DecoderSpec, FeedForward, LayerSpec, WeightMap
 
 ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu"}
 POSITION_OFFSET = 2  # rows of the position table that padding took in the code it was trained with
@@ -31,19 +31,15 @@ def opt(config: ConfigReader) -> DecoderSpec:
     has_norm_weights = config.flag("layer_norm_elementwise_affine", True)
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
     is_pre_norm = config.flag("do_layer_norm_before", True)
-    has_bias = config.flag("enable_bias", True)
+    has_bias, head_dim = config.flag("enable_bias", True), config.divided("hidden_size", num_heads)
     layer = LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=config.divided("hidden_size", num_heads),
+        mixer=Attention(num_heads, num_heads, head_dim, has_qkv_bias=has_bias, has_attention_out_bias=has_bias),
         feed_forward=FeedForward(
             size=config.size("ffn_dim"),
             activation=config.choice("activation_function", ACTIVATIONS, default="relu"),
             has_bias=has_bias,
         ),
         norm_position="pre" if is_pre_norm else "post",
-        has_qkv_bias=has_bias,
-        has_attention_out_bias=has_bias,
     )
     return DecoderSpec(
         vocab_size=config.size("vocab_size"),
