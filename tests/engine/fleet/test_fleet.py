@@ -89,6 +89,32 @@ def pid_of(fleet: Fleet, number: int) -> int:
     return fleet.engines[number]._connection.engine.process.pid
 
 
+def test_engine_gets_no_request_while_its_process_ends(demo_model: Path) -> None:
+    """The memory of a large one takes seconds to free; requests that were sent to it would fail after that."""
+
+    async def work(fleet: Fleet) -> None:
+        dying, ends, may_end = fleet.engines[0], asyncio.Event(), asyncio.Event()
+        stop = dying._connection.stop
+
+        async def stop_later() -> str:
+            ends.set()
+            await may_end.wait()
+            return await stop()
+
+        dying._connection.stop = stop_later     # type: ignore[method-assign]
+        os.kill(pid_of(fleet, 0), signal.SIGKILL)
+        await ends.wait()
+        outputs = [await answer(fleet, [number] * 20) for number in range(5, 9)]
+        assert {output.metrics.engine for output in outputs if output.metrics} == {1}
+        with pytest.raises(EngineDeadError, match="the engine process ended"):
+            await dying.add(fleet.prepare(fleet.inputs.tokenize([5]), fleet.inputs.check_params(GREEDY)),
+                            external_id="", arrival_s=0.0)  # fmt: skip
+        may_end.set()
+        assert "killed by signal 9" in str(await dying.wait_dead())
+
+    with_fleet(demo_model, work)
+
+
 async def pin(fleet: Fleet, prompt: list[int]) -> tuple[str, int]:
     """Pin a prompt; return the pin's id and its engine."""
     prepared = fleet.prepare_pin(fleet.inputs.tokenize(prompt))

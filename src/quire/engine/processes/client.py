@@ -196,6 +196,7 @@ class EngineClient(SingleEngine):
         self._pending = PendingCommands(self._send)
         self._is_idle, self._last_progress_s = True, 0.0  # from the engine's last report, and when it was received
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._has_ended = False     # the connection has; the reason is known once the process has, too
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -335,12 +336,12 @@ class EngineClient(SingleEngine):
     @property
     def is_alive(self) -> bool:
         """Whether the engine still answers."""
-        return not self._death.done()
+        return not (self._has_ended or self._death.done())
 
     @property
     def death_reason(self) -> str:
         """Why the engine no longer answers; for a client that is not alive."""
-        return self._death.result()
+        return self._death.result() if self._death.done() else "the engine process ended"
 
     @property
     def stalled_s(self) -> float:
@@ -368,8 +369,8 @@ class EngineClient(SingleEngine):
 
     def _check_serves(self) -> None:
         """As in `BaseClient`, inlined: once a request."""
-        if self._death.done():
-            raise EngineDeadError(self._death.result())
+        if self._has_ended or self._death.done():
+            raise EngineDeadError(self.death_reason)
         if self.sleeping:
             raise EngineAsleepError
 
@@ -421,6 +422,7 @@ class EngineClient(SingleEngine):
                 if isinstance(report, messages.Stepped):
                     await self._handle_step(report)
         except (EOFError, ConnectionError):
+            self._has_ended = True  # requests go to other engines from now on: a large process takes seconds to end
             self._mark_dead(f"the engine process ended ({await self._connection.stop()})")
         except EngineDeadError as error:
             self._mark_dead(str(error))
