@@ -54,7 +54,10 @@ def long(demo_model: Path) -> Long:
     return Long(demo_model, "float32")
 
 
-@pytest.mark.parametrize(("mode", "num_swap_blocks"), [("recompute", 0), ("swap", 500), ("swap", 20), ("auto", 500)])
+@pytest.mark.parametrize(
+    ("mode", "num_swap_blocks"),
+    [pytest.param("recompute", 0, marks=pytest.mark.matrix), ("swap", 500), ("swap", 20), ("auto", 500)],
+)
 def test_long_generations_in_a_pool_for_one_and_a_half(long: Long, mode: str, num_swap_blocks: int) -> None:
     outputs, stats = long.together(preemption_mode=mode, num_swap_blocks=num_swap_blocks)
     assert [answers_of(output) for output in outputs] == long.alone

@@ -3,7 +3,7 @@
 import os
 from importlib import import_module
 
-from quire.engine.parallel import node
+from quire.engine.parallel import node, tcp  # noqa: F401 (tcp, and with it torch: what a rank loads is loaded once)
 from support import forked_server
 from support.forked_engines import fork_child
 from support.nodes import RANK_MODULE

@@ -58,7 +58,9 @@ def test_answers_with_decodes_by_the_kernel_in_cuda_are_those_of_the_cpu(
         assert not differences_beyond_margin(model, prompt, tokens, margin=1e-3)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8_per_token_head", "fp8_per_token_head", "fp8"])
+@pytest.mark.parametrize(
+    "kv_dtype", ["int8_per_token_head", pytest.param("fp8_per_token_head", marks=pytest.mark.matrix), "fp8"]
+)
 def test_cache_of_8_bits_gives_the_logprobs_of_the_cpu(kv_dtype: str, tmp_path: Path, device: torch.device) -> None:
     settings = {"model": write_random_model(tmp_path), "num_kv_blocks": 32, "dtype": "float32"}
     settings["kv_cache_dtype"] = kv_dtype
@@ -71,7 +73,7 @@ def test_cache_of_8_bits_gives_the_logprobs_of_the_cpu(kv_dtype: str, tmp_path: 
     assert found[0] == pytest.approx(found[1], abs=2e-3)
 
 
-@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("method", ["int8", pytest.param("int4", marks=pytest.mark.matrix)])
 def test_quantized_weights_give_the_logprobs_of_the_cpu(method: str, tmp_path: Path, device: torch.device) -> None:
     """int8 activations have the same bits on both, so rounding of norms and attention alone moves a logprob."""
     settings = {"model": write_random_model(tmp_path), "quantization": method, "num_kv_blocks": 32, "dtype": "float32"}

@@ -143,7 +143,7 @@ def test_segments_are_of_256_tokens_and_double_beyond_4096(context_len: int) -> 
 
 
 HOWS = [
-    (torch.float16, None, {}), (torch.float32, 300, {}),
+    pytest.param(torch.float16, None, {}, marks=pytest.mark.matrix), (torch.float32, 300, {}),
     (torch.float16, None, {"softcap": 1.5, "sinks": torch.tensor([0.5, 6.0])}),
 ]  # fmt: skip
 
