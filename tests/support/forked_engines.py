@@ -1,4 +1,4 @@
-"""Processes of engines, ranks and servers, forked from one that has loaded what they need, for tests that look at what they do.
+"""Processes of engines, ranks and servers, forked from one with their modules, for tests that look at what they do.
 
 A new process spends nearly 2 CPU seconds on imports, a fork almost none; from then on both run the same code.
 `EngineProcess.spawn` is for tests of the start itself. All forks of a test process have one parent, which ends with it.
