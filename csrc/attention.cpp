@@ -116,7 +116,7 @@ class TileWork {
 public:
     TileWork(const Attention<T>& op, const QueryTile& tile, Scratch<E>& scratch, TokenRange next = {})
         : op_(op), tile_(tile), scratch_(scratch), group_(op.num_heads / op.num_kv_heads),
-          rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)), padded_(rounded_up(op.head_dim, GROUP)), width_(padded_ + LANES),
+          rows_(tile.num_tokens * group_), row_stride_(rounded_up(rows_, LANES)), padded_(rounded_up(op.output_dim(), GROUP)), width_(padded_ + LANES),
           key_rows_(rounded_up(op.head_dim / PAIR<E>, P::KEY_ROWS)), query_stride_(P::query_stride(key_rows_)),
           scale_(op.scale * LOG2_E), positions_(scratch.positions.at_least(rows_)), next_(next),
           view_(op, P::KEY_ROWS, scratch.gathered.at_least(View::scratch_elements(op.head_dim))) {
@@ -229,7 +229,7 @@ private:
         if (computed.begin >= computed.end) return clear(out, rows);
         float* scores = scratch_.scores.data();
         // Memory is kept busy for the first rows: later ones find keys and values in the second-level cache.
-        auto values = view_.prefetch_values(live_, has_values_ ? 0 : P::score_calls(rows, computed, key_rows_));
+        auto values = view_.prefetch_values(live_, has_values_ || op_.value_dim ? 0 : P::score_calls(rows, computed, key_rows_));
         auto keys = view_.prefetch_keys(next, has_values_ ? 0 : P::weigh_calls(rows, computed, padded_));
         P::scores(scratch_.query.data() + (head * row_stride_ + row) * query_stride_, query_stride_, rows, view_, key_rows_,
                   computed, View::IS_QUANTIZED ? view_.key_scales : nullptr, scores, values);
@@ -252,11 +252,11 @@ private:
     void finish(Results running) const {
         each_row([&](long head, long row, long token, long query_head) {
             const long at = head * row_stride_ + row;
-            T* out = op_.out + token * op_.out_stride + query_head * op_.head_dim;
+            T* out = op_.out + token * op_.out_stride + query_head * op_.output_dim();
             const Floats inverse = splat(1.0f / running.weighted[at * width_ + padded_]);
-            for (long i = 0; i < op_.head_dim; i += LANES)
+            for (long i = 0; i < op_.output_dim(); i += LANES)
                 store_some(out + i, load(running.weighted + at * width_ + i) * inverse,
-                           std::min<long>(LANES, op_.head_dim - i));
+                           std::min<long>(LANES, op_.output_dim() - i));
         });
     }
 };
@@ -269,7 +269,7 @@ void attend(const Attention<T>& op) {
     cut_work({op, op.query_starts, op.context_lens, op.num_seqs}, num_threads(), work);
     if (work.tiles.empty()) return;
     const AttentionWork& shared = work;
-    const long stride = Results::floats(shared.max_split_rows, rounded_up(op.head_dim, GROUP) + LANES);
+    const long stride = Results::floats(shared.max_split_rows, rounded_up(op.output_dim(), GROUP) + LANES);
     const KeptResults results{kept.at_least(shared.num_results * stride), stride};
     const long num_items = static_cast<long>(shared.items.size());
     share(num_items, [&](Chunks& chunks) {
@@ -297,6 +297,7 @@ void attend(const Attention<T>& op) {
 
 template <typename T>
 void attention(const Attention<T>& op) {
+    if (op.value_dim && op.cache.format != KVFormat::same) throw std::invalid_argument("latents in 8 bits are not served");
     switch (op.cache.format) {
         case KVFormat::same: return attend<T>(op);
         case KVFormat::int8_scaled: return attend<std::int8_t>(op);

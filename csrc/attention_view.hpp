@@ -3,7 +3,8 @@
 // If a group of 16 tokens' keys (or of 16 rows of values) is in one block and live from end to end, it is read in place.
 // Else it is gathered into the thread's scratch: parts of several small blocks side by side, zeros for values that no
 // query of the tile sees (0 x NaN is NaN), widths padded to whole registers and tiles. Elements of 8 bits are widened into the
-// scratch, except int8 where products are of floats: there the kernels widen them in registers.
+// scratch, except int8 where products are of floats: there the kernels widen them in registers. Values that are the
+// first dimensions of keys are transposed into the scratch, once for all rows of a tile.
 #pragma once
 
 #include <algorithm>
@@ -95,6 +96,56 @@ inline void store_quads(const std::int8_t* row, long next, long count, std::uint
 }
 #endif
 
+typedef std::uint64_t Quad __attribute__((vector_size(32)));  // four times the numbers of 2 tokens x 2 dimensions, or 1 x 2
+
+// Rows [4][4] into columns.
+inline void transpose_quads(const Quad (&rows)[4], Quad (&columns)[4]) {
+    const Quad even_top = __builtin_shufflevector(rows[0], rows[1], 0, 4, 2, 6), odd_top = __builtin_shufflevector(rows[0], rows[1], 1, 5, 3, 7);
+    const Quad even_low = __builtin_shufflevector(rows[2], rows[3], 0, 4, 2, 6), odd_low = __builtin_shufflevector(rows[2], rows[3], 1, 5, 3, 7);
+    columns[0] = __builtin_shufflevector(even_top, even_low, 0, 1, 4, 5);
+    columns[1] = __builtin_shufflevector(odd_top, odd_low, 0, 1, 4, 5);
+    columns[2] = __builtin_shufflevector(even_top, even_low, 2, 3, 6, 7);
+    columns[3] = __builtin_shufflevector(odd_top, odd_low, 2, 3, 6, 7);
+}
+
+// The first `dims` dimensions, a multiple of 8, of sixteen tokens' keys as rows of values, `stride` apart.
+inline void keys_as_values(const Rows<bf16>& keys, long dims, bf16* out, long stride) {
+    for (long tokens = 0; tokens < GROUP; tokens += 8)
+        for (long dim = 0; dim < dims; dim += 8) {
+            Quad rows[4], columns[4];
+            for (long i = 0; i < 4; i++) {  // pairs of dimensions become pairs of tokens
+                Halves row;
+                std::memcpy(&row, keys.row(dim / 2 + i) + 2 * tokens, sizeof row);
+                rows[i] = (Quad)__builtin_shufflevector(row, row, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+            }
+            transpose_quads(rows, columns);
+            for (long i = 0; i < 4; i++) std::memcpy(out + (tokens / 2 + i) * stride + 2 * dim, &columns[i], sizeof(Quad));
+        }
+}
+
+inline void keys_as_values(const Rows<float>& keys, long dims, float* out, long stride) {
+    typedef float Half __attribute__((vector_size(32)));
+    static constexpr long even_tokens[] = {0, 1, 4, 5}, odd_tokens[] = {2, 3, 6, 7};
+    for (long tokens = 0; tokens < GROUP; tokens += 8)
+        for (long dim = 0; dim < dims; dim += 8) {
+            Quad even[4], odd[4], columns[4];
+            for (long i = 0; i < 4; i++) {
+                Half first, second;
+                std::memcpy(&first, keys.row(dim + 2 * i) + tokens, sizeof first);
+                std::memcpy(&second, keys.row(dim + 2 * i + 1) + tokens, sizeof second);
+                even[i] = (Quad)__builtin_shufflevector(first, second, 0, 8, 1, 9, 4, 12, 5, 13);
+                odd[i] = (Quad)__builtin_shufflevector(first, second, 2, 10, 3, 11, 6, 14, 7, 15);
+            }
+            const auto store = [&](const long (&places)[4]) {
+                for (long i = 0; i < 4; i++) std::memcpy(out + (tokens + places[i]) * stride + dim, &columns[i], sizeof(Quad));
+            };
+            transpose_quads(even, columns);
+            store(even_tokens);
+            transpose_quads(odd, columns);
+            store(odd_tokens);
+        }
+}
+
 template <typename T, typename S>
 class CacheView : public PartitionView<ReadElement<T, S>> {
 public:
@@ -108,7 +159,7 @@ public:
     // The rows of a key group are padded with zeros to a multiple of `key_rows`.
     CacheView(const Attention<T>& op, long key_rows, E* scratch)
         : layout_{op.num_kv_heads, op.head_dim, op.block_size, op.cache.has_scales()}, cache_(op.cache),
-          key_rows_(rounded_up(op.head_dim / PAIR<E>, key_rows)), scratch_(scratch) {}
+          key_rows_(rounded_up(op.head_dim / PAIR<E>, key_rows)), value_dim_(op.value_dim), scratch_(scratch) {}
 
     static long scratch_elements(long head_dim) { return 2 * PARTITION * rounded_up(head_dim, 2 * GROUP); }
 
@@ -129,7 +180,10 @@ public:
         const long start = live.begin / PARTITION * PARTITION;
         E* scratch = scratch_ + scratch_elements(layout_.head_dim) / 2;
         for (long i = (live.begin - start) / VALUE_TOKENS; i <= (live.end - 1 - start) / VALUE_TOKENS; i++) {
-            values[i] = value_rows(live, start + i * VALUE_TOKENS, scratch);
+            if constexpr (!IS_QUANTIZED)
+                values[i] = value_dim_ ? transposed_keys(live, start + i * VALUE_TOKENS, scratch) : value_rows(live, start + i * VALUE_TOKENS, scratch);
+            else
+                values[i] = value_rows(live, start + i * VALUE_TOKENS, scratch);
             meanwhile();
         }
         if constexpr (IS_QUANTIZED) read_scales(cache_.values, live, cache_.value_scale, value_scales);
@@ -177,7 +231,7 @@ private:
     static constexpr std::uint32_t TOP_BITS = 0x80808080u;     // flipped, they turn signed bytes into unsigned ones
     CacheLayout<S> layout_;
     const LayerCache& cache_;
-    long key_rows_;
+    long key_rows_, value_dim_;
     E* scratch_;
 
     // The head's elements in the block of a token.
@@ -256,6 +310,17 @@ private:
             row += rows;
         }
         if (!is_live && !IS_QUADS) clear_values(out, padded, live.begin - token, live.end - token);
+        return {out, padded};
+    }
+
+    // Values of some tokens, transposed from keys that are in view.
+    Rows<E> transposed_keys(const TokenRange& live, long token, E*& scratch) const {
+        const long padded = rounded_up(value_dim_, GROUP) * PAIR<E>;
+        E* out = scratch;
+        scratch += VALUE_ROWS * padded;
+        for (long i = 0; i < VALUE_TOKENS; i += GROUP)
+            keys_as_values(keys[(token + i) % PARTITION / GROUP], value_dim_, out + i / PAIR<E> * padded, padded);
+        if (token < live.begin || token + VALUE_TOKENS > live.end) clear_values(out, padded, live.begin - token, live.end - token);
         return {out, padded};
     }
 

@@ -6,7 +6,7 @@
 //   values  [block_size / PAIR][head_dim][PAIR]    a row is a token (a pair of them), its columns are dimensions
 // A matrix tile multiplies pairs of bfloat16: PAIR is 2 for bfloat16 and 1 for float. Elements of 8 bits are not paired:
 // they are widened as they are read. Behind them stand the scales of the block's tokens, float [block_size], if the cache
-// has scales.
+// has scales. A cache of latents has keys alone: the first dimensions of a key are its value.
 #pragma once
 
 #include "kernels.hpp"
@@ -18,7 +18,7 @@ enum class E4M3 : std::uint8_t {};  // 8 bits of floating point: a sign, 4 bits 
 template <typename T>
 constexpr long PAIR = sizeof(T) == 2 ? 2 : 1;
 
-constexpr long MAX_HEAD_DIM = 512;
+constexpr long MAX_HEAD_DIM = 576;  // a latent of 512 dimensions and the rotary part beside it (DeepSeek-AI 2024)
 
 template <typename T>
 struct CacheLayout {

@@ -23,6 +23,8 @@ template <typename T>
 void experts(const Experts<T>&);
 template <typename T>
 void low_rank_product(const LowRankProduct<T>&);
+template <typename T>
+void head_linear(const HeadLinear<T>&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
@@ -37,6 +39,7 @@ const Kernels kernels = {
     {sum<bf16>, sum<float>},
     {experts<bf16>, experts<float>},
     {low_rank_product<bf16>, low_rank_product<float>},
+    {head_linear<bf16>, head_linear<float>},
 };
 
 }  // namespace quire::ISA

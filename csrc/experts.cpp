@@ -11,15 +11,11 @@
 
 #include "aligned.hpp"
 #include "exp.hpp"
-#include "expanded_packing.hpp"
-#include "packing.hpp"
+#include "linear_pieces.hpp"
 #include "thread_pool.hpp"
 #include "vec.hpp"
 
 namespace quire::ISA {
-
-template <typename T>
-void linear(const Linear<T>&);
 
 namespace {
 
@@ -29,41 +25,6 @@ constexpr long TURNS = 16;                // pieces for each thread, if rows are
 constexpr long MANY_ROWS = 64;            // an expert with as many is computed by itself
 constexpr float LEAST_SUM = 1e-20f;       // added to a sum of sigmoids, so that no weight is 0 / 0
 constexpr long ROWS_AT_ONCE = 16;         // rows that a thread chooses experts for, gathers or adds up
-
-// Bytes of a strip of sixteen outputs; of a gated layer there are two.
-template <typename T>
-long strip_bytes(const LinearWeights& layer) {
-    switch (layer.format) {
-        case WeightFormat::dense: return packed_size<T>(STRIP, layer.in_features) * static_cast<long>(sizeof(T));
-        case WeightFormat::int8_a8:
-        case WeightFormat::int4_a8: return QuantizedLayout(layer.format, layer.quantization, layer.in_features).strip_bytes;
-        default: return ExpandedLayout(layer.format, layer.quantization, layer.in_features).strip_bytes;
-    }
-}
-
-template <typename T>
-struct Rows {
-    const T* x;
-    long count, stride;
-};
-
-// Outputs [first, end) of a layer, multiples of sixteen but for the last. A gated layer's bias has the gates' and the ups'.
-template <typename T>
-void compute(const LinearWeights& layer, const Rows<T>& rows, long first, long end, void* out, long out_stride, bool out_is_float) {
-    const long each = is_gated(layer.activation) ? 2 : 1, count = end - first;
-    const float* bias = layer.bias ? layer.bias + first : nullptr;
-    if (bias && each == 2 && count < layer.out_features) {
-        static thread_local Aligned<float> scratch;
-        float* both = scratch.at_least(2 * count);
-        std::memcpy(both, bias, count * sizeof(float));
-        std::memcpy(both + count, bias + layer.out_features, count * sizeof(float));
-        bias = both;
-    }
-    const char* packed = static_cast<const char*>(layer.packed) + first / STRIP * each * strip_bytes<T>(layer);
-    char* to = static_cast<char*>(out) + first * static_cast<long>(out_is_float ? sizeof(float) : sizeof(T));
-    linear(Linear<T>{rows.x, rows.count, layer.in_features, rows.stride, reinterpret_cast<const T*>(packed), count, bias, to,
-                     out_stride, out_is_float, layer.activation, layer.format, layer.quantization});
-}
 
 // The numbers of the `num_chosen` greatest values, the greatest first: of equal ones the lower number. With values that are
 // NaN numbers that exist.
@@ -110,17 +71,19 @@ void compute_shares(const float* scores, long num_experts, bool is_sigmoid, floa
     }
 }
 
-// The keys of experts outside of the groups with the greatest sums of their two greatest keys become those of no choice.
+// The keys of experts outside of the groups with the greatest sums of their greatest keys become those of no choice.
 void keep_best_groups(float* keys, long num_experts, const Routing& routing) {
     static thread_local Aligned<float> sum_memory;
     static thread_local Aligned<std::int32_t> id_memory;
     const long size = num_experts / routing.num_groups;
     float* sums = sum_memory.at_least(routing.num_groups);
-    std::int32_t* ids = id_memory.at_least(routing.num_groups + 2);
+    std::int32_t* ids = id_memory.at_least(routing.num_groups + routing.num_group_keys);
     for (long group = 0; group < routing.num_groups; group++) {
         const float* of_group = keys + group * size;
-        choose_greatest(of_group, size, std::min(2L, size), ids);
-        sums[group] = size == 1 ? of_group[ids[0]] : of_group[ids[0]] + of_group[ids[1]];
+        const long num_keys = std::min(routing.num_group_keys, size);
+        choose_greatest(of_group, size, num_keys, ids);
+        sums[group] = of_group[ids[0]];
+        for (long i = 1; i < num_keys; i++) sums[group] += of_group[ids[i]];
     }
     choose_greatest(sums, routing.num_groups, routing.num_kept_groups, ids);
     for (long group = 0; group < routing.num_groups; group++)
@@ -172,7 +135,7 @@ public:
         float* results = memory.results.at_least(num_choices() * num_outputs_);
         multiply<false>([&](long expert) { return rows_of(expert); }, [&](long expert) { return computed + own.before(first_[expert]); });
         const T* inner = exchanged(computed, own, whole, memory);
-        multiply<true>([&](long expert) { return Rows<T>{inner + whole.before(first_[expert]), count_[expert], weights_.out[expert].in_features}; },
+        multiply<true>([&](long expert) { return LayerRows<T>{inner + whole.before(first_[expert]), count_[expert], weights_.out[expert].in_features}; },
                        [&](long expert) { return results + first_[expert] * num_outputs_; });
         add_up(results);
     }
@@ -229,7 +192,7 @@ private:
         const Routing& routing = weights_.routing;
         const long num_scores = weights_.router.out_features, num_routed = num_experts_ - routing.has_shared;
         float* scores = memory.scores.at_least(num_rows_ * num_scores);
-        compute(weights_.router, Rows<T>{x_, num_rows_, x_stride_}, 0, num_scores, scores, num_scores, true);
+        compute_outputs(weights_.router, LayerRows<T>{x_, num_rows_, x_stride_}, 0, num_scores, scores, num_scores, true);
         ids_ = memory.ids.at_least(num_choices());
         shares_ = memory.shares.at_least(num_choices());
         share_range(num_rows_, ROWS_AT_ONCE, [&](long begin, long end) {
@@ -287,7 +250,7 @@ private:
         });
     }
 
-    Rows<T> rows_of(long expert) const {
+    LayerRows<T> rows_of(long expert) const {
         if (is_run(expert)) return {x_ + row_of_[first_[expert]] * x_stride_, count_[expert], x_stride_};
         return {gathered_ + first_[expert] * width_, count_[expert], width_};
     }
@@ -297,7 +260,7 @@ private:
     void multiply(RowsOf&& rows, OutOf&& out) {
         const std::vector<LinearWeights>& layers = is_back ? weights_.out : weights_.in;
         const auto outputs = [&](long expert, long first, long end) {
-            compute(layers[expert], rows(expert), first, end, out(expert), layers[expert].out_features, is_back);
+            compute_outputs(layers[expert], rows(expert), first, end, out(expert), layers[expert].out_features, is_back);
         };
         long next = 0;
         for (; next < num_used_ && count_[used_[next]] >= MANY_ROWS; next++)
@@ -310,19 +273,17 @@ private:
                 const long* border_behind = std::partition_point(piece_, piece_ + num_small + 1, [&](long first) { return first <= piece; });
                 const long i = border_behind - piece_ - 1, expert = used_[next + i];
                 const long number = piece - piece_[i], count = piece_[i + 1] - piece_[i];
-                const long out_features = layers[expert].out_features, steps = (out_features + STEP - 1) / STEP;
-                const auto border = [&](long n) { return std::min(steps * n / count * STEP, out_features); };
+                const long out_features = layers[expert].out_features, steps = (out_features + PIECE_STEP - 1) / PIECE_STEP;
+                const auto border = [&](long n) { return std::min(steps * n / count * PIECE_STEP, out_features); };
                 outputs(expert, border(number), border(number + 1));
             }
         });
     }
 
-    static constexpr long STEP = 2 * STRIP;  // unit of a piece's borders: kernels finish strips in pairs
-
     // Enough for every thread to have several; but rounding or widening an expert's rows, which each piece does again, is to
     // be little beside the products.
     static long num_pieces(const LinearWeights& layer, long num_rows, long num_experts) {
-        const long threads = num_threads(), steps = (layer.out_features + STEP - 1) / STEP;
+        const long threads = num_threads(), steps = (layer.out_features + PIECE_STEP - 1) / PIECE_STEP;
         if (threads == 1) return 1;
         const long bytes = num_strips(layer.out_features) * (is_gated(layer.activation) ? 2 : 1) * strip_bytes<T>(layer);
         const long wanted = std::max((TURNS * threads + num_experts - 1) / num_experts, bytes / (PIECE_BYTES * num_rows));

@@ -123,6 +123,18 @@ struct LinearWeights {
     Quantization quantization;
 };
 
+// A linear layer of each head: out[head] = W[head] x[head], and behind a head's outputs the `passed` elements behind its inputs.
+// x [num_rows, heads, in_features + passed] and out [num_rows, heads, out_features + passed], rows `stride` elements apart, in
+// different memory. The layers are of one size.
+template <typename T>
+struct HeadLinear {
+    const T* x;
+    long num_rows, x_stride;
+    T* out;
+    long out_stride, passed;
+    const std::vector<LinearWeights>& heads;
+};
+
 // An exchange between the ranks of tensor parallelism: each has computed some columns, own [num_rows, its columns], and gets
 // all, rows [num_rows, all columns]; both without gaps. gather null: one rank has all columns.
 struct ColumnExchange {
@@ -151,7 +163,7 @@ struct Routing {
     long num_chosen;
     bool is_normalized, has_shared, is_sigmoid, is_shared_scored;
     float factor;
-    long num_groups, num_kept_groups;
+    long num_groups, num_kept_groups, num_group_keys;
     const float* bias;
 
     bool is_by_score() const { return !is_sigmoid && !bias && num_groups == 1; }
@@ -229,7 +241,7 @@ struct Embedding {
 // is stored for each token and KV head, or is one for a layer's keys and one for its values.
 enum class KVFormat : std::uint8_t { same, int8_scaled, e4m3_scaled, e4m3 };
 
-// A layer's part of the cache. The scales are those of e4m3; others have 1.
+// A layer's part of the cache; values null: they are the first dimensions of keys. The scales are those of e4m3; others have 1.
 struct LayerCache {
     void *keys, *values;
     KVFormat format;
@@ -246,18 +258,22 @@ struct Heads {
 // order. window: tokens that a token sees, itself and those before it; 0: all. softcap: scores, times the scale, become
 // softcap * tanh(score / softcap); 0: they stay. sinks [num_heads]: the score of one more key, with a value of zeros, for
 // each query head; null: none. A token that is not causal sees as many tokens after itself as before, if its context has them.
+// value_dim: a value is the first so many dimensions of its key, and the cache has no others; 0: values are in the cache, as
+// wide as keys.
 struct AttentionParameters : Heads {
     float scale;
     long window;
     float softcap;
     const float* sinks;
     bool is_causal;
+    long value_dim;
 
+    long output_dim() const { return value_dim ? value_dim : head_dim; }
     long num_ahead() const { return is_causal ? 0 : window ? window - 1 : 1L << 31; }  // beyond every context
 };
 
-// Attention of a flat batch over the paged cache (cache_layout.hpp). query and out [num_tokens, num_heads,
-// head_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
+// Attention of a flat batch over the paged cache (cache_layout.hpp). query [num_tokens, num_heads, head_dim], out
+// [num_tokens, num_heads, output_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
 // query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
 // block_tables.
 template <typename T>
@@ -272,16 +288,18 @@ struct Attention : AttentionParameters {
 };
 
 // Rotation of a layer's queries and keys by their positions. cos_sin [positions, rotary_dim] as in `rotary_table`; null:
-// nothing is turned. Pairs of dimensions are (i, rotary_dim / 2 + i), or (2i, 2i + 1) if is_interleaved.
+// nothing is turned. Dimensions from rotary_start on are turned; pairs of them are (i, rotary_dim / 2 + i), or (2i, 2i + 1) if
+// is_interleaved.
 struct RotaryParameters : Heads {
     const float* cos_sin;
     long rotary_dim;
     bool is_interleaved;
+    long rotary_start;
 };
 
 // Turn queries (in place) and keys, write keys and values to their slots of the paged cache. query, key and value
-// [num_tokens, their heads, head_dim], tokens `stride` elements apart; query may be null where nothing is turned. A slot
-// of -1: nothing is written.
+// [num_tokens, their heads, head_dim], tokens `stride` elements apart; query may be null where nothing is turned,
+// value where the cache has none. A slot of -1: nothing is written.
 template <typename T>
 struct KVWrite : RotaryParameters {
     T* query;
@@ -312,6 +330,7 @@ struct Kernels {
     ForBoth<Sum> sum;
     ForBoth<Experts> experts;
     ForBoth<LowRankProduct> low_rank_product;
+    ForBoth<HeadLinear> head_linear;
 };
 
 namespace portable { extern const Kernels kernels; }

@@ -17,9 +17,9 @@ namespace {
 
 constexpr long PIECE_TOKENS = 8;  // tokens that a thread takes at a time
 
-// out = x turned by an angle per pair (i, half + i); what is past the pairs passes through. out may be x.
+// out = x turned by an angle per pair (i, half + i). out may be x.
 template <typename T>
-void turn(const T* x, const float* cos, long half, long head_dim, T* out) {
+void turn(const T* x, const float* cos, long half, T* out) {
     const float* sin = cos + half;
     for (long i = 0; i < half; i += LANES) {
         const long count = half - i < LANES ? half - i : LANES;
@@ -28,12 +28,11 @@ void turn(const T* x, const float* cos, long half, long head_dim, T* out) {
         store_some(out + i, first * c - second * s, count);
         store_some(out + half + i, second * c + first * s, count);
     }
-    if (out != x && 2 * half < head_dim) std::memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
 }
 
 // The same per pair (2i, 2i + 1).
 template <typename T>
-[[gnu::noinline]] void turn_interleaved(const T* x, const float* cos, long half, long head_dim, T* out) {
+[[gnu::noinline]] void turn_interleaved(const T* x, const float* cos, long half, T* out) {
     const float* sin = cos + half;
     for (long i = 0; i < half; i += LANES / 2) {
         const long pairs = std::min<long>(LANES / 2, half - i);
@@ -46,13 +45,19 @@ template <typename T>
         }
         store_some(out + 2 * i, load(values) * load(c) + load_some(swapped, 2 * pairs) * load(s), 2 * pairs);
     }
-    if (out != x && 2 * half < head_dim) std::memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(T));
 }
 
+// A head turned; what is not among the pairs passes through. out may be x.
 template <typename T>
 void turn(const KVWrite<T>& op, const T* x, const float* cos, T* out) {
-    if (op.is_interleaved) return turn_interleaved(x, cos, op.rotary_dim / 2, op.head_dim, out);
-    turn(x, cos, op.rotary_dim / 2, op.head_dim, out);
+    const long start = op.rotary_start, end = start + op.rotary_dim;
+    if (op.is_interleaved)
+        turn_interleaved(x + start, cos, op.rotary_dim / 2, out + start);
+    else
+        turn(x + start, cos, op.rotary_dim / 2, out + start);
+    if (out == x) return;
+    if (start > 0) std::memcpy(out, x, start * sizeof(T));
+    if (end < op.head_dim) std::memcpy(out + end, x + end, (op.head_dim - end) * sizeof(T));
 }
 
 // One token's key or value under one head: elements `stride` apart from `to` on, the scale where the head's are.
@@ -74,21 +79,24 @@ void write_token(const KVWrite<T>& op, long token, const float* cos, T* turned) 
     const long slot = op.slots[token], block = slot / op.block_size, offset = slot % op.block_size;
     for (long head = 0; head < op.num_kv_heads; head++) {
         const T* key = op.key + token * op.key_stride + head * op.head_dim;
-        const T* value = op.value + token * op.value_stride + head * op.head_dim;
         if (cos) {
             turn(op, key, cos, turned);
             key = turned;
         }
-        S *keys = layout.head(op.cache.keys, block, head), *values = layout.head(op.cache.values, block, head);
+        S* keys = layout.head(op.cache.keys, block, head);
         const long key_place = layout.key_element(offset, 0), value_place = layout.value_element(offset, 0);
-        if constexpr (sizeof(S) == 1) {
+        if constexpr (sizeof(S) == 1)
             write_quantized(key, layout, op.cache.key_scale, offset, keys, key_place, layout.key_stride());
-            write_quantized(value, layout, op.cache.value_scale, offset, values, value_place, 1);
-        } else {
+        else
             for (long row = 0; row < op.head_dim / PAIR<T>; row++)
                 std::memcpy(keys + key_place + row * layout.key_stride(), key + row * PAIR<T>, PAIR<T> * sizeof(T));
+        if (!op.cache.values) continue;
+        const T* value = op.value + token * op.value_stride + head * op.head_dim;
+        S* values = layout.head(op.cache.values, block, head);
+        if constexpr (sizeof(S) == 1)
+            write_quantized(value, layout, op.cache.value_scale, offset, values, value_place, 1);
+        else
             for (long dim = 0; dim < op.head_dim; dim++) values[value_place + dim * PAIR<T>] = value[dim];
-        }
     }
 }
 

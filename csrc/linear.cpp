@@ -3,6 +3,7 @@
 // Each output is one sum over the inputs in ascending order, kept in one accumulator (a lane, or an element of a tile)
 // from the first input to the last, or put down as it is and taken up again: neither the number of rows nor of threads
 // changes its order. Threads share the outputs, never a sum.
+#include "linear_pieces.hpp"
 #include "linear_tiles.hpp"
 #include "linear_vectors.hpp"
 
@@ -60,5 +61,32 @@ void low_rank_product(const LowRankProduct<T>& op) {
 
 template void low_rank_product(const LowRankProduct<bf16>&);
 template void low_rank_product(const LowRankProduct<float>&);
+
+// A work list of all heads' layers: pieces of some rows times some outputs of a head.
+template <typename T>
+void head_linear(const HeadLinear<T>& op) {
+    constexpr long rows_at_once = 128, turns = 4;  // turns: pieces for each thread, at least
+    const LinearWeights& each = op.heads.front();
+    const long num_heads = static_cast<long>(op.heads.size()), row_blocks = (op.num_rows + rows_at_once - 1) / rows_at_once;
+    const long steps = (each.out_features + PIECE_STEP - 1) / PIECE_STEP, wanted = turns * num_threads();
+    const long pieces = num_threads() == 1 || !op.num_rows ? 1 : std::clamp(wanted / (num_heads * row_blocks), 1L, steps);
+    share(num_heads * row_blocks * pieces, [&](Chunks& chunks) {
+        for (long i; (i = chunks.take()) < chunks.count();) {
+            const long head = i / (row_blocks * pieces), block = i / pieces % row_blocks, piece = i % pieces;
+            const long first = op.num_rows * block / row_blocks, count = op.num_rows * (block + 1) / row_blocks - first;
+            const T* x = op.x + first * op.x_stride + head * (each.in_features + op.passed);
+            T* out = op.out + first * op.out_stride + head * (each.out_features + op.passed);
+            const auto border = [&](long n) { return std::min(steps * n / pieces * PIECE_STEP, each.out_features); };
+            compute_outputs(op.heads[head], LayerRows<T>{x, count, op.x_stride}, border(piece), border(piece + 1), out, op.out_stride,
+                    sizeof(T) == sizeof(float));
+            if (piece > 0) continue;
+            for (long row = 0; row < count; row++)
+                std::memcpy(out + row * op.out_stride + each.out_features, x + row * op.x_stride + each.in_features, op.passed * sizeof(T));
+        }
+    });
+}
+
+template void head_linear(const HeadLinear<bf16>&);
+template void head_linear(const HeadLinear<float>&);
 
 }  // namespace quire::ISA

@@ -318,6 +318,7 @@ NB_MODULE(_kernels, module) {
     def_struct<SumOp>(module, "SumOp");
     def_struct<GatherOp>(module, "GatherOp");
     def_struct<SummedLinearOp>(module, "SummedLinearOp");
+    def_struct<HeadLinearOp>(module, "HeadLinearOp");
     def_struct<CountLayerOp>(module, "CountLayerOp");
     def_rank_group(module);
     def_program<bf16>(module, "Program_bf16");

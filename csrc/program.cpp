@@ -89,8 +89,9 @@ public:
     }
 
     void operator()(const RotaryWriteOp& op) const {
+        const long value = op.value < 0 ? op.key : op.value;
         call(chosen->kv_write,
-             KVWrite<T>{op.rotary, at(op.query), stride(op.query), at(op.key), at(op.value), stride(op.key), stride(op.value),
+             KVWrite<T>{op.rotary, at(op.query), stride(op.query), at(op.key), at(value), stride(op.key), stride(value),
                         step_.positions, step_.slots, program_.caches_[op.layer], step_.num_tokens, program_.block_size_});
     }
 
@@ -117,6 +118,10 @@ public:
 
     void operator()(const GatherOp& op) const {
         op.exchange(at(op.x), at(op.out), step_.num_tokens, sizeof(T));
+    }
+
+    void operator()(const HeadLinearOp& op) const {
+        call(chosen->head_linear, HeadLinear<T>{at(op.x), step_.num_tokens, stride(op.x), at(op.out), stride(op.out), op.passed, op.heads});
     }
 
     void operator()(const CountLayerOp& op) const { *op.progress = *op.progress + 1; }

@@ -44,7 +44,7 @@ struct QKNormOp {  // over each head, or over all heads together, in place
     long num_query_rows, query_width, num_key_rows, key_width;  // rows of a token, and the width of each
 };
 struct RotaryWriteOp {
-    long query, key, value, layer;
+    long query, key, value, layer;  // value -1: the cache has none
     RotaryParameters rotary;
 };
 struct AttentionOp {
@@ -70,11 +70,15 @@ struct SummedLinearOp {
     LinearWeights layer;
     SumExchange exchange;
 };
+struct HeadLinearOp {
+    long x, out, passed;
+    std::vector<LinearWeights> heads;
+};
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
 using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, PositionScaleOp, SumOp, GatherOp, SummedLinearOp,
-                               CountLayerOp>;
+                               HeadLinearOp, CountLayerOp>;
 
 // The inputs of a step beside its activations.
 struct ProgramStep {

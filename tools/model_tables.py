@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from page_tables import Page, table
+from quire.core.config import kv_dtype
 from quire.core.errors import ConfigError
 from quire.engine.loading import check_encoder, check_ranks
 from quire.engine.options import EngineOptions
@@ -25,18 +26,20 @@ from quire.formats.gguf.gguf_config import ARCHITECTURES
 from quire.kernels.back_end import SUPPORT, require
 from quire.model.architectures import ENCODER_HEADS, ENCODERS, FAMILIES
 from quire.model.config_reader import ConfigReader
-from quire.model.spec import DecoderSpec, Experts
+from quire.model.spec import DecoderSpec, Experts, LatentAttention
 
 TESTS = Path(__file__).parents[1] / "tests/model"
 TEXT_CONFIG = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "hidden_size": 64, "ffn_dim": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "max_position_embeddings": 32,
     "num_key_value_heads": 2, "rotary_dim": 16, "dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 16,
 }  # fmt: skip
 CONFIG: dict[str, object] = {**TEXT_CONFIG, "text_config": TEXT_CONFIG}  # of a model with vision
 Family = Callable[[ConfigReader], DecoderSpec]
-SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"} - {"num_experts_per_tok"}
+READ = {"num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"}  # options among the sizes
+SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"} - READ
 
 
 class Recorded:
@@ -127,6 +130,7 @@ def _table(
 
 # The architecture of GGUF files of a family, where it is not the name of the family in lower case.
 GGUF_NAMES = {
+    "DeepseekV2ForCausalLM": "deepseek2", "DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe", "MiniMaxM2ForCausalLM": "minimax-m2",
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
     "Gemma3ForConditionalGeneration": "gemma3", "GPT2LMHeadModel": "gpt2",
@@ -156,8 +160,17 @@ def _check_family(options: EngineOptions, architecture: str) -> None:
     spec = FAMILIES[architecture](ConfigReader(CONFIG, "config.json"))
     if options.tensor_parallel_size > 1:
         check_ranks(options, "cpp", spec)
+    if options.kv_cache_dtype != "auto":
+        spec.check_kv_dtype(kv_dtype(options.kv_cache_dtype).element)
     if options.device == "cuda":
         require("cuda", ["Experts"] if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers) else [])
+        require("cuda", ["latent attention"] if has_latents(architecture) else [])
+
+
+def has_latents(architecture: str) -> bool:
+    """Return whether a family has attention over latents."""
+    spec = FAMILIES[architecture](ConfigReader(CONFIG, "config.json"))
+    return any(isinstance(attention, LatentAttention) for attention in spec.attentions)
 
 
 def _check_encoder_on_device(options: EngineOptions) -> None:
@@ -181,8 +194,11 @@ def is_refused(kind: str, settings: Mapping[str, Any]) -> bool:
 
 
 def combinations() -> str:
-    """Return the table of options by kinds of models; tests hold every family to the column of families."""
-    kinds = {"families": "LlamaForCausalLM", "encoders": "encoders", "through transformers": "transformers"}
+    """Return the table of options by kinds of models; tests hold every family to the column of its kind."""
+    kinds = {
+        "families": "LlamaForCausalLM", "with latent attention": "DeepseekV3ForCausalLM", "encoders": "encoders",
+        "through transformers": "transformers",
+    }  # fmt: skip
     rows = [
         (name, *("refused" if is_refused(kind, settings) else "yes" for kind in kinds.values()))
         for name, settings in COMBINATIONS.items()

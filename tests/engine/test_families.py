@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire import LLM, SamplingParams
-from support.quantized_folder import gptq, gptq_config
+from quire import LLM, LoRARequest, SamplingParams
+from quire.core.errors import ConfigError, EngineError
+from quire.kernels.cpp.isas import usable_isas
+from support.peft_folders import write_adapter
+from support.quantized_folder import Quantize, fp8, fp8_config, gptq, gptq_config
 from support.random_folder import write_random_folder
 
 SIZES: dict[str, object] = {
@@ -23,6 +27,11 @@ YARN = {
     "llama_4_scaling_beta": 0.3,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, object]] = {
+    "deepseek_v2": SIZES | {
+        "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+    },
     "falcon": SIZES | {"architectures": ["FalconForCausalLM"], "new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma2": SIZES | {
         "architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24,
@@ -91,3 +100,127 @@ def test_grouped_rows_of_a_gptq_checkpoint_have_the_bits_of_its_dequantized_twin
     save_file(floats, twin / "model.safetensors")
     found = answers(folder, PROMPTS, quantization_activations="bfloat16")
     assert found == answers(twin, PROMPTS)
+
+
+LATENT = SIZES | {
+    "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 40, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+NGRAMS = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+POOL = {"num_kv_blocks": 18, "max_num_batched_tokens": 19}  # one sequence and some
+WAYS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "chunked": {"max_num_batched_tokens": 7},
+    "recomputed": POOL | {"preemption_mode": "recompute"},
+    "swapped": POOL | {"preemption_mode": "swap", "num_swap_blocks": 100},
+    "speculated": POOL | {"speculative_config": NGRAMS},
+}
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+def test_latent_attention_has_the_bits_of_a_cold_plain_run_in_all_ways_of_scheduling(isa: str, tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", LATENT, torch.bfloat16)
+    repeated = [*PROMPTS, PROMPTS[0] * 3]  # n-grams to look up
+    cold = [
+        answers(folder, [prompt], cpu_isa=isa, enable_prefix_caching=False, max_num_seqs=1)[0][0] for prompt in repeated
+    ]
+    for way, options in WAYS.items():
+        found, preemptions = answers(folder, repeated, cpu_isa=isa, **options)
+        assert found == cold, way
+        assert (preemptions > 0) == ("num_kv_blocks" in options), way
+    with LLM(folder, cpu_isa=isa, num_kv_blocks=64, block_size=8) as llm:
+        tokens = [llm.generate([repeated[-1]], PARAMS, use_tqdm=False)[0] for _ in range(2)]
+        assert tokens[1].num_cached_tokens >= 96
+        assert [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in tokens] == [cold[-1]] * 2
+        params = [replace(PARAMS, temperature=0.8, seed=seed) for seed in (3, None)]
+        forks = llm.generate([repeated[-1]], replace(params[0], n=3), use_tqdm=False)[0].outputs
+        assert forks[0].token_ids == llm.generate([repeated[-1]], params[0], use_tqdm=False)[0].outputs[0].token_ids
+        assert len({tuple(fork.token_ids) for fork in forks}) == 3
+
+
+def test_ranks_of_latent_attention_have_the_bits_of_one(tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", LATENT, torch.bfloat16)
+    alone = answers(folder, PROMPTS)[0]
+    assert answers(folder, PROMPTS, tensor_parallel_size=2)[0] == alone
+
+
+BLOCKS = (32, 32)
+STORED = {
+    "fp8": (fp8(BLOCKS, name="weight_scale_inv"), fp8_config(BLOCKS)),
+    "gptq": (gptq(4, 8, sym=False), gptq_config(4, 8, sym=False)),
+}
+
+
+@pytest.mark.parametrize(("quantize", "config"), STORED.values(), ids=STORED)
+def test_latents_of_a_quantized_checkpoint_have_the_bits_of_its_dequantized_twin(
+    quantize: Quantize, config: dict[str, object], tmp_path: Path
+) -> None:
+    folder, twin = write_random_folder(tmp_path / "stored", LATENT, torch.bfloat16), tmp_path / "twin"
+    tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    stored, floats = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if ".self_attn." in name and "_proj" in name]:
+        module = quantize(rng, *tensors[name].shape)
+        del stored[name]
+        stem = name.removesuffix(".weight")
+        stored |= {f"{stem}.{end}": tensor.contiguous() for end, tensor in module.tensors.items()}
+        floats[name] = module.values.bfloat16()
+    assert any("kv_b_proj.weight_scale_inv" in name or "kv_b_proj.qweight" in name for name in stored)
+    save_file(stored, folder / "model.safetensors")
+    twin.mkdir()
+    save_file(floats, twin / "model.safetensors")
+    (twin / "config.json").write_text((folder / "config.json").read_text())
+    key = {"fp8": "modules_to_not_convert", "gptq": "dynamic"}[str(config["quant_method"])]
+    dense = {
+        "modules_to_not_convert": [f"model.layers.{layer}.mlp" for layer in range(2)], "dynamic": {"-:.*mlp.*": {}},
+    }  # fmt: skip
+    both = json.loads((folder / "config.json").read_text()) | {"quantization_config": config | {key: dense[key]}}
+    (folder / "config.json").write_text(json.dumps(both))
+    assert answers(folder, PROMPTS, quantization_activations="bfloat16") == answers(twin, PROMPTS)
+
+
+def test_adapters_change_projections_of_latents_but_those_by_head(tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", LATENT, torch.bfloat16)
+    names = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    adapters = [
+        LoRARequest(f"of {len(own)}", number, str(write_adapter(tmp_path / str(number), folder, targets=own)))
+        for number, own in enumerate([names, [*names, "kv_b_proj"]], 1)
+    ]
+    with LLM(folder, enable_lora=True, num_kv_blocks=64, block_size=8) as llm:
+        plain, changed = (
+            llm.generate([PROMPTS[0]], PARAMS, lora_request=each, use_tqdm=False)[0].outputs[0].logprobs
+            for each in (None, adapters[0])
+        )
+        assert plain != changed
+        with pytest.raises(EngineError, match="kv_b_proj"):
+            llm.generate([PROMPTS[0]], PARAMS, lora_request=adapters[1], use_tqdm=False)
+
+
+def test_latents_on_a_disk_are_found_again_with_their_bits(tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", LATENT, torch.bfloat16)
+    options: dict[str, Any] = {"kv_disk_dir": tmp_path / "disk", "num_kv_blocks": 64, "block_size": 8}
+    found = []
+    for _ in range(2):
+        with LLM(folder, **options) as llm:
+            output = llm.generate([PROMPTS[0] * 3], PARAMS, use_tqdm=False)[0]
+        found.append((output.num_cached_tokens, output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert [each[0] for each in found] == [0, 104]
+    assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8_per_token_head", "fp8"])
+def test_latents_in_8_bits_are_refused_by_name(kv_dtype: str, tmp_path: Path) -> None:
+    folder = write_random_folder(tmp_path / "model", LATENT)
+    with pytest.raises(ConfigError, match="is not supported with latent attention"):
+        LLM(folder, kv_cache_dtype=kv_dtype)
+
+
+def test_sparse_attention_is_served_up_to_the_tokens_that_it_chooses(tmp_path: Path) -> None:
+    sparse = LATENT | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 72, "max_position_embeddings": 4096}
+    folder = write_random_folder(tmp_path / "model", sparse, torch.bfloat16)
+    twin = write_random_folder(tmp_path / "twin", LATENT | {"max_position_embeddings": 4096}, torch.bfloat16)
+    with LLM(folder, num_kv_blocks=64, block_size=8) as llm, pytest.raises(EngineError, match="72"):
+        llm.generate([[1] * 80], PARAMS, use_tqdm=False)
+    assert answers(folder, PROMPTS) == answers(twin, PROMPTS)
+    with pytest.raises(ConfigError, match=r"has only 72 positions.*sparse attention over more than index_topk tokens"):
+        LLM(folder, max_model_len=73)

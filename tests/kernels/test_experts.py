@@ -19,6 +19,7 @@ BIASED = [
     Routing(4, True, True, is_sigmoid=True, has_bias=True, factor=1.5, num_groups=3, num_kept_groups=2),
     Routing(2, False, is_sigmoid=True, has_bias=True, num_groups=3, num_kept_groups=1),
     Routing(2, True, factor=0.5, num_groups=6, num_kept_groups=2),
+    Routing(2, False, factor=1.5, num_groups=3, num_kept_groups=1, num_group_keys=1),
 ]
 
 
@@ -54,10 +55,10 @@ def has_scored(routing: Routing) -> bool:
 
 
 def in_best_groups(keys: list[float], routing: Routing) -> list[int]:
-    """Return the experts of the groups with the greatest sums of two keys."""
+    """Return the experts of the groups with the greatest sums of their best keys."""
     size = len(keys) // routing.num_groups
     groups = [list(range(first, first + size)) for first in range(0, len(keys), size)]
-    sums = [sum(sorted((keys[expert] for expert in group), reverse=True)[:2]) for group in groups]
+    sums = [sum(sorted((keys[expert] for expert in group), reverse=True)[: routing.num_group_keys]) for group in groups]
     best = sorted(range(len(groups)), key=lambda group: (-sums[group], group))[: routing.num_kept_groups]
     return [expert for group in sorted(best) for expert in groups[group]]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import quantized
+from quire.kernels import conversion, quantized
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import (
     a8_sums,
@@ -20,6 +20,7 @@ from quire.kernels.quantized import (
     round_to_nearest,
 )
 from quire.kernels.reference.linear import make_linear, reference
+from support.on_tensors import arrays
 
 F = np.float32
 
@@ -291,3 +292,14 @@ def test_int8_activations_need_sums_below_32_bits() -> None:
 def test_unknown_format_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="weight format q4_K is not supported yet"):
         make_linear(LinearWeight("q4_K", (torch.zeros(32, 144, dtype=torch.uint8),), 32, 256))
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "kind"),
+    [("int8", "constant"), ("int4", "zeros"), ("int4", "minimums"), ("fp8", "constant"), ("codebook4", "constant")],
+)
+@pytest.mark.parametrize("group_size", [16, 40])
+def test_arrays_are_expanded_to_the_values_of_tensors(weight_format: str, kind: str, group_size: int) -> None:
+    weight = random_weight((24, 40), group_size, weight_format, kind, dtype=torch.float32)
+    found = conversion.expand(arrays(weight))
+    assert torch.equal(torch.from_numpy(found), expand(weight))

@@ -9,7 +9,7 @@ from quire.model.config import spec_from_config
 from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.rope import inverse_frequencies
 from quire.model.spec import DecoderSpec
-from quire_lab.sim.footprint import kv_bytes_per_token
+from quire_lab.sim.footprint import kv_bytes_per_token, weight_bytes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,7 +29,7 @@ def spec(architecture: str = "Llama", **changes: object) -> DecoderSpec:
 
 def test_missing_and_null_mean_the_same() -> None:
     assert spec(num_key_value_heads=None, head_dim=None, rope_scaling=None) == spec()
-    assert spec().num_kv_heads == 4
+    assert spec().attentions[0].num_kv_heads == 4
     assert spec().head_dim == 8
 
 
@@ -118,6 +118,38 @@ def test_cache_bytes_of_a_token(layers: int, kv_heads: int, head_dim: int, kib: 
         num_hidden_layers=layers, num_attention_heads=kv_heads * 1, num_key_value_heads=kv_heads, head_dim=head_dim
     )
     assert kv_bytes_per_token(big, 2) == kib * 1024
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+V2_LITE = LATENT | {
+    "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1, "vocab_size": 102_400, "max_position_embeddings": 163_840,
+}  # fmt: skip
+V3 = LATENT | {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "q_lora_rank": 1536, "vocab_size": 129_280, "max_position_embeddings": 163_840, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+FLASH = LATENT | {
+    "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20, "intermediate_size": 10240,
+    "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
+    "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "vocab_size": 154_880,
+    "max_position_embeddings": 202_752,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "token_bytes", "billions"),
+    [("DeepseekV2", V2_LITE, 31_104, 15.7), ("DeepseekV3", V3, 70_272, 671.0), ("Glm4MoeLite", FLASH, 54_144, 30.0)],
+)
+def test_published_models_with_latents_have_the_sizes_of_their_papers(
+    family: str, config: dict[str, object], token_bytes: int, billions: float
+) -> None:
+    published = spec_from_config(config | {"architectures": [f"{family}ForCausalLM"]})
+    assert kv_bytes_per_token(published, 2) == token_bytes
+    assert KVGeometry.of(published, "bfloat16").bytes_per_token == token_bytes
+    assert weight_bytes(published, "bfloat16") / 2e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_cache_holds_what_is_counted_and_begins_as_zeros() -> None:

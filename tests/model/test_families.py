@@ -87,7 +87,63 @@ VISION = {
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
 MIXTURE = LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ROUTED = LLAMA | SPECIAL | {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
+LATENT = {key: value for key, value in ROUTED.items() if key != "num_key_value_heads"} | {
+    "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
+    "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+LATENT_YARN = rope("yarn", **YARN, mscale=1.0, mscale_all_dim=0.7, beta_fast=32.0, beta_slow=1.0)  # no factor cancels
+MISTRAL4_ROPE = rope(
+    "yarn", **YARN, mscale=0.8, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0, llama_4_scaling_beta=0.3
+)
 CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "deepseek v2": ("DeepseekV2", LATENT | {"q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "deepseek v2, groups, yarn": (
+        "DeepseekV2",
+        LATENT | {"n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy", "v_head_dim": 8} | LATENT_YARN,
+    ),
+    "deepseek v3": ("DeepseekV3", LATENT | {"n_group": 3, "topk_group": 2}),
+    "deepseek v3, plain queries, pairs by halves, yarn": (
+        "DeepseekV3",
+        LATENT
+        | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+        | {"tie_word_embeddings": True, "kv_lora_rank": 40}
+        | LATENT_YARN,
+    ),
+    "deepseek v3.2": (
+        "DeepseekV32",
+        LATENT | {"n_group": 3, "topk_group": 2, "index_topk": 110, "index_head_dim": 16, "index_n_heads": 2},
+    ),
+    "deepseek v3.2, one group, tied, yarn": (
+        "DeepseekV32",
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"index_topk": 110, "index_head_dim": 16, "index_n_heads": 2}
+        | LATENT_YARN,
+    ),
+    "glm-5": (
+        "GlmMoeDsa",
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "index_topk": 110, "index_head_dim": 16, "index_n_heads": 2}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "glm-5, groups": (
+        "GlmMoeDsa",
+        LATENT
+        | {"n_group": 3, "topk_group": 2, "index_topk": 110, "index_head_dim": 16, "index_n_heads": 2}
+        | {"routed_scaling_factor": 1.5, "n_shared_experts": 1},
+    ),
+    "glm4 moe lite": ("Glm4MoeLite", LATENT | {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "glm4 moe lite, groups, yarn": (
+        "Glm4MoeLite", LATENT | {"n_group": 3, "topk_group": 2, "v_head_dim": 8, "norm_topk_prob": False} | LATENT_YARN
+    ),
+    "mistral4": ("Mistral4", LATENT | MISTRAL4_ROPE | {"n_group": 3, "topk_group": 2}),
+    "mistral4, plain queries, pairs by halves": (
+        "Mistral4",
+        LATENT
+        | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+        | MISTRAL4_ROPE,
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, every option": (
         "GPT2",
@@ -521,8 +577,9 @@ def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
 
 
 MIXTURES = [
-    "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss", "glm4 moe", "glm4 moe, every option", "dots1",
-    "minimax m2", "ernie4.5 moe",
+    "deepseek v2", "deepseek v2, groups, yarn", "deepseek v3", "glm4 moe lite, groups, yarn", "mistral4", "mixtral",
+    "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss", "glm4 moe", "glm4 moe, every option", "dots1", "minimax m2",
+    "ernie4.5 moe",
 ]  # fmt: skip
 
 

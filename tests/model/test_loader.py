@@ -453,7 +453,7 @@ def test_unknown_dtype_in_the_config_is_a_model_error(write_llama: Callable[...,
 
 def test_config_that_names_no_architecture_is_known_by_its_model_type(write_llama: Callable[..., Path]) -> None:
     config = read_config(write_llama({"architectures": None}))
-    assert spec_from_config(config).num_kv_heads == 2
+    assert spec_from_config(config).attentions[0].num_kv_heads == 2
 
 
 @pytest.mark.parametrize("name", ["config.json", WEIGHTS])

@@ -82,9 +82,13 @@ def converted(
     metadata |= tokenizer_metadata(folder, changes.pop("pre", "gpt-2")) if has_tokenizer(folder) else {}
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
     tensors, single = {}, {}
-    for name, tensor in _with_stacked_norms(load_file(folder / "model.safetensors")).items():
+    loaded = _with_stacked_norms(load_file(folder / "model.safetensors"))
+    if f"{architecture}.attention.key_length_mla" in metadata:
+        loaded = _with_split_latents(loaded, config)
+    for name, tensor in loaded.items():
         renamed, moved = _stored(name, tensor, config, architecture)
-        single[renamed] = quantize(renamed, moved)
+        kind, _, content = quantize(renamed, moved.flatten(0, moved.dim() - 2) if moved.dim() > 2 else moved)
+        single[renamed] = kind, tuple(moved.shape), content
     for name, (kind, shape, content) in single.items():
         place = re.fullmatch(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(weight|bias)", name)
         if place is None:
@@ -201,6 +205,7 @@ ARCHITECTURES = {
     "FalconForCausalLM": "falcon", "GPTNeoXForCausalLM": "gptneox", "OlmoForCausalLM": "olmo",
     "SmolLM3ForCausalLM": "smollm3", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3", "Glm4MoeForCausalLM": "glm4moe", "Dots1ForCausalLM": "dots1",
+    "DeepseekV2ForCausalLM": "deepseek2", "DeepseekV3ForCausalLM": "deepseek2",
     "MiniMaxM2ForCausalLM": "minimax-m2", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
 }  # fmt: skip
 PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3")
@@ -234,6 +239,9 @@ _OWN_NAMES = {
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
 }  # fmt: skip
 _NAMES = {
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b", "self_attn.k_b_proj": "attn_k_b", "self_attn.v_b_proj": "attn_v_b",
     "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -267,6 +275,35 @@ def _with_stacked_norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             tensor = torch.stack([tensors[f"{module}.norms.{head}.weight"] for head in range(count)])  # noqa: PLW2901
         found[f"{module}.weight" if is_head else name] = tensor
     return found
+
+
+def _with_split_latents(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return tensors with the layers behind latents by head, those of keys transposed, as newer files have them."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            found[name] = tensor
+            continue
+        heads = tensor.view(config["num_attention_heads"], -1, tensor.shape[1])
+        keys, values = heads.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+        found[name.replace("kv_b_proj", "k_b_proj")] = keys.transpose(1, 2)
+        found[name.replace("kv_b_proj", "v_b_proj")] = values
+    return found
+
+
+def latent_metadata(config: dict[str, Any], *, is_split: bool) -> dict[str, Any]:
+    """Return the metadata of heads of attention over latents, of newer files or of older ones."""
+    nope, rope, latent, value = (
+        config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim")
+    )
+    sizes = {"key_length": nope + rope, "value_length": value}
+    if is_split:
+        sizes = {f"{key}_mla": size for key, size in sizes.items()}
+        sizes |= {"head_count_kv": 1, "key_length": latent + rope, "value_length": latent}
+    sizes |= {"kv_lora_rank": latent} | ({"q_lora_rank": rank} if (rank := config.get("q_lora_rank")) else {})
+    return {f"deepseek2.attention.{key}": size for key, size in sizes.items()} | {
+        "deepseek2.rope.dimension_count": rope
+    }
 
 
 def _split_groups(tensor: Tensor, config: dict[str, Any]) -> Tensor:

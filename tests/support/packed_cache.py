@@ -54,7 +54,10 @@ def unpack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def _packed_attention(
     spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    return paged_attention(spec, query, *pack(keys, values, query.shape[2]), metadata)
+    keys, values = pack(keys, values, query.shape[2])
+    if spec.value_dim:
+        values = values.new_empty(len(values), 0)  # parts of the keys
+    return paged_attention(spec, query, keys, values, metadata)
 
 
 CPP = replace(TORCH, name="cpp", paged_attention=_packed_attention)  # attention over plain caches, by the kernels

@@ -90,7 +90,7 @@ def attend(
     more = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in more.items()}
     spec = plain_spec(query, parts[0].tokens.key.shape[1], window=window, kv_scales=scales, **more)
     out = back_end.paged_attention(spec, query, key_cache, value_cache, metadata)
-    assert out.shape == query.shape
+    assert out.shape == (*query.shape[:2], spec.output_dim)
     assert out.dtype == query.dtype
     return list(out.cpu().split(counts[1:].tolist()))
 

@@ -240,4 +240,5 @@ def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int) -> ModelLim
         geometry.sliding_window,
         table_bytes,
         spec.default_positions,
+        positions_reason=spec.positions_reason,
     )

@@ -22,6 +22,7 @@ class ModelLimits:
     table_bytes_per_position: int = 0     # bytes of rotary tables
     default_positions: int | None = None  # the longest sequence unless max_model_len is set; None: the first field
     scratch_bytes: int = 0                # keys and values outside of the pool: a draft model's
+    positions_reason: str = ""            # for `max_position_embeddings`, if they are not the model's own limit
     num_swap_shares: int = 1              # GPUs that divide the host's swap space, each with `kv_bytes_per_token`
 
 
@@ -53,7 +54,10 @@ def _longest(options: EngineOptions, limits: ModelLimits) -> int:
         raise ConfigError(
             f"max_model_len is {options.max_model_len}, but the model has only "
             f"{limits.max_position_embeddings} positions; set it to that or less"
+            + (f" ({limits.positions_reason})" if limits.positions_reason else "")
         )
+    if options.max_model_len is None and limits.positions_reason:
+        log.info("max_model_len is at most %d: %s", limits.max_position_embeddings, limits.positions_reason)
     return options.max_model_len or limits.default_positions or limits.max_position_embeddings
 
 

@@ -80,6 +80,10 @@ SUPPORT: dict[str, frozenset[str]] = {
     "softcap on attention scores": EVERYWHERE,
     "attention sinks": EVERYWHERE,
     "attention in both directions": CPU,
+    "latent attention": CPU,
+    "rotary of later dimensions": CPU,
+    "SplitLatent": CPU,
+    "HeadLinear": CPU,
     "CountLayer": EVERYWHERE,
     "Gather": EVERYWHERE,
     "SummedLinear": EVERYWHERE,
@@ -121,7 +125,7 @@ def require_kv_dtype(attention: AttentionBackEnd | None, name: str) -> None:
         raise ConfigError(f"attention_backend {attention.name} does not support kv_cache_dtype {name}; use triton")
 
 
-MAX_HEAD_DIM = 512  # csrc/cache_layout.hpp
+MAX_HEAD_DIM = 576  # csrc/cache_layout.hpp
 
 
 def serves_head_dim(head_dim: int) -> bool:

@@ -6,9 +6,9 @@ NumPy has no bfloat16, and no 8-bit floats. PyTorch converts where the extension
 
 import numpy as np
 
-from quire.core.arrays import BFLOAT16, FLOAT32, UINT8, Array, DType, address, bits, dtype_name, empty
+from quire.core.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT32, UINT8, Array, DType, address, bits, dtype_name, empty
 from quire.kernels.cpp.isas import usable_isas
-from quire.kernels.linear_weight import INT4, ZERO_POINTS, LinearWeight
+from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, ZERO_POINTS, LinearWeight
 
 ELEMENTS_AT_ONCE = 1 << 20  # converted to float32 at a time
 
@@ -55,6 +55,25 @@ def all_finite(array: Array) -> bool:
     if values.dtype == BFLOAT16:
         return bool((bits(values) & 0x7F80 != 0x7F80).all())
     return bool(np.isfinite(values).all())
+
+
+def expand(weight: LinearWeight) -> Array:
+    """Return the values [out_features, in_features] of a weight: floats as they are, others in float32."""
+    elements = weight.elements()
+    if weight.format == DENSE:
+        return elements
+    assert weight.scales is not None, f"a weight of {weight.format} without scales"
+    groups = np.arange(weight.in_features) // weight.group_size if weight.group_index is None else weight.group_index
+    values: Array
+    if weight.format == FP8:
+        values = converted(elements.view(FLOAT8_E4M3), FLOAT32)
+    elif weight.format == CODEBOOK4:
+        values = np.asarray(weight.codebook)[elements]
+    else:
+        zeros = weight.zero_points if isinstance(weight.zero_points, int | None) else weight.zero_points[:, groups]
+        values = elements.astype(np.float32) - np.asarray(0 if zeros is None else zeros, np.float32)
+    values = values * weight.scales[:, groups]
+    return values if weight.minimums is None else values - weight.minimums[:, groups]
 
 
 def round_to_nearest(

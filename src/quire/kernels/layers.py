@@ -122,7 +122,8 @@ class Routing:
     or by 1, without a score, if not `is_shared_scored`.
 
     With `has_bias` experts are chosen by the sums of their weights, softmax over all or sigmoid, and a bias of each.
-    Of `num_groups` groups of equal size, the `num_kept_groups` with the highest sums of their two best are chosen from.
+    Of `num_groups` groups of equal size, the `num_kept_groups` with the highest sums of their best `num_group_keys` of
+    these numbers are chosen from.
     """
 
     num_chosen: int
@@ -134,6 +135,7 @@ class Routing:
     is_shared_scored: bool = True
     num_groups: int = 1
     num_kept_groups: int = 1
+    num_group_keys: int = 2
 
     @property
     def is_by_score(self) -> bool:

@@ -49,6 +49,7 @@ class AttentionSpec:
     softcap: float = 0.0         # scores become softcap * tanh(score / softcap); 0: unchanged
     sinks: Tensor | None = None  # [num_heads] float32: the score of one more key, with a value of zeros (OpenAI 2025)
     is_causal: bool = True       # False: a token also sees as many tokens after itself as before itself
+    value_dim: int = 0           # values are the first so many dimensions of keys (DeepSeek-AI 2024); 0: stored
     kv_scales: KVScales = ONES   # where an 8-bit cache stores none
 
     def __post_init__(self) -> None:
@@ -58,6 +59,12 @@ class AttentionSpec:
             assert self.sinks.shape == (self.heads.num_heads,), f"sinks {tuple(self.sinks.shape)} for {self.heads}"
             assert dtype_name(self.sinks.dtype) == "float32", f"sinks of {self.sinks.dtype}"
             assert is_contiguous(self.sinks), "sinks with gaps"
+        assert self.value_dim in range(0, self.heads.head_dim + 1, 8), f"values of {self.value_dim} of {self.heads}"
+
+    @property
+    def output_dim(self) -> int:
+        """Dimensions of a head's result."""
+        return self.value_dim or self.heads.head_dim
 
     @property
     def num_ahead(self) -> int:
@@ -69,7 +76,7 @@ class AttentionSpec:
         """Features beyond plain causal attention, by their names in the support table."""
         found = {
             "softcap on attention scores": self.softcap, "attention sinks": self.sinks is not None,
-            "attention in both directions": not self.is_causal,
+            "attention in both directions": not self.is_causal, "latent attention": self.value_dim > 0,
         }  # fmt: skip
         return tuple(name for name, is_used in found.items() if is_used)
 
@@ -112,22 +119,25 @@ class RotarySpec:
     cos_sin: Tensor | None = None  # as in `rotary_table`; None: no rotation
     is_interleaved: bool = False   # pairs of dimensions are (2i, 2i + 1), else (i, rotary_dim / 2 + i)
     kv_scales: KVScales = ONES     # where an 8-bit cache stores none
+    rotary_start: int = 0          # the first dimension that is rotated
 
     def __post_init__(self) -> None:
         if self.cos_sin is not None:
-            assert self.rotary_dim <= self.heads.head_dim, f"{self.rotary_dim} dimensions of {self.heads} are rotated"
+            rotated = f"{self.rotary_dim} dimensions of {self.heads} from {self.rotary_start} on are rotated"
+            assert self.rotary_start + self.rotary_dim <= self.heads.head_dim, rotated
             assert dtype_name(self.cos_sin.dtype) == "float32", f"a rotary table of {self.cos_sin.dtype}"
             assert is_contiguous(self.cos_sin), "a rotary table with gaps"
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated, the first ones; 0: none."""
+        """Dimensions of a head that are rotated; 0: none."""
         return 0 if self.cos_sin is None else self.cos_sin.shape[1]
 
     @property
     def features(self) -> tuple[str, ...]:
         """Features beyond plain rotation, by their names in the support table."""
-        return ("interleaved rotary",) if self.is_interleaved else ()
+        found = {"interleaved rotary": self.is_interleaved, "rotary of later dimensions": self.rotary_start > 0}
+        return tuple(name for name, is_used in found.items() if is_used)
 
 
-WriteKV = Callable[[RotarySpec, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # as `write_kv`
+WriteKV = Callable[[RotarySpec, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], Tensor]  # as `write_kv`

@@ -147,14 +147,15 @@ class RotaryWriteOp:
     write: WriteKV
     query: str = "query"
     key: str = "key"
-    value: str = "value"
+    value: str | None = "value"  # None: values are parts of the keys
 
     reads = Names("query", "key", "value")
     writes = Names("query")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Rotate and write, in one op of the back end."""
-        query, key, value = (activations.pop(name) for name in self.reads)
+        query, key = activations.pop(self.query), activations.pop(self.key)
+        value = None if self.value is None else activations.pop(self.value)
         keys, values = inputs.keys[self.layer], inputs.values[self.layer]
         activations[self.query] = self.write(
             self.spec, query, key, value, inputs.positions, keys, values, inputs.slot_mapping
@@ -163,7 +164,7 @@ class RotaryWriteOp:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOp:
-    """out [num_tokens, num_heads * head_dim] = attention of the queries over the paged cache."""
+    """out [num_tokens, num_heads * output_dim] = attention of the queries over the paged cache."""
 
     name: str
     layer: int                  # index of the caches

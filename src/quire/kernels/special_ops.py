@@ -1,11 +1,11 @@
-"""Ops of some model families, and of ranks: mixtures of experts, norms and limits of heads, exchanges between ranks."""
+"""Ops of some model families, and of ranks: mixtures of experts, norms and limits of heads, latents, exchanges."""
 
 from dataclasses import dataclass
 
 from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
-from quire.kernels.tensors import Tensor, clipped, multiplied, scaled
+from quire.kernels.tensors import Tensor, clipped, empty_like, multiplied, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,67 @@ class ClipOp:
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         for name in self.reads:
             activations[name] = clipped(activations[name], self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLatentOp:
+    """Split of a projection into what queries are made of and the key of a token (DeepSeek-AI 2024, section 2.1).
+
+    query [num_tokens, query_width]: the first columns, normalized if there is a norm. key [num_tokens, 1, key_width]:
+    the rest; its first dimensions, as many as `key_norm` has, are a latent, which is normalized.
+    """
+
+    name: str
+    query_norm: Norm | None
+    key_norm: Norm
+    query_width: int
+    key_width: int
+    latent_dim: int             # dimensions of `key_norm`
+    qkv: str = "qkv"
+    query: str = "query_latent"
+    key: str = "key"
+
+    reads = Names("qkv")
+    writes = Names("query", "key")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Normalize in the memory of the projection, which is consumed."""
+        qkv = activations.pop(self.qkv)
+        query, key = qkv[:, : self.query_width], qkv[:, self.query_width :]
+        if self.query_norm is not None:
+            query[:] = self.query_norm(query)[0]
+        key[:, : self.latent_dim] = self.key_norm(key[:, : self.latent_dim])[0]
+        activations[self.query] = query
+        activations[self.key] = key.reshape(len(key), 1, self.key_width)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLinearOp:
+    """Linear layers of heads: out [num_tokens, num_heads, outputs + num_passed] of x [.., inputs + num_passed].
+
+    The last columns of a head pass through.
+    """
+
+    name: str
+    linears: tuple[Linear, ...]  # one of each head, of one size
+    sizes: tuple[int, int]       # inputs and outputs of each
+    x: str
+    out: str
+    num_passed: int = 0
+    is_flat: bool = False        # out is [num_tokens, columns of all heads]; x may be either
+
+    reads = Names("x")
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply head by head."""
+        x, (num_inputs, num_outputs) = activations[self.x], self.sizes
+        heads = x.reshape(len(x), len(self.linears), num_inputs + self.num_passed)
+        out = empty_like(x, (len(x), len(self.linears), num_outputs + self.num_passed))
+        for i, linear in enumerate(self.linears):
+            out[:, i, :num_outputs] = linear(heads[:, i, :num_inputs])
+        out[:, :, num_outputs:] = heads[:, :, num_inputs:]
+        activations[self.out] = out.reshape(len(x), out.shape[1] * out.shape[2]) if self.is_flat else out
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,11 @@ def full(shape: tuple[int, ...], value: float, other: Tensor) -> Tensor:
     return filled if isinstance(other, np.ndarray) else other.float().new_tensor(filled)
 
 
+def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return memory for a tensor of another shape where x is, in its dtype."""
+    return np.empty(shape, x.dtype) if isinstance(x, np.ndarray) else x.new_empty(shape)
+
+
 def take_rows(x: Tensor, rows: Any) -> Tensor:  # noqa: ANN401 (int64 [num_rows], where x is)
     """Return rows of x [any, ...] in memory of their own."""
     return x.take(rows, axis=0) if isinstance(x, np.ndarray) else x[rows]

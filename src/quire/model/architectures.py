@@ -11,6 +11,7 @@ from quire.model import llama
 from quire.model.config_reader import ConfigReader
 from quire.model.families import (
     cohere,
+    deepseek,
     encoders,
     falcon,
     gemma,
@@ -31,6 +32,9 @@ Family = Callable[[ConfigReader], DecoderSpec]
 FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "CohereForCausalLM": cohere.cohere,
     "Cohere2ForCausalLM": cohere.cohere2,
+    "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek.deepseek_v3,
+    "DeepseekV32ForCausalLM": deepseek.deepseek_v32,
     "Dots1ForCausalLM": mixture.dots1,
     "Ernie4_5_MoeForCausalLM": mixture.ernie4_5_moe,
     "FalconForCausalLM": falcon.falcon,
@@ -40,12 +44,15 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "Gemma3ForConditionalGeneration": multimodal.gemma3,
     "Glm4ForCausalLM": llama_variants.glm4,
     "Glm4MoeForCausalLM": mixture.glm4_moe,
+    "Glm4MoeLiteForCausalLM": deepseek.glm4_moe_lite,
+    "GlmMoeDsaForCausalLM": deepseek.glm_moe_dsa,
     "GPT2LMHeadModel": gpt2.gpt2,
     "GPTJForCausalLM": gptj.gptj,
     "GPTNeoXForCausalLM": gpt_neox.gpt_neox,
     "GptOssForCausalLM": gpt_oss.gpt_oss,
     "GraniteForCausalLM": llama_variants.granite,
     "Mistral3ForConditionalGeneration": multimodal.mistral3,
+    "Mistral4ForCausalLM": deepseek.mistral4,
     "OlmoForCausalLM": olmo.olmo,
     "MiniMaxM2ForCausalLM": mixture.minimax_m2,
     "MixtralForCausalLM": mixture.mixtral,
@@ -60,15 +67,14 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "StableLmForCausalLM": llama_variants.stablelm,
 }).items()))
 ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
-LATENT = "multi-head latent attention is not computed"
+COMPRESSED = "compressed attention and several residual streams are not computed"
 RECURRENT = "recurrent state is not kept"
 ENCODER = "of encoders, BERT, DistilBERT, RoBERTa, XLM-RoBERTa and ModernBERT are served"
 REFUSED: dict[str, str] = {
     "BloomForCausalLM": ALIBI,
     "MptForCausalLM": ALIBI,
     "MPTForCausalLM": ALIBI,
-    "DeepseekV2ForCausalLM": LATENT,
-    "DeepseekV3ForCausalLM": LATENT,
+    "DeepseekV4ForCausalLM": COMPRESSED,
     "BambaForCausalLM": RECURRENT,
     "FalconH1ForCausalLM": RECURRENT,
     "FalconMambaForCausalLM": RECURRENT,

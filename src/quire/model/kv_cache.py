@@ -61,8 +61,14 @@ class KVGeometry:
 
         An encoder keeps nothing: its geometry has no layers.
         """
-        kept = (each for each in spec.attentions if each.is_causal)
-        layers = (LayerKV(each.num_kv_heads, each.head_dim, dtype, scale_dtype, each.window) for each in kept)
+        kept = [each for each in spec.attentions if each.is_causal]
+        spec.check_kv_dtype(dtype)
+        layers = (
+            LayerKV(
+                each.num_kv_heads, each.head_dim, dtype, scale_dtype, each.window, 0 if each.key_value_dim else None
+            )
+            for each in kept
+        )
         return cls(tuple(layers))
 
     def joined(self, *others: "KVGeometry") -> "KVGeometry":

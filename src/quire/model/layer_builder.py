@@ -13,16 +13,25 @@ from numpy.typing import NDArray
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.kv_cache import ONES
+from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Norm, Routing
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec
 from quire.kernels.program import INPUT, Op, Program
 from quire.kernels.tensors import DType, Tensor
-from quire.model.shapes import AttentionShapes, DecoderShapes, ExpertShapes, LayerShapes, LinearShape, NormShape
+from quire.model.shapes import (
+    AttentionShapes,
+    DecoderShapes,
+    ExpertShapes,
+    LatentShapes,
+    LayerShapes,
+    LinearShape,
+    NormShape,
+)
 from quire.model.sharding import Cut, Range, Ranks, Shard
-from quire.model.spec import Attention, DecoderSpec, Experts, NormKind, Place, Rotary, SpecError
+from quire.model.spec import Attention, DecoderSpec, Experts, LatentAttention, NormKind, Place, Rotary, SpecError
 from quire.model.weights import WeightReader
 
+LATENT_NORM_EPS = 1e-6  # whatever other norms have: in the code of all families with latents
 OFFSETS: dict[NormKind, float] = {"rms_float": 0.0, "rms_offset": 1.0}  # added to weights, in float32
 
 
@@ -53,10 +62,13 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
     return Program(tuple(found), INPUT if shape is None and is_summed else "x")
 
 
-def make_norm(spec: DecoderSpec, weights: WeightReader, shape: NormShape, heads: Range | None = None) -> Norm:
+def make_norm(
+    spec: DecoderSpec, weights: WeightReader, shape: NormShape, heads: Range | None = None, *, eps: float | None = None
+) -> Norm:
     """Read a norm over the last dimension; of heads with weights of their own, those in a range; None: all."""
     weight, bias = weights.norm(shape, heads)
-    return weights.back_end.norm(weight, bias, spec.norm_eps, spec.norm == "layer", OFFSETS.get(spec.norm))
+    eps = spec.norm_eps if eps is None else eps
+    return weights.back_end.norm(weight, bias, eps, spec.norm == "layer", OFFSETS.get(spec.norm))
 
 
 def _norm_of_stream(name: str, norm: Norm, out: str, *, is_summed: bool) -> Op:
@@ -170,8 +182,12 @@ class LayerBuilder:
         """Append the mixer of `source`. The output is `x`, not added to the stream."""
         mixer, shapes = self._layer.mixer, self._shapes.mixer
         assert isinstance(mixer, Attention), "a mixer of no known kind"
-        assert isinstance(shapes, AttentionShapes)
-        self._attention(mixer, shapes, source)
+        if isinstance(mixer, LatentAttention):
+            assert isinstance(shapes, LatentShapes)
+            self._latent_attention(mixer, shapes, source)
+        else:
+            assert isinstance(shapes, AttentionShapes)
+            self._attention(mixer, shapes, source)
         self._end_sublayer("attention_out", "x", self._shapes.attention_output_norm)
 
     def _attention(self, attention: Attention, shapes: AttentionShapes, source: str) -> None:
@@ -203,34 +219,75 @@ class LayerBuilder:
         if taken is not None and heads != own:
             first = taken.query[0], taken.kv[0]
             self.ops.append(special_ops.TakeHeadsOp(f"{self._stem}take_heads", heads, first, own))
-        self._attend(attention, shapes, own, None if taken is None else taken.query)
-        cut = None if ranks is None else ranks.shard.attended_cut(attention)
-        self._mixer_out("attention_out", shapes.attention_out, "attended", cut)
+        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, None if taken is None else taken.query)
+        scales = weights.kv_scales(shapes.qkv) if self._shared.reads_kv_scales else ONES
+        self._attend(attention, own, "attended", sinks, scales)
+        self._attention_out(attention, shapes.attention_out)
 
-    def _attend(
-        self, attention: Attention, shapes: AttentionShapes, heads: Heads, query_heads: Range | None
-    ) -> None:
-        """Append rotation, write and attention of projected heads; `query_heads`: of all, those of a rank."""
+    def _latent_attention(self, latent: LatentAttention, shapes: LatentShapes, source: str) -> None:
+        """Append attention over latents of `source`: project, normalize, project queries to heads and to the latent,
+        rotate and write, attend, project from the latent. A rank has its heads alone, and every latent.
+        """
+        weights, ranks, stem = self._weights, self._ranks, self._stem
+        shard = None if ranks is None else ranks.shard
+        first, stop = (0, latent.num_heads) if shard is None else shard.heads(latent).query
+        heads = Heads(stop - first, 1, latent.head_dim)
+
+        def norm(shape: NormShape | None) -> Norm | None:
+            return None if shape is None else make_norm(self._spec, weights, shape, eps=LATENT_NORM_EPS)
+
+        def own(op: str) -> list[Range] | None:
+            return None if shard is None else shard.latent_ranges(latent, op)
+
+        self.linear("qkv", shapes.qkv, source, "qkv", own("qkv"))
+        key_norm, columns = norm(shapes.key_norm), latent.query_rank or heads.num_heads * latent.query_dim
+        assert key_norm is not None
+        split = special_ops.SplitLatentOp(
+            f"{stem}split_heads", norm(shapes.query_norm), key_norm, columns, latent.head_dim, latent.latent_dim
+        )
+        self._append("split_heads", split)
+        projected = split.query
+        if shapes.query_up is not None:
+            projected = "projected"
+            self.linear("query_up", shapes.query_up, split.query, projected, own("query_up"))
+        keys, values = (tuple(each) for each in weights.latent_heads(shapes.kv_up, latent.num_heads, (first, stop)))
+        sizes = latent.nope_dim, latent.latent_dim
+        absorbed = special_ops.HeadLinearOp(f"{stem}query_to_latent", keys, sizes, projected, "query", latent.rope_dim)
+        self.ops.append(absorbed)
+        self._attend(latent, heads, "latents", None, ONES)
+        sizes = latent.latent_dim, latent.expanded_dim
+        self.ops.append(special_ops.HeadLinearOp(
+            f"{stem}latent_to_value", values, sizes, "latents", "attended", is_flat=True
+        ))  # fmt: skip
+        self._attention_out(latent, shapes.attention_out)
+
+    def _attend(self, attention: Attention, heads: Heads, out: str, sinks: Tensor | None, scales: KVScales) -> None:
+        """Append rotation, write and attention of projected heads."""
         weights, shared = self._weights, self._shared
-        scales = weights.kv_scales(shapes.qkv) if shared.reads_kv_scales else ONES
         rotary, table, is_interleaved = self._spec.rotary_of(attention), None, False
         if rotary is not None:
             table, is_interleaved = shared.cos_sin[rotary], rotary.is_interleaved
-        rotation = RotarySpec(heads, table, is_interleaved, scales)
+        rotation = RotarySpec(heads, table, is_interleaved, scales, attention.key_value_dim)
         name, write = f"{self._stem}rotary_write", weights.back_end.write_kv
-        self._append("rotary_write", ops.RotaryWriteOp(name, self._cache_index, rotation, write))
+        value = None if attention.key_value_dim else "value"
+        self._append("rotary_write", ops.RotaryWriteOp(name, self._cache_index, rotation, write, value=value))
         if attention.position_scale is not None:
             assert table is not None, "factors of positions without rotary positions"
             factors = weights.taken(weights.rounded(_position_factors(*attention.position_scale, len(table))))
             self.ops.append(special_ops.PositionScaleOp(f"{self._stem}position_scale", heads, factors))
-        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, query_heads)
         spec = AttentionSpec(
-            heads, attention.scale, attention.window, attention.softcap, sinks, attention.is_causal, scales
-        )
-        attend = weights.back_end.paged_attention
-        self._append("attention", ops.AttentionOp(f"{self._stem}attention", self._cache_index, spec, attend))
-        if self._ranks is not None:
-            self.exchange("attention", "attended", self._ranks.shard.attended_cut(attention))
+            heads, attention.scale, attention.window, attention.softcap, sinks, attention.is_causal,
+            attention.key_value_dim, scales,
+        )  # fmt: skip
+        attend, name = weights.back_end.paged_attention, f"{self._stem}attention"
+        self._append("attention", ops.AttentionOp(name, self._cache_index, spec, attend, out=out))
+
+    def _attention_out(self, attention: Attention, shape: LinearShape) -> None:
+        """Append the exchange of what attention returns, and its last projection."""
+        cut = None if self._ranks is None else self._ranks.shard.attended_cut(attention)
+        if cut is not None:
+            self.exchange("attention", "attended", cut)
+        self._mixer_out("attention_out", shape, "attended", cut)
 
     def _mixer_out(self, name: Place, shape: LinearShape, x: str, cut: Cut | None) -> None:
         """Append the last projection of a mixer; `cut`: the ranks' columns of x, None: there is one rank."""
@@ -277,7 +334,7 @@ class LayerBuilder:
             mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None,
             is_sigmoid=mixture.is_sigmoid, has_bias=mixture.has_choice_bias, factor=mixture.factor,
             is_shared_scored=mixture.is_shared_scored, num_groups=mixture.num_groups,
-            num_kept_groups=mixture.num_kept_groups,
+            num_kept_groups=mixture.num_kept_groups, num_group_keys=mixture.num_group_keys,
         )  # fmt: skip
         found, split = list[Expert](), None
         if ranks is not None and ranks.shard.mode == "reduce":

@@ -8,7 +8,17 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from quire.core.errors import ModelError
-from quire.model.spec import Activation, Attention, DecoderSpec, ExpertNames, Experts, FeedForward, LayerSpec
+from quire.model.spec import (
+    Activation,
+    Attention,
+    DecoderSpec,
+    ExpertNames,
+    Experts,
+    FeedForward,
+    LatentAttention,
+    LayerSpec,
+    Mixer,
+)
 
 
 class TableShape(NamedTuple):
@@ -66,7 +76,8 @@ class LinearShape(NamedTuple):
     One module for several row counts means that the checkpoint has them fused already. `num_groups`: the rows of the
     one module are stored in so many groups, each with rows of all counts in order; 1: they are not.
     `share_of_tokens`: of those of a step, the ones that are multiplied with the weight. `is_always_dense`: not
-    quantized with the others.
+    quantized with the others. `is_by_head`: the groups are those of heads, each of which is kept as two layers, of its
+    rows of the first count transposed and of those of the second.
     """
 
     modules: tuple[str, ...]
@@ -77,6 +88,7 @@ class LinearShape(NamedTuple):
     num_groups: int = 1
     share_of_tokens: Fraction = Fraction(1)
     is_always_dense: bool = False
+    is_by_head: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -146,6 +158,40 @@ class AttentionShapes(NamedTuple):
         )
 
 
+class LatentShapes(NamedTuple):
+    """Attention over latents; `kv_up` is kept by head, transposed for keys, and always dense."""
+
+    qkv: LinearShape
+    query_norm: NormShape | None
+    key_norm: NormShape
+    query_up: LinearShape | None
+    kv_up: LinearShape
+    attention_out: LinearShape
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, latent: LatentAttention) -> "LatentShapes":
+        """Return the shapes of the attention of a layer."""
+        names, width, num_heads, rank = spec.weights, spec.hidden_size, latent.num_heads, latent.query_rank
+        assert names.query_norm is not None
+        assert names.key_norm is not None
+        assert names.query_up is not None
+        query_columns, expanded = num_heads * latent.query_dim, (latent.nope_dim, latent.expanded_dim)
+        return cls(
+            qkv=LinearShape(names.qkv, (rank or query_columns, latent.head_dim), width),
+            query_norm=_norm(spec, names.query_norm, rank) if rank else None,
+            key_norm=_norm(spec, names.key_norm, latent.latent_dim),
+            query_up=LinearShape((names.query_up,), (query_columns,), rank) if rank else None,
+            kv_up=LinearShape(
+                names.kv_up, tuple(num_heads * count for count in expanded), latent.latent_dim,
+                num_groups=num_heads, is_always_dense=True, is_by_head=True,
+            ),
+            attention_out=LinearShape((names.attention_out,), (width,), latent.width),
+        )  # fmt: skip
+
+
+MixerShapes = AttentionShapes | LatentShapes
+
+
 class LayerShapes(NamedTuple):
     """One layer; `up` and `down` are those of a dense feed-forward, else there are `experts`, or none.
 
@@ -153,7 +199,7 @@ class LayerShapes(NamedTuple):
     """
 
     attention_norm: NormShape | None
-    mixer: AttentionShapes | None
+    mixer: MixerShapes | None
     feed_forward_norm: NormShape | None
     up: LinearShape | None
     down: LinearShape | None
@@ -176,7 +222,7 @@ class LayerShapes(NamedTuple):
 
         return cls(
             attention_norm=norm(names.attention_norm if layer.has_attention_norm else None, mixer),
-            mixer=None if mixer is None else AttentionShapes.of(spec, mixer),
+            mixer=None if mixer is None else _mixer(spec, mixer),
             feed_forward_norm=norm(names.feed_forward_norm, feed_forward),
             up=up,
             down=down,
@@ -194,17 +240,23 @@ class LayerShapes(NamedTuple):
 
     @property
     def linears(self) -> dict[str, LinearShape]:
-        """The linear layers without experts, by the names of their ops."""
+        """The linear layers without experts and heads' own, by the names of their ops."""
         named = ({} if self.mixer is None else self.mixer._asdict()) | {
             "feed_forward_in": self.up, "feed_forward_out": self.down
         }  # fmt: skip
-        return {name: shape for name, shape in named.items() if isinstance(shape, LinearShape)}
+        return {
+            name: shape for name, shape in named.items() if isinstance(shape, LinearShape) and not shape.is_always_dense
+        }
+
+
+def _mixer(spec: DecoderSpec, mixer: Mixer) -> MixerShapes:
+    return LatentShapes.of(spec, mixer) if isinstance(mixer, LatentAttention) else AttentionShapes.of(spec, mixer)
 
 
 def layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> tuple[Shape | None, ...]:
     """Return the shapes of a layer, with those of its experts and of the parts that its family adds."""
     shapes = LayerShapes.of(spec, layer)
-    single = (shape for shape in shapes if not isinstance(shape, AttentionShapes | ExpertShapes))
+    single = (shape for shape in shapes if not isinstance(shape, MixerShapes | ExpertShapes))
     experts = () if shapes.experts is None else (*shapes.experts.layers, shapes.experts.bias)
     return (*single, *(shapes.mixer or ()), *experts, *(shape for part in layer.parts for shape in part.shapes))
 

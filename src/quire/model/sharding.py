@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
-from quire.model.spec import Attention, DecoderSpec, LayerSpec
+from quire.model.spec import Attention, DecoderSpec, LatentAttention, LayerSpec
 
 if TYPE_CHECKING:  # they load NumPy, and options are read without it
     from quire.kernels.layers import GatherHook, Linear, SumHook
 
 ADDED_BYTES = 64 << 10  # partial sums of a rank that one exchange moves; more take two (csrc/gather.cpp)
+HEAD_OPS = "qkv", "query_up", "kv_up"  # linear layers of attention that are divided by heads
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
 Range = tuple[int, int]  # [start, stop)
 Mode = Literal["gather", "reduce"]
@@ -84,7 +85,7 @@ class Shard:
 
     def attended_cut(self, attention: Attention) -> Cut:
         """Return the ranks' columns of what attention returns."""
-        last = [heads.query[1] * attention.head_dim for heads in head_ranges(attention, self.num_ranks)]
+        last = [heads.query[1] * attention.output_dim for heads in head_ranges(attention, self.num_ranks)]
         return Cut((0, *last))
 
     def ranges(self, shape: LinearShape) -> list[Range]:
@@ -93,8 +94,10 @@ class Shard:
 
     def adapted_ranges(self, layer: LayerSpec, op: str, shape: LinearShape) -> list[Range]:
         """Return this rank's outputs of the linear op `op` of a layer, `qkv` or another one, module by module."""
-        if op != "qkv" or layer.attention is None:
+        if layer.attention is None or op not in HEAD_OPS:
             return self.ranges(shape)
+        if isinstance(layer.attention, LatentAttention):
+            return self.latent_ranges(layer.attention, op)
         if layer.attention.is_query_key_norm_over_heads:  # needs the outputs of all heads
             return [(0, count) for count in shape.num_rows]
         return list(self.qkv_ranges(layer.attention))
@@ -103,6 +106,16 @@ class Shard:
         """Return this rank's outputs of the query, key and value projections."""
         query, kv = ((start * attention.head_dim, stop * attention.head_dim) for start, stop in self.heads(attention))
         return query, kv, kv
+
+    def latent_ranges(self, latent: LatentAttention, op: str) -> list[Range]:
+        """Return this rank's outputs of a linear op of attention over latents, which every rank has whole."""
+        (start, stop), whole = self.heads(latent).query, (0, latent.head_dim)
+        queries = start * latent.query_dim, stop * latent.query_dim
+        if op == "qkv":
+            return [(0, latent.query_rank) if latent.query_rank else queries, whole]
+        if op == "query_up":
+            return [queries]
+        return [(start * count, stop * count) for count in (latent.nope_dim, latent.expanded_dim)]
 
     def local_spec(self, spec: DecoderSpec) -> DecoderSpec:
         """Return a spec with this rank's heads: its KV cache is that of a rank."""

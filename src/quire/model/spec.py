@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from quire.core.errors import ModelError
+from quire.core.config import ELEMENT_BYTES
+from quire.core.errors import ConfigError, ModelError
 
 NormKind = Literal["rms", "rms_float", "rms_offset", "layer"]  # weights applied in float32: OLMo 2; those plus 1: Gemma
 # Before each sublayer (GPT-2 and on); after its sum with the residual (the original transformer); around it, on its
@@ -25,8 +26,8 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
     "relu": "relu",
 }
 Place = Literal[  # ops of a layer that a part may follow
-    "attention_norm", "qkv", "split_heads", "rotary_write", "attention", "attention_out", "feed_forward_norm",
-    "feed_forward_in", "feed_forward_out",
+    "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out",
+    "feed_forward_norm", "feed_forward_in", "feed_forward_out",
 ]  # fmt: skip
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
 
@@ -106,6 +107,8 @@ class WeightMap:
     query_norm: str | None = None           # `{head}`: the number of a head that has a module of its own
     key_norm: str | None = None
     sinks: str | None = None                # a tensor, its whole name
+    query_up: str | None = None             # attention over latents: from the width between two projections to heads
+    kv_up: tuple[str, ...] = ()             # and from latents to keys and values by head; two: [heads, out, in] of each
     attention_output_norm: str | None = None     # sublayers with norms around them
     feed_forward_output_norm: str | None = None
     experts: ExpertNames | None = None      # layers with experts in place of a dense feed-forward
@@ -174,6 +177,7 @@ class Experts:
     factor: float = 1.0                # on the weights of a token's experts
     num_groups: int = 1                # equal in size; a token's experts are in the best `num_kept_groups`
     num_kept_groups: int = 1
+    num_group_keys: int = 2            # a group is as good as the sum of so many of its best experts
 
     def __post_init__(self) -> None:
         if self.num_active > self.num_experts:
@@ -242,9 +246,59 @@ class Attention:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
+    def key_value_dim(self) -> int:
+        """Dimensions of a cached key, its first ones, that are its value; 0: values are cached by themselves."""
+        return 0
+
+    @property
+    def output_dim(self) -> int:
+        """Columns of a head before the last projection."""
+        return self.head_dim
+
+    @property
     def width(self) -> int:
-        """Columns of all query heads, and of what attention returns."""
-        return self.num_heads * self.head_dim
+        """Columns of all heads before the last projection."""
+        return self.num_heads * self.output_dim
+
+    @property
+    def attended_flops(self) -> int:
+        """Operations for a pair of a token and one that it attends to."""
+        return 2 * self.num_heads * (self.head_dim + (self.key_value_dim or self.head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention(Attention):
+    """Attention over one latent of each token (DeepSeek-AI 2024, section 2.1), absorbed at every row count.
+
+    Tokens have one KV head: `latent_dim` normalized dimensions, which are its value, and behind them `rope_dim` rotated
+    ones. `nope_dim` dimensions of a query head are projected to the latent's, and the rest is rotated; what the head
+    attends to is projected from the latent to `expanded_dim` dimensions.
+    """
+
+    latent_dim: int = 512
+    query_rank: int = 0    # width between two projections of queries, with a norm; 0: there is one projection
+    nope_dim: int = 128
+    expanded_dim: int = 128
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated dimensions of keys and queries."""
+        return self.head_dim - self.latent_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Dimensions of a query head as it is projected."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def key_value_dim(self) -> int:
+        """The latent is the value."""
+        return self.latent_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Dimensions of an expanded value."""
+        return self.expanded_dim
 
 
 Mixer = Attention  # kinds of sublayers that move information between the tokens of a sequence
@@ -307,6 +361,7 @@ class DecoderSpec:
     norm_eps: float
     weights: WeightMap = field(repr=False)
     rotary: Rotary | None = field(default=None, repr=False)  # None: learned positions
+    positions_reason: str = ""                  # for fewer positions than the model was made for
     position_offset: int = 0                    # rows of the position table before position 0
     embedding_size: int = 0                     # 0: hidden_size; else projected in and out
     norm_has_weight: bool = True
@@ -342,6 +397,13 @@ class DecoderSpec:
     def attentions(self) -> tuple[Attention, ...]:
         """The layers that are attention, in order: each has a KV cache, unless it is of an encoder."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    def check_kv_dtype(self, element: str) -> None:
+        """Raise ConfigError if keys and values cannot be cached in elements of this dtype."""
+        if ELEMENT_BYTES[element] == 1 and any(each.key_value_dim for each in self.attentions):
+            raise ConfigError(
+                f"a KV cache of {element} is not supported with latent attention; use --kv-cache-dtype auto"
+            )
 
     @property
     def feed_forwards(self) -> tuple[FeedForward | Experts, ...]:
@@ -380,7 +442,7 @@ class DecoderSpec:
     @property
     def attended_flops(self) -> int:
         """Operations of all layers for a pair of a token and one that it attends to."""
-        return sum(4 * attention.width for attention in self.attentions)
+        return sum(attention.attended_flops for attention in self.attentions)
 
     @property
     def is_causal(self) -> bool:

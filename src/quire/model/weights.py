@@ -13,7 +13,7 @@ from quire.core.arrays import FLOAT32, MODEL_DTYPES, Array, DType, concatenated
 from quire.core.errors import ConfigError
 from quire.kernels import tensors
 from quire.kernels.back_end import BackEnd
-from quire.kernels.conversion import converted
+from quire.kernels.conversion import converted, expand
 from quire.kernels.kv_cache import KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Routing
 from quire.kernels.linear_weight import DENSE, LinearWeight, StoredTable, Table, WeightPortions
@@ -22,7 +22,7 @@ from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, with
 from quire.model.shapes import ExpertShapes, LinearShape, NormShape, TableShape, VectorShape
 from quire.model.sharding import Range, shifted
 from quire.model.spec import Rotary, WeightMap
-from quire.model.weight_format import DenseFormat, ModuleRows, WeightFormat
+from quire.model.weight_format import DenseFormat, ModuleRows, RoundedFormat, WeightFormat
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +182,38 @@ class WeightReader:
         num_rows = shape.num_rows if ranges is None else [stop - start for start, stop in ranges]
         self._tally_layer(layer, sum(num_rows) * shape.width)
         return layer
+
+    def latent_heads(self, shape: LinearShape, num_heads: int, heads: Range) -> tuple[list[Linear], list[Linear]]:
+        """Return the layers of some heads between a part of queries and the latent, and from the latent to values.
+
+        `shape`: those from the latent to the keys and values of all heads, which are of floats here: keys' layers are
+        transposed. A quantized checkpoint's are expanded.
+        """
+        dtype, library, num_latent = self._tensors.dtype, self._library, shape.width
+        if len(shape.modules) == 1:
+            values = self._expanded(shape).reshape(num_heads, -1, num_latent)
+            num_key_rows = shape.num_rows[0] // num_heads
+            keys, values = values[:, :num_key_rows].transpose(0, 2, 1), values[:, num_key_rows:]
+        else:
+            key_rows, value_rows = (count // num_heads for count in shape.num_rows)
+            shapes = (num_heads, num_latent, key_rows), (num_heads, value_rows, num_latent)
+            names = (f"{self._prefix}{module}.weight" for module in shape.modules)
+            keys, values = (self._tensors.floats(name, each) for name, each in zip(names, shapes, strict=True))
+
+        def layers(weights: Array) -> list[Linear]:
+            own = (converted(np.ascontiguousarray(each), dtype) for each in weights[slice(*heads)])
+            made = [self.back_end.linear(library.weight(LinearWeight.dense(each), self.device), None) for each in own]
+            for layer in made:
+                self._tally_layer(layer, weights[0].size)
+            return made
+
+        return layers(keys), layers(values)
+
+    def _expanded(self, shape: LinearShape) -> Array:
+        """Return a module's weight as floats [rows, width], in the order of the checkpoint."""
+        weight_format = DenseFormat() if isinstance(self._format, RoundedFormat) else self._format
+        modules = self._module_rows(shape, [(0, sum(shape.num_rows))])
+        return expand(weight_format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed))
 
     def partial_linear(
         self, shape: LinearShape, inputs: Callable[[int], Range], *, dtype: tensors.DType | None, has_bias: bool

@@ -4,6 +4,7 @@
 (`packing.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,7 +13,7 @@ from quire.core.errors import ConfigError
 from quire.model.config import num_elements
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, Shape, TableShape, VectorShape, layer_shapes
-from quire.model.sharding import Range, Shard
+from quire.model.sharding import HEAD_OPS, Range, Shard
 from quire.model.spec import DecoderSpec, LayerSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -146,12 +147,14 @@ def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, scale_bytes: int = 0) -
     `scale_bytes`: of the scale that is stored for each token and head; 0: none is.
     """
     kept = [each for each in spec.attentions if each.is_causal]
-    return sum(2 * each.num_kv_heads * (each.head_dim * itemsize + scale_bytes) for each in kept)
+    vectors = ((each, each.num_kv_heads * (1 if each.key_value_dim else 2)) for each in kept)
+    return sum(count * (each.head_dim * itemsize + scale_bytes) for each, count in vectors)
 
 
 def stored_kv_bytes_per_token(spec: DecoderSpec, kv_cache_dtype: str) -> int:
     """Return the same by the name of the storage, a value of --kv-cache-dtype other than auto."""
     stored = kv_dtype(kv_cache_dtype)
+    spec.check_kv_dtype(stored.element)
     return kv_bytes_per_token(spec, ELEMENT_BYTES[stored.element], stored.scale_bytes)
 
 
@@ -160,20 +163,23 @@ def _shapes_of_shard(
 ) -> list[Shape | None]:
     """Return the shapes of what a rank has of a layer: a part of the linear layers but routers, and everything else."""
     of_layer = LayerShapes.of(spec, layer)
-    qkv = of_layer.linears.get("qkv")
+    by_heads = {} if of_layer.mixer is None else {
+        shape: op for op, shape in of_layer.mixer._asdict().items() if op in HEAD_OPS and shape is not None
+    }  # fmt: skip
     if shard.mode == "reduce":
-        own = _summed_shapes(layer, of_layer, shard, quantization, stem)
+        own = _summed_shapes(layer, of_layer, by_heads, shard, quantization, stem)
         return [own.get(shape, shape) for shape in layer_shapes(spec, layer)]
     return [
-        _own_part(shape, shard.adapted_ranges(layer, "qkv" if shape == qkv else "", shape))
-        if isinstance(shape, LinearShape) and not shape.is_always_dense
+        _own_part(shape, shard.adapted_ranges(layer, by_heads.get(shape, ""), shape))
+        if isinstance(shape, LinearShape) and (shape in by_heads or not shape.is_always_dense)
         else shape
         for shape in layer_shapes(spec, layer)
     ]
 
 
 def _summed_shapes(
-    layer: LayerSpec, shapes: LayerShapes, shard: Shard, quantization: Quantization, stem: str
+    layer: LayerSpec, shapes: LayerShapes, by_heads: Mapping[Shape | None, str], shard: Shard,
+    quantization: Quantization, stem: str,
 ) -> dict[Shape | None, Shape]:
     """Return a rank's shapes of the linear layers but routers, of which those behind another are divided by inputs."""
 
@@ -182,8 +188,10 @@ def _summed_shapes(
 
     own: dict[Shape | None, Shape] = {}
     if layer.attention is not None and shapes.mixer is not None:
-        qkv, out = shapes.mixer.qkv, shapes.mixer.attention_out
-        own[qkv] = _own_part(qkv, shard.adapted_ranges(layer, "qkv", qkv))
+        out = shapes.mixer.attention_out
+        for shape, op in by_heads.items():
+            assert isinstance(shape, LinearShape)
+            own[shape] = _own_part(shape, shard.adapted_ranges(layer, op, shape))
         own[out] = of_inputs(out, shard.attended_cut(layer.attention).of(shard.rank))
     for up, down in shapes.feed_forwards:
         group_size = quantization.scheme([stem + down.modules[0]]).group_size
@@ -194,13 +202,19 @@ def _summed_shapes(
 
 
 def _own_part(shape: LinearShape, ranges: list[Range]) -> LinearShape:
-    return shape._replace(num_rows=tuple(stop - start for start, stop in ranges))
+    num_rows = tuple(stop - start for start, stop in ranges)
+    num_groups = shape.num_groups * num_rows[0] // shape.num_rows[0] if shape.is_by_head else shape.num_groups
+    return shape._replace(num_rows=num_rows, num_groups=num_groups)
 
 
 def _kept_bytes(shape: Shape | None, dtype: str, packing: Packing, scheme: WeightScheme) -> int:
     itemsize = DTYPE_BYTES["float32" if isinstance(shape, VectorShape) else dtype]
     if not isinstance(shape, LinearShape):
         return num_elements(shape) * itemsize
+    if shape.is_by_head:
+        first, second = (count // shape.num_groups for count in shape.num_rows)
+        sizes = (shape.width, first), (second, shape.width)
+        return shape.num_groups * sum(packed_bytes(scheme, *each, dtype, packing) for each in sizes)
     num_rows, width = sum(shape.num_rows), shape.width
     num_biases = num_rows if shape.has_bias else 0
     num_layers = 2 if (shape.activation or "").endswith("_and_mul") else 1  # gates and ups are packed each by itself

@@ -110,7 +110,7 @@ def plan_memory(
     longest = _default_positions(model, options)
     limits = ModelLimits(
         spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=longest,
-        scratch_bytes=scratch_bytes, num_swap_shares=num_devices,
+        scratch_bytes=scratch_bytes, num_swap_shares=num_devices, positions_reason=spec.positions_reason,
     )  # fmt: skip
     cache, scheduler = size_engine(options, limits, free_bytes, default_batched_tokens=batched_tokens)
     kv_bytes = cache.num_blocks * cache.block_size * token_bytes * num_engines

@@ -31,7 +31,7 @@ from quire.model.sharding import Ranks
 from quire.model.weight_format import ModuleRows
 from quire_lab.sim.footprint import weight_bytes
 from support.gguf_blocks import random_blocks, random_rows
-from support.gguf_files import as_is, convert, converted, dequantized, write_gguf
+from support.gguf_files import as_is, convert, converted, dequantized, latent_metadata, write_gguf
 from support.on_tensors import linear_of
 from support.random_folder import write_random_folder
 from support.thread_ranks import RankDecoder, assert_ranks_have_the_bits_of_one, logits_of_ranks
@@ -135,6 +135,43 @@ def test_blocks_that_predict_later_tokens_are_left_out(
     file = write_gguf(tmp_path / "model.gguf", metadata, tensors)
     assert torch.equal(logits_of(file, back_end, paged_runner), logits_of(folder, back_end, paged_runner))
     assert "not used" not in caplog.text
+
+
+LATENT = {key: value for key, value in BIASED.items() if key not in ("num_key_value_heads", "gating_func")} | {
+    "n_routed_experts": 6, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24,
+    "num_hidden_layers": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "routed_scaling_factor": 1.5,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    },
+}  # fmt: skip
+LATENTS = {
+    "v2": LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "norm_topk_prob": False},
+    "v3": LATENT
+    | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 64, "n_group": 3, "topk_group": 2, "gating_func": 2},
+}
+
+
+@pytest.mark.parametrize("is_split", [True, False], ids=["newer", "older"])
+@pytest.mark.parametrize("family", LATENTS)
+def test_file_with_latents_equals_the_folder_to_the_bit(
+    family: str, is_split: bool, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    config = LATENTS[family]
+    folder = write_random_folder(tmp_path / "model", config, torch.bfloat16)
+    changes = latent_metadata(config, is_split=is_split) | {"deepseek2.rope.scaling.yarn_log_multiplier": 0.07}
+    floats = convert(folder, tmp_path / "floats.gguf", **changes)
+    assert ("blk.1.attn_k_b.weight" in GGUFFile(floats).tensors) == is_split
+    assert torch.equal(logits_of(floats, back_end, paged_runner), logits_of(folder, back_end, paged_runner))
+    assert "not used" not in caplog.text
+    blocks = random_blocks({"attn_k_b.weight": "Q5_0", "ffn_down.weight": "Q6_K"}, "Q8_0")
+    source = read_source(convert(folder, tmp_path / "model.gguf", blocks, **changes))
+    quantization = source.quantization(QuantizationOptions())
+    decoder = load_model(source, back_end=back_end, quantization=quantization)
+    assert torch.isfinite(paged_runner(decoder).step({"a": PROMPT})["a"]).all()
+    if back_end.name == "cpp":
+        assert decoder.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
 
 
 @pytest.mark.parametrize(("key", "value"), [("expert_gating_func", 1), ("expert_group_used_count", 2)])

@@ -1,6 +1,7 @@
 """Paged attention in C++ against the reference, and to the bit against itself under other layouts of the same step."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,6 +197,52 @@ def test_neighbours_and_threads_never_change_a_bit(
         order = chooser.sample(range(len(parts)), len(parts))
         results = dict(zip(order, attend([parts[i] for i in order], Paging(seed=seed), None, CPP), strict=True))
         assert all(torch.equal(results[i], alone[i]) for i in range(len(watched)))
+
+
+LATENTS = [((16, 1, 576), 512), ((130, 1, 48), 40), ((5, 1, 24), 8)]  # heads, dimensions of keys that are values
+
+
+@covering(
+    {
+        "spans": list(SPANS), ("heads", "value_dim"): LATENTS, "window": [None, 50], "block_size": [8, 16, 64],
+        ("dtype", "tol"): DTYPES,
+    }
+)  # fmt: skip
+def test_values_that_are_parts_of_keys_match_the_reference(
+    spans: str, heads: tuple[int, int, int], value_dim: int, window: int | None, block_size: int, dtype: torch.dtype,
+    tol: float,
+) -> None:  # fmt: skip
+    parts = [
+        Part(Tokens.random(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(SPANS[spans])
+    ]
+    paging = Paging(block_size)
+    expected = attend(parts, paging, window, REFERENCE, value_dim=value_dim)
+    for back_end in (CPP, TORCH):
+        found = attend(parts, paging, window, back_end, value_dim=value_dim)
+        for result, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
+    as_values = [Part(replace(part.tokens, value=part.tokens.key), part.start, part.stop) for part in parts]
+    for result, wanted in zip(expected, attend(as_values, paging, window, REFERENCE), strict=True):
+        torch.testing.assert_close(result, wanted[..., :value_dim], rtol=tol, atol=tol)
+
+
+@covering(
+    {
+        ("heads", "value_dim"): LATENTS[:2], "dtype": EXACT_DTYPES, "window": [None, 70], "num_threads": [1, 2],
+    },
+    indirect=["num_threads"],
+)  # fmt: skip
+def test_values_that_are_parts_of_keys_keep_their_bits_alone_chunked_and_among_others(
+    heads: tuple[int, int, int], value_dim: int, dtype: torch.dtype, window: int | None, num_threads: int
+) -> None:
+    tokens, other = Tokens.random(290, heads, dtype), Tokens.random(40, heads, dtype, seed=1)
+    whole = attend([Part(tokens, 0, 290)], None, window, CPP, value_dim=value_dim)[0]
+    for seed, chunk in enumerate([(0, 7), (7, 31), (250, 256), (256, 289), (289, 290)]):
+        paging = Paging(KERNEL_BLOCK_SIZES[seed % len(KERNEL_BLOCK_SIZES)], seed)
+        beside = attend([Part(other, 3, 40), Part(tokens, *chunk)], paging, window, CPP, value_dim=value_dim)[1]
+        assert torch.equal(beside, whole[slice(*chunk)]), f"chunk {chunk}"
+    set_num_threads(1)
+    assert torch.equal(attend([Part(tokens, 289, 290)], None, window, CPP, value_dim=value_dim)[0], whole[289:])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)

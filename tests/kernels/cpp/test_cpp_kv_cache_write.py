@@ -93,3 +93,38 @@ def test_float16_is_turned_in_float32_and_kept_so_in_the_cache() -> None:
     expected_query, expected_key = apply_rotary(query.float(), key.float(), positions, table)
     assert torch.equal(turned, expected_query.half())
     assert torch.equal(unpack(keys, values)[0].flatten(0, 1)[:20], expected_key)
+
+
+@covering(
+    {
+        "is_interleaved": [False, True], "block_size": [8, 64], ("head_dim", "rotary_dim"): [(40, 8), (576, 64)],
+        "dtype": DTYPES, "num_threads": [1, 2],
+    },
+    indirect=["num_threads"],
+)  # fmt: skip
+def test_latents_are_turned_from_a_dimension_on_and_stored_without_values(
+    is_interleaved: bool, block_size: int, head_dim: int, rotary_dim: int, dtype: torch.dtype, num_threads: int
+) -> None:
+    num_tokens, start = 21, head_dim - rotary_dim
+    query, key, _ = fused_heads(num_tokens, head_dim, dtype)
+    key, slots, positions = key[:, :1], slots_for(num_tokens, block_size), torch.arange(7, 7 + num_tokens)
+    spec = rotary_spec(
+        query, key, table_of(frequencies(rotary_dim), 64), is_interleaved=is_interleaved, rotary_start=start
+    )
+    turned = apply_rotary(
+        query[..., start:], key[..., start:], positions, spec.cos_sin, is_interleaved=is_interleaved
+    )  # in the dtype of the model
+    expected = [torch.cat([x[..., :start], part], dim=-1) for x, part in zip((query, key), turned, strict=True)]
+    ours = torch.full(cache_shapes(NUM_BLOCKS, block_size, 1, head_dim, kernel_dtype(dtype))[0], 7.0).to(
+        kernel_dtype(dtype)
+    )
+    plain = torch.full((NUM_BLOCKS, block_size, 1, head_dim), 7.0, dtype=dtype)
+    empty = ours.new_empty(NUM_BLOCKS, 0)
+    found = write_kv(spec, query.clone(), key, None, positions, ours, empty, slots)
+    assert torch.equal(kv_cache.write_kv(spec, query, key, None, positions, plain, empty, slots), expected[0])
+    if dtype != torch.float16:  # kernels turn it in float32, and round later
+        assert torch.equal(found, expected[0])
+        assert torch.equal(ours, pack(plain, plain)[0])
+    written = slots >= 0
+    assert torch.equal(plain.view(-1, 1, head_dim)[slots[written]], expected[1][written])
+    assert (plain.view(-1, head_dim) == 7.0).all(dim=1).sum() == len(plain.view(-1, head_dim)) - written.sum()

@@ -131,6 +131,42 @@ def parallel_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) ->
     ]
 
 
+LATENT = Heads(4, 1, 40)  # 32 dimensions that are values, too, and 8 that are rotated
+
+
+def latent_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> list[Op]:
+    """Return a layer with attention over latents, with two projections of queries, in the second layer with one."""
+    stem, rank, query_dim, value_dim = f"layers.{layer}.", 0 if layer else 24, 20, 16
+    (num_heads, _, key_dim), latent_dim = LATENT, 32
+    nope_dim = query_dim - (key_dim - latent_dim)
+    first = ops.NormOp(f"{stem}norm_1", norm(WIDTH, dtype, centers=False), "x", "x", INPUT, INPUT)
+    if layer == 0:
+        first = ops.NormOp(first.name, first.norm, INPUT, "x")
+    width = rank or num_heads * query_dim
+    query_norm = norm(rank, dtype, centers=False) if rank else None
+    up = ops.LinearOp(f"{stem}query_up", linear(rank or 1, num_heads * query_dim, dtype, DENSE), "query_latent", "up")
+    keys = tuple(linear(nope_dim, latent_dim, dtype, DENSE) for _ in range(num_heads))
+    values = tuple(linear(latent_dim, value_dim, dtype, "int8" if layer else DENSE) for _ in range(num_heads))
+    rotary = RotarySpec(LATENT, table_of(torch.rand(4), 64), is_interleaved=layer == 0, rotary_start=latent_dim)
+    attention = AttentionSpec(LATENT, 0.3, 5 if layer else None, value_dim=latent_dim)
+    return [
+        first,
+        ops.LinearOp(f"{stem}qkv", linear(WIDTH, width + key_dim, dtype, DENSE), "x", "qkv"),
+        special_ops.SplitLatentOp(
+            f"{stem}split", query_norm, norm(latent_dim, dtype, centers=False), width, key_dim, latent_dim
+        ),
+        *([up] if rank else []),
+        special_ops.HeadLinearOp(
+            f"{stem}keys", keys, (nope_dim, latent_dim), "up" if rank else "query_latent", "query", key_dim - latent_dim
+        ),
+        ops.RotaryWriteOp(f"{stem}rotary", layer, arrays(rotary), write_kv, value=None),
+        ops.AttentionOp(f"{stem}attention", layer, attention, paged_attention, out="latents"),
+        special_ops.HeadLinearOp(f"{stem}values", values, (latent_dim, value_dim), "latents", "attended", is_flat=True),
+        ops.LinearOp(f"{stem}out", linear(num_heads * value_dim, WIDTH, dtype, DENSE), "attended", "x"),
+        ops.CountLayerOp(f"{stem}end", progress),
+    ]
+
+
 def int8_cache(generator: torch.Generator) -> Tensor:
     """Return random keys or values in 8 bits, with scales of 0.01."""
     num_kv_heads, head_dim = HEADS.num_kv_heads, HEADS.head_dim
@@ -155,6 +191,8 @@ class Step:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(NUM_TOKENS, WIDTH, generator=generator).to(self.dtype)
         shapes = cache_shapes(4, BLOCK_SIZE, HEADS.num_kv_heads, HEADS.head_dim, self.dtype)
+        if any(isinstance(op, special_ops.SplitLatentOp) for op in self.program.ops):
+            shapes = cache_shapes(4, BLOCK_SIZE, LATENT.num_kv_heads, LATENT.head_dim, self.dtype)[0], (4, 0)
         keys, values = ([torch.randn(s, generator=generator).to(self.dtype) for _ in range(2)] for s in shapes)
         if self.is_quantized:
             keys, values = ([int8_cache(generator) for _ in range(2)] for _ in range(2))
@@ -175,6 +213,8 @@ def make(dtype: torch.dtype, position: str, change: Callable[[list[Op]], list[Op
     progress = np.zeros(1, np.int64)
     if position == "parallel":
         found = [op for layer in range(2) for op in parallel_ops(layer, dtype, progress)]
+    elif position == "latent":
+        found = [op for layer in range(2) for op in latent_ops(layer, dtype, progress)]
     else:
         found = [op for layer in range(2) for op in layer_ops(layer, dtype, position, progress)]
     return Step(Program(tuple(change(found)), INPUT if position == "post" else "x"), progress, dtype)
@@ -194,7 +234,7 @@ def first_difference(step: Step) -> str | None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("position", ["pre", "post", "parallel"])
+@pytest.mark.parametrize("position", ["pre", "post", "parallel", "latent"])
 def test_each_fused_op_has_the_bits_of_its_single_op(position: str, dtype: torch.dtype) -> None:
     step = make(dtype, position)
     assert [type(op) for op in fuse(step.program).ops] == [FusedOps]
@@ -211,7 +251,7 @@ def test_fused_ops_over_a_quantized_cache_have_the_bits_of_single_ops(position: 
 
 COMPUTING = [
     (position, op.name)
-    for position in ("pre", "parallel")
+    for position in ("pre", "parallel", "latent")
     for op in make(torch.float32, position).program.ops
     if not isinstance(op, ops.SplitHeadsOp)
 ]

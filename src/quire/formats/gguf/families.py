@@ -39,18 +39,74 @@ def dots1(metadata: Metadata) -> dict[str, object]:
 def _with_biased_experts(metadata: Metadata, config: dict[str, object]) -> dict[str, object]:
     """Return the keys with those of a router as DeepSeek V3's, and without blocks behind the layers."""
     metadata.reject("expert_gating_func", 0, GATING_SIGMOID, why="the weights of its experts are sigmoids")
-    num_later = metadata.size("nextn_predict_layers", 0, least=0)
-    num_blocks = metadata.size("block_count", least=num_later + 1, limit=MAX_LAYERS)
     num_groups = max(1, metadata.size("expert_group_count", 1, least=0))
-    return config | {
+    return config | _later_blocks(metadata) | _routed(metadata) | {
         "n_group": num_groups,
         "topk_group": metadata.size("expert_group_used_count", num_groups, limit=num_groups),
-        "num_hidden_layers": num_blocks - num_later,
+        "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+    }
+
+
+def _later_blocks(metadata: Metadata) -> dict[str, object]:
+    """Return the number of layers, without blocks that predict later tokens."""
+    num_later = metadata.size("nextn_predict_layers", 0, least=0)
+    num_blocks = metadata.size("block_count", least=num_later + 1, limit=MAX_LAYERS)
+    return {"num_hidden_layers": num_blocks - num_later}
+
+
+def _routed(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of experts behind some dense layers, with a shared one."""
+    return {
         "n_routed_experts": metadata.size("expert_count"),
         "n_shared_experts": metadata.size("expert_shared_count"),
         "first_k_dense_replace": metadata.size("leading_dense_block_count", 0, least=0),
         "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+    }
+
+
+def deepseek2(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a model with attention over latents: DeepSeek V2 and V3, and GLM-4.7-Flash as V3.
+
+    Newer files have the sizes of heads under names of their own, and one KV head. Of YaRN's factors files have
+    mscale_all_dim alone, times 0.1: mscale equals it.
+    """
+    is_sigmoid = metadata.raw("expert_gating_func") == GATING_SIGMOID
+    end = "_mla" if metadata.has("attention.key_length_mla") else ""
+    lengths = (f"attention.key_length{end}", f"attention.value_length{end}")
+    key_dim, value_dim = (metadata.size(key, limit=MAX_HEAD_DIM) for key in lengths)
+    rope_dim = metadata.size("rope.dimension_count", limit=key_dim - 1)
+    scaling = _rope_scaling(metadata)
+    if scaling is not None and metadata.raw("rope.scaling.yarn_log_multiplier"):
+        weight = 10 * metadata.number("rope.scaling.yarn_log_multiplier")
+        scaling |= {"mscale": weight, "mscale_all_dim": weight}
+        scaling.pop("attention_factor", None)
+    config: dict[str, object] = {
+        "architectures": ["DeepseekV3ForCausalLM" if is_sigmoid else "DeepseekV2ForCausalLM"],
+        "hidden_size": metadata.size("embedding_length"),
+        "intermediate_size": metadata.size("feed_forward_length"),
+        "num_attention_heads": metadata.size("attention.head_count"),
+        "kv_lora_rank": metadata.size("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.size("attention.q_lora_rank") if metadata.has("attention.q_lora_rank") else None,
+        "qk_nope_head_dim": key_dim - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": value_dim,
+        "max_position_embeddings": metadata.size("context_length", limit=MAX_POSITIONS),
+        "rope_theta": metadata.number("rope.freq_base", 10_000.0),
+        "rope_scaling": scaling,
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+    }
+    if is_sigmoid:
+        return _with_biased_experts(metadata, config)
+    metadata.reject("expert_gating_func", 0, 1, why="the weights of its experts are a softmax or sigmoids")
+    metadata.reject("expert_weights_norm", False, why="the softmax over all experts is not normalized")
+    num_groups = max(1, metadata.size("expert_group_count", 1, least=0))
+    return config | _later_blocks(metadata) | {
+        "topk_method": "greedy" if num_groups == 1 else "group_limited_greedy",
+        "n_group": num_groups,
+        "topk_group": metadata.size("expert_group_used_count", num_groups, limit=num_groups),
+        **_routed(metadata),
     }
 
 

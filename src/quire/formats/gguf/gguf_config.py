@@ -57,6 +57,10 @@ _GPT2_WEIGHTS = replace(_PHI3_WEIGHTS, positions="position_embd")
 _FALCON_WEIGHTS = replace(_GPT2_WEIGHTS, positions=None, attention_norm="attn_norm_2", feed_forward_norm="attn_norm")
 _GPT_OSS_WEIGHTS = replace(_EXPERT_WEIGHTS, feed_forward_norm="post_attention_norm", sinks="attn_sinks.weight")
 _GLM4_MOE_WEIGHTS = replace(_EXPERT_WEIGHTS, feed_forward_norm="post_attention_norm")
+_LATENT_WEIGHTS = replace(
+    _EXPERT_WEIGHTS, qkv=("attn_q_a", "attn_kv_a_mqa"), query_norm="attn_q_a_norm", key_norm="attn_kv_a_norm",
+    query_up="attn_q_b", kv_up=("attn_k_b", "attn_v_b"),
+)  # fmt: skip
 _BIASED_EXPERTS = "leading_dense_block_count", "expert_weights_scale", "expert_gating_func"
 _GROUPED_EXPERTS = *_BIASED_EXPERTS, "expert_group_count"
 
@@ -130,6 +134,9 @@ ARCHITECTURES = {
     "glm4moe": Architecture(
         families.glm4_moe, _GLM4_MOE_WEIGHTS, reads=_GROUPED_EXPERTS, flags={"attention_bias": QUERY_BIAS}
     ),
+    "deepseek2": Architecture(
+        families.deepseek2, _LATENT_WEIGHTS, reads=(*_GROUPED_EXPERTS, "rope.scaling.yarn_log_multiplier")
+    ),
     "dots1": Architecture(families.dots1, _EXPERT_WEIGHTS, reads=_GROUPED_EXPERTS),
     "minimax-m2": Architecture(families.minimax_m2, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
     "ernie4_5-moe": Architecture(families.ernie4_5_moe, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
@@ -193,6 +200,10 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     names = ARCHITECTURES[_architecture_name(file)].weights
     if spec.weights.feed_forward_norm is None:  # parallel sublayers share a norm
         names = replace(names, attention_norm="attn_norm", feed_forward_norm=None)
+    if names.kv_up:
+        has_rank = "blk.0.attn_q_a.weight" in file.tensors
+        kv_up = ("attn_kv_b",) if "blk.0.attn_kv_b.weight" in file.tensors else names.kv_up
+        names = replace(names, qkv=names.qkv if has_rank else ("attn_q", names.qkv[1]), kv_up=kv_up)
     num_blocks = Metadata(file, _architecture_name(file)).size("block_count", limit=MAX_LAYERS)
     later = tuple(f"blk.{layer}." for layer in range(spec.num_layers, num_blocks))  # they predict later tokens
     spec = replace(spec, weights=replace(names, skipped=later))

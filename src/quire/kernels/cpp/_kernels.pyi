@@ -209,6 +209,7 @@ class Routing:
         factor: float,
         num_groups: int,
         num_kept_groups: int,
+        num_group_keys: int,
         bias: int,
     ) -> None: ...
 
@@ -269,7 +270,9 @@ class QKNormOp:
     ) -> None: ...
 
 class RotaryParameters:
-    def __init__(self, heads: Heads, cos_sin: int, rotary_dim: int, is_interleaved: bool) -> None: ...
+    def __init__(
+        self, heads: Heads, cos_sin: int, rotary_dim: int, is_interleaved: bool, rotary_start: int
+    ) -> None: ...
 
 class RotaryWriteOp:
     def __init__(self, query: int, key: int, value: int, layer: int, rotary: RotaryParameters) -> None: ...
@@ -291,6 +294,9 @@ class GatherOp:
 
 class SummedLinearOp:
     def __init__(self, x: int, out: int, number: int, layer: LinearWeights, exchange: SumExchange) -> None: ...
+
+class HeadLinearOp:
+    def __init__(self, x: int, out: int, passed: int, heads: list[LinearWeights]) -> None: ...
 
 class InterruptedExchangeError(RuntimeError): ...
 

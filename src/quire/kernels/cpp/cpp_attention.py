@@ -35,9 +35,9 @@ def paged_attention(
         key_cache, value_cache, CacheSizes(num_kv_heads, metadata.block_size, head_dim), dtype, spec.kv_scales
     )
     query = in_heads(query)
-    out = np.empty((num_tokens, num_heads, head_dim), dtype)
+    out = np.empty((num_tokens, num_heads, spec.output_dim), dtype)
     _KERNELS[dtype](
-        attention_parameters(spec), address(query), row_stride(query), cache, address(out), num_heads * head_dim,
+        attention_parameters(spec), address(query), row_stride(query), cache, address(out), num_heads * spec.output_dim,
         *metadata_arguments(metadata), metadata.block_size,
     )  # fmt: skip
     return out

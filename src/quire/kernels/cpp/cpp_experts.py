@@ -53,7 +53,7 @@ class CppExperts:
             [layer.weights for layer in layers_out],
             _kernels.Routing(
                 num_chosen, routing.is_normalized, routing.has_shared, routing.is_sigmoid, routing.is_shared_scored,
-                routing.factor, routing.num_groups, routing.num_kept_groups,
+                routing.factor, routing.num_groups, routing.num_kept_groups, routing.num_group_keys,
                 0 if self._bias is None else address(self._bias),
             ),
             _exchange(None if split is None else split.routed),

@@ -11,6 +11,8 @@ A head's run of a block of 8 bits is its elements, keys [head_dim, block_size] o
 behind them, unless the scales are the layer's, float32 scales [block_size]. Both tensors have the shape
 [num_blocks, num_kv_heads, block_size, head_dim + 4], or without scales [.., head_dim].
 
+Values that are parts of keys have no elements: [num_blocks, 0].
+
 float16 models keep float32 caches.
 
 The caches are laid out as `cache_layout` says.
@@ -84,10 +86,13 @@ def layer_cache(
         assert stored == dtype, f"caches of {stored} for kernels of {dtype}"
     key_shape, value_shape = _head_shapes(block_size, head_dim, stored, scale_bytes)
     assert keys.shape[1:] == (num_kv_heads, *key_shape), f"keys in another layout: {keys.shape}"
-    assert values.shape == (len(keys), num_kv_heads, *value_shape), f"values in another layout: {values.shape}"
+    has_values = values.size > 0 or not keys.size
+    if has_values:
+        assert values.shape == (len(keys), num_kv_heads, *value_shape), f"values in another layout: {values.shape}"
     assert keys.flags.c_contiguous, "keys with gaps"
     assert values.flags.c_contiguous, "values with gaps"
-    return _kernels.LayerCache(_kernels.address(keys), _kernels.address(values), kv_format, *scales)
+    addresses = _kernels.address(keys), _kernels.address(values) if has_values else 0
+    return _kernels.LayerCache(*addresses, kv_format, *scales)
 
 
 def _head_shapes(block_size: int, head_dim: int, dtype: DType, scale_bytes: int) -> tuple[Shape, Shape]:
@@ -122,7 +127,7 @@ _KERNELS = pair("kv_write")
 
 
 def write_kv(
-    spec: RotarySpec, query: Array, key: Array, value: Array, positions: NDArray[np.int64], key_cache: Array,
+    spec: RotarySpec, query: Array, key: Array, value: Array | None, positions: NDArray[np.int64], key_cache: Array,
     value_cache: Array, slot_mapping: NDArray[np.int64],
 ) -> Array:  # fmt: skip
     """Do what `reference.kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
@@ -131,7 +136,8 @@ def write_kv(
     """
     dtype, (_, num_kv_heads, head_dim) = kernel_dtype(key.dtype), spec.heads
     turned = query if spec.cos_sin is None else _in_rows(query, dtype)
-    key, value = _in_rows(key, dtype), _in_rows(value, dtype)
+    key = _in_rows(key, dtype)
+    value = key if value is None else _in_rows(value, dtype)  # not read where the cache has none
     num_tokens, block_size = len(key), block_size_of(key_cache)
     sizes = CacheSizes(num_kv_heads, block_size, head_dim)
     cache = layer_cache(key_cache, value_cache, sizes, dtype, spec.kv_scales)
@@ -152,7 +158,8 @@ def rotary_parameters(spec: RotarySpec) -> _kernels.RotaryParameters:
     """Return a layer's rotation as kernels take it."""
     assert spec.heads.head_dim <= MAX_HEAD_DIM, f"head size {spec.heads.head_dim}"
     heads = _kernels.Heads(*spec.heads)
-    return _kernels.RotaryParameters(heads, address(spec.cos_sin), spec.rotary_dim, spec.is_interleaved)
+    table, rotary_dim = address(spec.cos_sin), spec.rotary_dim
+    return _kernels.RotaryParameters(heads, table, rotary_dim, spec.is_interleaved, spec.rotary_start)
 
 
 def _in_rows(heads: Array, dtype: DType) -> Array:

@@ -108,11 +108,12 @@ class Buffers:
         self._bound[name] = self._own[key]
         return self._own[key]
 
-    def view(self, name: str, base: int, offset: int, width: int, head_dim: int) -> None:
-        """Let a name stand for columns of another activation."""
+    def view(self, name: str, base: int, offset: int, width: int, head_dim: int | None = None) -> int:
+        """Let a name stand for columns of another activation; return its index."""
         assert self._views[base].base == base, "a view of a view"
         self._bound[name] = len(self._views)
         self._views.append(TensorView(base, offset, width, head_dim))
+        return self._bound[name]
 
     def memory_of(self, views: Iterable[int]) -> list[int]:
         """Return the memory that views together fill, each once."""
@@ -324,15 +325,16 @@ def _qk_norm(op: special_ops.QKNormOp, buffers: Buffers) -> list[object]:
 def _rotary_write(op: ops.RotaryWriteOp, buffers: Buffers) -> list[object]:
     num_heads, num_kv_heads, head_dim = op.spec.heads
     query = _read_heads(op.query, num_heads, head_dim, buffers)
-    key, value = (_read_heads(name, num_kv_heads, head_dim, buffers) for name in (op.key, op.value))
-    buffers.consume(op.key, op.value)
+    key = _read_heads(op.key, num_kv_heads, head_dim, buffers)
+    value = -1 if op.value is None else _read_heads(op.value, num_kv_heads, head_dim, buffers)
+    buffers.consume(*op.reads[1:])
     return [_kernels.RotaryWriteOp(query, key, value, op.layer, rotary_parameters(op.spec))]
 
 
 def _attention(op: ops.AttentionOp, buffers: Buffers) -> list[object]:
     num_heads, _, head_dim = op.spec.heads
     query = _read_heads(op.query, num_heads, head_dim, buffers)
-    out = buffers.write(op.out, num_heads * head_dim)
+    out = buffers.write(op.out, num_heads * op.spec.output_dim)
     return [_kernels.AttentionOp(query, out, op.layer, attention_parameters(op.spec))]
 
 
@@ -341,6 +343,28 @@ def _position_scale(op: special_ops.PositionScaleOp, buffers: Buffers) -> list[o
     assert op.factors.dtype == FLOAT32
     assert op.factors.flags.c_contiguous
     return [_kernels.PositionScaleOp(query, _kernels.address(op.factors))]
+
+
+def _split_latent(op: special_ops.SplitLatentOp, buffers: Buffers) -> list[object]:
+    assert isinstance(op.key_norm, CppNorm)
+    query_norm = op.query_norm or op.key_norm
+    assert isinstance(query_norm, CppNorm)
+    qkv = buffers.read(op.qkv, op.query_width + op.key_width)
+    buffers.consume(op.qkv)
+    query = buffers.view(op.query, qkv, 0, op.query_width)
+    key = buffers.view(op.key, qkv, op.query_width, op.key_width, op.key_width)
+    sizes = int(op.query_norm is not None), op.query_width, 1, op.latent_dim
+    return [_kernels.QKNormOp(query, key, query_norm.weights, op.key_norm.weights, *sizes)]
+
+
+def _head_linear(op: special_ops.HeadLinearOp, buffers: Buffers) -> list[object]:
+    num_heads, (num_inputs, num_outputs) = len(op.linears), op.sizes
+    x = buffers.read(op.x, num_heads * (num_inputs + op.num_passed))
+    width = num_outputs + op.num_passed
+    out = buffers.write(op.out, num_heads * width, None if op.is_flat else width)
+    assert x != out, f"{op.name} would overwrite its input"
+    weights = [linear.weights for linear in op.linears if isinstance(linear, CppLinear)]
+    return [_kernels.HeadLinearOp(x, out, op.num_passed, weights)]
 
 
 def _scale(op: special_ops.ScaleOp, buffers: Buffers) -> list[object]:
@@ -391,6 +415,10 @@ TRANSLATIONS: dict[type, Translation] = {
     ops.RotaryWriteOp: Translation(lambda op: op.write is write_kv, _rotary_write),
     ops.AttentionOp: Translation(lambda op: op.attend is paged_attention, _attention),
     special_ops.PositionScaleOp: Translation(lambda op: True, _position_scale),
+    special_ops.SplitLatentOp: Translation(lambda op: isinstance(op.key_norm, CppNorm), _split_latent),
+    special_ops.HeadLinearOp: Translation(
+        lambda op: all(isinstance(linear, CppLinear) for linear in op.linears), _head_linear
+    ),
     special_ops.ScaleOp: Translation(lambda op: True, _scale),
     special_ops.ClipOp: Translation(lambda op: True, _clip),
     ops.AddOp: Translation(lambda op: True, _add),

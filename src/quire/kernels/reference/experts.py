@@ -42,7 +42,7 @@ def _in_kept_groups(routing: Routing, keys: Tensor) -> Tensor:
     if routing.num_groups == 1:
         return keys
     groups = keys.view(len(keys), routing.num_groups, keys.shape[1] // routing.num_groups)
-    sums = groups.sort(dim=2, descending=True).values[:, :, :2].sum(dim=2)
+    sums = groups.sort(dim=2, descending=True).values[:, :, : routing.num_group_keys].sum(dim=2)
     kept = sums.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_kept_groups]
     is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, kept, True)
     return groups.masked_fill(~is_kept[:, :, None], -torch.inf).view_as(keys)

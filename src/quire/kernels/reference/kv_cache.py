@@ -99,7 +99,7 @@ def integer_weights(weights: Tensor) -> Tensor:
 
 
 def write_kv(
-    spec: RotarySpec, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, key_cache: Tensor,
+    spec: RotarySpec, query: Tensor, key: Tensor, value: Tensor | None, positions: Tensor, key_cache: Tensor,
     value_cache: Tensor, slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
     """Turn query and key as `apply_rotary` does, if there is a table; store key and value; return the query.
@@ -107,14 +107,20 @@ def write_kv(
     Token t's key and value go to slot `slot_mapping[t]`; -1 writes nothing. key and value [num_tokens, num_kv_heads,
     head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim], contiguous; slot_mapping [num_tokens] int64, no
     slot twice. A cache of 8-bit elements is [num_blocks, block_size, num_kv_heads, width], as `kv_quantization.encode`
-    fills it, with the spec's scales unless it stores them. One op, so that a back end may do it in one pass; it may
-    rotate the query in place. Kwon et al. 2023, section 5.1.
+    fills it, with the spec's scales unless it stores them. A value of None is not stored: it is a part of the key. One
+    op, so that a back end may do it in one pass; it may rotate the query in place. Kwon et al. 2023, section 5.1.
     """
     if spec.cos_sin is not None:
-        query, key = apply_rotary(query, key, positions, spec.cos_sin, is_interleaved=spec.is_interleaved)
+        start, is_interleaved = spec.rotary_start, spec.is_interleaved
+        turned = apply_rotary(
+            query[..., start:], key[..., start:], positions, spec.cos_sin, is_interleaved=is_interleaved
+        )
+        query, key = (torch.cat([x[..., :start], new], dim=-1) for x, new in zip((query, key), turned, strict=True))
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping.index_select(0, written)
     for new, cache, scale in zip((key, value), (key_cache, value_cache), spec.kv_scales, strict=True):
+        if new is None:
+            continue
         rows = new.index_select(0, written)
         rows = encode(rows, cache.dtype, cache.shape[3], scale) if is_quantized(cache) else rows.to(cache.dtype)
         as_bytes(cache).view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)

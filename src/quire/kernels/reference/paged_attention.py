@@ -35,14 +35,17 @@ def reference(
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
-    head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with the spec's scales. A
+    head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with the spec's scales; with
+    a `value_dim` values are the first dimensions of keys, and `value_cache` is not read. A
     sequence's queries are the last tokens of its context. Sums in float32. A key's scale is multiplied onto its scores,
     a value's onto its softmax weights, which are summed without it. `in_integers`: queries and weights are rounded as
-    products with int8 elements in integers round them (`kv_quantization`). Returns query's shape and dtype.
+    products with int8 elements in integers round them (`kv_quantization`). Returns [num_tokens, num_heads, output_dim]
+    in query's dtype.
     """
+    value_cache = key_cache if spec.value_dim else value_cache
     block_size, window = key_cache.shape[1], spec.window
     group = spec.heads.num_heads // spec.heads.num_kv_heads  # query heads per key-value head
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:2], spec.output_dim)
     query = integer_queries(query) if in_integers else query.float()
     for i, (start, stop) in enumerate(pairwise(metadata.query_starts.tolist())):
         context_len = int(metadata.context_lens[i])
@@ -64,7 +67,7 @@ def reference(
         weights = _times(scores.softmax(dim=-1)[..., : len(pos)], value_scales)
         if in_integers:
             weights = integer_weights(pad(weights, (first, 0)))[..., first:]
-        out[start:stop] = torch.einsum("hql,lhd->qhd", weights, v).to(out.dtype)
+        out[start:stop] = torch.einsum("hql,lhd->qhd", weights, v[..., : spec.output_dim]).to(out.dtype)
     return out
 
 
@@ -99,10 +102,11 @@ def paged_attention(
     spec: AttentionSpec, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
     """Attend as `reference` does; caches contiguous."""
-    out = query.new_empty(query.shape)
+    out = query.new_empty(*query.shape[:2], spec.output_dim)
     for span in _spans(metadata, spec.num_ahead):
         rows = slice(span.row, span.row + span.stop - span.start)
-        out[rows] = _attend(spec, query[rows].float() * spec.scale, (key_cache, value_cache), span).to(query.dtype)
+        caches = key_cache, key_cache if spec.value_dim else value_cache
+        out[rows] = _attend(spec, query[rows].float() * spec.scale, caches, span).to(query.dtype)
     return out
 
 
@@ -118,7 +122,7 @@ def _spans(metadata: AttentionMetadata, ahead: int) -> Iterator[_Span]:
 
 
 def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], span: _Span) -> Tensor:
-    """Attend with scaled float32 queries [num_queries, num_heads, head_dim]; returns their shape.
+    """Attend with scaled float32 queries [num_queries, num_heads, head_dim]; the last dimension becomes output_dim.
 
     A token's query heads, padded to a power of two, stand in the same rows of a product wherever it is computed.
     """
@@ -141,6 +145,7 @@ def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], s
     (keys, key_scales), (values, value_scales) = (
         _gather(cache, span, slots, window, head_dim, own) for cache, own in zip(caches, spec.kv_scales, strict=True)
     )
+    values = values[..., : spec.output_dim].contiguous()
     positions = torch.arange(begin, begin + num_products * height)[:, None]
     hidden = (slots > positions + spec.num_ahead) | (slots >= span.end)
     if window is not None:
@@ -164,7 +169,7 @@ def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], s
         total += (sunk - highest[:, 0]).exp_()
     weights = weights.view(num_products, len(keys), -1, SLOTS_PER_KEY_TILE)
     weighted = _products(weights.mul_(value_scales) if is_quantized(caches[1]) else weights, values)
-    result = _sum_tiles(weighted.view(*scores.shape[:-1], head_dim)) / total
+    result = _sum_tiles(weighted.view(*scores.shape[:-1], spec.output_dim)) / total
     return result.transpose(1, 2).flatten(0, 1)[taken, :, :group].flatten(1, 2)
 
 

@@ -5,6 +5,7 @@ and losses of its balance are of training alone. The last four choose by weights
 (Wang et al. 2024), as DeepSeek V3 does, and add an expert that all tokens use.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -112,7 +113,7 @@ def glm4_moe(config: ConfigReader) -> DecoderSpec:
     spec = _llama_without_mlp_bias(config.with_default("rms_norm_eps", NORM_EPS), partial_rotary=0.5)
     has_norms = config.flag("use_qk_norm", False)
     spec = spec.with_attention(has_attention_out_bias=False, has_query_key_norm=has_norms)
-    return _with_biased_experts(config, spec, num_experts=128, num_active=8, num_dense=1, is_normalized=True)
+    return with_biased_experts(config, spec, num_experts=128, num_active=8, num_dense=1, is_normalized=True)
 
 
 def dots1(config: ConfigReader) -> DecoderSpec:
@@ -123,7 +124,7 @@ def dots1(config: ConfigReader) -> DecoderSpec:
     default = [LAYER_TYPES[1 if window is None or index < last_full else 0] for index in range(spec.num_layers)]
     types = config.layer_types(spec.num_layers, default=default)
     spec = spec.with_windows([window if kind == LAYER_TYPES[0] else None for kind in types])
-    return _with_biased_experts(config, spec, num_dense=0, is_normalized=False)
+    return with_biased_experts(config, spec, num_dense=0, is_normalized=False)
 
 
 def minimax_m2(config: ConfigReader) -> DecoderSpec:
@@ -137,7 +138,7 @@ def minimax_m2(config: ConfigReader) -> DecoderSpec:
     spec = _llama_without_mlp_bias(config, partial_rotary=1.0)
     mixture = _experts(config, 256, 8, config.size("intermediate_size"), is_normalized=True)
     mixture = replace(mixture, is_sigmoid=True, has_choice_bias=True)
-    spec = replace(spec, weights=_without_later_layers(MINIMAX_WEIGHTS, spec.num_layers))
+    spec = replace(spec, weights=without_later_layers(MINIMAX_WEIGHTS, spec.num_layers))
     spec = spec.with_attention(has_query_key_norm=True, is_query_key_norm_over_heads=True)
     return spec.with_layers(partial(replace, feed_forward=mixture))
 
@@ -164,14 +165,14 @@ def ernie4_5_moe(config: ConfigReader) -> DecoderSpec:
     return replace(spec, layers=tuple(layers), weights=ERNIE_WEIGHTS)
 
 
-def _with_biased_experts(
+def with_biased_experts(
     config: ConfigReader, spec: DecoderSpec, *, num_dense: int, is_normalized: bool, num_experts: int | None = None,
-    num_active: int | None = None,
+    num_active: int | None = None, kinds: Sequence[str] = (),
 ) -> DecoderSpec:  # fmt: skip
     """Return a spec with a router as DeepSeek V3's in all layers but the first ones (DeepSeek-AI 2024).
 
     Weights are sigmoids; experts are chosen by weights plus biases, from the best groups. The numbers are defaults;
-    None: the config has to have it.
+    None: the config has to have it. `kinds`: which layers are `sparse`, if not all behind the first ones.
     """
     activation, size = _activation(config), config.size("moe_intermediate_size", 1408)
     num_experts = config.size("n_routed_experts", num_experts, limit=MAX_EXPERTS)
@@ -190,12 +191,16 @@ def _with_biased_experts(
         num_kept_groups=config.size("topk_group", 1, limit=num_experts),
     )
     first = config.size("first_k_dense_replace", num_dense, least=0)
-    layers = (*spec.layers[:first], *(replace(layer, feed_forward=mixture) for layer in spec.layers[first:]))
-    weights = _without_later_layers(replace(LLAMA_WEIGHTS, experts=SHARED), spec.num_layers)
+    if kinds and len(kinds) != spec.num_layers:
+        raise config.error(f"mlp_layer_types has {len(kinds)} entries for {spec.num_layers} layers")
+    is_sparse = [kind == "sparse" for kind in kinds] or [index >= first for index in range(spec.num_layers)]
+    pairs = zip(spec.layers, is_sparse, strict=True)
+    layers = tuple(replace(layer, feed_forward=mixture) if sparse else layer for layer, sparse in pairs)
+    weights = without_later_layers(replace(spec.weights, experts=SHARED), spec.num_layers)
     return replace(spec, layers=layers, weights=weights)
 
 
-def _without_later_layers(weights: WeightMap, num_layers: int) -> WeightMap:
+def without_later_layers(weights: WeightMap, num_layers: int) -> WeightMap:
     """Return names without those of layers behind the last one, which predict later tokens (MTP)."""
     return replace(weights, skipped=tuple(f".layers.{num_layers + index}." for index in range(MAX_MTP_LAYERS)))
 
