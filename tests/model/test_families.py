@@ -450,6 +450,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "vision_config": PIXTRAL, "tie_word_embeddings": False,
         },
     ),
+    "mistral3, mistral 4 with vision": (
+        "Mistral3",
+        {
+            "text_config": LATENT | MISTRAL4_ROPE | {"model_type": "mistral4", "n_group": 3, "topk_group": 2},
+            "vision_config": PIXTRAL, "tie_word_embeddings": False,
+        },
+    ),
     "mistral3, ministral with vision, tied": (
         "Mistral3",
         {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quire.model.config_reader import ConfigReader
+from quire.model.families.deepseek import mistral4
 from quire.model.families.gemma import gemma3_text
 from quire.model.llama import ministral3, mistral
 from quire.model.spec import DecoderSpec
@@ -26,9 +27,11 @@ def gemma3(config: ConfigReader) -> DecoderSpec:
 
 
 def mistral3(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of the text model in a Mistral Small 3.1 or Ministral 3."""
+    """Return the spec of the text model in a Mistral Small 3.1, Ministral 3 or Mistral 4."""
     text = _text(config, MISTRAL_SIZES)
-    families: dict[str, Callable[[ConfigReader], DecoderSpec]] = {"mistral": mistral, "ministral3": ministral3}
+    families: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
+        "mistral": mistral, "ministral3": ministral3, "mistral4": mistral4,
+    }  # fmt: skip
     return _within(text.choice("model_type", families, default="mistral")(text))
 
 
