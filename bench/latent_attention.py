@@ -1,6 +1,7 @@
 """Decoding with latent attention, beside llama.cpp on the same random GGUF file, in turn.
 
     python bench/latent_attention.py --llama-cpp FOLDER [--layers 4] [--contexts 32,8192] [--rounds 7]
+    python bench/latent_attention.py    # the kernel alone: CPU time of one thread, beside values of their own, in turn
 
 DeepSeek-V2-Lite's sizes with few layers, all of them dense, in Q8_0, with V2's two projections of queries: llama.cpp
 knows V2-Lite's one projection by the number of layers. FOLDER has the libraries of llama.cpp 0.5.0 (`make real`); its
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +24,14 @@ import typer
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from quire.core.arrays import bits
+from quire.core.arrays import BFLOAT16, bits
 from quire.engine.formats import read_source
 from quire.kernels.choice import choose_back_end
-from quire.kernels.paged_attention import build_metadata
+from quire.kernels.conversion import converted
+from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.cpp_attention import paged_attention
+from quire.kernels.cpp.cpp_kv_cache import cache_shapes
+from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
 from quire.kernels.program import LayerInputs
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
@@ -143,11 +149,41 @@ class Theirs:
         return time.perf_counter() - begun
 
 
+def time_kernel(rounds: int) -> None:
+    """Print the milliseconds of a decode and of a chunk behind 8,192 tokens, over latents and over keys and values."""
+    context, rng = 8192, np.random.default_rng(0)
+    _kernels.set_num_threads(1)
+    shapes = cache_shapes(context // BLOCK_SIZE, BLOCK_SIZE, 1, LATENT + ROPE, BFLOAT16)
+    keys, values = (converted(rng.standard_normal(shape, np.float32), BFLOAT16) for shape in shapes)
+    caches = {"latents": (keys, np.empty((len(keys), 0), BFLOAT16)), "keys and values": (keys, values)}
+    table = rng.permutation(len(keys)).astype(np.int32)[None]
+    for isa, num_heads, num_rows in product(_kernels.usable_isas(), (16, 128), (1, 32)):
+        _kernels.use_isa(isa)
+        heads = Heads(num_heads, 1, LATENT + ROPE)
+        query = converted(rng.standard_normal((num_rows, num_heads, LATENT + ROPE), np.float32), BFLOAT16)
+        metadata = build_metadata(
+            table, np.array([0, num_rows], np.int32), np.array([context], np.int32), BLOCK_SIZE
+        )
+        times: dict[str, list[float]] = {name: [] for name in caches}
+        for _ in range(rounds):
+            for name, cache in caches.items():
+                spec = AttentionSpec(heads, 0.05, value_dim=LATENT if name == "latents" else 0)
+                begun = time.process_time()
+                paged_attention(spec, query, *cache, metadata)
+                times[name].append(1e3 * (time.process_time() - begun))
+        least = {name: min(each) for name, each in times.items()}
+        rate = 2e-6 * num_rows * num_heads * context * (2 * LATENT + ROPE) / least["latents"]
+        cells = ", ".join(f"{name} {least[name]:.2f} to {max(each):.2f} ms" for name, each in times.items())
+        print(f"{isa}, {num_heads} heads, {num_rows} tokens: {cells}; latents {rate:.0f} GFLOP/s", flush=True)
+
+
 def main(
-    llama_cpp_folder: Annotated[Path, typer.Option("--llama-cpp")], layers: int = 4, contexts: str = "32,8192",
-    rounds: int = 7,
+    llama_cpp_folder: Annotated[Path | None, typer.Option("--llama-cpp")] = None, layers: int = 4,
+    contexts: str = "32,8192", rounds: int = 7,
 ) -> None:  # fmt: skip
-    """Print the milliseconds of a step at each context: median, and quartiles."""
+    """Print the milliseconds of a step at each context: median, and the least and the most."""
+    if llama_cpp_folder is None:
+        return time_kernel(rounds)
     positions = [int(each) for each in contexts.split(",")]
     num_tokens = max(positions) + BLOCK_SIZE
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +201,8 @@ def main(
             spread = {name: f"{min(each):.2f} to {max(each):.2f}" for name, each in times.items()}
             ratio = medians["quire"] / medians["llama.cpp"]
             cells = ", ".join(f"{name} {medians[name]:.2f} ms ({spread[name]})" for name in engines)
-            print(f"context {position}: {cells}, ratio {ratio:.3f}")
+            print(f"context {position}: {cells}, ratio {ratio:.3f}", flush=True)
+    return None
 
 
 if __name__ == "__main__":
