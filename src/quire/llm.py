@@ -92,6 +92,8 @@ class LLM:
         self._can_sleep = options.enable_sleep_mode
         if options.kv_events is not None:
             raise ConfigError("kv_events_config is for servers, which routers send requests to: see `quire serve`")
+        if options.kv_role != "none":
+            raise ConfigError(f"kv_role {options.kv_role!r} is for servers: see `quire serve`")
         num_engines, self._name = options.data_parallel_size, found or "quire-demo"
         self._metrics = Metrics(self._name, None, num_engines, options)
         with collections_paused():

@@ -367,7 +367,14 @@ _CACHE = (
     *accepted("weights are on one device", text("offload_backend"), texts("cpu_offload_params"),
               number("offload_num_in_group"), number("offload_prefetch_step"), texts("offload_params")),
     *refused("keep blocks on a disk by `--kv-disk-dir` and `--kv-disk-size`; on a CPU, host memory is the KV cache's "
-             "own: `--kv-cache-memory`", real("kv_offloading_size", 0), config("kv_transfer_config")),
+             "own: `--kv-cache-memory`", real("kv_offloading_size", 0)),
+    replace(
+        config("kv_transfer_config"), does="renamed", own="kv_role",
+        sentence="of `NixlConnector`: `kv_role`, `kv_port`, `kv_ip`, `engine_id` and `kv_lease_duration`, beside "
+        "`--kv-peers` and `--kv-secret-file` ([scaling](scaling.md#prefill-apart-from-decoding)); other connectors end "
+        "the start, and `kv_load_failure_policy` is `recompute`",
+        spread=values.transfer_options,
+    ),
     *accepted("preempted requests are swapped to `--swap-space`", text("kv_offloading_backend")),
     *accepted("what sleeps is freed, and loaded again", text("sleep_mode_backend"),
               switch("sleep_mode_offload_cudagraph"), texts("sleep_preserve_parameter_names"),

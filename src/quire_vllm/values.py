@@ -196,6 +196,39 @@ def profile_dir_of(given: object, shown: str) -> str | None:
     return folder
 
 
+_ROLES = {"kv_producer": "producer", "kv_consumer": "consumer", "kv_both": "both"}
+
+
+def transfer_options(given: object, shown: str) -> dict[str, Any]:
+    """Return the options of prefill apart from decoding that a `kv_transfer_config` has. ConfigError for others."""
+    settings = parsed_json(given, shown) if isinstance(given, str) else given
+    if not settings:
+        return {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{shown} must be an object, got {given!r}")
+    connector, role = settings.get("kv_connector"), settings.get("kv_role")
+    if connector != "NixlConnector":
+        raise ConfigError(
+            f"{shown} has kv_connector {connector!r}: NixlConnector alone has a counterpart, kv_role and kv_peers; "
+            "blocks are kept on a disk by kv_disk_dir and kv_disk_size"
+        )
+    if role not in _ROLES:
+        raise ConfigError(f"{shown} must have kv_role {', '.join(_ROLES)}, got {role!r}")
+    if settings.get("kv_load_failure_policy", "recompute") != "recompute":
+        raise ConfigError(
+            f"{shown} has kv_load_failure_policy {settings['kv_load_failure_policy']!r}: what cannot be fetched is "
+            "always computed (recompute)"
+        )
+    extra = settings.get("kv_connector_extra_config") or {}
+    names = {"kv_port": "kv_port", "kv_ip": "kv_host", "engine_id": "kv_engine_id"}
+    options = {own: settings[name] for name, own in names.items() if settings.get(name) is not None}
+    if isinstance(extra, Mapping) and extra.get("kv_lease_duration") is not None:
+        options["kv_lease_duration"] = extra["kv_lease_duration"]
+    if role == "kv_consumer":
+        options = {}    # of the end that listens
+    return options | {"kv_role": _ROLES[role]}
+
+
 def graph_options(given: object, shown: str) -> dict[str, Any]:
     """Return the options of CUDA graphs that a `compilation_config` has."""
     if not isinstance(given, Mapping):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.cache.loads import KVLoad, Wanted
-from quire.cache.prefix_tree import PrefixMatch, Scope, as_bytes
+from quire.cache.prefix_tree import PrefixMatch, Scope, as_bytes, scope_text
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.config import DiskWritePolicy
 from quire.core.kv_identity import StoredBlock
@@ -36,9 +36,9 @@ class StoredLoad(KVLoad):
     """A load of blocks in the slots of `path`."""
 
     source: "DiskTier"
-    scope: bytes = b""
-    packed: bytes = b""
-    path: Sequence[int] = ()
+    scope: bytes
+    packed: bytes
+    path: Sequence[int]
 
     def same(self) -> KVLoad | None:
         """Return a load under way that reads the first block of this one."""
@@ -249,10 +249,3 @@ class DiskTier:
         yield from self.stored.checking()
         self.writes.check()
         yield
-
-
-def scope_text(scope: Scope) -> bytes:
-    """Return a scope as bytes, different ones for different scopes: each part with a mark and its length."""
-    parts = scope if isinstance(scope, tuple) else (scope,)
-    texts = [b"-" if part is None else b"+%d:" % len(text := str(part).encode()) + text for part in parts]
-    return b"".join(texts)

@@ -1,6 +1,6 @@
 """Loads: blocks that are filled from elsewhere while a request waits, and the leases that hold them. No clock, no I/O.
 
-A request that would compute tokens that a source has, such as a store on a disk, waits while they are loaded
+A request that would compute tokens that a source has, a store on a disk or another engine, waits while they are loaded
 (`kv_load`). Its lease holds the blocks that were found in the cache and those that are being filled: a table, which
 publishes what has been filled as any sequence does. From then on these are ordinary cached blocks: the request is
 admitted with what is there. A block that cannot be read ends the load, and is computed. Leases are the first to be
@@ -9,11 +9,13 @@ given back when blocks are short.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.cache.block_pool import OutOfBlocksError
+from quire.cache.kv_tickets import Tickets
 from quire.cache.prefix_tree import PrefixMatch, Scope
+from quire.core.sequence import KVTransfer
 
 if TYPE_CHECKING:
     from quire.cache.disk_tier import DiskTier
@@ -33,6 +35,7 @@ class Wanted(NamedTuple):
     token_ids: Sequence[int]
     num_tokens: int
     tokens_per_s: float | None = None
+    transfer: KVTransfer | None = None   # the engine that has them; None: they may be on the disk
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +48,8 @@ class KVLoad(ABC):
     num_blocks: int
     num_begun: int           # leading blocks that were found or are being read
     num_filled: int          # leading blocks that can be used
-    num_jobs: int = 0        # reads under way
-    is_over: bool = False    # nothing more is read for it
+    num_jobs: int = field(default=0, init=False)      # reads under way
+    is_over: bool = field(default=False, init=False)  # nothing more is read for it
 
     @abstractmethod
     def same(self) -> "KVLoad | None":
@@ -69,7 +72,7 @@ class KVLoad(ABC):
 
 
 class LoadSource(Protocol):
-    """Where blocks are loaded from: a store on a disk."""
+    """Where blocks are loaded from: a store on a disk, or other engines."""
 
     @property
     def is_ready(self) -> bool:
@@ -97,13 +100,18 @@ class _Job(NamedTuple):
 
 
 class Loads:
-    """All loads of an engine. `disk`: where blocks may be; None: there is none."""
+    """All loads of an engine, and what it keeps for loads of others.
+
+    `disk`, `peers`: where blocks may be; None: there is no such source. `tickets`: None, nothing is kept for others.
+    """
 
     def __init__(self, cache: "KVCacheManager", block_bytes: int) -> None:
         assert cache.prefixes.can_be_found, "loads without a prefix cache"
         self._cache, self._size = cache, cache.block_size
         self._job_blocks = max(1, JOB_BYTES // block_bytes)
         self.disk: DiskTier | None = None
+        self.peers: LoadSource | None = None
+        self.tickets: Tickets | None = None
         self._loads: dict[int, KVLoad] = {}       # request id: until the request is admitted or ends
         self._looked_up = set[int]()              # waiting requests that load nothing more
         self._behind: dict[int, KVLoad] = {}      # waiting requests, and the load that each waits for
@@ -125,7 +133,7 @@ class Loads:
 
         A request loads once between two admissions. While others load the same, it waits for them, and looks again.
         """
-        source: LoadSource | None = self.disk
+        source: LoadSource | None = self.disk if wanted.transfer is None else self.peers
         request_id, num_found = wanted.request_id, len(match.blocks)
         if source is None or request_id in self._looked_up or not source.is_ready:
             return False
@@ -262,10 +270,13 @@ class Loads:
 
     def checking(self) -> Iterator[None]:
         """Assert, in slices, that the sources are sound, and that leases, loads and reads agree."""
-        leased = [*self._cache.leases]
-        assert leased == [*self._loads], f"leases of {leased}, but loads of {[*self._loads]}"
+        kept = set() if self.tickets is None else self.tickets.lease_ids
+        leased = self._cache.leases.keys()
+        assert leased == self._loads.keys() | kept, f"leases of {leased}, but loads of {[*self._loads]}, tickets {kept}"
         for load in self._loads.values():
             assert load.first <= load.num_filled <= load.num_begun <= load.num_blocks, f"{load}"
         yield
         if self.disk is not None:
             yield from self.disk.checking()
+        if self.tickets is not None:
+            yield from self.tickets.checking()

@@ -286,6 +286,19 @@ class KVCacheManager:
             raise
         self.leases[lease_id] = table
 
+    def lease_computed(self, lease_id: int, seq_id: int, num_blocks: int) -> list[int] | None:
+        """Hold the first blocks of a sequence, which are filled, and return them.
+
+        None, and nothing is held, if one has left its window, or the sequence is swapped out.
+        """
+        if seq_id not in self._tables or self._tables[seq_id].num_dropped:
+            return None
+        table = self._tables[seq_id].fork()
+        self.prefixes.fork(self._tables[seq_id], table, None)
+        table.truncate(num_blocks * self.block_size)
+        self.leases[lease_id] = table
+        return table.columns.tolist()
+
     def leased_blocks(self, lease_id: int, start: int, stop: int) -> list[int]:
         """Return blocks [start, stop) of a lease."""
         return self.leases[lease_id].columns[start:stop].tolist()

@@ -395,3 +395,10 @@ class EvictionQueue(CachedBlocks):
             missed = [block for block in blocks if not ref_counts[block] and block in tree and block not in self]
             assert not missed, f"blocks {missed} are in the tree without an owner, but not cached"
             yield
+
+
+def scope_text(scope: Scope) -> bytes:
+    """Return a scope as bytes, different ones for different scopes: each part with a mark and its length."""
+    parts = scope if isinstance(scope, tuple) else (scope,)
+    texts = [b"-" if part is None else b"+%d:" % len(text := str(part).encode()) + text for part in parts]
+    return b"".join(texts)

@@ -85,6 +85,8 @@ def application(engine: EngineOptions, server: ServerOptions, options: DeployOpt
         raise ConfigError("enable_lora is not supported yet on Ray")
     if engine.kv_events is not None:
         raise ConfigError("kv_events_config is not supported on Ray: replicas of one machine would share its ports")
+    if engine.kv_role != "none":
+        raise ConfigError("kv_role is not supported on Ray: replicas of one machine would share its port")
     server = replace(server, max_pinned_prefixes=0)     # a pin would be of one replica alone
 
     def build() -> LazyApp:

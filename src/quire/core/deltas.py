@@ -78,3 +78,4 @@ class Admission(NamedTuple):
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0
     num_disk_tokens: int = 0    # part of num_cached_tokens, loaded from a disk for it
+    num_peer_tokens: int = 0    # part of num_cached_tokens, fetched from another engine for it

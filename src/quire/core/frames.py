@@ -32,10 +32,15 @@ def frame(message: object) -> bytes:
     return bytes(body)
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Wait for the next frame and return its msgpack, or None at the end of the stream. `stream` is buffered."""
+def read_frame(stream: BinaryIO, most: int = (1 << 8 * LENGTH_BYTES) - 1) -> bytes | None:
+    """Wait for the next frame and return its msgpack, or None at the end of the stream. `stream` is buffered.
+
+    ValueError for a frame of more than `most` bytes: the other end is none of ours, or has not proven that it is.
+    """
     head = stream.read(LENGTH_BYTES)
     length = int.from_bytes(head, "big")
+    if length > most:
+        raise ValueError(f"a frame of {length} bytes, more than {most}")
     body = stream.read(length)
     return body if len(head) == LENGTH_BYTES and len(body) == length else None
 

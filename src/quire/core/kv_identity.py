@@ -47,6 +47,8 @@ class KVIdentity:
         return None
 
 
+# Why a fetch of blocks from another engine did not get all of them.
+FETCH_FAILURES = ("unconnected", "disconnected", "refused", "gone", "not_kept", "other_tokens", "given_up")
 NO_PARENT = -1
 
 

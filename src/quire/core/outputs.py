@@ -78,6 +78,7 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     num_disk_tokens: int = 0            # part of num_cached_tokens, loaded from a disk for it
+    num_peer_tokens: int = 0            # part of num_cached_tokens, fetched from another engine for it
     waited_steps: dict[str, int] = field(default_factory=dict)
     preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
     chunks: list[PromptChunk] = field(default_factory=list)  # the first MAX_CHUNKS_KEPT of a prompt in several steps
@@ -201,6 +202,7 @@ class KVStats:
     prefix_queries_tokens: int = 0    # since start
     prefix_hits_tokens: int = 0       # since start
     blocks_by_owner: dict[str, int] | None = None
+    transfer: dict[str, float] = field(default_factory=dict)  # to and from other engines: `KVPeers.stats`
     disk: dict[str, float] = field(default_factory=dict)  # disk tier, as `quire.engine.kv_disk` counts; {}: none
 
     @property

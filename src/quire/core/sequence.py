@@ -59,6 +59,15 @@ class Sequence:
         return self.num_computed_tokens == self.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """Keys and values of a prompt that one engine computes for another: see `quire.cache.kv_tickets`."""
+
+    ticket: str      # 64 hexadecimal digits
+    owner: str       # digest of the client's API key; empty without keys
+    peer: str = ""   # name of the engine that has them; empty: this one keeps them
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One client's ask. Its sequences are one group: admitted, preempted and resumed together (the paper's group)."""
@@ -79,6 +88,7 @@ class Request:
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key
     weight: float = 1.0               # weight of its client under the policy `fair`
+    transfer: KVTransfer | None = None  # of keys and values, to or from another engine
     received_s: float | None = None   # when the server received it, on the monotonic clock, which processes share
     arrived_s: float = 0.0            # the same on the engine's clock; set by the engine
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
@@ -91,9 +101,15 @@ class Request:
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # prompt tokens found in the cache at its first admission
     num_disk_tokens: int = 0          # part of num_cached_tokens, loaded from a disk for it
+    num_peer_tokens: int = 0          # part of num_cached_tokens, fetched from another engine for it
     waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.queues
     num_recomputed_tokens: int = 0    # lost by the last preemption and computed again
     num_swapped_blocks: int = 0       # moved by the last preemption, out and in
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the keys and values of its prompt are kept for another engine."""
+        return self.transfer is not None and not self.transfer.peer
 
     @property
     def has_begun(self) -> bool:

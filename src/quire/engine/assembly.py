@@ -1,6 +1,7 @@
 """Engine assembly: load the model, size the cache, build the scheduler and the executor."""
 
 import importlib.util
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from quire.cache.disk_tier import DiskTier
+from quire.cache.kv_tickets import Tickets
 from quire.cache.loads import Loads
 from quire.cache.manager import KVCacheManager
 from quire.cache.stored_blocks import StoredBlocks
@@ -55,6 +57,7 @@ from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from quire.engine.kv_consumer import KVPeers
     from quire.engine.parallel.rank_set import RankSet
     from quire.kernels.triton.triton_low_rank import TritonSlots
 
@@ -76,7 +79,9 @@ class AssembledEngine:
         return self.loaded.model
 
     def close(self) -> None:
-        """End the processes of the other ranks, and the record; write what the disk tier has queued. Idempotent."""
+        """End other ranks, connections to engines, and the record; write to the disk what is queued. Idempotent."""
+        if self.engine.peers is not None:
+            self.engine.peers.close()
         if self.engine.disk is not None:
             self.engine.disk.close()
         if self.ranks is not None:
@@ -272,7 +277,10 @@ def _build(
     disk = None
     if options.kv_disk_dir is not None:
         disk = open_disk(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model)
-    engine = Engine(scheduler, executor, grammars, adapters, disk=disk)
+    peers = None
+    if options.kv_role != "none":
+        peers = open_peers(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model)
+    engine = Engine(scheduler, executor, grammars, adapters, disk=disk, peers=peers)
     if options.record is None:
         keep_recent_plans(engine, options, scheduling, cache)
     return engine
@@ -283,11 +291,7 @@ def open_disk(
 ) -> KVDisk:
     """Return the disk tier of an engine, with the blocks that its folder has. ConfigError where it cannot be served."""
     cache = scheduler.cache
-    if not cache.num_blocks:
-        raise ConfigError(f"kv_disk_dir {options.kv_disk_dir!r}: the model keeps no keys and values; leave it out")
-    if loaded.model.back_end.name != "cpp":
-        name = loaded.model.back_end.name
-        raise ConfigError(f"kv_disk_dir {options.kv_disk_dir!r} needs the C++ kernels, not the back end {name}")
+    check_has_blocks(f"kv_disk_dir {options.kv_disk_dir!r}", cache, loaded)
     identity = kv_identity(options, loaded, kv, draft_model)
     from quire.execution.kv_store import KVStore  # noqa: PLC0415 (needs the extension)
 
@@ -302,6 +306,40 @@ def open_disk(
     loads = loads_of(cache, kv)
     loads.disk = DiskTier(cache, stored, store.scope_key, options.kv_disk_write_policy)
     return KVDisk(loads, loads.disk, store)
+
+
+def check_has_blocks(setting: str, cache: KVCacheManager, loaded: LoadedModel) -> None:
+    """Raise ConfigError for a setting that needs blocks of keys and values with an identity, where there are none."""
+    if not cache.num_blocks:
+        raise ConfigError(f"{setting}: the model keeps no keys and values; leave it out")
+    if loaded.model.back_end.name != "cpp":
+        raise ConfigError(f"{setting} needs the C++ kernels, not the back end {loaded.model.back_end.name}")
+
+
+def open_peers(
+    options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler, draft_model: LanguageModel | None
+) -> "KVPeers":
+    """Return the parts of an engine in prefill apart from decoding. ConfigError where it cannot take them."""
+    cache = scheduler.cache
+    check_has_blocks(f"kv_role {options.kv_role!r}", cache, loaded)
+    from quire.engine.kv_consumer import KVConsumer, KVPeers, read_peers  # noqa: PLC0415 (for servers with a role)
+    from quire.engine.kv_producer import PURPOSE, KVProducer  # noqa: PLC0415
+    from quire.engine.parallel.addresses import key_of, listening_address, read_secret  # noqa: PLC0415
+    from quire.execution.kv_store import CacheBlocks  # noqa: PLC0415 (needs the extension)
+
+    assert options.kv_secret_file is not None, "options are checked"
+    key = key_of(read_secret(options.kv_secret_file, "kv_secret_file"), PURPOSE)
+    identity, loads = kv_identity(options, loaded, kv, draft_model), loads_of(cache, kv)
+    consumer, producer = None, None
+    if options.is_kv_producer:
+        address = listening_address(options)
+        loads.tickets = Tickets(cache, options.kv_lease_duration, time.monotonic)
+        producer = KVProducer(loads.tickets, CacheBlocks(kv.tensors), identity, address, options.kv_port, key)
+    if options.is_kv_consumer:
+        assert options.kv_peers is not None, "options are checked"
+        peers = read_peers(options.kv_peers)
+        loads.peers = consumer = KVConsumer(loads, CacheBlocks(kv.tensors), cache.block_size, identity, peers, key)
+    return KVPeers(consumer, producer)
 
 
 def loads_of(cache: KVCacheManager, kv: KVCache) -> Loads:

@@ -29,6 +29,7 @@ from quire.scheduling.scheduler import Scheduler
 if TYPE_CHECKING:  # they load the kernels and llguidance, which a simulated engine does not need
     from quire.decoding.grammars.constrained import ConstrainedDecoding
     from quire.engine.adapters.store import AdapterStore
+    from quire.engine.kv_consumer import KVPeers
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +123,13 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, executor: Executor, grammars: "ConstrainedDecoding | None" = None,
         adapters: "AdapterStore | None" = None, clock: Callable[[], float] = time.monotonic,
-        disk: KVDisk | None = None,
+        disk: KVDisk | None = None, peers: "KVPeers | None" = None,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.grammars = grammars            # None: requests with grammars are refused
         self.adapters = adapters            # None: requests with adapters are refused
         self.disk = disk                    # None: no keys and values are kept on a disk
+        self.peers = peers                  # None: no part in prefill apart from decoding
         self.num_computed_tokens = 0        # computed by the last step
         self.timing: StepTiming | None = None  # how long the last step took; None: it computed nothing
         self.recent: RecentPlans | None = None  # None: plans are not kept
@@ -147,6 +149,8 @@ class Engine:
             raise InvalidRequestError(message, param="structured_outputs")
         if request.scope.adapter is not None and self.adapters is None:
             raise InvalidRequestError(NO_ADAPTERS, param="model")
+        if request.transfer is not None and self.peers is not None:
+            self.peers.check(request.transfer)
         if (events := self.scheduler.cache.prefixes.events) is not None and request.scope.adapter is not None:
             events.know_adapter(request.scope.adapter, request.adapter_name, request.adapter_folder)
         request.arrived_s = self._clock() - age_s
@@ -172,8 +176,8 @@ class Engine:
         if self.adapters is not None:
             for request_id in self.adapters.start_step():
                 self.scheduler.fail(request_id, UNLOADABLE, param="model")
-        if self.disk is not None and not self._in_flight:
-            self.disk.step()
+        if (self.disk is not None or self.peers is not None) and not self._in_flight:
+            self.move_blocks()
         try:
             now_s = self._clock()
             plan = self.scheduler.schedule(now_s)
@@ -208,6 +212,17 @@ class Engine:
             self._warn_of_target()
         return self._isolation.record_success(deltas)
 
+    @property
+    def num_moves_left(self) -> int:
+        """What is left to do for an idle engine: blocks on their way, and leases of other engines."""
+        return sum(each.num_left for each in (self.disk, self.peers) if each is not None)
+
+    def move_blocks(self) -> None:
+        """Move blocks to and from disks and other engines. For between two steps."""
+        for each in (self.disk, self.peers):
+            if each is not None:
+                each.step()
+
     def _undo(self, error: BaseException) -> None:
         """Take back a step that has failed or was interrupted: what it affected is queued again."""
         if not self._isolation.is_active:               # else it is the same fault, met again
@@ -228,8 +243,10 @@ class Engine:
 
     def _wait_for_preparation(self) -> None:
         """Wait for what the next waiting request lacks, if there is one."""
-        if self.disk is not None and self.scheduler.queues.wait_reasons.current == "kv_load":
-            self.disk.wait(PREPARATION_WAIT_S)
+        if self.scheduler.queues.wait_reasons.current == "kv_load":
+            reader = self.peers if self.peers is not None and self.peers.is_reading else self.disk
+            if reader is not None:
+                reader.wait(PREPARATION_WAIT_S)
             return
         preparing = self.adapters if self.scheduler.queues.wait_reasons.current == "adapter" else self.grammars
         if preparing is not None and self.scheduler.has_requests:
@@ -288,7 +305,7 @@ class Engine:
         return [
             Admission(
                 r.request_id, r.num_preemptions, r.num_cached_tokens, tuple(r.waited), r.num_recomputed_tokens,
-                r.num_swapped_blocks, r.num_disk_tokens,
+                r.num_swapped_blocks, r.num_disk_tokens, r.num_peer_tokens,
             )
             for r in self.scheduler.step.admitted
             if r.request_id != PROBE_ID
@@ -336,6 +353,7 @@ class Engine:
             recompute_s=preemptions.recompute_s,
             recovery_saved_s=preemptions.saved_s,
             disk={} if self.disk is None else self.disk.stats(),
+            transfer={} if self.peers is None else self.peers.stats(),
         )
 
     def block_map(self, first: int, count: int, tier: Tier = "kv") -> BlockMap:

@@ -121,7 +121,7 @@ OF_TEXTS = frozenset((
 _PARAMS = [(each.name, each.default) for each in fields(SamplingParams) if each.name not in OF_TEXTS]
 _STATE_OF_ENGINE = frozenset((   # fields of a request that the engine sets
     "arrived_s", "live", "prompt_logprobs", "prompt_scores", "queue_key", "must_see_tokens", "num_preemptions",
-    "num_cached_tokens", "num_disk_tokens", "waited", "num_recomputed_tokens", "num_swapped_blocks",
+    "num_cached_tokens", "num_disk_tokens", "num_peer_tokens", "waited", "num_recomputed_tokens", "num_swapped_blocks",
 ))  # fmt: skip
 _SENT = [
     (each.name, each.default) for each in fields(Request) if each.name not in _STATE_OF_ENGINE | {"params"}

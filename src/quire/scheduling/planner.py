@@ -198,7 +198,7 @@ class Planner:
             try:
                 return self._cache.append(sequence.seq_id, num_tokens)
             except OutOfBlocksError:
-                if self._give_back():
+                if self._give_back_ticket() or self._give_back():
                     continue
                 assert len(step.order) > 1, "the first in order is never preempted"
                 victim = step.order.pop()
@@ -243,6 +243,8 @@ class Planner:
                 self._set_aside(request, Lack("kv_share", is_for_all=True), reader)
                 continue
             if (shortage := admission.shortage(request)) is not None:
+                if shortage == "kv_blocks" and self._give_back_ticket():
+                    continue
                 return "swapped_first" if is_swapped else shortage
             if is_swapped:
                 num_spare = admission.num_spare_blocks_on_swap_in(request)
@@ -260,6 +262,8 @@ class Planner:
                 queues.wait_reasons.count_skipped(request, "pending_prefix")
                 continue
             num_spare = admission.num_spare_blocks(request, match)
+            if num_spare < 0 and self._give_back_ticket():
+                continue
             if (shortage := self._block_shortage(num_spare, "kv_blocks")) is not None:
                 return shortage
             if self._begin_load(request, match):
@@ -287,6 +291,11 @@ class Planner:
         """Release the blocks that are held for loads; return whether there were any."""
         return self._cache.loads is not None and self._cache.loads.give_back()
 
+    def _give_back_ticket(self) -> bool:
+        """Release the blocks that have been kept for another engine the longest; return whether there were any."""
+        loads = self._cache.loads
+        return loads is not None and loads.tickets is not None and loads.tickets.give_back()
+
     def _block_shortage(self, num_spare: int, reason: WaitReason) -> WaitReason | None:
         """Return why a request waits for blocks; None: there are enough, or it is alone, and fits (AdmissionLimits).
 
@@ -304,7 +313,10 @@ class Planner:
         if loads is None or not request.reads_cache:
             return False
         sequence, tokens_per_s = request.live[0], self._preemption.rates.prefill_tokens_per_s
-        wanted = Wanted(request.request_id, request.scope, sequence.token_ids, sequence.num_tokens, tokens_per_s)
+        transfer = None if request.is_kept else request.transfer
+        wanted = Wanted(
+            request.request_id, request.scope, sequence.token_ids, sequence.num_tokens, tokens_per_s, transfer
+        )
         return loads.begin(wanted, match)
 
     def _exceeds_share(self, request: Request, reader: LineReader) -> bool:
@@ -344,7 +356,10 @@ class Planner:
         if self._cache.loads is not None:
             num_loaded_tokens = self._cache.loads.admit(request.request_id, request.scope, first.token_ids, match)
         if request.num_preemptions == 0:
-            request.num_disk_tokens = num_loaded_tokens
+            if request.transfer is None or request.is_kept:
+                request.num_disk_tokens = num_loaded_tokens
+            else:
+                request.num_peer_tokens = num_loaded_tokens
             request.num_cached_tokens = first.num_computed_tokens
             if request.reads_cache:
                 self._cache.prefixes.count_query(first.num_prompt_tokens, first.num_computed_tokens)
@@ -394,9 +409,10 @@ class Planner:
     def _start(self, step: PlanBuilder, request: Request, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence a row, and the tokens of a match."""
         self._queues.assign_row(sequence)
+        keeps_all = isinstance(request.task, PinTask) or (request.transfer is not None and request.is_kept)
         copy = self._cache.create(
-            sequence.seq_id, sequence.token_ids, request.scope, match,
-            keeps_all=isinstance(request.task, PinTask), num_reserved=self._admission.num_reserved(request),
+            sequence.seq_id, sequence.token_ids, request.scope, match, keeps_all=keeps_all,
+            num_reserved=self._admission.num_reserved(request),
         )  # fmt: skip
         self._queues.set_computed(sequence, self._cache.num_tokens(sequence.seq_id))
         request.num_recomputed_tokens += self._preemption.record_resumed(sequence, sequence.num_computed_tokens)

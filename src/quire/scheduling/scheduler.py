@@ -173,7 +173,9 @@ class Scheduler:
                 self._update_pin_limits()
 
     def _end_in_loads(self, loads: Loads, request: Request, sequence: Sequence, *, is_whole: bool) -> None:
-        """End the load of a request with its last branch, and write what a branch leaves to the disk."""
+        """End the load of a request with its last branch; keep what a branch leaves, for the disk or another engine."""
+        if loads.tickets is not None and request.is_kept and is_whole:
+            loads.tickets.keep(request, sequence)
         if loads.disk is not None:
             writes, num_computed = loads.disk.writes, sequence.num_computed_tokens
             writes.finish(request.scope, sequence.token_ids, num_computed, is_whole=is_whole)

@@ -192,7 +192,8 @@ async def connect(
     templates = TemplateRenderer(client.tokenizer, max_waiting=options.max_queued_requests)
     templates.warm_up()
     service = Service(
-        client, options, names, metrics, templates, can_sleep=engine.enable_sleep_mode, model_source=engine.model
+        client, options, names, metrics, templates, can_sleep=engine.enable_sleep_mode, model_source=engine.model,
+        engine_options=engine,
     )  # fmt: skip
     try:
         if engine.kv_events is not None:

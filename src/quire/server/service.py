@@ -18,6 +18,7 @@ from quire.core.errors import DeadlineExceededError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OPERATOR
 from quire.engine.metrics.page import Metrics
+from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import BaseClient
 from quire.engine.requests.input_processor import PreparedRequest
 from quire.engine.requests.pinned_prefixes import PinnedPrefixes
@@ -239,6 +240,7 @@ class Service:
     decode_lanes: Lanes = field(default_factory=Lanes)  # for large bodies, decoded in slices on the event loop
     slices: TimeSlices = field(default_factory=TimeSlices)
     responses: ActiveResponses = field(default_factory=ActiveResponses)
+    engine_options: EngineOptions | None = None  # None: no part in prefill apart from decoding
     can_sleep: bool = False                   # the engine's enable_sleep_mode
     model_source: str | None = None           # folder, file or id that the model was loaded from; None: its first name
     created: int = field(default_factory=lambda: int(time.time()))

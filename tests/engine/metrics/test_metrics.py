@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.core.deltas import Admission, FinishReason, SequenceDelta
 from quire.core.errors import ConfigError, InvalidRequestError, RequestFailedError
+from quire.core.kv_identity import FETCH_FAILURES
 from quire.core.outputs import KVStats, RequestMetrics, RequestOutput
 from quire.core.plan import GraphCounts
 from quire.core.sampling_params import SamplingParams
@@ -64,6 +65,9 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:kv_disk_state": [{}],
     "quire:kv_disk_blocks": [{"state": state} for state in ("used", "free")],
     "quire:kv_disk_bytes": [{}],
+    "quire:kv_transfer_held_blocks": [{}],
+    "quire:kv_transfer_consumers": [{}],
+    "quire:kv_transfer_peers": [{"state": state} for state in ("connected", "unconnected", "incompatible")],
     "quire:weights_bytes": [{"dtype": "", "quantization": ""}],
     "quire:cuda_graphs": [{"state": state} for state in ("captured", "failed")],
 }
@@ -83,6 +87,12 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:kv_disk_bad_blocks_total": [{}],
     "quire:kv_disk_unwritten_blocks_total": [{"reason": reason} for reason in ("dropped", "failed")],
     "quire:kv_disk_unloaded_total": [{"reason": reason} for reason in ("given_up", "slower")],
+    "quire:kv_transfer_tickets_total": [
+        {"state": state} for state in ("made", "redeemed", "refused", "expired", "given_back")
+    ],
+    "quire:kv_transfer_bytes_total": [{"direction": each} for each in ("sent", "received")],
+    "quire:kv_transfer_seconds_total": [{}],
+    "quire:kv_transfer_failed_total": [{"reason": reason} for reason in FETCH_FAILURES],
     "vllm:num_preemptions_total": [MODEL],
     "vllm:spec_decode_num_drafts_total": [MODEL],
     "vllm:spec_decode_num_draft_tokens_total": [MODEL],
@@ -93,7 +103,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
         MODEL | {"source": source} for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
     ],
     "vllm:prompt_tokens_cached_total": [MODEL],
-    "vllm:prompt_tokens_cached_by_source_total": [MODEL | {"source": source} for source in ("device", "disk")],
+    "vllm:prompt_tokens_cached_by_source_total": [MODEL | {"source": source} for source in ("device", "disk", "p2p")],
     "vllm:generation_tokens_total": [MODEL],
     "vllm:request_success_total": [
         MODEL | {"finished_reason": reason} for reason in ("stop", "length", "repetition", "abort")

@@ -208,7 +208,7 @@ def test_another_secret_is_refused_on_both_sides(sockets: Sockets) -> None:
 
 
 def test_leader_without_the_secret_is_refused(sockets: Sockets) -> None:
-    sockets[0].sendall(join.GREETING + join.VERSION + bytes(32) + bytes(CODE_BYTES))
+    sockets[0].sendall(join.RANKS.greeting + join.VERSION + bytes(32) + bytes(CODE_BYTES))
     with pytest.raises(ConfigError, match="node 0 has another secret"):
         answer(sockets[1], KEY, 1)
 
@@ -222,7 +222,7 @@ def test_what_is_no_node_is_refused(sockets: Sockets) -> None:
 def test_another_version_is_named_on_both_sides(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "VERSION", b"9.9".ljust(32))
     claim = join.VERSION + (1).to_bytes(4, "big") + bytes(32)
-    greeting = join.GREETING + __version__.encode().ljust(32) + bytes(32)
+    greeting = join.RANKS.greeting + __version__.encode().ljust(32) + bytes(32)
     sockets[0].sendall(greeting + join._code(KEY, b"leader", bytes(32) + claim))
     monkeypatch.setattr(join, "secrets", SimpleNamespace(token_bytes=bytes))
     with pytest.raises(ConfigError, match=rf"rank 1 runs Quire .*, rank 0 runs {__version__}"):

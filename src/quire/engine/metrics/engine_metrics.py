@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from quire.core.config import PreemptionKind
 from quire.core.deltas import FinishReason, SequenceDelta
+from quire.core.kv_identity import FETCH_FAILURES
 from quire.core.lora import NO_ADAPTER_USE
 from quire.core.outputs import KVStats
 from quire.core.owner_labels import OTHER
@@ -301,6 +302,7 @@ class _Counters:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_disk_tokens: int = 0
+    num_peer_tokens: int = 0
     num_generation_tokens: int = 0
     num_aborted: int = 0
     num_drafts: int = 0
@@ -370,6 +372,7 @@ class EngineMetrics:
         for begun in processed.first_tokens:
             self._counters.num_cached_tokens += begun.num_cached_tokens
             self._counters.num_disk_tokens += begun.num_disk_tokens
+            self._counters.num_peer_tokens += begun.num_peer_tokens
         self._counters.num_generation_tokens += processed.num_output_tokens
         for ended in processed.finished:
             self._count_finished(ended)
@@ -464,6 +467,7 @@ class EngineMetrics:
         yield from self._adapter_families()
         yield from self._cache_families()
         yield from self._disk_families()
+        yield from self._transfer_families()
         yield from self._request_families()
         yield from self._target_families()
         yield from self._draft_families()
@@ -550,26 +554,44 @@ class EngineMetrics:
         unloaded = by("reason", not_loaded, own)
         yield counter("quire:kv_disk_unloaded_total", "Loads that were not made, or not finished.", *unloaded)
         yield counter("quire:kv_disk_bad_blocks_total", "Blocks read that were spoilt.", (own, disk["bad_blocks"]))
-        queries, hits = (model, disk["queries_tokens"]), (model, disk["hits_tokens"])
-        yield counter("vllm:external_prefix_cache_queries_total", "Tokens looked up in the disk tier.", queries)
-        yield counter("vllm:external_prefix_cache_hits_total", "Tokens loaded from the disk tier.", hits)
+        moved = defaultdict[str, float](float, self._kv.transfer)
+        queries, hits = ((model, disk[name] + moved[name]) for name in ("queries_tokens", "hits_tokens"))
+        yield counter("vllm:external_prefix_cache_queries_total", "Tokens looked up on disks or at peers.", queries)
+        yield counter("vllm:external_prefix_cache_hits_total", "Tokens loaded from a disk or from peers.", hits)
         yield counter("vllm:kv_offload_load_bytes_total", "Bytes read.", (model, disk["loaded_bytes"]))
         yield counter("vllm:kv_offload_load_time_total", "Seconds of reads.", (model, disk["load_s"]))
         yield counter("vllm:kv_offload_store_bytes_total", "Bytes written.", (model, disk["written_bytes"]))
         yield counter("vllm:kv_offload_store_time_total", "Seconds of writes.", (model, disk["write_s"]))
+
+    def _transfer_families(self) -> Iterator[Metric]:
+        """Yield the families of prefill apart from decoding: 0 where the engine has no part in it."""
+        own, moved = self._own, defaultdict[str, float](float, self._kv.transfer)
+        tickets = {name: moved[f"tickets_{name}"] for name in ("made", "redeemed", "refused", "expired", "given_back")}
+        failed = {name: moved[f"failed_{name}"] for name in FETCH_FAILURES}
+        peers = {name: moved[f"peers_{name}"] for name in ("connected", "unconnected", "incompatible")}
+        num_bytes = {"sent": moved["sent_bytes"], "received": moved["received_bytes"]}
+        held = own, moved["held_blocks"]
+        yield gauge("quire:kv_transfer_held_blocks", "Blocks that are kept for other engines.", held)
+        yield gauge("quire:kv_transfer_consumers", "Engines that are connected to fetch.", (own, moved["consumers"]))
+        yield gauge("quire:kv_transfer_peers", "Engines to fetch from, by state.", *by("state", peers, own))
+        yield counter("quire:kv_transfer_tickets_total", "Tickets by what became of them.", *by("state", tickets, own))
+        yield counter("quire:kv_transfer_bytes_total", "Bytes of KV blocks.", *by("direction", num_bytes, own))
+        yield counter("quire:kv_transfer_seconds_total", "Seconds of reads from peers.", (own, moved["receive_s"]))
+        yield counter("quire:kv_transfer_failed_total", "Fetches that did not get all.", *by("reason", failed, own))
 
     def _request_families(self) -> Iterator[Metric]:
         model, own, requests = self._model, self._own, self._counters
         finished = by("finished_reason", requests.num_finished, model)
         num_prompt_tokens = requests.num_prompt_tokens
         yield counter("vllm:prompt_tokens_total", "Prompt tokens of begun requests.", (model, num_prompt_tokens))
-        num_cached, num_loaded = requests.num_cached_tokens, requests.num_disk_tokens
+        num_cached, num_disk, num_peer = requests.num_cached_tokens, requests.num_disk_tokens, requests.num_peer_tokens
+        num_loaded = num_disk + num_peer
         sources = {
             "local_compute": num_prompt_tokens - num_cached, "local_cache_hit": num_cached - num_loaded,
             "external_kv_transfer": num_loaded,
         }  # fmt: skip
         by_source = by("source", sources, model)
-        by_tier = by("source", {"device": num_cached - num_loaded, "disk": num_loaded}, model)
+        by_tier = by("source", {"device": num_cached - num_loaded, "disk": num_disk, "p2p": num_peer}, model)
         yield counter("vllm:prompt_tokens_by_source_total", "Prompt tokens of begun requests.", *by_source)
         yield counter("vllm:prompt_tokens_cached_total", "Of those, found in the cache.", (model, num_cached))
         yield counter("vllm:prompt_tokens_cached_by_source_total", "Those, by where they were found.", *by_tier)

@@ -37,6 +37,8 @@ class EngineOptions(  # the fields of the last class come first
         self._check_swap()
         self._check_batching()
         self._check_disk_tier()
+        self._check_kv_role()
+        self._check_transfer()
         self._check_histograms()
         if self.enable_sleep_mode and self.is_over_network:
             raise ConfigError(
@@ -87,6 +89,19 @@ class EngineOptions(  # the fields of the last class come first
             )
         if self.device == "cuda":
             raise ConfigError(f"kv_disk_dir {self.kv_disk_dir!r} is not served on device 'cuda'")
+
+    def _check_transfer(self) -> None:
+        """Refuse roles of prefill apart from decoding beside what they do not reach."""
+        if self.kv_role == "none":
+            return
+        name = f"kv_role {self.kv_role!r}"
+        needed = {"tensor_parallel_size": 1, "data_parallel_size": 1, "memory_policy": "paged", "record": None,
+                  "enable_prefix_caching": True}  # fmt: skip
+        for field, value in needed.items():
+            if (given := getattr(self, field)) != value:
+                raise ConfigError(f"{name} needs {field} {value!r}, got {given!r}")
+        if self.device == "cuda":
+            raise ConfigError(f"{name} is not served on device 'cuda'")
 
     def _check_swap(self) -> None:
         swap_bytes = 0 if self.swap_space is None else parse_bytes(self.swap_space, "swap_space", low=0)

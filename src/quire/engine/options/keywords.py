@@ -96,5 +96,12 @@ class EngineSettings(VllmSettings, total=False):
     master_port: int
     node_secret_file: str | None
     allow_public_master_addr: bool
+    kv_role: Literal["none", "producer", "consumer", "both"]
+    kv_engine_id: str | None
+    kv_host: str
+    kv_port: int
+    kv_peers: str | None
+    kv_secret_file: str | None
+    kv_lease_duration: float
     stall_limit: float
     start_timeout: float

@@ -1,5 +1,6 @@
 """Options of several engines, and of several processes of one engine."""
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -9,10 +10,20 @@ from quire.core.options import option
 
 _parallel = partial(option, panel="Parallel")
 
+KVRole = Literal["none", "producer", "consumer", "both"]
 ExecutorBackend = Literal["auto", "mp", "uni", "ray"]
 TensorParallelMode = Literal["auto", "gather", "reduce"]
 MAX_ENGINES = 64
 START_TIMEOUT_S = 120.0
+MAX_PEERS = 64
+MAX_NAME_CHARS = 128
+PEER_CHARS = "letters, digits and . _ : [ ] - @ /"
+_PEER_NAME = re.compile(rf"[A-Za-z0-9._:\[\]@/-]{{1,{MAX_NAME_CHARS}}}")
+
+
+def is_peer_name(name: str) -> bool:
+    """Return whether a producer can have this name."""
+    return _PEER_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -68,6 +79,39 @@ class ParallelOptions:
         False, "let master_addr be a public address: what nodes exchange is not encrypted",
         row="`True`: `master_addr` may be an address of no private network; what the nodes exchange is not encrypted",
     )  # fmt: skip
+    kv_role: KVRole = _parallel(
+        "none", "part in prefill apart from decoding: producer, consumer or both",
+        row="part in prefill apart from decoding ([scaling](scaling.md#prefill-apart-from-decoding)), for servers: "
+        "`producer`, computes prompts and keeps their KV blocks for another engine; `consumer`, fetches them from the "
+        "engines of `kv_peers`; `both`. On a CPU with the C++ kernels, `tensor_parallel_size` 1 and "
+        "`data_parallel_size` 1. Needs `kv_secret_file`",
+    )  # fmt: skip
+    kv_engine_id: str | None = _parallel(
+        None, "name of this producer in the kv_peers of consumers", metavar="NAME", shown_default="KV_HOST:KV_PORT",
+        row="name of a producer, by which the `kv_peers` of consumers know it; `None`: `kv_host:kv_port`",
+    )  # fmt: skip
+    kv_host: str = _parallel(
+        "127.0.0.1", "address at which a producer listens for consumers", metavar="HOST",
+        row="address at which a producer listens for consumers; KV blocks are not encrypted on their way",
+    )  # fmt: skip
+    kv_port: int = _parallel(
+        14579, "port at which a producer listens for consumers", low=1, high=65535,
+        row="port at which a producer listens for consumers",
+    )  # fmt: skip
+    kv_peers: str | None = _parallel(
+        None, "file with the producers of a consumer: lines of NAME HOST:PORT", metavar="FILE",
+        row=f"file with the producers that a consumer may fetch from, 1 to {MAX_PEERS}: lines of `NAME HOST:PORT`, and "
+        "comments that begin with `#`. No address is ever taken from a request",
+    )  # fmt: skip
+    kv_secret_file: str | None = _parallel(
+        None, "file with a secret that producers and consumers share", metavar="FILE",
+        row="file with a secret of 16 to 4,096 bytes, the same for producers and consumers: without it none connects",
+    )  # fmt: skip
+    kv_lease_duration: float = _parallel(
+        30.0, "seconds for which a producer keeps the KV blocks of a prompt", low=1, high=3600, metavar="SECONDS",
+        row="seconds for which a producer keeps the KV blocks of a prompt, and again from the moment at which a "
+        "consumer begins to fetch them; fewer where blocks are short. vLLM's name and default",
+    )  # fmt: skip
     stall_limit: float = option(
         10.0, "seconds without a heartbeat of a rank, after which the engine ends", kind="none",
         low=1, high=86400, unit="seconds",
@@ -87,6 +131,41 @@ class ParallelOptions:
     def is_over_network(self) -> bool:
         """Whether ranks of one model may be on several machines."""
         return self.nnodes > 1 or (self.distributed_executor_backend == "ray" and self.tensor_parallel_size > 1)
+
+    @property
+    def is_kv_producer(self) -> bool:
+        """Whether the engine keeps KV blocks for other engines."""
+        return self.kv_role in ("producer", "both")
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        """Whether the engine fetches KV blocks from other engines."""
+        return self.kv_role in ("consumer", "both")
+
+    @property
+    def kv_name(self) -> str:
+        """The producer's name, by which consumers know it."""
+        return self.kv_engine_id or f"{self.kv_host}:{self.kv_port}"
+
+    def _check_kv_role(self) -> None:
+        """Check what roles need of each other; what they need of the engine is checked elsewhere."""
+        given = {"kv_engine_id": self.kv_engine_id, "kv_peers": self.kv_peers, "kv_secret_file": self.kv_secret_file}
+        if self.kv_role == "none":
+            for name, value in given.items():
+                if value is not None:
+                    raise ConfigError(f"{name} {value!r} needs kv_role producer, consumer or both")
+            return
+        if self.kv_secret_file is None:
+            raise ConfigError(f"kv_role {self.kv_role!r} needs kv_secret_file, the same for producers and consumers")
+        if self.is_kv_consumer and self.kv_peers is None:
+            raise ConfigError(f"kv_role {self.kv_role!r} needs kv_peers, a file with the producers")
+        if self.kv_role == "producer" and self.kv_peers is not None:
+            raise ConfigError(f"kv_peers {self.kv_peers!r} is for consumers, and kv_role is 'producer'")
+        if self.kv_role == "consumer" and self.kv_engine_id is not None:
+            raise ConfigError(f"kv_engine_id {self.kv_engine_id!r} is for producers, and kv_role is 'consumer'")
+        if not is_peer_name(self.kv_name):
+            raise ConfigError(f"kv_engine_id must have 1 to {MAX_NAME_CHARS} characters of {PEER_CHARS}, got "
+                              f"{self.kv_name!r}")  # fmt: skip
 
     def _check_ranks(self) -> None:
         if self.distributed_executor_backend == "uni" and self.tensor_parallel_size != 1:

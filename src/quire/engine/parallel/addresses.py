@@ -46,11 +46,7 @@ def master_address(options: EngineOptions) -> str:
 
 def checked_address(name: str, options: EngineOptions) -> str:
     """Return the IP address of a host name. ConfigError if it is unknown, or public without a flag."""
-    try:
-        found = socket.getaddrinfo(name, options.master_port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"master_addr {name} is not an address that is known here: {error}") from error
-    text = str(found[0][4][0])
+    text = ip_address_of(name, "master_addr")
     address = ipaddress.ip_address(text)
     if address.is_unspecified or address.is_multicast:
         raise ConfigError(f"master_addr must be an address of node 0 that the other nodes reach, got {name}")
@@ -62,26 +58,52 @@ def checked_address(name: str, options: EngineOptions) -> str:
     return text
 
 
+def listening_address(options: EngineOptions) -> str:
+    """Return the IP address of `kv_host`. ConfigError if it is unknown, or public without a flag."""
+    text = ip_address_of(options.kv_host, "kv_host")
+    address = ipaddress.ip_address(text)
+    if address.is_multicast or (address.is_global and not options.allow_public_master_addr):
+        raise ConfigError(
+            f"kv_host {options.kv_host} must be an address of a private network: KV blocks are not encrypted on their "
+            "way (allow_public_master_addr)"
+        )
+    return text
+
+
+def ip_address_of(name: str, option: str) -> str:
+    """Return the IP address of a host name, which an option has. ConfigError if it is unknown."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{option} {name} is not an address that is known here: {error}") from error
+    return str(found[0][4][0])
+
+
 def secret_key(options: EngineOptions) -> bytes:
     """Return the key of the run, of 32 bytes. ConfigError if the file of the secret cannot be used."""
     if options.node_secret_file is None:
         return key_of(b"")
+    return key_of(read_secret(options.node_secret_file, "node_secret_file"))
+
+
+def read_secret(path: str, name: str) -> bytes:
+    """Return the secret in a file, which the option `name` has. ConfigError if it cannot be used."""
     try:
-        with Path(options.node_secret_file).open("rb") as file:
+        with Path(path).expanduser().open("rb") as file:
             secret = file.read(MAX_SECRET_BYTES + 1).strip()
     except OSError as error:
-        raise ConfigError(f"node_secret_file {options.node_secret_file} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
         raise ConfigError(
-            f"node_secret_file {options.node_secret_file} must have {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, "
-            f"such as those of `openssl rand -hex 32`, got {len(secret)}"
+            f"{name} {path} must have {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, such as those of `openssl rand "
+            f"-hex 32`, got {len(secret)}"
         )
-    return key_of(secret)
+    return secret
 
 
-def key_of(secret: bytes) -> bytes:
-    """Return the key of a secret."""
-    return sha256(b"quire nodes\0" + secret).digest()
+def key_of(secret: bytes, purpose: bytes = b"quire nodes") -> bytes:
+    """Return the key of a secret, another one for each purpose."""
+    return sha256(purpose + b"\0" + secret).digest()
 
 
 class AddressBook:

@@ -21,6 +21,7 @@ from quire.core.frames import LENGTH_BYTES, frame, has_room, read_frame
 BEAT_INTERVAL_S = 0.25
 OFFER_WAIT_S = 1.0      # for what another thread sends: a heartbeat, in the middle of which a busy machine stops it
 CODE_BYTES = 32
+MAX_FRAME_BYTES = (1 << 8 * LENGTH_BYTES) - 1
 
 
 class FrameSeal:
@@ -49,15 +50,19 @@ class FrameSeal:
 
 
 class Channel:
-    """One end. `decode` makes messages of what is read; `seals`: of what is sent and of what is read, on a network."""
+    """One end. `decode` makes messages of what is read; `seals`: of what is sent and of what is read, on a network.
+
+    `most_bytes`: of a frame that is read; a longer one ends the stream.
+    """
 
     def __init__(
         self,
         connection: socket.socket,
         decode: Callable[[bytes], Any],
         seals: tuple[FrameSeal, FrameSeal] | None = None,
+        most_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        self._socket, self._decode, self._seals = connection, decode, seals
+        self._socket, self._decode, self._seals, self._most_bytes = connection, decode, seals, most_bytes
         self._sending = threading.Lock()
         self._received = SimpleQueue[Any]()
         self._heard_s = time.monotonic()
@@ -124,7 +129,7 @@ class Channel:
     def _read(self, on_end: Callable[[], None], handles: Callable[[Any], bool]) -> None:
         try:
             with self._socket.makefile("rb") as stream:
-                while (content := read_frame(stream)) is not None:
+                while (content := read_frame(stream, self._most_bytes)) is not None:
                     if self._seals is not None:
                         content = self._seals[1].open(content)
                     self._heard_s = time.monotonic()

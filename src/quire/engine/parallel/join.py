@@ -1,4 +1,6 @@
-"""Joining of ranks over TCP: the port at which node 0 accepts them, and the handshake of both ends.
+"""Joining over TCP: the port at which one end accepts the others, and the handshake of both.
+
+Ranks of tensor parallelism join node 0, and engines join another one that has keys and values for them.
 
 Both prove that they have the run's key without sending it: each answers the other's random number with a code
 (HMAC-SHA-256, RFC 2104) of both numbers. Each frame then carries a code of its number in its direction and its content,
@@ -30,7 +32,6 @@ from quire.engine.parallel.rank_messages import Join
 
 log = logging.getLogger(__name__)
 
-GREETING = b"quire-nodes\n"
 VERSION = __version__.encode().ljust(32)[:32]
 NUMBER_BYTES = 32
 RANK_BYTES = 4
@@ -44,6 +45,23 @@ POLL_S, BUSY_POLL_S = 0.25, 0.02
 MAX_LOGGED = 10             # refused connections: others could fill the log
 CONNECT_SHARE = 0.8         # part of the start timeout within which node 0 must listen
 CONNECT_PAUSE_S = 0.2
+
+
+class JoinKind(NamedTuple):
+    """What joins what, in the greeting and in errors."""
+
+    greeting: bytes
+    host: str       # the end that accepts
+    place: str      # settings that say where it is
+    secret: str     # of the secret
+    nodes: str      # those that need the same
+    member: str     # the end that joins, with a place for its rank
+    head: str       # the end that accepts, beside it
+
+
+RANKS = JoinKind(
+    b"quire-nodes\n", "node 0", "master_addr and master_port", "node_secret_file", "on all nodes", "rank {}", "rank 0"
+)
 
 
 class Joined(NamedTuple):
@@ -68,9 +86,11 @@ class _Handshake:
 class JoinPort:
     """Accepts connections at a listener until it is closed. `joined` gets ranks, and errors that end the run."""
 
-    def __init__(self, listener: socket.socket, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, listener: socket.socket, key: bytes, clock: Callable[[], float] = time.monotonic, kind: JoinKind = RANKS
+    ) -> None:
         self.joined = SimpleQueue[Joined | ConfigError]()
-        self._listener, self._key, self._clock = listener, key, clock
+        self._listener, self._key, self._clock, self._kind = listener, key, clock, kind
         self._lock = threading.Lock()
         self._greeted: list[_Handshake] = []                # oldest first
         self._waiting = deque[tuple[socket.socket, str]]()
@@ -131,7 +151,7 @@ class JoinPort:
         connection, found = handshake.connection, None
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            rank, seals = greet(connection, self._key)
+            rank, seals = greet(connection, self._key, self._kind)
             found = Joined(rank, connection, seals, handshake.address)
         except ConfigError as error:
             self.joined.put(error)
@@ -149,7 +169,7 @@ class JoinPort:
         self._num_refused += 1
         if self._num_refused <= MAX_LOGGED:
             more = "; further ones are not logged" if self._num_refused == MAX_LOGGED else ""
-            log.warning("a connection from %s is no rank of this run: %s%s", address, error, more)
+            log.warning("a connection from %s to %s is refused: %s%s", address, self._kind.host, error, more)
 
 
 def _end(handshake: _Handshake) -> None:
@@ -185,7 +205,9 @@ def join_run(join: Join) -> tuple[socket.socket, tuple[FrameSeal, FrameSeal]]:
             time.sleep(CONNECT_PAUSE_S)
 
 
-def greet(connection: socket.socket, key: bytes) -> tuple[int, tuple[FrameSeal, FrameSeal]]:
+def greet(
+    connection: socket.socket, key: bytes, kind: JoinKind = RANKS
+) -> tuple[int, tuple[FrameSeal, FrameSeal]]:
     """Let the other end prove its key, as rank 0; return its rank, and the seals of what is sent and read.
 
     OSError if it has no proof within HANDSHAKE_TIMEOUT_S, ConfigError if it has one and runs another version.
@@ -193,7 +215,7 @@ def greet(connection: socket.socket, key: bytes) -> tuple[int, tuple[FrameSeal, 
     number = secrets.token_bytes(NUMBER_BYTES)
     deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
     connection.settimeout(HANDSHAKE_TIMEOUT_S)
-    connection.sendall(GREETING + VERSION + number)
+    connection.sendall(kind.greeting + VERSION + number)
     claim = _read(connection, len(VERSION) + RANK_BYTES + NUMBER_BYTES, deadline_s)
     both = number + claim
     if not hmac.compare_digest(_read(connection, CODE_BYTES, deadline_s), _code(key, b"rank", both)):
@@ -203,12 +225,12 @@ def greet(connection: socket.socket, key: bytes) -> tuple[int, tuple[FrameSeal, 
     connection.settimeout(None)
     version, rank = claim[: len(VERSION)], int.from_bytes(claim[len(VERSION) :][:RANK_BYTES], "big")
     if version != VERSION:
-        raise ConfigError(f"rank {rank} runs Quire {_text(version)}, rank 0 runs {__version__}")
+        raise ConfigError(f"{kind.member.format(rank)} runs Quire {_text(version)}, {kind.head} runs {__version__}")
     return rank, (FrameSeal(_code(key, b"to rank", both)), FrameSeal(_code(key, b"to leader", both)))
 
 
 def answer(
-    connection: socket.socket, key: bytes, rank: int, limit_s: float = HANDSHAKE_TIMEOUT_S
+    connection: socket.socket, key: bytes, rank: int, limit_s: float = HANDSHAKE_TIMEOUT_S, kind: JoinKind = RANKS
 ) -> tuple[FrameSeal, FrameSeal]:
     """Prove the key to rank 0, and let it do so; return the seals of what is sent and read.
 
@@ -216,21 +238,21 @@ def answer(
     ConfigError for another secret or version, or what is no rank 0.
     """
     deadline_s = time.monotonic() + limit_s
-    greeting = _read(connection, len(GREETING) + len(VERSION) + NUMBER_BYTES, deadline_s)
-    if not greeting.startswith(GREETING):
-        raise ConfigError("what listens at master_addr and master_port is not node 0 of Quire")
-    version, number = greeting[len(GREETING) : -NUMBER_BYTES], greeting[-NUMBER_BYTES:]
+    greeting = _read(connection, len(kind.greeting) + len(VERSION) + NUMBER_BYTES, deadline_s)
+    if not greeting.startswith(kind.greeting):
+        raise ConfigError(f"what listens at {kind.place} is not {kind.host} of Quire")
+    version, number = greeting[len(kind.greeting) : -NUMBER_BYTES], greeting[-NUMBER_BYTES:]
     claim = VERSION + rank.to_bytes(RANK_BYTES, "big") + secrets.token_bytes(NUMBER_BYTES)
     both = number + claim
     connection.sendall(claim + _code(key, b"rank", both))
     proof = _read(connection, CODE_BYTES, deadline_s)
     if proof == REFUSAL:
-        raise ConfigError("node 0 refuses the secret: node_secret_file must be the same on all nodes")
+        raise ConfigError(f"{kind.host} refuses the secret: {kind.secret} must be the same {kind.nodes}")
     if not hmac.compare_digest(proof, _code(key, b"leader", both)):
-        raise ConfigError("node 0 has another secret: node_secret_file must be the same on all nodes")
+        raise ConfigError(f"{kind.host} has another secret: {kind.secret} must be the same {kind.nodes}")
     connection.settimeout(None)
     if version != VERSION:
-        raise ConfigError(f"rank {rank} runs Quire {__version__}, rank 0 runs {_text(version)}")
+        raise ConfigError(f"{kind.member.format(rank)} runs Quire {__version__}, {kind.head} runs {_text(version)}")
     return FrameSeal(_code(key, b"to leader", both)), FrameSeal(_code(key, b"to rank", both))
 
 

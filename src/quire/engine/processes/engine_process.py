@@ -26,6 +26,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
 from quire.core import logs
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.frames import frame, has_room, read_frame
@@ -34,7 +36,6 @@ from quire.core.outputs import KVStats
 from quire.core.sequence import Request
 from quire.engine import messages
 from quire.engine.engine import NO_ADAPTERS, Engine
-from quire.engine.kv_disk import KVDisk
 from quire.engine.launcher import Start
 from quire.engine.messages import EngineState, Report
 from quire.engine.processes.liveness import Heartbeat, LayerCost, StallDetector
@@ -53,6 +54,7 @@ IDLE_CHECK_DELAY_S = 10.0      # idle time before the check for leaked blocks, w
 OWNER_COUNT_INTERVAL_S = 0.5   # minimum between two counts of blocks by owner, which walk all block tables ...
 OWNER_COUNT_TIME_SHARE = 0.01  # ... and their maximum share of the time
 DISK_WAIT_S = 0.005               # between two looks at the disk tier while the engine is idle
+LEASE_WAIT_S = 0.05               # the same, at leases of other engines
 MAX_ADD_BYTES_PER_STEP = 1 << 18  # Add messages handled between two steps: 4 ms of decoding if all are short
 MAX_COMMANDS_PER_STEP = 512       # others handled between two steps: 3 to 4 ms if all abort a request
 
@@ -253,7 +255,7 @@ class EngineLoop:
         """
         self._heartbeat.pause()
         self._send(messages.Idle(self._state()))
-        if self._engine.disk is not None and not self._finish_disk(self._engine.disk):
+        if self._engine.num_moves_left and not self._finish_moves():
             return
         if not self._is_checked:
             pause_s = self._quiet_since_s + IDLE_CHECK_DELAY_S - time.monotonic()
@@ -265,16 +267,16 @@ class EngineLoop:
                 pass
         self._handle_message(self._commands.get())
 
-    def _finish_disk(self, disk: KVDisk) -> bool:
-        """Write what the disk tier has queued, and report its counts; return False if a command has come meanwhile."""
-        num_left = disk.num_left
-        while disk.num_left:
-            disk.step()
+    def _finish_moves(self) -> bool:
+        """Write what the disk tier has queued, and wait for the ends of leases; False if a command comes meanwhile."""
+        engine = self._engine
+        while engine.num_moves_left:
+            engine.move_blocks()
+            is_writing = engine.disk is not None and engine.disk.num_left > 0
             with suppress(Empty):
-                self._handle_message(self._commands.get(timeout=DISK_WAIT_S))
+                self._handle_message(self._commands.get(timeout=DISK_WAIT_S if is_writing else LEASE_WAIT_S))
                 return False
-        if num_left:
-            self._send(messages.Idle(self._state()))
+        self._send(messages.Idle(self._state()))
         return True
 
     def _check_slice(self) -> bool:
@@ -299,6 +301,9 @@ class EngineLoop:
         pause_s = 0.0 if is_at_rest else max(OWNER_COUNT_INTERVAL_S, (ended_s - started_s) / OWNER_COUNT_TIME_SHARE)
         self._owners_due_s = ended_s + pause_s
         return stats
+
+
+_PING = msgspec.msgpack.encode(messages.Ping())
 
 
 def _age_s(request: Request) -> float:
@@ -377,6 +382,8 @@ def _serve_awake(
     gc.enable()
     if assembled.engine.disk is not None:
         connection.on_end = assembled.engine.disk.close_store
+    if assembled.engine.peers is not None:
+        assembled.engine.peers.watch(lambda: commands.put(_PING))   # metrics tell of engines that come and go
     connection.send(report)
     if assembled.ranks is not None:
         assembled.ranks.on_beat = connection.beat

@@ -190,6 +190,7 @@ def _explanation(service: Service, past: PastRequest, miss: Miss | None) -> dict
         "num_prompt_tokens": past.num_prompt_tokens,
         "num_cached_tokens": metrics.num_cached_tokens,
         "num_disk_tokens": metrics.num_disk_tokens,
+        "num_peer_tokens": metrics.num_peer_tokens,
         "first_miss": None if miss is None else miss._asdict(),
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_tokens": metrics.num_accepted_tokens,

@@ -35,6 +35,8 @@ def start_models(engine: EngineOptions, options: ServerOptions) -> NoReturn:
         raise ConfigError("models_dir is of one machine, and nnodes is above 1")
     if engine.kv_events is not None:
         raise ConfigError("models_dir: kv_events_config is of one model, and servers of several would share its ports")
+    if engine.kv_role != "none":
+        raise ConfigError(f"models_dir: kv_role {engine.kv_role!r} is of one model, and servers would share its port")
     tls = tls_context(options)
     with bind(options.host, options.port) if options.uds is None else bind_path(options.uds) as listener:
         for number in STOP_SIGNALS:

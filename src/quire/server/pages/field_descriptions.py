@@ -22,6 +22,10 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "bad_words": ("Texts that an answer must not have.", ["secret"]),
     "best_of": ("Only the same as n.", 1),
     "cache_control": ("Pin the prefix up to the last block that has this mark.", {"type": "ephemeral"}),
+    "kv_transfer_params": (
+        "Prefill apart from decoding, in vLLM's form: `do_remote_decode` asks a producer to keep the prompt's KV "
+        "blocks; what its answer has in this field lets a consumer fetch them.", {"do_remote_decode": True},
+    ),
     "cache_salt": ("Requests with the same salt alone find each other's prefixes in the cache.", "team-a"),
     "chat_template_kwargs": ("Variables of the chat template.", {"enable_thinking": False}),
     "context_management": ("Nothing is removed; edits that would remove something are left out with a warning.", {}),

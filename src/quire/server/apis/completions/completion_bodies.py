@@ -281,6 +281,7 @@ class GenerationBody(OpenAIBody):
     structural_tag: Annotated[Any, documented_as({"type": "object"}, TEXT, NULL)] = None
     repetition_detection: Annotated[dict[str, Any] | None, documented_as(_REPETITION, NULL)] = None
     cache_salt: Salt = None
+    kv_transfer_params: dict[str, Any] | None = None
     priority: Annotated[int | None, _integer(-MAX_PRIORITY, MAX_PRIORITY)] = None
     ttft_deadline_ms: Milliseconds = None
     deadline_ms: Milliseconds = None

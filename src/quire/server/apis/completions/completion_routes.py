@@ -19,6 +19,7 @@ from fastapi import APIRouter, Path, Request, Response
 from quire.core.checks import check_float, check_int, check_optional_int, refuse, shown
 from quire.core.errors import InvalidRequestError
 from quire.core.sampling_params import MAX_LENGTH_PENALTY, MAX_LOGIT_BIAS, MIN_SEED, BeamSearchParams, SamplingParams
+from quire.core.sequence import KVTransfer
 from quire.engine.requests.input_processor import CheckedParams, Truncation, check_cache_salt
 from quire.server.api.chat import ChatPrompt, prepare_chat, template_variables
 from quire.server.api.generation import Generation
@@ -43,6 +44,7 @@ from quire.server.apis.completions.completion_bodies import (
     GenerationBody,
     TokenizeBody,
 )
+from quire.server.apis.completions.kv_transfer import params_of_answer, seed_of, transfer_of
 from quire.server.apis.completions.openai_response import CompletionResponseBuilder, OpenAIRequest
 from quire.server.errors import ApiError, invalid, raise_renamed, renamed_fields, unsupported
 from quire.server.grammars.grammar_checker import CONSTRAINT_FIELDS
@@ -77,6 +79,8 @@ def checked_params(
     """
     names = _SAME_NAMES & body.model_fields_set
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if body.kv_transfer_params and (seed := seed_of(body)) is not None:
+        given["seed"] = seed
     if "n" in given:
         check_int("n", given["n"], 1, service.options.max_n)
     if body.stream_options is not None and not body.stream:
@@ -88,6 +92,8 @@ def checked_params(
         given["logit_bias"] = _clipped(body.logit_bias)
     given |= deadlines
     given |= _completion_params(body) if isinstance(body, CompletionBody) else _chat_params(body)
+    if body.kv_transfer_params and body.kv_transfer_params.get("do_remote_decode") and body.min_tokens:
+        given["min_tokens"] = min(body.min_tokens, given["max_tokens"] or body.min_tokens)   # routers set max_tokens 1
     params = sampling_params(service, given, is_beam_search=bool(body.use_beam_search))
     try:
         beam = _beam_search_params(body, params)
@@ -258,6 +264,8 @@ async def _complete(request: Request, body: CompletionBody, arrival_s: float) ->
     call, record = _checked_request(request, service, body, "cmpl")
     prompts = parse_prompts(body.prompt)
     check_num_choices(len(prompts), call.checked.params.n, service.options)
+    if call.transfer is not None and len(prompts) > 1:
+        invalid(f"kv_transfer_params is of one prompt, got {len(prompts)}", param="kv_transfer_params")
     record.num_prompts = len(prompts)
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
         check_deadline(service, call)
@@ -271,6 +279,8 @@ async def _complete(request: Request, body: CompletionBody, arrival_s: float) ->
             builder = await service.threads.run(num_tokens, echoing)
         else:
             builder = CompletionResponseBuilder(call, tokenizer, echo=False)
+        if call.transfer is not None:
+            note_transfer(service, call, call.transfer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
     del body    # a request that waits does not hold it
     return await create_response(request, service, generation, builder)
@@ -295,6 +305,8 @@ async def create_chat_completion(request: Request) -> Response:
             shows_reasoning = body.include_reasoning is not False
             await prepare_chat(service, call, conversation, shows_reasoning=shows_reasoning)
         builder = ChatResponseBuilder(call, service.client.tokenizer)
+        if call.transfer is not None:
+            note_transfer(service, call, call.transfer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
     del body, conversation
     return await create_response(request, service, generation, builder)
@@ -313,8 +325,10 @@ def _checked_request(
     key_number = request.scope[KEY_NUMBER]
     if checked.priority < 0:
         check_priority_granted(service, checked.priority, key_number)
+    transfer = transfer_of(service, body, key_number) if body.kv_transfer_params else None
     call = OpenAIRequest(
         id=request_id, model=model, created=int(time.time()), checked=checked, stream=bool(body.stream),
+        transfer=transfer,
         received_s=received_s_of(request), deadline_field=deadline_field(body, checked.params),
         hides_output=body.max_tokens == 0, cache_salt=body.cache_salt, key_number=key_number,
         client_id=request.scope[CLIENT_ID], body=body,
@@ -325,6 +339,15 @@ def _checked_request(
         max_reasoning_tokens=_max_reasoning_tokens(service, body) if isinstance(body, ChatBody) else None,
     )  # fmt: skip
     return call, record
+
+
+def note_transfer(service: Service, call: OpenAIRequest, transfer: KVTransfer) -> None:
+    """Give the engine request of a call its ticket, and the answer the field for the next engine."""
+    request = call.requests[0].request
+    request.transfer = transfer
+    if request.is_kept:
+        num_tokens = len(request.prompt_token_ids)
+        call.kv_transfer_params = params_of_answer(service, transfer, num_tokens, request.seed)
 
 
 def _max_reasoning_tokens(service: Service, body: ChatBody) -> int | None:

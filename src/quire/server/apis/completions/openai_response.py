@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quire.core.logprob_table import Logprobs
 from quire.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.core.sequence import KVTransfer
 from quire.core.version import __version__
 from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.api.generation import TokenUsage, request_times
@@ -92,6 +93,8 @@ class OpenAIRequest(ApiRequest):
     returns_token_ids: bool = field(init=False)
     returns_prompt_text: bool = field(init=False)
     returns_prompt_logprobs: bool = field(init=False)
+    transfer: KVTransfer | None = None               # of keys and values, to or from another engine
+    kv_transfer_params: Json | None = None           # of a producer's answer
     shows_prompt: bool = field(init=False)           # choices begin with their prompt, or with a part of it
     message_echo: str = field(init=False)            # text that messages begin with
 
@@ -157,6 +160,8 @@ class OpenAIResponseBuilder(ABC):
                 yield from self._choice_pieces(prompt_index, piece)
                 between = b","
         fields = _UNUSED | {"usage": _with_nulls(self._usage(usage))} | self._prompt_fields()
+        if self.request.kv_transfer_params is not None:
+            fields["kv_transfer_params"] = self.request.kv_transfer_params
         if self.request.tells_times and self.request.num_answers == 1:
             fields["metrics"] = request_times(outputs[0].metrics, usage.num_output_tokens)
         pieces = iter(encode_streamed(fields))

@@ -1,0 +1,164 @@
+"""Tickets: keys and values of prompts that are kept until another engine has fetched them (DistServe, 2024).
+
+A request that computes a prompt for another engine leaves a lease of the prompt's full blocks, and a ticket for it: 256
+random bits, good once, for the owner and the scope of the request. A lease ends when its blocks have been fetched, when
+the connection of the other engine ends, after `lease_s` seconds, or when blocks are short, the oldest first. Any of
+these may come at any time, so a lease is looked at under the lock for each block that is copied out of the cache.
+
+The engine's thread makes and frees leases; threads of connections redeem tickets, copy blocks, and end leases, which
+the engine's thread then frees.
+"""
+
+import hashlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.cache.prefix_tree import as_bytes, scope_text
+from quire.core.sequence import KVTransfer, Request, Sequence
+
+if TYPE_CHECKING:
+    from quire.cache.manager import KVCacheManager
+
+
+@dataclass(slots=True, eq=False)
+class KVTicket:
+    """A prompt that is kept: its full blocks, and their tokens."""
+
+    lease_id: int           # of the request that has computed it
+    name: str
+    binding: bytes          # of its owner and scope
+    tokens: bytes           # packed, 4 bytes each
+    blocks: list[int]
+    ends_s: float
+    is_redeemed: bool = False
+    is_over: bool = False   # its blocks may be others' now
+
+
+class Tickets:
+    """All tickets of an engine, which its blocks bound: each has one at least. `clock` returns seconds."""
+
+    def __init__(self, cache: "KVCacheManager", lease_s: float, clock: Callable[[], float]) -> None:
+        assert cache.prefixes.can_be_found, "tickets without a prefix cache"
+        self._cache, self.lease_s, self._clock = cache, lease_s, clock
+        self.lock = threading.Lock()
+        self._tickets: dict[str, KVTicket] = {}   # the oldest first
+        self._ended = deque[KVTicket]()           # over, and to be freed by the engine's thread
+        self.counts = Counter[str]()              # made, redeemed, refused, expired, given_back
+
+    def __len__(self) -> int:
+        """Count the leases."""
+        return len(self._tickets)
+
+    @property
+    def num_left(self) -> int:
+        """What is left to do for an idle engine: leases that will end."""
+        return len(self._tickets)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all leases; one of several leases counts several times."""
+        return sum(len(ticket.blocks) for ticket in list(self._tickets.values()))
+
+    # --- the engine's thread --------------------------------------------------------------------------------------
+
+    def keep(self, request: Request, sequence: Sequence) -> None:
+        """Keep the full blocks of a request's prompt, of which a branch ends, under the request's ticket.
+
+        Nothing is kept if there is no full block, or `lease_computed` holds none.
+        """
+        transfer, lease_id = request.transfer, request.request_id
+        assert transfer is not None, "a request without a ticket"
+        size = self._cache.block_size
+        num_blocks = min(sequence.num_prompt_tokens, sequence.num_computed_tokens) // size
+        if not num_blocks or transfer.ticket in self._tickets or lease_id in self._cache.leases:
+            return
+        blocks = self._cache.lease_computed(lease_id, sequence.seq_id, num_blocks)
+        if blocks is None:
+            return
+        tokens, ends_s = as_bytes(sequence.token_ids[: num_blocks * size]), self._clock() + self.lease_s
+        ticket = KVTicket(lease_id, transfer.ticket, binding(transfer, request.scope), tokens, blocks, ends_s)
+        with self.lock:
+            self._tickets[transfer.ticket] = ticket
+            self.counts["made"] += 1
+
+    def step(self) -> None:
+        """Free what has been fetched, and what is past its time. For between two steps."""
+        if not self._tickets:
+            return
+        now_s = self._clock()
+        with self.lock:
+            late = [each for each in self._tickets.values() if each.ends_s <= now_s and not each.is_over]
+            for ticket in late:
+                self._end(ticket, "expired")
+        self._free()
+
+    def give_back(self) -> bool:
+        """End the oldest lease, for want of blocks; return whether there was one. Its blocks are cached."""
+        with self.lock:
+            ticket = next((each for each in self._tickets.values() if not each.is_over), None)
+            if ticket is not None:
+                self._end(ticket, "given_back")
+        return self._free()
+
+    def clear(self) -> None:
+        """End all leases."""
+        with self.lock:
+            for ticket in self._tickets.values():
+                self._end(ticket, "given_back")
+        self._free()
+
+    def _free(self) -> bool:
+        """Free the leases that are over; return whether there were any."""
+        is_any = bool(self._ended)
+        while self._ended:
+            ticket = self._ended.popleft()
+            del self._tickets[ticket.name]
+            self._cache.end_lease(ticket.lease_id)
+        return is_any
+
+    # --- threads of connections -----------------------------------------------------------------------------------
+
+    def redeem(self, name: str, binding: bytes) -> KVTicket | None:
+        """Return the ticket of a name, once; None: there is none for this owner and scope, or not any more."""
+        with self.lock:
+            ticket = self._tickets.get(name)
+            if ticket is None or ticket.is_over or ticket.is_redeemed or ticket.binding != binding:
+                self.counts["refused"] += 1
+                return None
+            ticket.is_redeemed, ticket.ends_s = True, self._clock() + self.lease_s
+            self.counts["redeemed"] += 1
+            return ticket
+
+    def end(self, ticket: KVTicket) -> None:
+        """End a lease: its blocks have been fetched, or are not wanted."""
+        with self.lock:
+            self._end(ticket, None)
+
+    def _end(self, ticket: KVTicket, reason: str | None) -> None:
+        if not ticket.is_over:
+            ticket.is_over = True
+            self._ended.append(ticket)
+            if reason is not None:
+                self.counts[reason] += 1
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def lease_ids(self) -> set[int]:
+        """The leases of tickets."""
+        return {ticket.lease_id for ticket in self._tickets.values()}
+
+    def checking(self) -> Iterator[None]:
+        """Assert, in slices, that each ticket has its blocks."""
+        for ticket in list(self._tickets.values()):
+            held = self._cache.leased_blocks(ticket.lease_id, 0, len(ticket.blocks))
+            assert held == ticket.blocks, f"lease {ticket.lease_id} of {held}, not {ticket.blocks}"
+        yield
+
+
+def binding(transfer: KVTransfer, scope: Hashable) -> bytes:
+    """Return what binds a ticket to its owner and to the scope of its request, 32 bytes."""
+    return hashlib.sha256(scope_text((transfer.owner, scope_text(scope)))).digest()
